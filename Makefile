@@ -1,0 +1,56 @@
+# Every target works alone on a bare clone: what it needs, it makes.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PATHS  := diffusion_grpo tests examples benchmarks docs
+ARGS   ?=
+
+# Tests and demo use what is in the package, never the network; one thread a test process, two processes.
+OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format bench docs tiny-model clean
+
+help: ## print this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## create .venv with the tested versions and install the package into it
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,ocr,report]"
+	@touch $@
+
+demo: setup ## teach the embedded model to spell and colour (about ten minutes on two cores), into outputs/demo
+	@rm -rf outputs/demo
+	@$(OFFLINE) $(BIN)/diffusion-grpo train examples/demo.yaml $(ARGS)
+
+test: setup ## run the tests (ARGS="-k losses" for some of them)
+	@$(PYTEST) -n 2 --dist worksteal $(ARGS)
+
+test-all: setup ## run every test, also slow, demo and distributed ones
+	@$(PYTEST) -m "" $(ARGS)
+
+lint: setup ## check style with ruff
+	@$(BIN)/ruff check --quiet $(wildcard $(PATHS))
+	@$(BIN)/ruff format --quiet --check $(wildcard $(PATHS))
+
+format: setup ## rewrite the sources in the project's style
+	@$(BIN)/ruff check --quiet --fix $(wildcard $(PATHS))
+	@$(BIN)/ruff format --quiet $(wildcard $(PATHS))
+
+bench: setup ## time one GRPO step against the bare network, and print peak memory
+	@$(OFFLINE) $(BIN)/python benchmarks/step.py $(ARGS)
+
+docs: setup ## regenerate docs/config.md from the settings' help texts and check every link in the docs
+	@$(BIN)/python docs/build.py $(ARGS)
+
+tiny-model: setup ## make the embedded model again from packages alone (at most 30 minutes on two cores)
+	@$(OFFLINE) $(BIN)/python -m diffusion_grpo.tiny.train $(ARGS)
+
+clean: ## remove the environment, caches and build products (outputs/ is kept)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
