@@ -1,0 +1,171 @@
+"""Advantages: the rewards of all samples of a generation enter, one number a sample leaves.
+
+A module of its own because it is all of GRPO that compares samples with each other: it needs every process' rewards at
+once, no network and no gradient. Statistics are taken in float64 on the CPU, so that every process and every device
+comes to the same bits.
+"""
+
+import dataclasses
+
+import torch
+
+
+EPS = 1e-8
+# Rewards of a group that differ by less than this, relative to the largest, count as equal: such differences are
+# rounding of float32 (0.7 and 1 - 0.3), and a z-score would blow them up to full size.
+EQUAL = 4 * torch.finfo(torch.float32).eps
+
+
+@dataclasses.dataclass(frozen=True)
+class Advantages:
+    """What the samples' rewards come to.
+
+    Attributes:
+        advantages: `(samples,)` float32, never NaN.
+        rewards: `(samples,)` float32, weighted sum over the functions; NaN where no function scored the sample.
+        group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group, 0 where all are equal.
+        frac_reward_zero_std: share of the samples in groups of equal rewards.
+    """
+
+    advantages: torch.Tensor
+    rewards: torch.Tensor
+    group_std: torch.Tensor
+    frac_reward_zero_std: float
+
+
+def compute_advantages(
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    scale_rewards: str = "group",
+    multi_objective_aggregation: str = "sum_then_normalize",
+    advantage_clip: float | None = None,
+    reward_threshold: float | None = None,
+) -> Advantages:
+    """Advantages relative to the group of one prompt (GRPO, arXiv 2402.03300).
+
+    Args:
+        rewards: `(samples, functions)` float32; NaN where a function leaves the sample out. It then takes no part in
+            that function's statistics and gets 0 from it; a sample left out by all has the advantage 0.
+        groups: `(samples,)` int64, the group of each sample; any numbers, in any order, at least two samples a group.
+        weights: `(functions,)`.
+        scale_rewards: what the distance to the group's mean is divided by: the unbiased standard deviation of the
+            `"group"`, that of the whole `"batch"` (Flow-GRPO's global std), or nothing (`"none"`, Dr. GRPO).
+        multi_objective_aggregation: `"sum_then_normalize"` normalises the weighted sum of the functions,
+            `"normalize_then_sum"` sums the normalised functions (GDPO, arXiv 2601.05242, without its last division by
+            the batch's std, which only rescales; DanceGRPO, arXiv 2505.07818).
+        advantage_clip: advantages are clamped to plus and minus this, at the very end.
+        reward_threshold: a group whose mean weighted reward is below this gets the advantage 0.
+
+    Raises:
+        ValueError: shapes that do not fit, a group of one sample, an unknown option.
+    """
+    check_inputs(rewards, groups, weights, scale_rewards, multi_objective_aggregation)
+    device, rewards, weights = rewards.device, rewards.detach().cpu().double(), weights.detach().cpu().double()
+    index = torch.unique(groups.cpu(), return_inverse=True)[1]
+    total = weighted_sum(rewards, weights)
+    mean, std = group_statistics(total, index)
+    if multi_objective_aggregation == "sum_then_normalize":
+        advantages = normalize(total, index, scale_rewards)
+    else:
+        columns = [normalize(column, index, scale_rewards) for column in rewards.unbind(1)]
+        advantages = weighted_sum(torch.stack(columns, 1), weights)
+    if reward_threshold is not None:
+        advantages = advantages.masked_fill(mean < reward_threshold, 0.0)
+    if advantage_clip is not None:
+        advantages = advantages.clamp(-advantage_clip, advantage_clip)
+    return Advantages(
+        advantages=advantages.float().to(device),
+        rewards=total.float().to(device),
+        group_std=std.float().to(device),
+        frac_reward_zero_std=(std == 0).double().mean().item(),
+    )
+
+
+def check_inputs(
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    weights: torch.Tensor,
+    scale_rewards: str,
+    multi_objective_aggregation: str,
+) -> None:
+    """Refuses what `compute_advantages` cannot work with."""
+    if rewards.ndim != 2 or groups.shape != rewards.shape[:1] or weights.shape != rewards.shape[1:]:
+        raise ValueError(
+            "rewards, groups and weights must have the shapes (samples, functions), (samples,) and (functions,), not "
+            f"{tuple(rewards.shape)}, {tuple(groups.shape)} and {tuple(weights.shape)}."
+        )
+    names, counts = torch.unique(groups, return_counts=True)
+    if (counts < 2).any():
+        raise ValueError(
+            f"Group {names[counts < 2][0].item()} has a single sample, which has nothing to be compared with; "
+            "set num_generations to 2 or more."
+        )
+    if scale_rewards not in ("group", "batch", "none"):
+        raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', not {scale_rewards!r}.")
+    if multi_objective_aggregation not in ("sum_then_normalize", "normalize_then_sum"):
+        raise ValueError(
+            "multi_objective_aggregation must be 'sum_then_normalize' or 'normalize_then_sum', not "
+            f"{multi_objective_aggregation!r}."
+        )
+
+
+def weighted_sum(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`(samples, functions)` and `(functions,)` to `(samples,)`: NaN counts as 0; all NaN is NaN."""
+    return (columns.nan_to_num(nan=0.0) * weights).sum(1).masked_fill(columns.isnan().all(1), torch.nan)
+
+
+def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and unbiased standard deviation of each sample's group, both `(samples,)`; NaNs do not count.
+
+    The standard deviation is exactly 0 for a group of equal rewards and for one with fewer than two; the mean is NaN
+    for a group without any.
+    """
+    mean, std = torch.full_like(rewards, torch.nan), torch.zeros_like(rewards)
+    for group in range(int(index.max()) + 1):
+        members = index == group
+        values = rewards[members & ~rewards.isnan()]
+        mean[members] = values.mean()
+        if len(values) > 1 and values.max() - values.min() > EQUAL * values.abs().max():
+            std[members] = values.std()
+    return mean, std
+
+
+def normalize(rewards: torch.Tensor, index: torch.Tensor, scale_rewards: str) -> torch.Tensor:
+    """Distance of `(samples,)` rewards to their group's mean, scaled; exactly 0 for NaN and in groups of equal ones."""
+    mean, std = group_statistics(rewards, index)
+    scale = torch.ones_like(std) if scale_rewards == "none" else std + EPS
+    if scale_rewards == "batch":
+        scale = group_statistics(rewards, torch.zeros_like(index))[1] + EPS
+    return ((rewards - mean) / scale).masked_fill((std == 0) | rewards.isnan(), 0.0)
+
+
+def best_of_n(advantages: torch.Tensor, groups: torch.Tensor, n: int, generator: torch.Generator) -> torch.Tensor:
+    """Keeps the n/2 best and the n/2 worst samples of each group, which carry most of the signal (arXiv 2505.07818).
+
+    Args:
+        advantages: `(samples,)`.
+        groups: `(samples,)` int64, the group of each sample.
+        n: even, at least 2, at most the size of the smallest group.
+        generator: on the CPU; shuffles what is kept.
+
+    Returns:
+        `(n * number of groups,)` int64: indices of the kept samples, on the device of `advantages`.
+
+    Raises:
+        ValueError: `n` is odd, below 2, or larger than a group.
+    """
+    values, names = advantages.detach().cpu(), groups.cpu()
+    smallest = int(torch.unique(names, return_counts=True)[1].min())
+    if n < 2 or n % 2 or n > smallest:
+        raise ValueError(
+            f"best_of_n must be even, at least 2 and at most the group's size (num_generations) {smallest}, not {n}."
+        )
+    kept = []
+    for name in torch.unique(names):
+        members = (names == name).nonzero().squeeze(1)
+        order = members[values[members].argsort(descending=True, stable=True)]
+        kept += [order[: n // 2], order[-n // 2 :]]
+    kept = torch.cat(kept)
+    return kept[torch.randperm(len(kept), generator=generator)].to(advantages.device)

@@ -1,0 +1,187 @@
+"""Prompts: a file, folder or Hub id enters, dataset rows in the order in which they are rolled out leave.
+
+A module of its own because what the user hands over is checked here, before any model is loaded, and because the order
+of rows is what makes a resumed run equal an unbroken one.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+
+READERS = {
+    ".txt": lambda path: datasets.Dataset.from_dict({"prompt": lines(path)}),
+    ".jsonl": lambda path: datasets.Dataset.from_json(str(path)),
+    ".json": lambda path: datasets.Dataset.from_json(str(path)),
+    ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
+    ".csv": lambda path: datasets.Dataset.from_csv(str(path)),
+}
+
+
+def lines(path: Path) -> list[str]:
+    """The lines of a text file that are not blank, without the white space around them."""
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
+    """Loads a dataset of prompts; `check_dataset` says whether it is one.
+
+    Args:
+        source: a file (`.txt`, one prompt a line; `.jsonl`, `.json`, `.parquet`, `.csv`, with a column `prompt`), a
+            folder written by `save_to_disk`, any other folder or Hub id that `datasets.load_dataset` knows, or
+            `"tiny"`, the prompts of the embedded model.
+        split: which split of the dataset; a single file has none, all of it is returned.
+
+    Raises:
+        ValueError: the file does not exist, or the folder has no such split.
+    """
+    path = Path(source)
+    if source == "tiny":
+        from diffusion_grpo import tiny
+
+        return tiny.prompts(split)
+    if path.suffix in READERS and (path.is_file() or not path.exists()):
+        if not path.exists():
+            raise ValueError(f"There is no file {source}; give the path of an existing file with prompts.")
+        return READERS[path.suffix](path)
+    if (path / "dataset_dict.json").is_file():
+        splits = datasets.load_from_disk(source)
+        if split not in splits:
+            raise ValueError(f"{source} has no split '{split}'; it has {', '.join(splits)}.")
+        return splits[split]
+    if (path / "dataset_info.json").is_file():
+        return datasets.load_from_disk(source)
+    return datasets.load_dataset(source, split=split)
+
+
+def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> None:
+    """Refuses a dataset that has no prompts.
+
+    Args:
+        dataset: what the user gave.
+        name: what the user gave it as, for the message.
+
+    Raises:
+        ValueError: it is not a `datasets.Dataset`, has no column `prompt`, no rows, or a prompt that is not a string.
+    """
+    if not isinstance(dataset, datasets.Dataset):
+        raise ValueError(f"{name} must be a datasets.Dataset with a column 'prompt', not a {type(dataset).__name__}.")
+    if "prompt" not in dataset.column_names:
+        raise ValueError(
+            f"{name} has no column 'prompt', only {dataset.column_names}; rename the one that holds the prompts "
+            "with rename_column."
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty; give it at least one row with a prompt.")
+    for row, prompt in enumerate(dataset["prompt"]):
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"{name} has a prompt that is not a string in row {row} (the first is row 0): {prompt!r} is a "
+                f"{type(prompt).__name__}; make every prompt a string."
+            )
+
+
+class GroupSampler(torch.utils.data.Sampler[int]):
+    """Dataset row indices in the order in which samples are rolled out (the order of TRL's `RepeatSampler`).
+
+    Each chunk of prompts is laid out as `[p0] * num_generations + [p1] * num_generations + ...`, and the whole chunk
+    is given `repeat_count` times in a row. The order depends on seed and epoch alone, so that a resumed run continues
+    it. Where the rows do not fill the last chunk it is filled up from the start of the same order, so that no prompt
+    is left out; a dataset smaller than one chunk goes round as often as needed.
+
+    Args:
+        num_rows: rows of the dataset.
+        num_generations: samples of each prompt, side by side.
+        prompts_per_generation: prompts in a chunk; distinct ones unless the dataset has fewer.
+        repeat_count: how often each chunk comes before the next one.
+        shuffle: a new permutation in each epoch, else the dataset's own order.
+        seed: not negative.
+
+    Raises:
+        ValueError: a number that must be positive is not.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_generations: int,
+        prompts_per_generation: int,
+        repeat_count: int,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        sizes = {
+            "num_rows": num_rows,
+            "num_generations": num_generations,
+            "prompts_per_generation": prompts_per_generation,
+            "repeat_count": repeat_count,
+        }
+        for size, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{size} must be at least 1, not {value}.")
+        self.num_rows = num_rows
+        self.num_generations = num_generations
+        self.prompts_per_generation = prompts_per_generation
+        self.repeat_count = repeat_count
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch whose order the next iteration gives."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        chunks = -(-self.num_rows // self.prompts_per_generation)
+        return chunks * self.prompts_per_generation * self.num_generations * self.repeat_count
+
+    def __iter__(self) -> Iterator[int]:
+        rows = np.arange(self.num_rows)
+        if self.shuffle:
+            rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
+        chunks = -(-self.num_rows // self.prompts_per_generation)
+        chunks = np.resize(rows, (chunks, self.prompts_per_generation))  # goes round where the rows do not suffice
+        order = chunks.repeat(self.num_generations, axis=1).repeat(self.repeat_count, axis=0)
+        yield from order.flatten().tolist()
+
+
+def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str]) -> dict[str, Any]:
+    """The keyword arguments of one pipeline call from the dataset rows of its samples.
+
+    Args:
+        rows: one dict a sample, all with the same columns.
+        accepted: names of the parameters of the pipeline's `__call__`.
+
+    Returns:
+        Each accepted column: a scalar where it holds numbers (`height`, `guidance_scale`), which a pipeline takes once
+        a call, else a list with one value a sample (`prompt`, `image`). A column that is None in all rows is left
+        out.
+
+    Raises:
+        ValueError: the numbers of one call differ, or a column is None in some rows only.
+    """
+    inputs = {}
+    for name in rows[0].keys() & accepted:
+        values = [row[name] for row in rows]
+        missing = sum(value is None for value in values)
+        if missing == len(values):
+            continue
+        if missing:
+            raise ValueError(
+                f"The column '{name}' is None in {missing} of the {len(values)} rows of one pipeline call; fill it in "
+                "all rows or in none."
+            )
+        if not all(isinstance(value, bool | int | float) for value in values):
+            inputs[name] = values
+            continue
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"The column '{name}' has different values in one pipeline call, {sorted(set(values))}, but a "
+                "pipeline takes one; give all rows the same."
+            )
+        inputs[name] = values[0]
+    return inputs

@@ -1,0 +1,132 @@
+"""Losses of one denoising step: `LossInputs` enters, `LossOutput(loss, metrics)` leaves.
+
+A module of its own because a loss is all that most algorithms of the GRPO family differ in. One is a pure function
+`LossInputs -> LossOutput`; `LOSSES` names those that ship here, and any other comes in by dotted path. A loss is the
+mean over one micro-batch at one step: the caller divides by the number of trained steps.
+"""
+
+import dataclasses
+import difflib
+import pkgutil
+from collections.abc import Callable
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class LossInputs:
+    """What a loss may look at: one denoising step of one micro-batch.
+
+    Attributes:
+        log_prob: `(batch,)`, log-probability of the recorded step under the policy as it is now, with gradient.
+        old_log_prob: `(batch,)`, the same under the policy that rolled out, without gradient.
+        advantages: `(batch,)`, one for each sample, the same at all its steps.
+        mean: `(batch, ...)`, mean of the next latent under the policy, with gradient.
+        std: standard deviation of the next latent, broadcastable to `mean`, greater than 0.
+        ref_mean: `(batch, ...)`, mean of the next latent under the reference, or `None` where there is no reference.
+        epsilon: the ratio is clipped below at `1 - epsilon`.
+        epsilon_high: the ratio is clipped above at `1 + epsilon_high`.
+        beta: weight of the KL divergence to the reference; without a reference it has no effect.
+    """
+
+    log_prob: torch.Tensor
+    old_log_prob: torch.Tensor
+    advantages: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+    ref_mean: torch.Tensor | None
+    epsilon: float
+    epsilon_high: float
+    beta: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOutput:
+    """What a loss returns.
+
+    Attributes:
+        loss: scalar with gradient.
+        metrics: detached scalars by the key under which they are logged.
+    """
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+
+
+Loss = Callable[[LossInputs], LossOutput]
+
+
+def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """KL divergence of two Gaussians that share their standard deviation, averaged over dimensions (arXiv 2505.05470).
+
+    Args:
+        mean: `(batch, ...)`, mean under the policy.
+        ref_mean: `(batch, ...)`, mean under the reference.
+        std: broadcastable to `mean`, greater than 0.
+
+    Returns:
+        `(batch,)`, `mean((mean - ref_mean)**2 / (2 * std**2))` over all but the batch dimension, with gradient.
+        Flow-GRPO's code leaves the time step out of `std`, so that its values are smaller by the factor `-dt`.
+    """
+    return ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)
+
+
+def grpo(inputs: LossInputs) -> LossOutput:
+    """GRPO's clipped objective and the KL to the reference (arXiv 2402.03300, for flows arXiv 2505.05470).
+
+    `mean(max(-A * ratio, -A * clip(ratio, 1 - epsilon, 1 + epsilon_high))) + beta * mean(KL)` with
+    `ratio = exp(log_prob - old_log_prob)`. Log-probabilities are averages over the dimensions of a latent, so that
+    ratios stay within some 1e-4 of 1 and `epsilon` has to be as small.
+
+    Returns:
+        Metrics `ratio/mean`, and the shares of samples whose ratio left the interval on the side where the clip acts:
+        `clip_ratio/low_mean` (below, negative advantage), `clip_ratio/high_mean` (above, positive advantage),
+        `clip_ratio/region_mean` (either). With a reference also `kl`.
+    """
+    low, high = 1 - inputs.epsilon, 1 + inputs.epsilon_high
+    ratio = torch.exp(inputs.log_prob - inputs.old_log_prob)
+    loss = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * ratio.clamp(low, high)).mean()
+    is_low = (ratio < low) & (inputs.advantages < 0)
+    is_high = (ratio > high) & (inputs.advantages > 0)
+    metrics = {
+        "ratio/mean": ratio.detach().mean(),
+        "clip_ratio/low_mean": is_low.float().mean(),
+        "clip_ratio/high_mean": is_high.float().mean(),
+        "clip_ratio/region_mean": (is_low | is_high).float().mean(),
+    }
+    if inputs.ref_mean is not None:
+        kl = kl_divergence(inputs.mean, inputs.ref_mean, inputs.std).mean()
+        loss = loss + inputs.beta * kl
+        metrics["kl"] = kl.detach()
+    return LossOutput(loss, metrics)
+
+
+LOSSES: dict[str, Loss] = {"grpo": grpo}
+
+
+def get_loss(loss: str | Loss) -> Loss:
+    """Turns a name in `LOSSES`, a dotted path such as `my_package.losses.mine`, or a function into the function.
+
+    Raises:
+        ValueError: the name is unknown, or nothing callable can be imported from the dotted path.
+    """
+    if callable(loss):
+        return loss
+    if loss in LOSSES:
+        return LOSSES[loss]
+    if "." not in loss:
+        nearest = difflib.get_close_matches(loss, LOSSES, n=1)
+        hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+        raise ValueError(
+            f"Unknown loss '{loss}': {hint}Known are {', '.join(sorted(LOSSES))}; a loss of your own is given as a "
+            "dotted path such as my_package.my_loss."
+        )
+    try:
+        function = pkgutil.resolve_name(loss)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"The loss '{loss}' cannot be imported ({error}); known are {', '.join(sorted(LOSSES))}."
+        ) from error
+    if not callable(function):
+        raise ValueError(f"The loss '{loss}' is a {type(function).__name__}, but a loss must be callable.")
+    return function
