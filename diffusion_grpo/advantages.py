@@ -133,7 +133,7 @@ def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.
 
 
 def normalize(rewards: torch.Tensor, index: torch.Tensor, scale_rewards: str) -> torch.Tensor:
-    """Distance of `(samples,)` rewards to their group's mean, scaled; exactly 0 for NaN and in groups of equal ones."""
+    """Distance of `(samples,)` rewards to their group's mean, scaled; exactly 0 for NaN and in groups of equals."""
     mean, std = group_statistics(rewards, index)
     scale = torch.ones_like(std) if scale_rewards == "none" else std + EPS
     if scale_rewards == "batch":

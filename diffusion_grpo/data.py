@@ -165,7 +165,9 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str]) -> dict[str,
         ValueError: the numbers of one call differ, or a column is None in some rows only.
     """
     inputs = {}
-    for name in rows[0].keys() & accepted:
+    for name in rows[0]:
+        if name not in accepted:
+            continue
         values = [row[name] for row in rows]
         missing = sum(value is None for value in values)
         if missing == len(values):
