@@ -80,7 +80,7 @@ def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> Non
     for row, prompt in enumerate(dataset["prompt"]):
         if not isinstance(prompt, str):
             raise ValueError(
-                f"{name} has a prompt that is not a string in row {row} (the first is row 0): {prompt!r} is a "
+                f"{name} has a prompt that is not a string in row {row} (the first is row 0): {prompt!r}, of type "
                 f"{type(prompt).__name__}; make every prompt a string."
             )
 

@@ -1,0 +1,194 @@
+"""GRPO's loss against finite differences, torch's own KL, and what its clip promises."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from diffusion_grpo import losses
+from diffusion_grpo.losses import LossInputs, get_loss, grpo, kl_divergence
+
+
+def inputs(ratio, advantages, *, epsilon=0.1, epsilon_high=0.3, beta=0.0, ref_mean=None) -> LossInputs:
+    """Inputs of three-dimensional latents whose ratios and advantages are given."""
+    log_prob = torch.log(torch.tensor(ratio, dtype=torch.float64)).requires_grad_()
+    batch = len(ratio)
+    return LossInputs(
+        log_prob=log_prob,
+        old_log_prob=torch.zeros(batch, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        mean=torch.ones(batch, 3, dtype=torch.float64, requires_grad=True),
+        std=torch.tensor(0.5, dtype=torch.float64),
+        ref_mean=ref_mean,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        beta=beta,
+    )
+
+
+class Toy(torch.nn.Module):
+    """A policy: the mean of the next latent from a latent, in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, latents):
+        return self.second(torch.tanh(self.first(latents)))
+
+
+def toy_problem():
+    """The loss of a toy policy as a function without arguments, with samples on both sides of the clip and inside."""
+    torch.manual_seed(0)
+    policy, latents = Toy(), torch.randn(16, 5, dtype=torch.float64)
+    std = torch.tensor(0.3, dtype=torch.float64)
+    with torch.no_grad():
+        old_mean = policy(latents)
+        value = old_mean + std * torch.randn_like(old_mean)
+        for parameter in policy.parameters():
+            parameter += 0.03 * torch.randn_like(parameter)
+
+    def log_prob(mean):
+        return torch.distributions.Normal(mean, std).log_prob(value).mean(1)
+
+    def evaluate():
+        mean = policy(latents)
+        return grpo(
+            LossInputs(
+                log_prob=log_prob(mean),
+                old_log_prob=log_prob(old_mean),
+                advantages=torch.linspace(-2, 2, 16, dtype=torch.float64),
+                mean=mean,
+                std=std,
+                ref_mean=old_mean,
+                epsilon=0.02,
+                epsilon_high=0.01,
+                beta=0.7,
+            )
+        )
+
+    return policy, evaluate
+
+
+def test_gradient_equals_finite_differences():
+    policy, evaluate = toy_problem()
+    output = evaluate()
+    assert output.metrics["clip_ratio/low_mean"] > 0 and output.metrics["clip_ratio/high_mean"] > 0
+    assert output.metrics["clip_ratio/region_mean"] < 1
+    output.loss.backward()
+    step = 1e-6
+    for parameter in policy.parameters():
+        values = parameter.data.view(-1)
+        for i in range(len(values)):
+            middle = values[i].item()
+            losses_around = []
+            for shifted in (middle + step, middle - step):
+                values[i] = shifted
+                losses_around.append(evaluate().loss.item())
+            values[i] = middle
+            numeric = (losses_around[0] - losses_around[1]) / (2 * step)
+            assert parameter.grad.view(-1)[i].item() == pytest.approx(numeric, rel=1e-5, abs=1e-8)
+
+
+def test_ratio_one_gives_minus_mean_advantage_and_the_policy_gradient():
+    given = inputs([1.0, 1.0, 1.0], [2.0, -0.5, 0.25])
+    output = grpo(given)
+    assert output.loss.item() == -(2.0 - 0.5 + 0.25) / 3
+    assert output.metrics["ratio/mean"] == 1
+    assert output.metrics["clip_ratio/region_mean"] == 0
+    output.loss.backward()
+    assert torch.equal(given.log_prob.grad, -given.advantages / 3)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "passes", "side"),
+    [
+        (1.5, 1.0, -1.3, False, "high"),  # better and already more likely than allowed
+        (0.5, -1.0, 0.9, False, "low"),  # worse and already less likely than allowed
+        (0.5, 1.0, -0.5, True, None),  # better but less likely: always pulled back
+        (1.5, -1.0, 1.5, True, None),  # worse but more likely: always pulled back
+        (1.2, 1.0, -1.2, True, None),  # within 1 + epsilon_high, but not within 1 + epsilon
+        (0.8, -1.0, 0.9, False, "low"),  # not within 1 - epsilon, though within 1 - epsilon_high
+        (0.95, -1.0, 0.95, True, None),
+    ],
+)
+def test_clip_acts_on_both_sides_and_only_outwards(ratio, advantage, loss, passes, side):
+    given = inputs([ratio], [advantage])
+    output = grpo(given)
+    assert output.loss.item() == pytest.approx(loss, rel=1e-12)
+    output.loss.backward()
+    assert given.log_prob.grad.item() == (pytest.approx(-advantage * ratio) if passes else 0)
+    assert output.metrics["clip_ratio/high_mean"] == (side == "high")
+    assert output.metrics["clip_ratio/low_mean"] == (side == "low")
+    assert output.metrics["clip_ratio/region_mean"] == (side is not None)
+
+
+def test_metrics_are_shares_of_the_batch_without_gradient():
+    output = grpo(inputs([1.5, 0.5, 1.0, 1.0], [1.0, -1.0, 1.0, -1.0], ref_mean=torch.zeros(4, 3)))
+    metrics = {name: value.item() for name, value in output.metrics.items()}
+    assert metrics == {
+        "ratio/mean": pytest.approx(1.0),
+        "clip_ratio/low_mean": 0.25,
+        "clip_ratio/high_mean": 0.25,
+        "clip_ratio/region_mean": 0.5,
+        "kl": 2.0,  # 1**2 / (2 * 0.5**2)
+    }
+    assert not any(value.requires_grad for value in output.metrics.values())
+    assert output.loss.ndim == 0 and output.loss.requires_grad
+
+
+@pytest.mark.parametrize("std_shape", [(), (4, 1, 1), (4, 3, 5)])
+def test_kl_equals_torch_averaged_over_dimensions(std_shape):
+    torch.manual_seed(0)
+    mean, ref_mean = torch.randn(2, 4, 3, 5, dtype=torch.float64)
+    std = torch.rand(std_shape, dtype=torch.float64) + 0.1
+    normals = [torch.distributions.Normal(m, std.expand(4, 3, 5)) for m in (mean, ref_mean)]
+    expected = torch.distributions.kl_divergence(*normals).mean((1, 2))
+    torch.testing.assert_close(kl_divergence(mean, ref_mean, std), expected, rtol=1e-12, atol=0)
+
+
+def test_kl_carries_a_gradient_with_weight_beta():
+    given = inputs([1.0, 1.0], [0.0, 0.0], beta=0.5, ref_mean=torch.zeros(2, 3, dtype=torch.float64))
+    output = grpo(given)
+    assert output.loss.item() == 0.5 * output.metrics["kl"].item() == 1.0
+    output.loss.backward()
+    # d/dmean of beta * mean((mean - 0)**2 / (2 * std**2)) over 6 numbers
+    torch.testing.assert_close(given.mean.grad, torch.full((2, 3), 0.5 * 1 / 0.25 / 6, dtype=torch.float64))
+
+
+def test_kl_is_measured_but_not_felt_with_beta_zero():
+    given = inputs([1.0], [1.0], beta=0.0, ref_mean=torch.zeros(1, 3))
+    assert grpo(given).loss.item() == grpo(dataclasses.replace(given, ref_mean=None)).loss.item()
+    assert "kl" in grpo(given).metrics
+    assert "kl" not in grpo(dataclasses.replace(given, ref_mean=None)).metrics
+
+
+def reinforce(given: LossInputs) -> losses.LossOutput:
+    """A loss of the user's own."""
+    return losses.LossOutput(-(given.advantages * given.log_prob).mean(), {})
+
+
+NOT_A_LOSS = math.pi
+
+
+def test_get_loss_takes_names_paths_and_functions():
+    assert get_loss("grpo") is grpo
+    assert get_loss("diffusion_grpo.losses.grpo") is grpo
+    assert get_loss(f"{__name__}.reinforce") is reinforce
+    assert get_loss(reinforce) is reinforce
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpro", "Unknown loss 'gpro': did you mean 'grpo'"),
+        ("something", "Unknown loss 'something': Known are grpo"),
+        ("nowhere.at_all", "'nowhere.at_all' cannot be imported .*nowhere.*grpo"),
+        ("diffusion_grpo.losses.ppo", "cannot be imported .*ppo"),
+        (f"{__name__}.NOT_A_LOSS", "is a float, but a loss must be callable"),
+    ],
+)
+def test_get_loss_refuses_what_it_does_not_know(name, message):
+    with pytest.raises(ValueError, match=message):
+        get_loss(name)
