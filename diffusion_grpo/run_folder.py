@@ -1,0 +1,156 @@
+"""
+What a run left in its folder: JSON, parquet and pictures enter, one `Run` leaves.
+
+A module of its own because the report, the summary and the model card read the same folder, without a model, and must
+agree on what is "before" and "after".
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+# Built-in rewards that cannot pass 1, so that "what was missing" means something.
+AT_MOST_ONE = ("text", "color", "tesseract", "brightness")
+
+
+@dataclass
+class Run:
+    """One run.
+
+    Attributes:
+        path: its folder.
+        info: run.json.
+        train: log entries of updates, by step.
+        evaluations: log entries of held-out evaluations, by step; the first is before the first update if its step
+            is 0.
+        baselines: the untrained model used in other ways, `[{"name", "rewards": {name: {"mean", "std_error"}}, ...}]`.
+        samples: held-out samples of each evaluation, by step: dicts with prompt, seed, image, rewards.
+        seconds: wall time of the training, evaluations included.
+        updates: optimizer updates done.
+    """
+
+    path: Path
+    info: dict[str, Any]
+    train: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+    baselines: list[dict[str, Any]]
+    samples: dict[int, list[dict[str, Any]]]
+    seconds: float
+    updates: int
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Trained rewards, then those only measured."""
+        return [*self.info["reward_funcs"], *self.judges]
+
+    @property
+    def judges(self) -> list[str]:
+        """Rewards that were measured and never trained on."""
+        return [name for name in self.info.get("eval_reward_funcs") or [] if name not in self.info["reward_funcs"]]
+
+    @property
+    def weights(self) -> list[float]:
+        """One weight a trained reward."""
+        return self.info.get("reward_weights") or [1.0] * len(self.info["reward_funcs"])
+
+    def maximum(self, name: str) -> float | None:
+        """The most that a reward (or `reward`, the weighted sum) can be, where that is known."""
+        if name != "reward":
+            return 1.0 if name in AT_MOST_ONE else None
+        if all(self.maximum(func) for func in self.info["reward_funcs"]) and min(self.weights) >= 0:
+            return sum(self.weights)
+        return None
+
+    def held_out(self, name: str, index: int) -> tuple[float | None, float | None]:
+        """Mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last)."""
+        if not self.evaluations:
+            return None, None
+        entry = self.evaluations[index]
+        if name == "reward":
+            return entry.get("eval_reward"), entry.get("eval_reward_std_error")
+        return entry.get(f"eval_rewards/{name}/mean"), entry.get(f"eval_rewards/{name}/std_error")
+
+    def baseline_cells(self, name: str) -> dict[str, tuple[float | None, float | None]]:
+        """Mean and standard error of `reward` or a reward function in each baseline, by the baseline's name."""
+        cells = {}
+        for line in self.baselines:
+            cell = line["reward"] if name == "reward" else line["rewards"].get(name, {})
+            cells[line["name"]] = (cell.get("mean"), cell.get("std_error"))
+        return cells
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """
+    Reads the folder of a finished, stopped or running training.
+
+    Raises:
+        ValueError: `run_dir` is not such a folder.
+    """
+    path = Path(run_dir)
+    if not (path / "run.json").is_file():
+        raise ValueError(f"{path} holds no run.json, so it is not the output folder of a run.")
+    info = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    history = read_log_history(path)
+    train = [entry for entry in history if "reward" in entry and "eval_reward" not in entry]
+    evaluations = list({entry["step"]: entry for entry in history if "eval_reward" in entry}.values())
+    baselines = path / "baselines.json"
+    return Run(
+        path=path,
+        info=info,
+        train=sorted({entry["step"]: entry for entry in train}.values(), key=lambda entry: entry["step"]),
+        evaluations=sorted(evaluations, key=lambda entry: entry["step"]),
+        baselines=json.loads(baselines.read_text(encoding="utf-8")) if baselines.is_file() else [],
+        samples=read_samples(path),
+        seconds=run_seconds(history),
+        updates=max((entry["step"] for entry in history), default=0),
+    )
+
+
+def read_log_history(path: Path) -> list[dict[str, float]]:
+    """The longest log there is: of the finished run, or of its newest checkpoint."""
+    states = [path / "trainer_state.json", *path.glob("checkpoint-*/trainer_state.json")]
+    histories = [json.loads(state.read_text(encoding="utf-8"))["log_history"] for state in states if state.is_file()]
+    return max(histories, key=lambda history: max((entry["step"] for entry in history), default=-1), default=[])
+
+
+def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Samples of every evaluation that left a table, by step, in the order of the held-out prompts."""
+    tables = sorted(path.glob("evaluations/step-*.parquet"))
+    return {int(table.stem.split("-")[-1]): pyarrow.parquet.read_table(table).to_pylist() for table in tables}
+
+
+def run_seconds(history: list[dict[str, float]]) -> float:
+    """Wall time: what the trainer measured, or (it counts from the last resume) the sum of the logged parts."""
+    measured = max((entry["train_runtime"] for entry in history if "train_runtime" in entry), default=0.0)
+    parts, last = 0.0, 0
+    for entry in history:
+        if "time/rollout" in entry:  # means over the updates since the entry before
+            seconds = sum(value for key, value in entry.items() if key.startswith("time/"))
+            parts += seconds * max(1, entry["step"] - last)
+            last = entry["step"]
+        parts += entry.get("eval_runtime", 0.0)
+    return max(measured, parts)
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """What summary.json holds; None where nothing was measured."""
+    rewards = {}
+    for name in run.reward_names:
+        after, error = run.held_out(name, -1)
+        rewards[name] = {"before": run.held_out(name, 0)[0], "after": after, "standard_error": error}
+    after, error = run.held_out("reward", -1)
+    speeds = [entry["images_per_second"] for entry in run.train if "images_per_second" in entry]
+    return {
+        "held_out_prompts": (run.info.get("prompts") or {}).get("eval") or 0,
+        "reward_before": run.held_out("reward", 0)[0],
+        "reward_after": after,
+        "standard_error": error,
+        "rewards": rewards,
+        "seconds": run.seconds,
+        "images_per_second": math.fsum(speeds) / len(speeds) if speeds else None,
+        "updates": run.updates,
+    }
