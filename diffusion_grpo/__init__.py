@@ -1,0 +1,26 @@
+"""GRPO for diffusers pipelines: `DiffusionGRPOTrainer`, `DiffusionGRPOConfig`, `check_pipeline`."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .check import ReplayReport, check_pipeline
+    from .config import DiffusionGRPOConfig
+    from .trainer import DiffusionGRPOTrainer
+
+__version__ = "0.1.0"
+__all__ = ["DiffusionGRPOConfig", "DiffusionGRPOTrainer", "ReplayReport", "check_pipeline"]
+
+_HOMES = {
+    "DiffusionGRPOConfig": "config",
+    "DiffusionGRPOTrainer": "trainer",
+    "ReplayReport": "check",
+    "check_pipeline": "check",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # lazily, so that `diffusion-grpo --help` does not wait for torch
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

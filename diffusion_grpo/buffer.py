@@ -1,0 +1,114 @@
+"""What a rollout leaves for the updates: shuffled, split into micro-batches, used `num_iterations` times.
+
+In: dataset rows, their trajectories and advantages. Out: a `MicroBatch` for each slot. A module of its own because it
+is the one state between rollout and update that a checkpoint has to keep.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .rollout import Trajectory, sample_seed
+
+
+@dataclasses.dataclass
+class MicroBatch:
+    """Samples of one forward and backward pass.
+
+    Attributes:
+        rows: one dataset row a sample.
+        trajectory: of these samples.
+        advantages: (batch,) float32.
+        old_log_probs: (batch, steps) float32, the ratio's denominator.
+    """
+
+    rows: list[dict[str, Any]]
+    trajectory: Trajectory
+    advantages: Tensor
+    old_log_probs: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def at_step(self, step: int) -> "MicroBatch":
+        """The samples that train on `step`; all of them keep their order, and so the geometry of the rollout."""
+        kept = (self.trajectory.steps == step).any(1)
+        if kept.all():
+            return self
+        rows = [row for row, keep in zip(self.rows, kept.tolist(), strict=True) if keep]
+        return MicroBatch(rows, self.trajectory[kept], self.advantages[kept], self.old_log_probs[kept])
+
+    def old_log_prob(self, step: int) -> Tensor:
+        """(batch,) the denominator at one step, for samples that all train on it."""
+        return self.old_log_probs[self.trajectory.steps == step]
+
+
+class RolloutBuffer:
+    """All samples of one rollout on this process.
+
+    Args:
+        rows: one dataset row a sample.
+        trajectory: of the samples; their number is `micro_batch_size` times a whole number.
+        advantages: (samples,) float32.
+        micro_batch_size: consecutive samples that are trained together, as they were rolled out.
+        seed: of the order of the micro-batches, which is another one in each iteration.
+    """
+
+    def __init__(
+        self,
+        rows: list[dict[str, Any]],
+        trajectory: Trajectory,
+        advantages: Tensor,
+        micro_batch_size: int,
+        seed: int,
+    ):
+        self.rows, self.trajectory, self.advantages = rows, trajectory, advantages
+        self.old_log_probs = trajectory.log_probs
+        self.micro_batch_size, self.seed = micro_batch_size, seed
+
+    @property
+    def micro_batches(self) -> int:
+        """How many there are in one iteration."""
+        return len(self.rows) // self.micro_batch_size
+
+    def range_of(self, slot: int) -> slice:
+        """The samples of a slot. Slots count on through the iterations."""
+        iteration, place = divmod(slot, self.micro_batches)
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, "order", iteration))
+        start = int(torch.randperm(self.micro_batches, generator=generator)[place]) * self.micro_batch_size
+        return slice(start, start + self.micro_batch_size)
+
+    def micro_batch(self, slot: int) -> MicroBatch:
+        """The micro-batch of a slot."""
+        rows = self.range_of(slot)
+        return MicroBatch(self.rows[rows], self.trajectory[rows], self.advantages[rows], self.old_log_probs[rows])
+
+    def save(self, path: Path, kept: Tensor) -> None:
+        """Writes all but the rows, which the dataset gives again; `kept` says which of them are here."""
+        tensors = {name: getattr(self.trajectory, name).contiguous() for name in Trajectory.TENSORS}
+        tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone(), "kept": kept}
+        settings = {name: str(getattr(self.trajectory, name)) for name in ("num_inference_steps", "noise_level")}
+        save_file(tensors, path, metadata=settings)
+
+    @classmethod
+    def load(
+        cls, path: Path, rows: list[dict[str, Any]], micro_batch_size: int, seed: int, device: Any
+    ) -> tuple["RolloutBuffer", Tensor]:
+        """What `save` wrote, with the rows of the whole rollout; and which of them were kept."""
+        with safe_open(path, "pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            settings = file.metadata()
+        kept, advantages, old = (tensors.pop(name) for name in ("kept", "advantages", "old_log_probs"))
+        trajectory = Trajectory(
+            **tensors,
+            num_inference_steps=int(settings["num_inference_steps"]),
+            noise_level=float(settings["noise_level"]),
+        )
+        buffer = cls([rows[i] for i in kept.tolist()], trajectory, advantages, micro_batch_size, seed)
+        buffer.old_log_probs = old
+        return buffer, kept

@@ -1,0 +1,150 @@
+"""What happens beside the training: average and reference weights, progress bar, grid of samples, report.
+
+In: the trainer's events. Out: files in the run's folder, pictures for whatever `report_to` names, a line in the
+terminal.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers.training_utils import EMAModel
+from PIL import Image, ImageDraw
+from torch import nn
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.trainer_callback import CallbackHandler, ProgressCallback
+
+GRID_CELL = 256  # pixels, the longest side of a picture in the grid
+
+
+class EMACallback(TrainerCallback):
+    """Moving average of the trained parameters: decay as given, `(1 + n) / (10 + n)` while n is small.
+
+    Args:
+        parameters: the trained ones, in a fixed order.
+        decay: of the average.
+        interval: updates between two steps of it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], decay: float, interval: int):
+        self.parameters = list(parameters)
+        self.average = EMAModel(self.parameters, decay=decay)
+        self.interval = interval
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.interval == 0:
+            self.average.optimization_step = state.global_step // self.interval - 1  # right after a resume too
+            self.average.step(self.parameters)
+
+
+class SyncRefModelCallback(TrainerCallback):
+    """Moves the reference towards the policy, as TRL's callback of that name (https://huggingface.co/papers/2404.09656).
+
+    Args:
+        model, ref_model: policy and reference, with the same parameters.
+        alpha: share of the policy in the new reference.
+        interval: updates between two synchronisations.
+    """
+
+    def __init__(self, model: nn.Module, ref_model: nn.Module, alpha: float, interval: int):
+        self.model, self.ref_model, self.alpha, self.interval = model, ref_model, alpha, interval
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.interval == 0:
+            for ref, parameter in zip(self.ref_model.parameters(), self.model.parameters(), strict=True):
+                ref.lerp_(parameter.to(ref), self.alpha)
+
+
+class RewardProgressCallback(ProgressCallback):
+    """transformers' progress bar, with the reward and images a second behind it instead of a dictionary a step."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or self.training_bar is None or logs is None:
+            return
+        if "eval_reward" in logs:
+            error = logs.get("eval_reward_std_error", 0.0)
+            self.training_bar.write(
+                f"step {state.global_step}: held-out reward {logs['eval_reward']:.3f} ± {error:.3f}"
+            )
+        elif "reward" in logs:
+            shown = {"reward": f"{logs['reward']:.3f}"}
+            if "images_per_second" in logs:
+                shown["images/s"] = f"{logs['images_per_second']:.1f}"
+            self.training_bar.set_postfix(shown)
+
+
+class PipelineTensorBoardCallback(TensorBoardCallback):
+    """transformers' callback expects a transformers config on the model; diffusers' networks have another kind."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **{**kwargs, "model": None})
+
+
+class SampleGridCallback(TrainerCallback):
+    """After each evaluation: one picture with a row an evaluation and a column a prompt, sent to `report_to` too."""
+
+    def __init__(self):
+        self.handler: CallbackHandler | None = None  # set by the trainer: knows the active trackers
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        folders = sorted(path for path in Path(args.output_dir).glob("evaluations/step-*") if path.is_dir())
+        if not folders:
+            return
+        grid = sample_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
+        grid.save(Path(args.output_dir) / "grid.png")
+        if self.handler is not None:
+            log_picture(self.handler.callbacks, "samples", grid, state.global_step)
+
+
+def sample_grid(rows: dict[str, list[Path]]) -> Image.Image:
+    """Pictures by row, each row with a label on its left; pictures are scaled to fit `GRID_CELL`."""
+    loaded = {label: [_fitted(Image.open(path).convert("RGB")) for path in paths] for label, paths in rows.items()}
+    width = max((picture.width for pictures in loaded.values() for picture in pictures), default=1)
+    height = max((picture.height for pictures in loaded.values() for picture in pictures), default=1)
+    columns, margin, gap = max((len(pictures) for pictures in loaded.values()), default=0), 64, 4
+    grid = Image.new("RGB", (margin + columns * (width + gap), len(loaded) * (height + gap)), "white")
+    draw = ImageDraw.Draw(grid)
+    for row, (label, pictures) in enumerate(loaded.items()):
+        draw.text((4, row * (height + gap) + 4), label, fill="black")
+        for column, picture in enumerate(pictures):
+            grid.paste(picture, (margin + column * (width + gap), row * (height + gap)))
+    return grid
+
+
+def _fitted(picture: Image.Image) -> Image.Image:
+    scale = GRID_CELL / max(picture.size)
+    return picture if scale >= 1 else picture.resize([max(1, round(side * scale)) for side in picture.size])
+
+
+def log_picture(callbacks: list[TrainerCallback], name: str, picture: Image.Image, step: int) -> None:
+    """Sends a picture to each active tracker that shows pictures: tensorboard, wandb, trackio."""
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            callback.tb_writer.add_image(name, np.asarray(picture), step, dataformats="HWC")
+        elif isinstance(callback, WandbCallback):
+            callback._wandb.log({name: callback._wandb.Image(picture), "train/global_step": step})
+        elif isinstance(callback, TrackioCallback):
+            callback._trackio.log({name: callback._trackio.Image(picture), "train/global_step": step})
+
+
+class ReportCallback(TrainerCallback):
+    """At the end: `report.html` and `summary.json`, and a line that says where they are and what was gained."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        from .report import write_report, write_summary
+
+        state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
+        summary, report = write_summary(args.output_dir), write_report(args.output_dir)
+        if summary["reward_before"] is not None:
+            print(
+                f"Held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f} "
+                f"± {summary['standard_error']:.3f} on {summary['held_out_prompts']} prompts."
+            )
+        print(f"Report: {report}")

@@ -1,0 +1,354 @@
+"""All settings of a training run. Names are TRL's where TRL has one.
+
+In: what the user wrote. Out: a `DiffusionGRPOConfig` without contradictions; what cannot work is refused here, in one
+sentence, before any model is loaded.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainingArguments
+
+from .losses import get_loss
+from .schedulers import PROCESSES
+
+
+@dataclass
+class DiffusionGRPOConfig(TrainingArguments):
+    r"""Settings of [`DiffusionGRPOTrainer`]; everything of [`~transformers.TrainingArguments`] holds too.
+
+    Only what this library adds, or gives another default, is listed in the class body; each field says what it does in
+    its `help`. The defaults are Flow-GRPO's recipe for LoRA on SD3.5-M (https://huggingface.co/papers/2505.05470) at a
+    size that one 24 GB card takes.
+
+    Raises:
+        ValueError: a setting is out of range, unknown, or contradicts another one.
+        TypeError: there is no such setting; the message names the nearest one.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "pipeline_kwargs",
+        "model_init_kwargs",
+    ]
+
+    # TrainingArguments with other defaults
+    learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate. By default 3e-4 for LoRA and 1e-5 for full training."}
+    )
+    lr_scheduler_type: str = field(
+        default="constant", metadata={"help": "Any of transformers' learning rate schedules."}
+    )
+    weight_decay: float = field(default=1e-4, metadata={"help": "AdamW's weight decay."})
+    per_device_train_batch_size: int = field(
+        default=4, metadata={"help": "Samples in one forward and backward pass; rollouts use the same size."}
+    )
+    gradient_accumulation_steps: int = field(default=32, metadata={"help": "Micro-batches in one optimizer update."})
+    activation_checkpointing: bool | None = field(
+        default=True,
+        metadata={"help": "Recompute activations in the backward pass: less memory, about a third more time."},
+    )
+    bf16: bool | None = field(
+        default=None, metadata={"help": "Mixed bfloat16 precision. By default on wherever an accelerator has it."}
+    )
+    logging_steps: float = field(default=1, metadata={"help": "Log every so many updates."})
+    save_steps: float = field(default=50, metadata={"help": "Write a checkpoint every so many updates."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "DDP's search for unused parameters; a policy uses all of them."}
+    )
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "Must stay False: every column reaches the reward functions."}
+    )
+
+    # Samples
+    num_generations: int = field(default=16, metadata={"help": "Samples of each prompt: the group. At least 2."})
+    num_generations_eval: int = field(default=1, metadata={"help": "Samples of each prompt in evaluation."})
+    num_inference_steps: int = field(default=10, metadata={"help": "Denoising steps of a training rollout."})
+    eval_num_inference_steps: int | None = field(
+        default=None, metadata={"help": "Denoising steps in evaluation; by default those of training."}
+    )
+    guidance_scale: float | None = field(default=None, metadata={"help": "Guidance; by default the pipeline's own."})
+    height: int | None = field(default=None, metadata={"help": "Height in pixels; by default the pipeline's own."})
+    width: int | None = field(default=None, metadata={"help": "Width in pixels; by default the pipeline's own."})
+    num_frames: int | None = field(
+        default=None, metadata={"help": "Frames of a video; by default the pipeline's own."}
+    )
+    pipeline_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further keyword arguments of every call of the pipeline."}
+    )
+    rollout_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples rolled out at once. By default per_device_train_batch_size, so that rollout and update "
+            "see the same batches and the first ratio is exactly 1."
+        },
+    )
+    same_initial_noise: bool = field(
+        default=False, metadata={"help": "All samples of a prompt start from one initial latent."}
+    )
+    best_of_n: int | None = field(
+        default=None, metadata={"help": "Train only on the best n/2 and the worst n/2 samples of each prompt."}
+    )
+    offload_trajectories: bool = field(
+        default=False, metadata={"help": "Keep recorded latents in CPU memory until they are replayed."}
+    )
+
+    # Process
+    sde_type: str = field(
+        default="auto",
+        metadata={"help": "auto, flow_sde, dance_sde, cps or ddim. auto: flow_sde for flow matching, else ddim."},
+    )
+    noise_level: float | None = field(
+        default=None,
+        metadata={"help": "Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, ddim 1.0."},
+    )
+    sde_window: list[int] | None = field(
+        default=None, metadata={"help": "[start, stop) of the steps that may be trained; by default all but the last."}
+    )
+    timestep_fraction: float = field(
+        default=1.0, metadata={"help": "Share of the steps in the window that is trained for each sample."}
+    )
+    permute_steps: bool = field(
+        default=False,
+        metadata={
+            "help": "Each sample draws its own trained steps; otherwise the first ones of the window are taken."
+        },
+    )
+    deterministic_outside_window: bool = field(
+        default=False, metadata={"help": "No noise in steps outside the window (Flow-GRPO-Fast, MixGRPO)."}
+    )
+
+    # Optimisation
+    loss_type: str = field(default="grpo", metadata={"help": "grpo, or the dotted path of a loss function."})
+    beta: float = field(default=0.0, metadata={"help": "Weight of the KL divergence to the reference model."})
+    epsilon: float = field(default=1e-4, metadata={"help": "The ratio is clipped below 1 - epsilon."})
+    epsilon_high: float | None = field(
+        default=None, metadata={"help": "The ratio is clipped above 1 + epsilon_high; by default epsilon."}
+    )
+    num_iterations: int = field(default=1, metadata={"help": "How often each rollout is trained on."})
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata={
+            "help": "Micro-batches in one rollout, a multiple of gradient_accumulation_steps; by default equal to it, "
+            "which is one update a rollout."
+        },
+    )
+    scale_rewards: str = field(
+        default="group", metadata={"help": "Rewards are divided by the std of the group, of the batch, or none."}
+    )
+    reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "One weight a reward function; 1 each by default."}
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={"help": "sum_then_normalize, or normalize_then_sum (GDPO), for several rewards."},
+    )
+    advantage_clip: float | None = field(default=5.0, metadata={"help": "Advantages are clamped to +- this."})
+    reward_threshold: float | None = field(
+        default=None, metadata={"help": "Groups whose mean reward is below it contribute nothing."}
+    )
+    old_log_prob: str = field(
+        default="rollout",
+        metadata={
+            "help": "Where the ratio's denominator comes from: the rollout, or the first replay (then the ratio is 1 "
+            "by construction and the drift between the two is only reported)."
+        },
+    )
+    max_ratio_error: float | None = field(
+        default=1e-4,
+        metadata={"help": "Stop where the first ratio after a rollout is further from 1. None never stops."},
+    )
+
+    # Reference and average
+    sync_ref_model: bool = field(
+        default=False, metadata={"help": "Move the reference towards the policy every ref_model_sync_steps updates."}
+    )
+    ref_model_mixup_alpha: float = field(
+        default=0.6, metadata={"help": "Share of the policy in the reference at each synchronisation."}
+    )
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Updates between two synchronisations."})
+    offload_ref_model: bool = field(
+        default=False, metadata={"help": "Keep a reference copy in CPU memory between its uses (full training)."}
+    )
+    ema_decay: float | None = field(
+        default=None, metadata={"help": "Keep a moving average of the policy, evaluate with it and save it."}
+    )
+    ema_update_interval: int = field(default=8, metadata={"help": "Updates between two steps of the average."})
+
+    # Model, data, log
+    train_component: str | None = field(
+        default=None, metadata={"help": "Name of the trained network; by default transformer, unet, prior or decoder."}
+    )
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of DiffusionPipeline.from_pretrained."}
+    )
+    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts in each epoch."})
+    log_completions: bool = field(
+        default=True, metadata={"help": "Write prompts, rewards and advantages of each rollout to a parquet file."}
+    )
+    num_completions_to_log: int = field(
+        default=16, metadata={"help": "Evaluation pictures that are saved and drawn in the grid."}
+    )
+
+    def __post_init__(self):
+        if self.gradient_checkpointing is not None:  # the name that TRL's users know
+            self.activation_checkpointing = self.gradient_checkpointing
+            self.gradient_checkpointing = None
+        if self.bf16 is None:
+            self.bf16 = (
+                not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            )
+        for name in ("pipeline_kwargs", "model_init_kwargs"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, json.loads(getattr(self, name)))
+        # accelerate would compile the whole network; `loading.py` compiles its repeated blocks instead
+        compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
+        backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+        super().__post_init__()
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
+        if self.steps_per_generation is None:
+            self.steps_per_generation = self.gradient_accumulation_steps
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
+        self._check_choices()
+        self._check_numbers()
+        self._check_steps()
+        self._check_batches()
+
+    @property
+    def samples_per_update_group(self) -> int:
+        """Samples of a prompt that are trained on: `best_of_n`, or the whole group."""
+        return self.best_of_n or self.num_generations
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Prompts in one rollout, over all processes."""
+        trained = self.per_device_train_batch_size * self.world_size * self.steps_per_generation
+        return trained // self.samples_per_update_group
+
+    @property
+    def rollout_size(self) -> int:
+        """Samples that one process rolls out for one generation."""
+        return self.prompts_per_generation * self.num_generations // self.world_size
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """[start, stop) of the steps that may be trained."""
+        start, stop = self.sde_window or (0, self.num_inference_steps - 1)
+        return start, stop
+
+    def _check_choices(self) -> None:
+        choices = {
+            "sde_type": ["auto", *PROCESSES],
+            "scale_rewards": ["group", "batch", "none"],
+            "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
+            "old_log_prob": ["rollout", "replay"],
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                near = difflib.get_close_matches(str(value), known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
+        get_loss(self.loss_type)
+        if self.remove_unused_columns:
+            raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
+        if self.auto_find_batch_size:
+            raise ValueError("auto_find_batch_size would change the groups; set per_device_train_batch_size instead.")
+
+    def _check_numbers(self) -> None:
+        at_least = {
+            "num_generations": 2,
+            "num_generations_eval": 1,
+            "num_inference_steps": 2,
+            "eval_num_inference_steps": 1,
+            "rollout_batch_size": 1,
+            "num_iterations": 1,
+            "steps_per_generation": 1,
+            "ema_update_interval": 1,
+            "ref_model_sync_steps": 1,
+            "num_completions_to_log": 0,
+            "beta": 0,
+            "epsilon": 0,
+            "epsilon_high": 0,
+        }
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                reason = "; one sample has no group to be better than" if name == "num_generations" else ""
+                raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
+        for name in ("noise_level", "advantage_clip", "max_ratio_error"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0, got {value}.")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}.")
+        if not 0 < self.timestep_fraction <= 1:
+            raise ValueError(f"timestep_fraction must lie in (0, 1], got {self.timestep_fraction}.")
+        if self.sde_type == "cps" and self.noise_level is not None and self.noise_level > 1:
+            raise ValueError(f"noise_level of cps is an angle in (0, 1], got {self.noise_level}.")
+
+    def _check_steps(self) -> None:
+        if self.sde_window is None:
+            return
+        window, last = list(self.sde_window), self.num_inference_steps - 1
+        if len(window) != 2 or not 0 <= window[0] < window[1] <= last:
+            raise ValueError(
+                f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
+                "last has no noise and is never trained."
+            )
+
+    def _check_batches(self) -> None:
+        group, generations = self.samples_per_update_group, self.num_generations
+        if self.best_of_n is not None and (self.best_of_n % 2 or not 2 <= self.best_of_n <= generations):
+            raise ValueError(
+                f"best_of_n must be even, at least 2 and at most num_generations={generations}, got {self.best_of_n}."
+            )
+        if self.steps_per_generation % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"steps_per_generation={self.steps_per_generation} must be a multiple of gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}, so that a rollout holds whole updates."
+            )
+        trained = self.per_device_train_batch_size * self.world_size * self.steps_per_generation
+        if trained % group:
+            name = "best_of_n" if self.best_of_n else "num_generations"
+            raise ValueError(
+                f"A rollout trains per_device_train_batch_size x processes x steps_per_generation = "
+                f"{self.per_device_train_batch_size} x {self.world_size} x {self.steps_per_generation} = {trained} "
+                f"samples, which {name}={group} does not divide; change one of them."
+            )
+        if trained // group * generations % self.world_size:
+            raise ValueError(
+                f"{trained // group} prompts x num_generations={generations} samples cannot be spread evenly over "
+                f"{self.world_size} processes; make their product a multiple of it."
+            )
+        if self.best_of_n and self.rollout_size % generations:
+            raise ValueError(
+                f"best_of_n needs whole groups on each process, but each rolls out {self.rollout_size} samples, not a "
+                f"multiple of num_generations={generations}; change per_device_train_batch_size."
+            )
+
+
+def _with_suggestions(init):
+    @functools.wraps(init)
+    def checked(self, *args, **kwargs):
+        known = [setting.name for setting in dataclasses.fields(DiffusionGRPOConfig) if setting.init]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}{hint}")
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+DiffusionGRPOConfig.__init__ = _with_suggestions(DiffusionGRPOConfig.__init__)

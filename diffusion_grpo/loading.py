@@ -1,0 +1,110 @@
+"""From what the user names to a pipeline ready to train.
+
+In: a Hub id, a folder, "tiny" or a pipeline. Out: the pipeline with everything frozen and in eval mode, and the model
+that is trained: its network, or a LoRA around it.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
+
+from . import tiny
+from .config import DiffusionGRPOConfig
+from .rollout import policy_component
+
+
+def model_name(model: str | DiffusionPipeline) -> str:
+    """What the user called the model, or where the pipeline came from."""
+    return model if isinstance(model, str) else str(model.config.get("_name_or_path") or type(model).__name__)
+
+
+def load_pipeline(
+    model: str | DiffusionPipeline, args: DiffusionGRPOConfig, is_full_training: bool
+) -> DiffusionPipeline:
+    """The pipeline itself; a name is loaded with `model_init_kwargs`.
+
+    In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
+    float32 weights, as the optimizer needs them.
+    """
+    if isinstance(model, DiffusionPipeline):
+        return model
+    kwargs = dict(args.model_init_kwargs or {})
+    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    if "torch_dtype" not in kwargs and half != torch.float32:
+        full = {name: torch.float32 for name in ("transformer", "unet", "prior", args.train_component) if name}
+        kwargs["torch_dtype"] = {**full, "default": half} if is_full_training else half
+    elif isinstance(kwargs.get("torch_dtype"), str):
+        kwargs["torch_dtype"] = getattr(torch, kwargs["torch_dtype"].removeprefix("torch."))
+    return DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
+
+
+def prepare_model(
+    pipe: DiffusionPipeline, args: DiffusionGRPOConfig, peft_config: PeftConfig | None
+) -> tuple[str, nn.Module]:
+    """Freezes all that is not trained.
+
+    Returns:
+        the name of the trained network, and the model to optimise: that network, or the `PeftModel` around it.
+    """
+    component = policy_component(pipe, args.train_component)
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval()
+    network = getattr(pipe, component)
+    if args.activation_checkpointing:
+        _enable_checkpointing(network, args.activation_checkpointing_kwargs or {})
+    if peft_config is not None:
+        model = get_peft_model(network, peft_config).eval()
+    else:
+        model = network.requires_grad_(True)
+    # Trainer calls this method of transformers' models; diffusers' have another one, called above
+    model.activation_checkpointing_enable = lambda **kwargs: None
+    if args.torch_compile:
+        _compile_blocks(network, args)
+    return component, model
+
+
+def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any]) -> None:
+    unknown = set(kwargs) - {"use_reentrant", "preserve_rng_state", "determinism_check"}
+    if unknown:
+        raise ValueError(
+            f"activation_checkpointing_kwargs: {', '.join(sorted(unknown))} cannot be used with diffusers' networks; "
+            "leave it out."
+        )
+    if not getattr(network, "_supports_gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(network).__name__} has no gradient checkpointing in diffusers; set gradient_checkpointing=False."
+        )
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, **{"use_reentrant": False, **kwargs})
+    network.enable_gradient_checkpointing(gradient_checkpointing_func=lambda module, *args: checkpoint(module, *args))
+
+
+def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:
+    """diffusers' regional compilation: the repeated blocks, whose graph is compiled once."""
+    if not getattr(network, "_repeated_blocks", None):
+        raise ValueError(f"{type(network).__name__} names no repeated blocks to compile; set torch_compile=False.")
+    network.compile_repeated_blocks(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+
+
+def check_peft_config(peft_config: PeftConfig | None) -> None:
+    """Refuses what would make the replay differ from the rollout.
+
+    Raises:
+        ValueError: dropout in the adapter.
+    """
+    if getattr(peft_config, "lora_dropout", 0.0):
+        raise ValueError(
+            f"lora_dropout={peft_config.lora_dropout} would make every replay differ from its rollout and the ratio "
+            "from 1; set it to 0."
+        )
+
+
+def disabled_adapter(model: nn.Module):
+    """Context in which the LoRA is switched off: the reference."""
+    if not isinstance(model, PeftModel):
+        raise TypeError(f"{type(model).__name__} has no adapter to switch off.")
+    return model.disable_adapter()

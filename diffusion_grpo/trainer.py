@@ -1,0 +1,712 @@
+"""GRPO for a diffusers pipeline on transformers' `Trainer`.
+
+In: a pipeline, reward functions, a dataset of prompts. Out: trained weights that diffusers loads, logs, pictures. Read
+`training_step` from the top: `_next_batch` (rollout, rewards, advantages, buffer), then one replay, loss and backward
+for each trained step. This is the only module that knows all others.
+"""
+
+import contextlib
+import copy
+import json
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from diffusers import DiffusionPipeline
+from peft import PeftConfig, PeftModel
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer import TRAINER_STATE_NAME, sort_checkpoints
+from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl.models.utils import _ForwardRedirection
+
+from . import hub
+from .advantages import best_of_n, compute_advantages
+from .buffer import MicroBatch, RolloutBuffer
+from .callbacks import (
+    EMACallback,
+    PipelineTensorBoardCallback,
+    ReportCallback,
+    RewardProgressCallback,
+    SampleGridCallback,
+    SyncRefModelCallback,
+)
+from .config import DiffusionGRPOConfig
+from .data import GroupSampler, check_dataset
+from .evaluation import evaluate_policy
+from .inputs import PipelineInputs
+from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, prepare_model
+from .losses import LossInputs, get_loss
+from .records import check_same_run, run_record, write_json, write_samples
+from .rewards import get_reward, reward_name, score
+from .rollout import Policy, StepDistribution, Trajectory, replay, rollout, sample_seed, trained_steps
+from .schedulers import DEFAULT_NOISE_LEVELS
+
+RewardFunc = str | Callable[..., list[float | None]]
+
+
+class RatioError(RuntimeError):
+    """The replay does not reproduce the rollout, so the ratio is not 1 where it must be."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite; the weights are those of the last update."""
+
+
+class DiffusionGRPOTrainer(Trainer):
+    """Trains a diffusers pipeline on rewards with GRPO (Flow-GRPO, https://huggingface.co/papers/2505.05470; DDPO,
+    https://huggingface.co/papers/2305.13301).
+
+    Args:
+        model: Hub id or folder of a pipeline, "tiny" for the embedded one, or a `DiffusionPipeline`.
+        reward_funcs: a function, a name of `diffusion_grpo.rewards.REWARDS`, a dotted path, or a list of these. Called
+            with keywords `prompts`, `completions` (also as `images` or `videos`), every dataset column and
+            `trainer_state`; returns one `float | None` a sample, may be async.
+        args: settings; `DiffusionGRPOConfig("<model>-GRPO")` by default.
+        train_dataset: with a column `prompt`. Columns named as parameters of the pipeline's `__call__` are passed to
+            it, every column to the rewards.
+        eval_dataset: held-out prompts, or a dict of such datasets.
+        peft_config: trains a LoRA; without it all weights of the network are trained.
+        eval_reward_funcs: judges that are only measured, in evaluation.
+        callbacks, optimizers: as in `Trainer`.
+
+    Raises:
+        ValueError: something that cannot work, in one sentence and before a model is loaded where possible.
+    """
+
+    def __init__(
+        self,
+        model: str | DiffusionPipeline,
+        reward_funcs: RewardFunc | list[RewardFunc],
+        args: DiffusionGRPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        peft_config: PeftConfig | None = None,
+        eval_reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+    ):
+        args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
+        self.reward_funcs = [get_reward(func) for func in _as_list(reward_funcs)]
+        self.eval_reward_funcs = [get_reward(func) for func in _as_list(eval_reward_funcs)]
+        self.reward_weights = _checked_weights(args, self.reward_funcs)
+        self.loss = get_loss(args.loss_type)
+        check_peft_config(peft_config)
+        for name, dataset in _named_datasets(train_dataset, eval_dataset):
+            check_dataset(dataset, name)
+        if args.learning_rate is None:
+            args.learning_rate = 3e-4 if peft_config is not None else 1e-5
+        names = [[reward_name(func) for func in funcs] for funcs in (self.reward_funcs, self.eval_reward_funcs)]
+        self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
+        check_same_run(args.output_dir, self.run)
+
+        pipe = load_pipeline(model, args, is_full_training=peft_config is None)
+        self.component, model = prepare_model(pipe, args, peft_config)
+        self.inputs = PipelineInputs(pipe, args)
+        self.policy = Policy(pipe, self.component, args.sde_type, forward_context=self._autocast)
+        self.noise_level = args.noise_level or DEFAULT_NOISE_LEVELS[self.policy.scheduler.process]
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=_as_list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        if args.n_gpu > 1:
+            raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
+        self.ref_model = self._reference_copy() if args.beta > 0 and peft_config is None else None
+        pipe.to(args.device)
+        self._add_callbacks()
+        counts = {"train": len(train_dataset or []), "eval": len(eval_dataset or [])}
+        self.run |= {"pipeline": type(pipe).__name__, "component": self.component, "prompts": counts}
+        self.buffer: RolloutBuffer | None = None
+        self._micro_step, self._update = 0, -1
+        self._resumed_from: str | None = None
+        self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._images, self._logged_step = 0, None
+
+    @property
+    def pipe(self) -> DiffusionPipeline:
+        """The pipeline that is trained; call it at any time as usual."""
+        return self.policy.pipe
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        return self.accelerator.autocast() if self.args.bf16 or self.args.fp16 else contextlib.nullcontext()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments = super()._build_accelerator_args(**kwargs)
+        arguments.pop("dynamo_plugin", None)  # the network's blocks are compiled already
+        return arguments
+
+    def _reference_copy(self) -> nn.Module:
+        ref_model = copy.deepcopy(self.model).requires_grad_(False).eval()
+        return ref_model.to("cpu" if self.args.offload_ref_model else self.args.device)
+
+    def _add_callbacks(self) -> None:
+        args = self.args
+        self.ema = None
+        if args.ema_decay is not None:
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.ema = EMACallback(trained, args.ema_decay, args.ema_update_interval)
+            self.add_callback(self.ema)
+        if args.sync_ref_model:
+            if self.ref_model is None:
+                raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
+            self.add_callback(
+                SyncRefModelCallback(self.model, self.ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+            )
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(RewardProgressCallback)
+        if self.pop_callback(TensorBoardCallback) is not None:
+            self.add_callback(PipelineTensorBoardCallback)
+        grid = SampleGridCallback()
+        grid.handler = self.callback_handler
+        self.add_callback(grid)
+        self.add_callback(ReportCallback)
+
+    # Data: every batch of the dataloader is one whole rollout, given again for each micro-batch trained on it
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+        """Dataset rows of one rollout a batch; see [`~diffusion_grpo.data.GroupSampler`] for their order."""
+        if self.train_dataset is None:
+            raise ValueError("Training needs a train_dataset with a column 'prompt'.")
+        return self._get_dataloader(
+            self.train_dataset, "Training", self.args.rollout_size, self._get_train_sampler, is_training=True
+        )
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> GroupSampler:
+        self._sampler = GroupSampler(
+            num_rows=len(train_dataset or self.train_dataset),
+            num_generations=self.args.num_generations,
+            prompts_per_generation=self.args.prompts_per_generation,
+            repeat_count=self._slots,
+            shuffle=self.args.shuffle_dataset,
+            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+        )
+        return self._sampler
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self._sampler.set_epoch(kwargs["epoch"])  # accelerate's wrappers do not pass it on after a resume
+        self._logged_step = self.state.global_step if self._logged_step is None else self._logged_step
+        super()._run_epoch(*args, **kwargs)
+
+    @property
+    def _slots(self) -> int:
+        """Micro-batches that are trained on one rollout."""
+        return self.args.steps_per_generation * self.args.num_iterations
+
+    # Training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
+        """Trains; see `Trainer.train`.
+
+        Raises:
+            ValueError: the output folder holds a run already and `resume_from_checkpoint` does not say to go on.
+            RatioError: the replay does not reproduce the rollout within `max_ratio_error`.
+            NonFiniteError: a loss or gradient is not finite.
+            RewardError: a reward function failed.
+        """
+        folder = Path(self.args.output_dir)
+        last = get_last_checkpoint(folder) if folder.is_dir() else None
+        resume_from_checkpoint = resume_from_checkpoint or self.args.resume_from_checkpoint
+        if last is not None and not resume_from_checkpoint:
+            raise ValueError(
+                f"{folder} holds a run already (newest: {Path(last).name}); pass resume_from_checkpoint=True to go on "
+                "with it, or choose another output_dir."
+            )
+        if resume_from_checkpoint in (True, "True", "true") and last is None:
+            resume_from_checkpoint = None  # killed before its first checkpoint: the unbroken run starts here too
+        elif resume_from_checkpoint in ("True", "true"):
+            resume_from_checkpoint = True
+        if self.args.should_save:
+            for leftover in folder.glob("tmp-checkpoint-*"):
+                shutil.rmtree(leftover)
+            write_json(folder / "run.json", self.run)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: list[dict], num_items_in_batch: Any = None) -> Tensor:
+        """One micro-batch: a replay, a loss and a backward pass for each trained step. Returns the detached loss."""
+        model.eval()  # dropout would part the replay from the rollout
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        batch, is_on_policy = self._next_batch(inputs)
+        start = time.perf_counter()
+        total = torch.zeros((), device=self.args.device)
+        errors = []
+        steps = batch.trajectory.steps.unique().tolist()
+        for step in steps:
+            is_last = step == steps[-1]
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
+                loss, error = self._redirected(model, self._step_loss, batch.at_step(step), step, is_on_policy)
+                loss = loss / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
+                self._refuse_non_finite(loss.detach(), "loss")
+                self._backward(loss)
+            total += loss.detach()
+            errors.append(error)
+        if is_on_policy:
+            self._check_ratio(max(errors))
+        self._metrics["time/update"].append(time.perf_counter() - start)
+        return total
+
+    def _step_loss(self, batch: MicroBatch, step: int, is_on_policy: bool) -> tuple[Tensor, float]:
+        """The summed loss of the samples that train on `step`, and how far their first ratio is from 1."""
+        inputs = self.inputs(batch.rows)
+        ref_mean = self._reference(inputs, batch.trajectory, step).mean if self.args.beta > 0 else None
+        now = replay(self.policy, inputs, batch.trajectory, step)
+        recorded = batch.trajectory.log_probs[batch.trajectory.steps == step].to(now.log_prob)
+        old = batch.old_log_prob(step).to(now.log_prob)
+        if self.args.old_log_prob == "replay" and self._slots == self.args.gradient_accumulation_steps:
+            old = now.log_prob.detach()  # one update a rollout: this replay is the first
+        output = self.loss(
+            LossInputs(
+                log_prob=now.log_prob,
+                old_log_prob=old,
+                advantages=batch.advantages.to(now.log_prob),
+                mean=now.mean,
+                std=now.std,
+                ref_mean=ref_mean,
+                epsilon=self.args.epsilon,
+                epsilon_high=self.args.epsilon_high,
+                beta=self.args.beta,
+            )
+        )
+        for name, value in output.metrics.items():
+            self._metrics[name].append(value.item())
+        error = float((now.log_prob.detach() - recorded).double().expm1().abs().max()) if is_on_policy else 0.0
+        return output.loss * len(batch), error
+
+    @torch.no_grad()
+    def _reference(self, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> StepDistribution:
+        if self.ref_model is None:
+            with disabled_adapter(self.accelerator.unwrap_model(self.model)):
+                return replay(self.policy, inputs, trajectory, step)
+        self.ref_model.to(self.args.device)
+        try:
+            return replay(self.policy, inputs, trajectory, step, forward=self.ref_model.forward)
+        finally:
+            if self.args.offload_ref_model:
+                self.ref_model.to("cpu")
+
+    def _redirected(self, model: nn.Module, method: Callable, *args: Any) -> Any:
+        """Calls `method` inside the forward of whatever wraps the model (DDP, DeepSpeed), so that its hooks run."""
+        unwrapped = self.accelerator.unwrap_model(model)
+        return method(*args) if model is unwrapped else _ForwardRedirection()(model, unwrapped, method, *args)
+
+    def _backward(self, loss: Tensor) -> None:
+        kwargs = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+        self.accelerator.backward(loss, **kwargs)
+
+    def _check_ratio(self, error: float) -> None:
+        self._metrics["ratio/max_error"].append(error)
+        limit = self.args.max_ratio_error
+        if limit is None or self.args.old_log_prob == "replay" or error <= limit:
+            return
+        raise RatioError(
+            f"The first ratio after a rollout is off by {error:.1e}, more than max_ratio_error={limit:.0e}: the replay "
+            "does not see what the rollout saw. Look for dropout or randomness in the pipeline, for "
+            "rollout_batch_size other than per_device_train_batch_size in half precision, or set "
+            'old_log_prob="replay".'
+        )
+
+    def _refuse_non_finite(self, value: Tensor, name: str) -> None:
+        if not torch.isfinite(value).all():
+            last = get_last_checkpoint(self.args.output_dir)
+            raise NonFiniteError(
+                f"The {name} of update {self.state.global_step + 1} is {value.item()}; the weights were not updated. "
+                f"Newest whole checkpoint: {last or 'none'}. Try a lower learning rate, or float32."
+            )
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if not self.args.fp16:  # its loss scaling skips such updates by itself
+            self._refuse_non_finite(torch.as_tensor(grad_norm), "gradient norm")
+        return grad_norm
+
+    # Rollout, rewards, advantages, buffer
+
+    def _next_batch(self, rows: list[dict]) -> tuple[MicroBatch, bool]:
+        """The next micro-batch, from a new rollout where the old one is used up.
+
+        Returns:
+            the batch, and whether the policy is still the one that rolled it out.
+        """
+        if self._update != self.state.global_step:
+            self._update, self._micro_step = self.state.global_step, 0
+        step = self.state.global_step * self.args.gradient_accumulation_steps + self._micro_step
+        self._micro_step += 1
+        generation, slot = divmod(step, self._slots)
+        if slot == 0:
+            self.buffer = self._generate(rows, generation)
+        elif self.buffer is None:
+            self.buffer = self._restored_buffer(rows, generation)
+        return self.buffer.micro_batch(slot), slot < self.args.gradient_accumulation_steps
+
+    def _generate(self, rows: list[dict], generation: int) -> RolloutBuffer:
+        """One rollout: samples, rewards, advantages, and the buffer they end in."""
+        start = time.perf_counter()
+        positions = torch.arange(len(rows)) + self.accelerator.process_index * len(rows)
+        samples, trajectory = self._rollout(rows, generation, positions)
+        self._metrics["time/rollout"].append(time.perf_counter() - start)
+
+        start = time.perf_counter()
+        local = self._score(self.reward_funcs, samples, rows)
+        rewards = self.accelerator.gather(local.to(self.args.device)).cpu()
+        self._metrics["time/reward"].append(time.perf_counter() - start)
+        self._images += len(rewards)
+
+        groups = torch.arange(len(rewards)) // self.args.num_generations
+        result = compute_advantages(
+            rewards,
+            groups,
+            torch.tensor(self.reward_weights),
+            scale_rewards=self.args.scale_rewards,
+            multi_objective_aggregation=self.args.multi_objective_aggregation,
+            advantage_clip=self.args.advantage_clip,
+            reward_threshold=self.args.reward_threshold,
+        )
+        self._log_rewards(rewards, result)
+        advantages = result.advantages[positions]
+        if self.args.log_completions:
+            columns = {"reward": result.rewards[positions], "advantage": advantages, "seed": trajectory.seeds}
+            self._write_samples(rows, local, columns)
+        return self._buffer_of(rows, trajectory, advantages, generation)
+
+    @torch.no_grad()
+    def _rollout(self, rows: list[dict], generation: int, positions: Tensor) -> tuple[list, Trajectory]:
+        """Samples and trajectories of `rows`, in chunks; what each gets depends on its place in the generation."""
+        args = self.args
+        self.policy.prompts.clear()
+        self.model.eval()
+        start, stop = args.window
+        groups = positions // args.num_generations
+        seeds = torch.tensor([sample_seed(args.seed, "noise", generation, place) for place in positions.tolist()])
+        places = groups if args.same_initial_noise else positions
+        initial = torch.tensor([sample_seed(args.seed, "initial", generation, place) for place in places.tolist()])
+        noise_steps = range(start, stop) if args.deterministic_outside_window else range(args.num_inference_steps - 1)
+        steps = trained_steps(
+            args.num_inference_steps, args.window, args.timestep_fraction, seeds if args.permute_steps else None
+        )
+        steps = steps if args.permute_steps else steps * len(rows)
+        samples, trajectories = [], []
+        size = args.rollout_batch_size or args.per_device_train_batch_size
+        for chunk in _chunks(len(rows), size):
+            images, trajectory = rollout(
+                self.policy,
+                self.inputs(rows[chunk]),
+                seeds=seeds[chunk],
+                initial_seeds=initial[chunk],
+                num_inference_steps=args.num_inference_steps,
+                steps=steps[chunk],
+                noise_steps=noise_steps,
+                noise_level=self.noise_level,
+                device="cpu" if args.offload_trajectories else args.device,
+            )
+            samples += list(images)
+            trajectories.append(trajectory)
+        return samples, Trajectory.cat(trajectories)
+
+    def _score(self, funcs: list[Callable], samples: list, rows: list[dict]) -> Tensor:
+        """(samples, functions) float32 rewards of this process, NaN for None."""
+        kind = "videos" if isinstance(samples[0], list) else "images"
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        return score(
+            funcs,
+            **{kind: samples},
+            prompts=[row["prompt"] for row in rows],
+            columns=columns,
+            trainer_state=self.state,
+            log_metric=lambda name, value: self._metrics[name].append(float(value)),
+            failure_dir=Path(self.args.output_dir) / "failures",
+        )
+
+    def _log_rewards(self, rewards: Tensor, result: Any) -> None:
+        metrics = self._metrics
+        metrics["reward"].append(result.rewards.nanmean().item())
+        metrics["reward_std"].append(result.group_std.mean().item())
+        metrics["frac_reward_zero_std"].append(result.frac_reward_zero_std)
+        for func, column in zip(self.reward_funcs, rewards.T, strict=True):
+            known = column[~column.isnan()]
+            if len(known):
+                metrics[f"rewards/{reward_name(func)}/mean"].append(known.mean().item())
+                metrics[f"rewards/{reward_name(func)}/std"].append(known.std(correction=0).item())
+
+    def _write_samples(self, rows: list[dict], rewards: Tensor, columns: dict[str, Tensor]) -> None:
+        names = [reward_name(func) for func in self.reward_funcs]
+        rank = f"-rank{self.accelerator.process_index}" if self.accelerator.num_processes > 1 else ""
+        path = Path(self.args.output_dir) / "samples" / f"step-{self.state.global_step:06d}{rank}.parquet"
+        table = {"step": [self.state.global_step] * len(rows), "prompt": [row["prompt"] for row in rows]}
+        table |= dict(zip(names, rewards.T.tolist(), strict=True))
+        write_samples(path, table | {name: column.tolist() for name, column in columns.items()})
+
+    def _buffer_of(
+        self, rows: list[dict], trajectory: Trajectory, advantages: Tensor, generation: int
+    ) -> RolloutBuffer:
+        args, seed = self.args, sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
+        self._kept = torch.arange(len(rows))
+        if args.best_of_n is not None:
+            generator = torch.Generator().manual_seed(sample_seed(seed, "best_of_n"))
+            groups = torch.arange(len(rows)) // args.num_generations
+            self._kept = best_of_n(advantages, groups, args.best_of_n, generator)
+            kept = self._kept.to(trajectory.latents.device)
+            rows, trajectory = [rows[i] for i in self._kept.tolist()], trajectory[kept]
+        advantages = advantages[self._kept].to(args.device)
+        buffer = RolloutBuffer(rows, trajectory, advantages, args.per_device_train_batch_size, seed)
+        if args.old_log_prob == "replay" and self._slots > args.gradient_accumulation_steps:
+            buffer.old_log_probs = self._replayed_log_probs(buffer)
+        return buffer
+
+    @torch.no_grad()
+    def _replayed_log_probs(self, buffer: RolloutBuffer) -> Tensor:
+        """(samples, steps) log-probabilities from replays, before any update; in the batches that are trained."""
+        log_probs = torch.empty_like(buffer.trajectory.log_probs)
+        for chunk in _chunks(len(buffer.rows), buffer.micro_batch_size):
+            batch = MicroBatch(
+                buffer.rows[chunk], buffer.trajectory[chunk], buffer.advantages[chunk], buffer.old_log_probs[chunk]
+            )
+            for step in batch.trajectory.steps.unique().tolist():
+                part = batch.at_step(step)
+                now = replay(self.policy, self.inputs(part.rows), part.trajectory, step)
+                log_probs[chunk][batch.trajectory.steps == step] = now.log_prob.to(log_probs)
+        return log_probs
+
+    def _restored_buffer(self, rows: list[dict], generation: int) -> RolloutBuffer:
+        path = self._buffer_path(Path(self._resumed_from or ""))
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: the checkpoint lies within a rollout and cannot be resumed exactly.")
+        seed = sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
+        buffer, self._kept = RolloutBuffer.load(
+            path, rows, self.args.per_device_train_batch_size, seed, self.args.device
+        )
+        return buffer
+
+    def _buffer_path(self, folder: Path) -> Path:
+        return folder / f"rollout-rank{self.accelerator.process_index}.safetensors"
+
+    # Evaluation
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | str | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        pipeline_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, float]:
+        """Samples held-out prompts without noise and scores them with all rewards and judges.
+
+        Args:
+            eval_dataset: by default the trainer's.
+            ignore_keys: unused, for `Trainer`'s signature.
+            metric_key_prefix: "eval" is logged, and its pictures are kept in the output folder; any other is only
+                returned.
+            pipeline_kwargs: over those of training, e.g. `{"guidance_scale": 4.0}`.
+
+        Returns:
+            `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if isinstance(dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, part in dataset.items():
+                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}", pipeline_kwargs)
+            return metrics
+        check_dataset(dataset, "eval_dataset")
+        with self.averaged_weights():
+            metrics = evaluate_policy(self, dataset, metric_key_prefix, pipeline_kwargs)
+        if metric_key_prefix.startswith("eval"):
+            self.log(dict(metrics))
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The policy's moving average in place of its weights, where there is one."""
+        if self.ema is None:
+            yield
+            return
+        self.ema.average.store(self.ema.parameters)
+        self.ema.average.copy_to(self.ema.parameters)
+        try:
+            yield
+        finally:
+            self.ema.average.restore(self.ema.parameters)
+
+    # Log
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the means of what was measured since the last log."""
+        if "loss" in logs and self._metrics:
+            logs = logs | self._gathered_metrics()
+            self._metrics.clear()
+        super().log(logs, start_time)
+
+    def _gathered_metrics(self) -> dict[str, float]:
+        metrics = {name: sum(values) / len(values) for name, values in self._metrics.items() if values}
+        totals = {name: sum(self._metrics[name]) for name in ("time/rollout", "time/reward", "time/update")}
+        updates = max(1, self.state.global_step - self._logged_step)
+        metrics |= {name: total / updates for name, total in totals.items()}
+        if self._metrics["ratio/max_error"]:
+            metrics["ratio/max_error"] = max(self._metrics["ratio/max_error"])
+        if self.accelerator.num_processes > 1:
+            names = sorted(metrics)
+            mine = torch.tensor([metrics[name] for name in names], device=self.args.device)
+            every = self.accelerator.gather(mine[None])
+            largest = dict(zip(names, every.amax(0).tolist(), strict=True))
+            metrics = dict(zip(names, every.mean(0).tolist(), strict=True))
+            metrics |= {name: largest[name] for name in names if name == "ratio/max_error" or name in totals}
+        if self._images:
+            metrics["images_per_second"] = self._images / (sum(metrics[name] for name in totals) * updates)
+        self._images, self._logged_step = 0, self.state.global_step
+        return metrics
+
+    # Checkpoints: written aside, renamed into place
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        staging = folder.with_name(f"tmp-{folder.name}")
+        self.store_flos()
+        self.save_model(str(staging), _internal_call=True)
+        self._save_beside_model(staging)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(staging))
+            self._save_scaler(str(staging))
+            self._save_rng_state(str(staging))
+            if (
+                self.buffer is not None
+                and self.state.global_step * self.args.gradient_accumulation_steps % self._slots
+            ):
+                self.buffer.save(self._buffer_path(staging), self._kept)
+        self._note_best(folder)
+        if self.args.should_save:
+            self._save_trainer_state(staging)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            _replace_folder(staging, folder)
+            self._rotate(folder.parent)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+
+    def _save_beside_model(self, folder: Path) -> None:
+        if not self.args.should_save:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        if self.ema is not None:
+            with self.averaged_weights():
+                hub.save_policy(model, self.pipe, self.component, folder / "ema")
+        if self.args.sync_ref_model:
+            hub.save_policy(self.ref_model, self.pipe, self.component, folder / "reference")
+
+    def _note_best(self, folder: Path) -> None:
+        if self.state.best_global_step:
+            best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
+            if best == folder or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+
+    def _save_trainer_state(self, folder: Path) -> None:
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, state = type(callback).__name__, callback.state()
+                saved = self.state.stateful_callbacks.get(name)
+                self.state.stateful_callbacks[name] = [*saved, state] if isinstance(saved, list) else state
+        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def _rotate(self, folder: Path) -> None:
+        """Deletes what `save_total_limit` leaves no room for, out of sight first: never the newest or the best."""
+        limit = self.args.save_total_limit
+        checkpoints = [Path(path) for path in sort_checkpoints(str(folder))]
+        protected = {checkpoints[-1], Path(self.state.best_model_checkpoint or checkpoints[-1])}
+        old = [path for path in checkpoints if path not in protected]
+        for path in old[: max(0, len(checkpoints) - max(limit, len(protected)))] if limit else []:
+            aside = path.with_name(f"tmp-{path.name}")
+            path.rename(aside)
+            shutil.rmtree(aside)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self.args.should_save:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        model = self.accelerator.unwrap_model(self.model)
+        is_final = folder.resolve() == Path(self.args.output_dir).resolve()
+        hub.save_policy(model, self.pipe, self.component, folder, whole_pipeline=is_final)
+        if is_final:
+            if self.ema is not None:
+                self._save_beside_model(folder)
+            self.create_model_card()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if not (folder / TRAINER_STATE_NAME).is_file():
+            raise ValueError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        if self.ema is not None:
+            hub.load_policy(unwrapped, self.component, folder / "ema")
+            for average, parameter in zip(self.ema.average.shadow_params, self.ema.parameters, strict=True):
+                average.data.copy_(parameter.data)
+        if self.args.sync_ref_model:
+            hub.load_policy(self.ref_model, self.component, folder / "reference")
+        hub.load_policy(unwrapped, self.component, folder)
+        self._resumed_from, self.buffer, self._update = str(folder), None, -1
+
+    def _load_best_model(self) -> None:
+        hub.load_policy(self.accelerator.unwrap_model(self.model), self.component, self.state.best_model_checkpoint)
+
+    # Hub
+
+    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
+        """Writes the model card, `README.md`, into the output folder."""
+        if self.is_world_process_zero():
+            hub.write_model_card(self.args.output_dir, self.run, self.state.log_history, model_name)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.is_world_process_zero():
+            hub.copy_weights(checkpoint_folder, self.args.output_dir, self.component)
+            self.create_model_card()
+        super()._push_from_checkpoint(checkpoint_folder)
+
+
+def _as_list(value: Any) -> list:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _chunks(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _named_datasets(train: Any, evaluation: Any) -> list[tuple[str, Any]]:
+    evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+    named = [("train_dataset", train), *evaluations.items()]
+    return [(name, dataset) for name, dataset in named if dataset is not None]
+
+
+def _checked_weights(args: DiffusionGRPOConfig, funcs: list[Callable]) -> list[float]:
+    if not funcs:
+        raise ValueError("reward_funcs is empty; name at least one reward.")
+    weights = args.reward_weights or [1.0] * len(funcs)
+    if len(weights) != len(funcs):
+        raise ValueError(
+            f"reward_weights has {len(weights)} entries for {len(funcs)} reward functions; give one each."
+        )
+    return [float(weight) for weight in weights]
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Renames into place; a folder of that name goes only after the new one stands."""
+    aside = target.with_name(f"tmp-{target.name}-old")
+    if target.exists():
+        target.rename(aside)
+    source.rename(target)
+    if aside.exists():
+        shutil.rmtree(aside)
