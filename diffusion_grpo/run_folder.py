@@ -5,6 +5,7 @@ A module of its own because the report, the summary and the model card read the 
 agree on what is "before" and "after".
 """
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -119,8 +120,12 @@ def read_log_history(path: Path) -> list[dict[str, float]]:
 
 def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     """Samples of every evaluation that left a table, by step, in the order of the held-out prompts."""
-    tables = sorted(path.glob("evaluations/step-*.parquet"))
-    return {int(table.stem.split("-")[-1]): pyarrow.parquet.read_table(table).to_pylist() for table in tables}
+    tables: dict[int, list[list[dict]]] = {}
+    for file in sorted(path.glob("evaluations/step-*.parquet"), key=lambda file: (len(file.stem), file.stem)):
+        tables.setdefault(int(file.stem.split("-")[1]), []).append(pyarrow.parquet.read_table(file).to_pylist())
+    # where several processes evaluated, they took the prompts in turns and wrote a table each
+    turns = {step: itertools.chain.from_iterable(itertools.zip_longest(*parts)) for step, parts in tables.items()}
+    return {step: [row for row in turns[step] if row is not None] for step in sorted(turns)}
 
 
 def run_seconds(history: list[dict[str, float]]) -> float:

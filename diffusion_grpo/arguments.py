@@ -1,0 +1,218 @@
+"""
+What `diffusion-grpo train` reads: a YAML file and overrides go in, three dataclasses come out.
+
+A module of its own because everything here happens before a model, a dataset or torch's training code is used, and
+because it is the one place that turns a mistyped key into a sentence with the nearest known key.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import yaml
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import HfArgumentParser
+
+    from .config import DiffusionGRPOConfig
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained, on which prompts, by which rewards."""
+
+    model: str = field(metadata={"help": "Hub id or folder of a diffusers pipeline, or `tiny`, the embedded model."})
+    dataset: str = field(
+        metadata={
+            "help": "Prompts: a .txt (one a line), .jsonl, .json, .csv or .parquet file, a folder written by "
+            "`save_to_disk`, a Hub id, or `tiny`."
+        }
+    )
+    reward_funcs: list[str] = field(
+        metadata={"help": "Rewards: built-in names or dotted paths of functions, `my_module.my_reward`."}
+    )
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    eval_dataset: str | None = field(
+        default=None, metadata={"help": "Held-out prompts, given as `dataset` is; nothing is evaluated without them."}
+    )
+    dataset_test_split: str = field(default="test", metadata={"help": "Split of `eval_dataset` to evaluate on."})
+    eval_max_prompts: int | None = field(
+        default=None, metadata={"help": "Evaluate on the first so many held-out prompts."}
+    )
+    eval_reward_funcs: list[str] | None = field(
+        default=None, metadata={"help": "Judges: rewards that are measured in evaluations and never trained on."}
+    )
+    baseline_guidance_scales: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Guidance scales at which the untrained model is evaluated first, as lines to compare with."
+        },
+    )
+    report_experiment: str | None = field(
+        default=None, metadata={"help": "JSON of an earlier experiment to show in the report (docs/metrics.md)."}
+    )
+
+    def __post_init__(self):
+        if self.eval_max_prompts is not None and self.eval_max_prompts < 1:
+            raise ValueError(f"eval_max_prompts is {self.eval_max_prompts}; use at least 1, or leave it out for all.")
+        if self.baseline_guidance_scales and self.eval_dataset is None:
+            raise ValueError("baseline_guidance_scales needs held-out prompts to be measured on: set eval_dataset.")
+        if self.report_experiment is not None and not Path(self.report_experiment).is_file():
+            raise ValueError(f"report_experiment: there is no file {self.report_experiment}.")
+
+
+@dataclass
+class LoraArguments:
+    """LoRA under TRL's names; without `use_peft` every weight of the policy is trained."""
+
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA in place of all weights."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA: its output is multiplied by alpha / r."})
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Layers that get a LoRA, by the end of their names; one entry alone may be a regular expression "
+            "or `all-linear`. Without it: to_q, to_k, to_v, to_out.0."
+        },
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "Must be 0: dropout makes the replay inexact."})
+
+    def __post_init__(self):
+        if self.lora_dropout != 0:
+            raise ValueError(
+                f"lora_dropout is {self.lora_dropout}; set it to 0, because dropout draws a different network in "
+                "rollout and in replay and moves the ratio by more than the clip range."
+            )
+        if self.lora_r < 1:
+            raise ValueError(f"lora_r is {self.lora_r}; use at least 1.")
+
+    def peft_config(self) -> "LoraConfig | None":
+        """The `peft.LoraConfig` these arguments describe, or None for full training."""
+        if not self.use_peft:
+            return None
+        from peft import LoraConfig
+
+        modules = self.lora_target_modules or ["to_q", "to_k", "to_v", "to_out.0"]
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=0.0,
+            target_modules=modules[0] if len(modules) == 1 else modules,
+        )
+
+
+class Yaml12Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars in place of PyYAML's 1.1: `no` is a word (eval_strategy: no) and 1e-3 a number."""
+
+
+Yaml12Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":bool", ":float"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Yaml12Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|false|False)$"), list("tTfF"))
+Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_train_arguments(
+    config_file: str | None, overrides: list[str]
+) -> "tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]":
+    """
+    Reads a YAML file and `--key value` overrides, which win.
+
+    Raises:
+        ValueError: an unknown key (with the nearest known one), a value of the wrong type, a missing key, or settings
+            that contradict each other.
+    """
+    values = {**(read_yaml(config_file) if config_file else {}), **read_overrides(overrides)}
+
+    from transformers import HfArgumentParser
+
+    from .config import DiffusionGRPOConfig
+
+    classes = [ScriptArguments, LoraArguments, DiffusionGRPOConfig]
+    refuse_unknown(values, [f.name for cls in classes for f in fields(cls) if f.init])
+    parser = HfArgumentParser(classes, allow_abbrev=False)
+    parser.error = _raise_argparse_error
+    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
+    return parser.parse_args_into_dataclasses(_as_flags(values, hints, parser), look_for_args_file=False)
+
+
+def _as_flags(values: dict[str, Any], hints: dict[str, Any], parser: "HfArgumentParser") -> list[str]:
+    """Flags where argparse can check the type; defaults where it has no spelling for the value (null, dicts)."""
+    actions = {action.dest: action for action in parser._actions}
+    flags = []
+    for key, value in values.items():
+        for kind, name in ((type(None), "None"), (bool, "bool"), (list, "list"), (dict, "dict")):
+            resume = key == "resume_from_checkpoint"  # true is its word for the newest checkpoint
+            if isinstance(value, kind) and name not in str(hints[key]) and not resume:
+                raise ValueError(f"`{key}` is {value}, expected one {getattr(hints[key], '__name__', hints[key])}.")
+        if not value and isinstance(value, (type(None), list)) or isinstance(value, dict):
+            actions[key].required = False
+            parser.set_defaults(**{key: value})
+        elif isinstance(value, list) and actions[key].nargs != "+":
+            parser.set_defaults(**{key: value})
+        elif isinstance(value, list):
+            flags += [f"--{key}", *map(str, value)]
+        else:
+            flags.append(f"--{key}={value}")
+    return flags
+
+
+def _raise_argparse_error(message: str) -> None:
+    names = re.sub(r"(?:argument )?--(\w+)(?:/--[\w-]+)*", r"`\1`", message)
+    raise ValueError(f"{names}.")
+
+
+def read_yaml(config_file: str) -> dict[str, Any]:
+    """The mapping in a YAML file; ValueError where the file is missing or holds something else."""
+    path = Path(config_file)
+    if not path.is_file():
+        raise ValueError(f"there is no file {config_file}.")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Yaml12Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{config_file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{config_file} holds {type(values).__name__}, expected lines of the form `key: value`.")
+    return {str(key): value for key, value in values.items()}
+
+
+def read_overrides(overrides: list[str]) -> dict[str, Any]:
+    """`["--beta", "0.1", "--names", "a", "b"]` -> `{"beta": "0.1", "names": ["a", "b"]}`; null, {}, [] are YAML."""
+    groups: dict[str, list[str]] = {}
+    key = None
+    for token in overrides:
+        if token.startswith("--"):
+            key, equals, value = token[2:].partition("=")
+            key = key.replace("-", "_")
+            groups[key] = [value] if equals else []
+        elif key is None:
+            raise ValueError(f"`{token}` stands alone; overrides are written `--key value`.")
+        else:
+            groups[key].append(token)
+    return {key: _override_value(tokens) for key, tokens in groups.items()}
+
+
+def _override_value(tokens: list[str]) -> Any:
+    if not tokens:
+        return True
+    if len(tokens) > 1:
+        return tokens
+    if tokens[0] == "null" or tokens[0].startswith(("{", "[")):
+        return yaml.load(tokens[0], Yaml12Loader)
+    return tokens[0]
+
+
+def refuse_unknown(values: dict[str, Any], known: list[str]) -> None:
+    """Raises ValueError for the first key that is not known, with the nearest known one."""
+    for key in values:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown setting `{key}`; the nearest known one is `{nearest}`.")

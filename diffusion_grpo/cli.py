@@ -1,0 +1,370 @@
+"""
+The command `diffusion-grpo`: words of a command line go in, an exit code comes out.
+
+A module of its own so that the library never reads arguments or prints. Nothing heavy is imported before it is needed,
+so `--help` answers at once; and everything that can be refused is refused, as one line `error: ...` with exit code 2,
+before a model is loaded.
+"""
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from diffusers import DiffusionPipeline
+
+    from .arguments import LoraArguments, ScriptArguments
+    from .config import DiffusionGRPOConfig
+    from .trainer import DiffusionGRPOTrainer
+
+PROMPTS_HELP = "file of prompts (.txt, .jsonl, .csv, .parquet), dataset folder, Hub id, or `tiny`"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Returns 0; 1 where `check` finds that a pipeline does not train; 2 where input is refused."""
+    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    arguments = build_parser().parse_args(words)
+    arguments.overrides = overrides
+    try:
+        return arguments.run(arguments)
+    except Refusal as refusal:
+        if arguments.traceback:
+            raise
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+
+
+def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
+    """`train config.yaml --beta 0.1` -> what argparse reads, and the overrides that follow."""
+    if "train" not in words[:2]:
+        return words, []
+    start = words.index("train") + 1
+    if words[start:] and not words[start].startswith("-"):
+        start += 1
+    own = ("-h", "--help", "--list-settings")
+    rest = words[start:]
+    return words[:start] + [word for word in rest if word in own], [word for word in rest if word not in own]
+
+
+class Refusal(Exception):
+    """Input that cannot be used; the message is one sentence that says what to change."""
+
+
+def refusing(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls what checks or loads a user's input, and turns its errors into a Refusal."""
+    try:
+        return function(*args, **kwargs)
+    except (ValueError, OSError, ImportError) as error:
+        raise Refusal(" ".join(str(error).split())) from error
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all four commands; each sets `run`, a function of the parsed arguments."""
+    parser = argparse.ArgumentParser(
+        prog="diffusion-grpo", description="Post-train any diffusers pipeline with GRPO on any reward."
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an input was refused")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,check,sample,report}")
+    for add, name, purpose in (
+        (add_train, "train", "train from a YAML file"),
+        (add_check, "check", "tell in seconds whether a pipeline can be trained, and how exactly it replays"),
+        (add_sample, "sample", "make pictures and score them, without training"),
+        (add_report, "report", "write report.html and summary.json of a run again"),
+    ):
+        description = f"{purpose[0].upper()}{purpose[1:]}."
+        formatter = argparse.RawDescriptionHelpFormatter
+        add(commands.add_parser(name, help=purpose, description=description, formatter_class=formatter))
+    return parser
+
+
+def add_train(command: argparse.ArgumentParser) -> None:
+    from .arguments import LoraArguments, ScriptArguments
+
+    command.add_argument("config", nargs="?", help="YAML file of settings; overrides on the command line win")
+    command.add_argument("--list-settings", action="store_true", help="list every setting with its default, and stop")
+    command.usage = "diffusion-grpo train [config.yaml] [--key value ...] [--help] [--list-settings]"
+    command.epilog = "\n\n".join(
+        [
+            "Keys, in the file or as --key value:",
+            describe_settings(ScriptArguments),
+            describe_settings(LoraArguments),
+            "and every setting of DiffusionGRPOConfig (--list-settings; docs/config.md).",
+        ]
+    )
+    command.set_defaults(run=run_train)
+
+
+def describe_settings(settings: type) -> str:
+    """One paragraph for each field of a dataclass: name, default, help text."""
+    lines = []
+    for field in fields(settings):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        default = "required" if default is MISSING else f"default {default!r}"
+        help_text = " ".join(str(field.metadata.get("help", "")).split())
+        lines.append(f"  {field.name} ({default})")
+        lines += textwrap.wrap(help_text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    from .arguments import parse_train_arguments
+
+    if arguments.list_settings:
+        from .config import DiffusionGRPOConfig
+
+        print(describe_settings(DiffusionGRPOConfig))
+        return 0
+    script, lora, config = refusing(parse_train_arguments, arguments.config, arguments.overrides)
+    trainer = build_trainer(script, lora, config)
+    if script.baseline_guidance_scales:
+        refusing(measure_baselines, trainer, script.baseline_guidance_scales)
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.save_model()
+    if config.push_to_hub:
+        trainer.push_to_hub()
+    if trainer.is_world_process_zero():
+        finish_run(Path(config.output_dir), script.report_experiment)
+    return 0
+
+
+def build_trainer(
+    script: "ScriptArguments", lora: "LoraArguments", config: "DiffusionGRPOConfig"
+) -> "DiffusionGRPOTrainer":
+    """Refuses unusable prompts and rewards first; only then is the model loaded."""
+    from .rewards import get_reward
+
+    train_dataset = refusing(load_checked, script.dataset, script.dataset_train_split, "dataset")
+    eval_dataset = None
+    if script.eval_dataset is not None:
+        eval_dataset = refusing(load_checked, script.eval_dataset, script.dataset_test_split, "eval_dataset")
+        if script.eval_max_prompts is not None:
+            eval_dataset = eval_dataset.select(range(min(script.eval_max_prompts, len(eval_dataset))))
+    reward_funcs = [refusing(get_reward, name) for name in script.reward_funcs]
+    eval_reward_funcs = [refusing(get_reward, name) for name in script.eval_reward_funcs or []]
+    refusing(check_model_name, script.model)
+    refuse_used_folder(config)
+
+    from .trainer import DiffusionGRPOTrainer
+
+    return refusing(
+        DiffusionGRPOTrainer,
+        model=script.model,
+        reward_funcs=reward_funcs,
+        args=config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=lora.peft_config(),
+        eval_reward_funcs=eval_reward_funcs,
+    )
+
+
+def load_checked(source: str, split: str, name: str) -> "Dataset":
+    """Prompts of a file, folder, Hub id or `tiny`; ValueError that names the setting where they cannot be used."""
+    from .data import check_dataset, load_prompts
+
+    dataset = load_prompts(source, split=split)
+    check_dataset(dataset, name=name)
+    return dataset
+
+
+def refuse_used_folder(config: "DiffusionGRPOConfig") -> None:
+    """Raises Refusal where the output folder holds a run and nobody asked to go on with it."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    folder = config.output_dir
+    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+    if last is not None and not config.resume_from_checkpoint:
+        raise Refusal(
+            f"{folder} holds a run already (newest: {Path(last).name}); add --resume_from_checkpoint true to go on "
+            "with it, or choose another output_dir."
+        )
+
+
+def check_model_name(model: str) -> None:
+    """Raises ValueError where `model` is meant as a local folder but is none of a pipeline."""
+    folder = Path(model).expanduser()
+    if model == "tiny":
+        return
+    if folder.is_dir() and not (folder / "model_index.json").is_file():
+        raise ValueError(f"model: {model} holds no model_index.json, so it is not a folder of a diffusers pipeline.")
+    if not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
+        raise ValueError(f"model: there is no folder {model}, and a Hub id has the form `owner/name`.")
+
+
+def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[float]) -> None:
+    """Evaluates the untrained model at other guidance scales, and writes baselines.json into the run's folder."""
+    from .records import write_json
+
+    path = Path(trainer.args.output_dir) / "baselines.json"
+    if trainer.args.resume_from_checkpoint and path.is_file():
+        return
+    baselines = []
+    for scale in guidance_scales:
+        metrics = trainer.evaluate(metric_key_prefix="baseline", pipeline_kwargs={"guidance_scale": scale})
+        names = [key.split("/")[1] for key in metrics if key.endswith("/mean")]
+        rewards = {
+            name: {key: metrics[f"baseline_rewards/{name}/{key}"] for key in ("mean", "std_error")} for name in names
+        }
+        reward = {"mean": metrics["baseline_reward"], "std_error": metrics["baseline_reward_std_error"]}
+        baselines.append({"name": f"guidance {scale:g}", "rewards": rewards, "reward": reward})
+        print(f"untrained, guidance {scale:g}: held-out reward {reward['mean']:.3f} ± {reward['std_error']:.3f}")
+    if trainer.is_world_process_zero():
+        write_json(path, baselines)
+
+
+def finish_run(run_dir: Path, experiment: str | None) -> None:
+    """Shows the earlier experiment in the report the trainer wrote, and says what lies where."""
+    from .report import write_report, write_summary
+
+    if experiment is not None:
+        write_report(run_dir, experiment=experiment)
+    for name, reward in write_summary(run_dir)["rewards"].items():
+        if reward["before"] is not None and reward["after"] is not None:
+            print(f"  {name:<16} {reward['before']:.3f} -> {reward['after']:.3f} ± {reward['standard_error']:.3f}")
+    for what, where in (
+        ("Weights", run_dir),
+        ("Summary", run_dir / "summary.json"),
+        ("Pictures", run_dir / "evaluations"),
+        ("Samples", run_dir / "samples"),
+    ):
+        print(f"{what}: {where}")
+
+
+def add_check(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
+    command.add_argument("--prompt", default="a photo of a cat", help="default: %(default)s")
+    add_pipeline_options(command, steps_default=4)
+    command.add_argument("--sde_type", default="auto", help="process put on the scheduler; default: %(default)s")
+    command.add_argument("--noise_level", type=float, default=None, help="noise of the process")
+    command.set_defaults(run=run_check)
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    pipe = load_pipeline(arguments.model, arguments.dtype)
+    from rich.console import Console
+    from rich.table import Table
+
+    from .check import check_pipeline
+
+    inputs = {"prompt": arguments.prompt, **pipeline_options(arguments)}
+    steps = inputs.pop("num_inference_steps")
+    replay = refusing(
+        check_pipeline,
+        pipe,
+        inputs,
+        num_inference_steps=steps,
+        sde_type=arguments.sde_type,
+        noise_level=arguments.noise_level,
+        seed=arguments.seed,
+    )
+    table = Table(show_header=False, title=f"{arguments.model}: {'trains' if replay.trains else 'does not train'}")
+    for field in fields(replay):
+        value = getattr(replay, field.name)
+        if value is not None and value != "":
+            table.add_row(field.name, f"{value:.3g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    return 0 if replay.trains else 1
+
+
+def add_pipeline_options(command: argparse.ArgumentParser, steps_default: int | None) -> None:
+    """What `check` and `sample` share of a pipeline's call; what is not given is the pipeline's default."""
+    command.add_argument("--num_inference_steps", type=int, default=steps_default, help="denoising steps")
+    command.add_argument("--guidance_scale", type=float, help="classifier-free guidance")
+    command.add_argument("--height", type=int, help="pixels")
+    command.add_argument("--width", type=int, help="pixels")
+    command.add_argument("--num_frames", type=int, help="frames of a video")
+    command.add_argument("--pipeline_kwargs", default="{}", help="further arguments of the pipeline's call, as JSON")
+    command.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    command.add_argument("--dtype", default="float32", help="torch dtype of the weights; default: %(default)s")
+
+
+def pipeline_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The given ones of `add_pipeline_options` as keyword arguments of a pipeline's call."""
+    extra = refusing(json.loads, arguments.pipeline_kwargs)
+    if not isinstance(extra, dict):
+        raise Refusal(f'--pipeline_kwargs is {arguments.pipeline_kwargs}; write a JSON object, {{"key": value}}.')
+    names = ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")
+    given = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None} | extra
+
+
+def load_pipeline(model: str, dtype: str) -> "DiffusionPipeline":
+    """The pipeline of a Hub id, a folder or `tiny`, on the best device there is."""
+    refusing(check_model_name, model)
+    import torch
+    from diffusers import DiffusionPipeline
+
+    from . import tiny
+
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise Refusal(f"--dtype {dtype} is no dtype of torch; use float32, bfloat16 or float16.")
+    source = tiny.PATH if model == "tiny" else model
+    pipe = refusing(DiffusionPipeline.from_pretrained, source, dtype=getattr(torch, dtype))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return pipe.to(device)
+
+
+def add_sample(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
+    command.add_argument("--prompts", required=True, help=PROMPTS_HELP)
+    command.add_argument("--split", default="test", help="split of the prompts; default: %(default)s")
+    command.add_argument("--max_prompts", type=int, default=16, help="use the first so many; default: %(default)s")
+    command.add_argument("--lora", help="folder of a LoRA, such as a run's output folder")
+    command.add_argument("--reward_funcs", nargs="+", default=[], help="rewards that score the pictures")
+    command.add_argument("--batch_size", type=int, default=16, help="pictures a call; default: %(default)s")
+    command.add_argument("--output_dir", default="samples", help="default: %(default)s")
+    add_pipeline_options(command, steps_default=None)
+    command.set_defaults(run=run_sample)
+
+
+def run_sample(arguments: argparse.Namespace) -> int:
+    from .rewards import get_reward
+
+    reward_funcs = [refusing(get_reward, name) for name in arguments.reward_funcs]
+    dataset = refusing(load_checked, arguments.prompts, arguments.split, "--prompts")
+    dataset = dataset.select(range(min(arguments.max_prompts, len(dataset))))
+    options = pipeline_options(arguments)
+    pipe = load_pipeline(arguments.model, arguments.dtype)
+    if arguments.lora is not None:
+        refusing(pipe.load_lora_weights, arguments.lora)
+
+    from .sample import write_samples
+
+    table = write_samples(
+        pipe,
+        dataset,
+        reward_funcs,
+        Path(arguments.output_dir),
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        **options,
+    )
+    for name, mean in table.items():
+        print(f"{name:<16} {mean:.3f}")
+    print(f"{len(dataset)} pictures and samples.parquet in {arguments.output_dir}")
+    return 0
+
+
+def add_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dir", help="output folder of a run")
+    command.add_argument("--experiment", help="JSON of an earlier experiment to show beside the run (docs/metrics.md)")
+    command.set_defaults(run=run_report)
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    from .report import write_report, write_summary
+
+    run_dir = Path(arguments.run_dir)
+    refusing(write_summary, run_dir)
+    print(refusing(write_report, run_dir, experiment=arguments.experiment))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
