@@ -170,7 +170,6 @@ def kl_autoencoder(latent_channels: int, **config: float | bool) -> AutoencoderK
         up_block_types=("UpDecoderBlock2D",) * 2,
         latent_channels=latent_channels,
         norm_num_groups=4,
-        sample_size=16,
         **config,
     )
 
@@ -296,7 +295,9 @@ def pixart() -> tuple[DiffusionPipeline, dict]:
     pipe = PixArtAlphaPipeline(
         transformer=transformer,
         vae=kl_autoencoder(4),
-        scheduler=DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, algorithm_type="dpmsolver++"),
+        scheduler=DPMSolverMultistepScheduler(
+            beta_start=0.0001, beta_end=0.02, algorithm_type="dpmsolver++", timestep_spacing="linspace"
+        ),
         text_encoder=t5(),
         tokenizer=t5_tokenizer(),
     )
