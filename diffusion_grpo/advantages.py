@@ -9,7 +9,6 @@ import dataclasses
 
 import torch
 
-
 EPS = 1e-8
 # Rewards of a group that differ by less than this, relative to the largest, count as equal: such differences are
 # rounding of float32 (0.7 and 1 - 0.3), and a z-score would blow them up to full size.

@@ -12,7 +12,6 @@ import datasets
 import numpy as np
 import torch
 
-
 READERS = {
     ".txt": lambda path: datasets.Dataset.from_dict({"prompt": lines(path)}),
     ".jsonl": lambda path: datasets.Dataset.from_json(str(path)),

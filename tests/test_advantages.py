@@ -5,7 +5,6 @@ import torch
 
 from diffusion_grpo.advantages import best_of_n, compute_advantages
 
-
 NAN = float("nan")
 EXAMPLE = [3.2, 4.1, 3.8, 2.9, 4.3, 3.5, 3.0, 3.7]
 

@@ -10,7 +10,6 @@ import pytest
 
 from diffusion_grpo.data import GroupSampler, check_dataset, load_prompts, pipeline_inputs
 
-
 PROMPTS = ["a cat", "snow on the Zugspitze, août", 'the word "RAIN", in red']
 COLORS = ["black", "white", "red"]
 

@@ -53,7 +53,6 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-
 WIDTH = 32  # of the text encoders
 TOKENS = 32  # of a prompt in T5, UMT5 and Gemma
 PATCHES = {"sample_size": 8, "patch_size": 2, "in_channels": 4}
