@@ -293,8 +293,8 @@ class DiffusionGRPOConfig(TrainingArguments):
             raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}.")
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(f"timestep_fraction must lie in (0, 1], got {self.timestep_fraction}.")
-        if self.sde_type == "cps" and self.noise_level is not None and self.noise_level > 1:
-            raise ValueError(f"noise_level of cps is an angle in (0, 1], got {self.noise_level}.")
+        if self.sde_type in ("cps", "ddim") and self.noise_level is not None and self.noise_level > 1:
+            raise ValueError(f"noise_level of {self.sde_type} lies in (0, 1], got {self.noise_level}.")
 
     def _check_steps(self) -> None:
         if self.sde_window is None:

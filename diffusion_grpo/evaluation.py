@@ -29,7 +29,7 @@ def evaluate_policy(
     start, args, accelerator = time.perf_counter(), trainer.args, trainer.accelerator
     trainer.model.eval()
     total = len(dataset) * args.num_generations_eval
-    mine = [place for place in range(accelerator.process_index, total, accelerator.num_processes)]
+    mine = list(range(accelerator.process_index, total, accelerator.num_processes))
     rows = [dataset[place // args.num_generations_eval] for place in mine]
     samples = _sample(trainer, rows, mine, pipeline_kwargs or {})
     funcs = trainer.reward_funcs + trainer.eval_reward_funcs

@@ -110,7 +110,8 @@ def write_model_card(folder: str | Path, run: dict[str, Any], history: list[dict
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {name or folder.resolve().name}",
-        f"{run['pipeline']} `{run['model']}`, its {run['component']} trained with GRPO by [diffusion-grpo] ({run['trains_by']}).",
+        f"{run['pipeline']} `{run['model']}`, its {run['component']} trained with GRPO by diffusion-grpo "
+        f"({run['trains_by']}).",
         "## Use",
         f"```python\n{_usage(run, folder, lora)}\n```",
         "## Rewards",
@@ -133,10 +134,11 @@ def _base_model(model: str, lora: bool) -> dict[str, str]:
 
 
 def _usage(run: dict[str, Any], folder: Path, lora: bool) -> str:
-    load = "from diffusers import DiffusionPipeline\n\n"
+    lines = ["from diffusers import DiffusionPipeline", ""]
+    lines.append(f'pipe = DiffusionPipeline.from_pretrained("{run["model"] if lora else folder.name}")')
     if lora:
-        return f'{load}pipe = DiffusionPipeline.from_pretrained("{run["model"]}")\npipe.load_lora_weights("{folder.name}")'
-    return f'{load}pipe = DiffusionPipeline.from_pretrained("{folder.name}")'
+        lines.append(f'pipe.load_lora_weights("{folder.name}")')
+    return "\n".join(lines)
 
 
 def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:

@@ -84,10 +84,13 @@ def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:
-    """diffusers' regional compilation: the repeated blocks, whose graph is compiled once."""
-    if not getattr(network, "_repeated_blocks", None):
+    """Regional compilation: the blocks that repeat share one graph, and the network around them stays replaceable."""
+    names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
+    blocks = [module for module in network.modules() if type(module).__name__ in names]
+    if not blocks:
         raise ValueError(f"{type(network).__name__} names no repeated blocks to compile; set torch_compile=False.")
-    network.compile_repeated_blocks(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+    for block in blocks:
+        block.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
 def check_peft_config(peft_config: PeftConfig | None) -> None:

@@ -69,8 +69,8 @@ def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
     for key in IDENTITY:
         if other[key] != run[key]:
             raise ValueError(
-                f"{output_dir} holds another run ({key} is {other[key]!r} there and {run[key]!r} here); choose another "
-                "output_dir."
+                f"{output_dir} holds another run ({key} is {other[key]!r} there and {run[key]!r} here); choose "
+                "another output_dir."
             )
 
 

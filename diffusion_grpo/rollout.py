@@ -87,6 +87,7 @@ class Policy:
         component: name of the trained network; by default the first of transformer, unet, prior, decoder.
         sde_type: see [`~diffusion_grpo.schedulers.stochastic_scheduler`].
         forward_context: entered around each real call of the network, e.g. `accelerator.autocast`.
+        is_mixed_precision: whether that context computes in another dtype than it is given.
 
     Raises:
         ValueError: no such component, or an `sde_type` that does not fit.
@@ -99,11 +100,13 @@ class Policy:
         component: str | None = None,
         sde_type: str = "auto",
         forward_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        is_mixed_precision: bool = False,
     ):
         self.pipe = pipe
         self.component = policy_component(pipe, component)
         self.scheduler = stochastic_scheduler(pipe.scheduler, sde_type)
         self.forward_context = forward_context
+        self.is_mixed_precision = is_mixed_precision
         self.prompts = PromptCache()
         self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original under torch.no_grad
         self._blank_outputs: dict[Any, Any] = {}
@@ -125,10 +128,18 @@ class Policy:
         real = forward or network.forward
 
         def gate(*args, **kwargs):
-            if driver.needs_network(self.scheduler.index):
-                with self.forward_context():
-                    return real(*args, **kwargs)
-            return self._blank_output(real, args, kwargs)
+            tensors = [x for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+            shapes = tuple((x.shape, x.dtype) for x in tensors)
+            if not driver.needs_network(self.scheduler.index) and shapes in self._blank_outputs:
+                return self._blank_outputs[shapes]
+            with self.forward_context():
+                output = real(*args, **kwargs)
+            if self.is_mixed_precision:
+                # autocast leaves half precision behind; the pipeline gets back the dtype of the latents it gave
+                dtype = next(x.dtype for x in tensors if x.is_floating_point())
+                output = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+            self._blank_outputs[shapes] = _blank(output)
+            return output
 
         progress = pipe.__dict__.get("_progress_bar_config")
         original_scheduler = pipe.scheduler
@@ -144,16 +155,12 @@ class Policy:
                 if progress is None:
                     del pipe.__dict__["_progress_bar_config"]
 
-    def _blank_output(self, real: Callable, args: tuple, kwargs: dict) -> Any:
-        """What costs nothing and has the shape of a real output, for steps whose result is known already."""
-        key = tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(leaf))
-        if key not in self._blank_outputs:
-            with torch.no_grad(), self.forward_context():
-                output = real(*args, **kwargs)
-            self._blank_outputs[key] = pytree.tree_map_only(
-                Tensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), output
-            )
-        return self._blank_outputs[key]
+
+def _blank(output: Any) -> Any:
+    """The shape of a network's output without its memory, for steps whose result is known already."""
+    return pytree.tree_map_only(
+        Tensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), output
+    )
 
 
 def policy_component(pipe: DiffusionPipeline, component: str | None = None) -> str:
@@ -164,8 +171,8 @@ def policy_component(pipe: DiffusionPipeline, component: str | None = None) -> s
     if component is not None and isinstance(getattr(pipe, component, None), nn.Module):
         return component
     raise ValueError(
-        f"{type(pipe).__name__} has no network {component or ' or '.join(POLICY_COMPONENTS)!r}; set train_component to "
-        f"one of its modules: {', '.join(k for k, v in pipe.components.items() if isinstance(v, nn.Module))}."
+        f"{type(pipe).__name__} has no network {component or ' or '.join(POLICY_COMPONENTS)!r}; set train_component "
+        f"to one of its modules: {', '.join(k for k, v in pipe.components.items() if isinstance(v, nn.Module))}."
     )
 
 
@@ -200,8 +207,8 @@ class _Recorder:
             return scheduler.deterministic(prediction, timestep, sample)
         if len(sample) != len(self.generators):
             raise ValueError(
-                f"The pipeline steps {len(sample)} latents at once where {len(self.generators)} samples were asked for; "
-                "roll out one sample at a time (rollout_batch_size=1)."
+                f"The pipeline steps {len(sample)} latents at once where {len(self.generators)} samples were asked "
+                "for; roll out one sample at a time (rollout_batch_size=1)."
             )
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
         noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])

@@ -121,7 +121,8 @@ def ddim(
         clean = clean.clamp(-clip_range, clip_range)
     beta_next = 1 - alpha_cumprod_next
     std = noise_level * torch.sqrt(beta_next / beta * (1 - alpha / alpha_cumprod_next))
-    return alpha_cumprod_next.sqrt() * clean + torch.sqrt(beta_next - std**2) * noise, std
+    # clamped: with eta 1 from pure noise the root is 0, and rounding may put it below
+    return alpha_cumprod_next.sqrt() * clean + torch.sqrt((beta_next - std**2).clamp(min=0)) * noise, std
 
 
 FLOW_PROCESSES = {"flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps}

@@ -7,27 +7,23 @@ for each trained step. This is the only module that knows all others.
 
 import contextlib
 import copy
-import json
-import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from diffusers import DiffusionPipeline
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback, set_seed
 from transformers.integrations import TensorBoardCallback
-from transformers.trainer import TRAINER_STATE_NAME, sort_checkpoints
-from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl.models.utils import _ForwardRedirection
 
-from . import hub
 from .advantages import best_of_n, compute_advantages
 from .buffer import MicroBatch, RolloutBuffer
 from .callbacks import (
@@ -38,6 +34,7 @@ from .callbacks import (
     SampleGridCallback,
     SyncRefModelCallback,
 )
+from .checkpoints import CheckpointingTrainer
 from .config import DiffusionGRPOConfig
 from .data import GroupSampler, check_dataset
 from .evaluation import evaluate_policy
@@ -60,7 +57,7 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or infinite; the weights are those of the last update."""
 
 
-class DiffusionGRPOTrainer(Trainer):
+class DiffusionGRPOTrainer(CheckpointingTrainer):
     """Trains a diffusers pipeline on rewards with GRPO (Flow-GRPO, https://huggingface.co/papers/2505.05470; DDPO,
     https://huggingface.co/papers/2305.13301).
 
@@ -108,9 +105,11 @@ class DiffusionGRPOTrainer(Trainer):
         check_same_run(args.output_dir, self.run)
 
         pipe = load_pipeline(model, args, is_full_training=peft_config is None)
+        set_seed(args.seed)  # a LoRA starts from random weights
         self.component, model = prepare_model(pipe, args, peft_config)
         self.inputs = PipelineInputs(pipe, args)
-        self.policy = Policy(pipe, self.component, args.sde_type, forward_context=self._autocast)
+        is_mixed_precision = args.bf16 or args.fp16
+        self.policy = Policy(pipe, self.component, args.sde_type, self._autocast, is_mixed_precision)
         self.noise_level = args.noise_level or DEFAULT_NOISE_LEVELS[self.policy.scheduler.process]
         super().__init__(
             model=model,
@@ -140,7 +139,7 @@ class DiffusionGRPOTrainer(Trainer):
         return self.policy.pipe
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        return self.accelerator.autocast() if self.args.bf16 or self.args.fp16 else contextlib.nullcontext()
+        return self.accelerator.autocast() if self.policy.is_mixed_precision else contextlib.nullcontext()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)
@@ -199,13 +198,6 @@ class DiffusionGRPOTrainer(Trainer):
         self._logged_step = self.state.global_step if self._logged_step is None else self._logged_step
         super()._run_epoch(*args, **kwargs)
 
-    @property
-    def _slots(self) -> int:
-        """Micro-batches that are trained on one rollout."""
-        return self.args.steps_per_generation * self.args.num_iterations
-
-    # Training
-
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Trains; see `Trainer.train`.
 
@@ -215,22 +207,9 @@ class DiffusionGRPOTrainer(Trainer):
             NonFiniteError: a loss or gradient is not finite.
             RewardError: a reward function failed.
         """
-        folder = Path(self.args.output_dir)
-        last = get_last_checkpoint(folder) if folder.is_dir() else None
-        resume_from_checkpoint = resume_from_checkpoint or self.args.resume_from_checkpoint
-        if last is not None and not resume_from_checkpoint:
-            raise ValueError(
-                f"{folder} holds a run already (newest: {Path(last).name}); pass resume_from_checkpoint=True to go on "
-                "with it, or choose another output_dir."
-            )
-        if resume_from_checkpoint in (True, "True", "true") and last is None:
-            resume_from_checkpoint = None  # killed before its first checkpoint: the unbroken run starts here too
-        elif resume_from_checkpoint in ("True", "true"):
-            resume_from_checkpoint = True
+        resume_from_checkpoint = self._resume_point(resume_from_checkpoint or self.args.resume_from_checkpoint)
         if self.args.should_save:
-            for leftover in folder.glob("tmp-checkpoint-*"):
-                shutil.rmtree(leftover)
-            write_json(folder / "run.json", self.run)
+            write_json(Path(self.args.output_dir) / "run.json", self.run)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: list[dict], num_items_in_batch: Any = None) -> Tensor:
@@ -311,8 +290,8 @@ class DiffusionGRPOTrainer(Trainer):
         if limit is None or self.args.old_log_prob == "replay" or error <= limit:
             return
         raise RatioError(
-            f"The first ratio after a rollout is off by {error:.1e}, more than max_ratio_error={limit:.0e}: the replay "
-            "does not see what the rollout saw. Look for dropout or randomness in the pipeline, for "
+            f"The first ratio after a rollout is off by {error:.1e}, more than max_ratio_error={limit:.0e}: the "
+            "replay does not see what the rollout saw. Look for dropout or randomness in the pipeline, for "
             "rollout_batch_size other than per_device_train_batch_size in half precision, or set "
             'old_log_prob="replay".'
         )
@@ -528,19 +507,6 @@ class DiffusionGRPOTrainer(Trainer):
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """The policy's moving average in place of its weights, where there is one."""
-        if self.ema is None:
-            yield
-            return
-        self.ema.average.store(self.ema.parameters)
-        self.ema.average.copy_to(self.ema.parameters)
-        try:
-            yield
-        finally:
-            self.ema.average.restore(self.ema.parameters)
-
     # Log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -569,111 +535,6 @@ class DiffusionGRPOTrainer(Trainer):
         self._images, self._logged_step = 0, self.state.global_step
         return metrics
 
-    # Checkpoints: written aside, renamed into place
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        staging = folder.with_name(f"tmp-{folder.name}")
-        self.store_flos()
-        self.save_model(str(staging), _internal_call=True)
-        self._save_beside_model(staging)
-        if not self.args.save_only_model:
-            self._save_optimizer_and_scheduler(str(staging))
-            self._save_scaler(str(staging))
-            self._save_rng_state(str(staging))
-            if (
-                self.buffer is not None
-                and self.state.global_step * self.args.gradient_accumulation_steps % self._slots
-            ):
-                self.buffer.save(self._buffer_path(staging), self._kept)
-        self._note_best(folder)
-        if self.args.should_save:
-            self._save_trainer_state(staging)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            _replace_folder(staging, folder)
-            self._rotate(folder.parent)
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder))
-
-    def _save_beside_model(self, folder: Path) -> None:
-        if not self.args.should_save:
-            return
-        model = self.accelerator.unwrap_model(self.model)
-        if self.ema is not None:
-            with self.averaged_weights():
-                hub.save_policy(model, self.pipe, self.component, folder / "ema")
-        if self.args.sync_ref_model:
-            hub.save_policy(self.ref_model, self.pipe, self.component, folder / "reference")
-
-    def _note_best(self, folder: Path) -> None:
-        if self.state.best_global_step:
-            best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
-            if best == folder or best.is_dir():
-                self.state.best_model_checkpoint = str(best)
-
-    def _save_trainer_state(self, folder: Path) -> None:
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                name, state = type(callback).__name__, callback.state()
-                saved = self.state.stateful_callbacks.get(name)
-                self.state.stateful_callbacks[name] = [*saved, state] if isinstance(saved, list) else state
-        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-
-    def _rotate(self, folder: Path) -> None:
-        """Deletes what `save_total_limit` leaves no room for, out of sight first: never the newest or the best."""
-        limit = self.args.save_total_limit
-        checkpoints = [Path(path) for path in sort_checkpoints(str(folder))]
-        protected = {checkpoints[-1], Path(self.state.best_model_checkpoint or checkpoints[-1])}
-        old = [path for path in checkpoints if path not in protected]
-        for path in old[: max(0, len(checkpoints) - max(limit, len(protected)))] if limit else []:
-            aside = path.with_name(f"tmp-{path.name}")
-            path.rename(aside)
-            shutil.rmtree(aside)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if not self.args.should_save:
-            return
-        folder = Path(output_dir or self.args.output_dir)
-        model = self.accelerator.unwrap_model(self.model)
-        is_final = folder.resolve() == Path(self.args.output_dir).resolve()
-        hub.save_policy(model, self.pipe, self.component, folder, whole_pipeline=is_final)
-        if is_final:
-            if self.ema is not None:
-                self._save_beside_model(folder)
-            self.create_model_card()
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        if not (folder / TRAINER_STATE_NAME).is_file():
-            raise ValueError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
-        unwrapped = self.accelerator.unwrap_model(self.model)
-        if self.ema is not None:
-            hub.load_policy(unwrapped, self.component, folder / "ema")
-            for average, parameter in zip(self.ema.average.shadow_params, self.ema.parameters, strict=True):
-                average.data.copy_(parameter.data)
-        if self.args.sync_ref_model:
-            hub.load_policy(self.ref_model, self.component, folder / "reference")
-        hub.load_policy(unwrapped, self.component, folder)
-        self._resumed_from, self.buffer, self._update = str(folder), None, -1
-
-    def _load_best_model(self) -> None:
-        hub.load_policy(self.accelerator.unwrap_model(self.model), self.component, self.state.best_model_checkpoint)
-
-    # Hub
-
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
-        """Writes the model card, `README.md`, into the output folder."""
-        if self.is_world_process_zero():
-            hub.write_model_card(self.args.output_dir, self.run, self.state.log_history, model_name)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self.is_world_process_zero():
-            hub.copy_weights(checkpoint_folder, self.args.output_dir, self.component)
-            self.create_model_card()
-        super()._push_from_checkpoint(checkpoint_folder)
-
 
 def _as_list(value: Any) -> list:
     if value is None:
@@ -700,13 +561,3 @@ def _checked_weights(args: DiffusionGRPOConfig, funcs: list[Callable]) -> list[f
             f"reward_weights has {len(weights)} entries for {len(funcs)} reward functions; give one each."
         )
     return [float(weight) for weight in weights]
-
-
-def _replace_folder(source: Path, target: Path) -> None:
-    """Renames into place; a folder of that name goes only after the new one stands."""
-    aside = target.with_name(f"tmp-{target.name}-old")
-    if target.exists():
-        target.rename(aside)
-    source.rename(target)
-    if aside.exists():
-        shutil.rmtree(aside)

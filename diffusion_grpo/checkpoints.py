@@ -1,0 +1,205 @@
+"""Checkpoints that are whole or not there, and resuming from them exactly.
+
+In: the trainer's state. Out: folders `checkpoint-N`, written aside and renamed into place, so that a kill at any
+moment leaves the older ones as they were. A module of its own because none of it depends on how the weights were
+trained.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME, sort_checkpoints
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy, get_last_checkpoint
+from transformers.utils import PushInProgress, hf_api
+
+from . import hub
+
+
+class CheckpointingTrainer(Trainer):
+    """transformers' `Trainer` with whole checkpoints in diffusers' layout.
+
+    The trainer that inherits sets `pipe`, `component`, `run`, `ema`, `ref_model`, and `buffer` with `_kept`, the
+    samples of the running rollout.
+    """
+
+    @property
+    def _slots(self) -> int:
+        """Micro-batches that are trained on one rollout."""
+        return self.args.steps_per_generation * self.args.num_iterations
+
+    def _resume_point(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint to go on from. Removes what a kill left half written.
+
+        Raises:
+            ValueError: the output folder holds a run, and `wanted` does not say to go on with it.
+        """
+        folder = Path(self.args.output_dir)
+        if self.args.should_save:
+            for leftover in folder.glob("tmp-checkpoint-*"):
+                shutil.rmtree(leftover)
+        last = get_last_checkpoint(folder) if folder.is_dir() else None
+        if last is not None and not wanted:
+            raise ValueError(
+                f"{folder} holds a run already (newest: {Path(last).name}); pass resume_from_checkpoint=True to go on "
+                "with it, or choose another output_dir."
+            )
+        # without any checkpoint the run was killed before its first, and starts where the unbroken one does
+        return last if str(wanted).lower() == "true" else wanted
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The policy's moving average in place of its weights, where there is one."""
+        if self.ema is None:
+            yield
+            return
+        self.ema.average.store(self.ema.parameters)
+        self.ema.average.copy_to(self.ema.parameters)
+        try:
+            yield
+        finally:
+            self.ema.average.restore(self.ema.parameters)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        staging = folder.with_name(f"tmp-{folder.name}")
+        self.store_flos()
+        self.save_model(str(staging), _internal_call=True)
+        self._save_beside_model(staging)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(staging))
+            self._save_scaler(str(staging))
+            self._save_rng_state(str(staging))
+            if (
+                self.buffer is not None
+                and self.state.global_step * self.args.gradient_accumulation_steps % self._slots
+            ):
+                self.buffer.save(self._buffer_path(staging), self._kept)
+        self._note_best(folder)
+        if self.args.should_save:
+            self._save_trainer_state(staging)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            _replace_folder(staging, folder)
+            self._rotate(folder.parent)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+
+    def _save_beside_model(self, folder: Path) -> None:
+        if not self.args.should_save:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        if self.ema is not None:
+            with self.averaged_weights():
+                hub.save_policy(model, self.pipe, self.component, folder / "ema")
+        if self.args.sync_ref_model:
+            hub.save_policy(self.ref_model, self.pipe, self.component, folder / "reference")
+
+    def _note_best(self, folder: Path) -> None:
+        if self.state.best_global_step:
+            best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
+            if best == folder or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+
+    def _save_trainer_state(self, folder: Path) -> None:
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, state = type(callback).__name__, callback.state()
+                saved = self.state.stateful_callbacks.get(name)
+                self.state.stateful_callbacks[name] = [*saved, state] if isinstance(saved, list) else state
+        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def _rotate(self, folder: Path) -> None:
+        """Deletes what `save_total_limit` leaves no room for, out of sight first: never the newest or the best."""
+        limit = self.args.save_total_limit
+        checkpoints = [Path(path) for path in sort_checkpoints(str(folder))]
+        protected = {checkpoints[-1], Path(self.state.best_model_checkpoint or checkpoints[-1])}
+        old = [path for path in checkpoints if path not in protected]
+        for path in old[: max(0, len(checkpoints) - max(limit, len(protected)))] if limit else []:
+            aside = path.with_name(f"tmp-{path.name}")
+            path.rename(aside)
+            shutil.rmtree(aside)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self.args.should_save:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        model = self.accelerator.unwrap_model(self.model)
+        is_final = folder.resolve() == Path(self.args.output_dir).resolve()
+        hub.save_policy(model, self.pipe, self.component, folder, whole_pipeline=is_final)
+        if is_final:
+            if self.ema is not None:
+                self._save_beside_model(folder)
+            self.create_model_card()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if not (folder / TRAINER_STATE_NAME).is_file():
+            raise ValueError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        if self.ema is not None:
+            hub.load_policy(unwrapped, self.component, folder / "ema")
+            for average, parameter in zip(self.ema.average.shadow_params, self.ema.parameters, strict=True):
+                average.data.copy_(parameter.data)
+        if self.args.sync_ref_model:
+            hub.load_policy(self.ref_model, self.component, folder / "reference")
+        hub.load_policy(unwrapped, self.component, folder)
+        self._resumed_from, self.buffer, self._update = str(folder), None, -1
+
+    def _load_best_model(self) -> None:
+        hub.load_policy(self.accelerator.unwrap_model(self.model), self.component, self.state.best_model_checkpoint)
+
+    # Hub
+
+    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
+        """Writes the model card, `README.md`, into the output folder."""
+        if self.is_world_process_zero():
+            hub.write_model_card(self.args.output_dir, self.run, self.state.log_history, model_name)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """`Trainer`'s, for diffusers' layout and without its pickled arguments."""
+        is_busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        if is_busy and not self.args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        hub.copy_weights(checkpoint_folder, self.args.output_dir, self.component)
+        self.create_model_card()
+        message = f"Training in progress, step {self.state.global_step}"
+        jobs = [self._upload(self.args.output_dir, message, ignore_patterns=["_*", "checkpoint-*", "tmp-*"])]
+        if self.args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            is_last = self.args.hub_strategy == HubStrategy.CHECKPOINT
+            name = "last-checkpoint" if is_last else Path(checkpoint_folder).name
+            jobs.append(self._upload(checkpoint_folder, f"{message}, checkpoint", path_in_repo=name))
+        if is_busy:
+            self.push_in_progress.jobs.extend(jobs)
+        else:
+            self.push_in_progress = PushInProgress(jobs)
+
+    def _upload(self, folder: str, message: str, **kwargs: Any) -> Any:
+        return hf_api().upload_folder(
+            repo_id=self.hub_model_id,
+            folder_path=folder,
+            commit_message=message,
+            token=self.args.hub_token,
+            run_as_future=True,
+            revision=self.args.hub_revision,
+            **kwargs,
+        )
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Renames into place; a folder of that name goes only after the new one stands."""
+    aside = target.with_name(f"tmp-{target.name}-old")
+    if target.exists():
+        target.rename(aside)
+    source.rename(target)
+    if aside.exists():
+        shutil.rmtree(aside)

@@ -1,0 +1,64 @@
+"""Settings: contradictions are refused in one sentence that says what to change."""
+
+import pytest
+
+from diffusion_grpo import DiffusionGRPOConfig
+
+
+def config(**settings):
+    return DiffusionGRPOConfig("out", use_cpu=True, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 1}, "num_generations must be at least 2, got 1; one sample has no group"),
+        ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, "3 x 1 x 2 = 6.*num_generations=16"),
+        ({"steps_per_generation": 33}, "multiple of gradient_accumulation_steps=32"),
+        ({"best_of_n": 3}, "best_of_n must be even"),
+        ({"best_of_n": 32}, "at most num_generations=16"),
+        ({"sde_window": [2, 10]}, r"sde_window=\[2, 10\].*stop <= 9.*never trained"),
+        ({"sde_window": [3, 3]}, "start < stop"),
+        ({"sde_window": [3]}, r"\[start, stop\)"),
+        ({"loss_type": "gropo"}, "did you mean 'grpo'"),
+        ({"sde_type": "flow"}, "choose one of auto, flow_sde, dance_sde, cps, ddim"),
+        ({"scale_rewards": "groups"}, "Did you mean 'group'"),
+        ({"old_log_prob": "rolout"}, "rollout, replay"),
+        ({"multi_objective_aggregation": "sum"}, "normalize_then_sum"),
+        ({"num_inference_steps": 1}, "num_inference_steps must be at least 2"),
+        ({"timestep_fraction": 0.0}, r"\(0, 1\]"),
+        ({"noise_level": 0.0}, "noise_level must be above 0"),
+        ({"sde_type": "cps", "noise_level": 1.5}, "noise_level of cps lies in"),
+        ({"ema_decay": 1.0}, "between 0 and 1"),
+        ({"beta": -0.1}, "beta must be at least 0"),
+        ({"sync_ref_model": True}, "set beta above 0"),
+        ({"remove_unused_columns": True}, "must stay False"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+    ],
+    ids=str,
+)
+def test_refused_with_what_to_change(settings, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        config(**settings)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unknown_setting_names_the_nearest():
+    with pytest.raises(TypeError, match="no setting 'num_generation'; did you mean 'num_generations'"):
+        config(num_generation=8)
+
+
+def test_sizes_of_a_rollout():
+    args = config(num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=4, best_of_n=4)
+    assert args.steps_per_generation == 4
+    assert args.prompts_per_generation == 4 and args.rollout_size == 32  # 16 of them are trained on
+
+
+def test_trls_names_and_defaults():
+    args = config(gradient_checkpointing=False, epsilon=0.1)
+    assert args.activation_checkpointing is False and args.epsilon_high == 0.1 and args.bf16 is False
+    assert config().activation_checkpointing is True and config().window == (0, 9)
+
+
+def test_json_for_dictionaries_as_the_command_line_gives_them():
+    assert config(pipeline_kwargs='{"max_sequence_length": 1}').pipeline_kwargs == {"max_sequence_length": 1}

@@ -1,0 +1,100 @@
+"""What is saved is loaded by plain diffusers, and makes the same picture."""
+
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from huggingface_hub import ModelCard
+from tiny_runs import trained_weights, trainer_for
+
+
+def picture(pipe, inputs):
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    return torch.as_tensor(pipe(**inputs, num_inference_steps=3, generator=generators, output_type="np")[0])
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15"])
+def test_a_lora_in_plain_diffusers_makes_the_identical_picture(tmp_path, name):
+    trainer = trainer_for(tmp_path, name=name, learning_rate=0.02)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build(name)
+    before = picture(fresh, inputs)
+    trained = picture(trainer.pipe, inputs)
+    fresh.load_lora_weights(tmp_path)
+    assert torch.equal(picture(fresh, inputs), trained)
+    assert not torch.allclose(before, trained, atol=1e-3)
+
+
+def test_full_weights_and_the_whole_pipeline(tmp_path):
+    trainer = trainer_for(tmp_path, lora=False, learning_rate=0.02, save_strategy="steps", save_steps=2)
+    trainer.train()
+    trainer.save_model()
+    _, inputs = tiny_pipelines.build("sd3")
+    trained = picture(trainer.pipe, inputs)
+    whole = DiffusionPipeline.from_pretrained(tmp_path)
+    whole.set_progress_bar_config(disable=True)
+    assert torch.equal(picture(whole, inputs), trained)
+    part = SD3Transformer2DModel.from_pretrained(tmp_path / "checkpoint-2" / "transformer")
+    state = part.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in trained_weights(trainer).items())
+
+
+def test_the_average_is_saved_beside_the_weights(tmp_path):
+    trainer = trainer_for(tmp_path, ema_decay=0.5, ema_update_interval=1, learning_rate=0.05, max_steps=3)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build("sd3")
+    fresh.load_lora_weights(tmp_path / "ema")
+    with trainer.averaged_weights():
+        average = picture(trainer.pipe, inputs)
+    assert torch.equal(picture(fresh, inputs), average)
+    assert not torch.equal(average, picture(trainer.pipe, inputs))
+
+
+def test_the_model_card(tmp_path):
+    trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    trainer.run["model"] = "someone/some-model"
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.library_name == "diffusers" and card.data.base_model == "someone/some-model"
+    for part in ("| brightness | 1.0 |", "grid.png", '"num_generations": 4', "pipe.load_lora_weights", "LoRA rank 4"):
+        assert part in card.content, part
+
+
+def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch):
+    """Against a stand-in for the Hub's client: nothing leaves the machine."""
+    uploads = []
+
+    class Client:
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": f"me/{repo_id}"})()
+
+        def upload_folder(self, folder_path, **kwargs):
+            from pathlib import Path
+
+            uploads.append((kwargs.get("path_in_repo"), sorted(path.name for path in Path(folder_path).iterdir())))
+            return type("Job", (), {"is_done": lambda self: True, "done": lambda self: True})()
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.checkpoints.hf_api", Client)
+    trainer = trainer_for(
+        tmp_path,
+        push_to_hub=True,
+        hub_model_id="mine",
+        hub_strategy="checkpoint",
+        save_strategy="steps",
+        save_steps=1,
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    assert any(path == "last-checkpoint" and "optimizer.pt" in files for path, files in uploads)
+    path, files = uploads[-1]
+    assert path is None and {"README.md", "pytorch_lora_weights.safetensors", "adapter_model.safetensors"} <= set(
+        files
+    )
+    assert "training_args.bin" not in files

@@ -1,0 +1,131 @@
+"""A run that was killed and resumed ends with the weights of one that was not, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import logged, trained_weights, trainer_for
+
+SCRIPT = Path(__file__).with_name("resumable_run.py")
+# 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
+PLAIN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
+# one rollout is used for four updates: most checkpoints lie within one
+WITHIN = PLAIN | {"steps_per_generation": 4, "num_iterations": 2, "ema_decay": 0.9, "ema_update_interval": 2}
+FULL = PLAIN | {"lora": False, "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "best_of_n": 2}
+
+
+def run(folder: Path, settings: dict, kill_at: str | None = None, kill_after: int = 0) -> int:
+    """Exit status of one process of the script."""
+    command = [sys.executable, str(SCRIPT), str(folder), json.dumps(settings | {"kill_after": kill_after})]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command + ([kill_at] if kill_at else []), env=environment, check=False).returncode
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights in the run's folder, the average's too, by file and name."""
+    found = {}
+    for path in [
+        *folder.glob("*.safetensors"),
+        *folder.glob("ema/*.safetensors"),
+        *folder.glob("transformer/*.safetensors"),
+    ]:
+        found |= {f"{path.relative_to(folder)}:{name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys() and len(ours) > 4
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert run(folder, PLAIN) == 0
+    return folder
+
+
+# three moments, in different epochs: in the third rollout, in the fourth update, while the third checkpoint is written
+@pytest.mark.parametrize(("moment", "calls"), [("rollout", 5), ("update", 20), ("checkpoint", 2)])
+def test_sigkill_and_resume(tmp_path, unbroken, moment, calls):
+    assert run(tmp_path, PLAIN, moment, calls) == -signal.SIGKILL
+    half = [path.name for path in tmp_path.glob("tmp-*")]
+    assert bool(half) == (moment == "checkpoint")
+    whole = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert 1 <= len(whole) < 6 and all((tmp_path / name / "trainer_state.json").is_file() for name in whole)
+    assert run(tmp_path, PLAIN) == 0
+    assert_equal_runs(tmp_path, unbroken)
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+@pytest.mark.parametrize("settings", [WITHIN, FULL], ids=["within a rollout, EMA", "full, reference, best of n"])
+def test_resume_from_every_checkpoint(tmp_path, settings):
+    """In one process: a new trainer for each resume, as a new process would build it."""
+    settings = settings | {"save_total_limit": None}
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    expected = trained_weights(whole)
+    for step in (1, 3, 5):
+        again = trainer_for(tmp_path / f"from-{step}", **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert again.state.global_step == 6
+        assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+        assert logged(again, "reward") == logged(whole, "reward")
+        if whole.ema is not None:
+            pairs = zip(whole.ema.average.shadow_params, again.ema.average.shadow_params, strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trainer_for(tmp_path, **settings).train()
+    with pytest.raises(ValueError, match="holds a run already.*checkpoint-2.*resume_from_checkpoint=True"):
+        trainer_for(tmp_path, **settings).train()
+    with pytest.raises(ValueError, match="holds another run.*trains_by"):
+        trainer_for(tmp_path, lora=False, **settings)
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trainer_for(tmp_path / "lora", **settings).train()
+    with pytest.raises(ValueError, match="no folder 'transformer'.*full training"):
+        trainer_for(tmp_path / "full", lora=False, **settings).train(
+            resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-1")
+        )
+    (tmp_path / "lora" / "checkpoint-2" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        trainer_for(tmp_path / "lora2", **settings).train(
+            resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-2")
+        )
+
+
+def test_save_total_limit_and_the_best_model(tmp_path):
+    trainer = trainer_for(
+        tmp_path,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="reward",
+        greater_is_better=True,
+        learning_rate=0.05,
+    )
+    trainer.train()
+    rewards = logged(trainer, "eval_reward")
+    best = 1 + rewards.index(max(rewards))
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    left = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert len(left) == 2 and {f"checkpoint-{best}", "checkpoint-4"} <= left | {"checkpoint-4"}
+    loaded = load_file(tmp_path / f"checkpoint-{best}" / "adapter_model.safetensors")
+    for name, value in trained_weights(trainer).items():
+        assert torch.equal(value, loaded[name.replace(".default", "")])

@@ -1,0 +1,341 @@
+"""The trainer on tiny random pipelines: what it promises while it runs."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import tiny_pipelines
+import torch
+from datasets import Dataset
+from PIL import Image
+from tiny_runs import brightness, logged, trained_weights, trainer_for
+from transformers import TrainerCallback
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.rewards import RewardError
+from diffusion_grpo.rollout import replay
+from diffusion_grpo.trainer import NonFiniteError, RatioError
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lora": False},
+        {"lora": False, "beta": 0.1, "offload_ref_model": True},
+        {"gradient_checkpointing": True},
+        {"bf16": True},
+        {"same_initial_noise": True},
+        {"num_inference_steps": 6, "sde_window": [1, 4], "deterministic_outside_window": True},
+        {"offload_trajectories": True, "scale_rewards": "batch", "sde_type": "cps"},
+        {"name": "sd15", "beta": 0.1},
+        {"name": "wan"},
+    ],
+    ids=str,
+)
+def test_the_first_ratio_is_one_and_the_weights_move(tmp_path, settings):
+    rewards = first_frame_brightness if settings.get("name") == "wan" else brightness
+    trainer = trainer_for(tmp_path, rewards=rewards, **settings)
+    before = trained_weights(trainer)
+    trainer.train()
+    exact = not settings.get("bf16")
+    assert max(logged(trainer, "ratio/max_error")) <= (0.0 if exact else 1e-5)
+    assert len(logged(trainer, "loss")) == 2 and all(np.isfinite(logged(trainer, "loss")))
+    after = trained_weights(trainer)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def first_frame_brightness(videos, **columns):
+    return brightness([frames[0] for frames in videos])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout_batch_size": 3},
+        {"best_of_n": 2, "num_generations": 4},
+        {"timestep_fraction": 0.67, "permute_steps": True, "num_inference_steps": 4},
+        {"old_log_prob": "replay", "rollout_batch_size": 8},
+    ],
+    ids=str,
+)
+def test_other_batches_in_rollout_and_update_stay_close(tmp_path, settings):
+    trainer = trainer_for(tmp_path, **settings)
+    trainer.train()
+    assert max(logged(trainer, "ratio/max_error")) <= 1e-5
+
+
+def test_chunks_of_the_rollout_do_not_change_the_samples(tmp_path):
+    rewards = []
+    for size in (1, 8):
+        trainer = trainer_for(tmp_path / str(size), rollout_batch_size=size, max_steps=1)
+        trainer.train()
+        table = pyarrow.parquet.read_table(tmp_path / str(size) / "samples" / "step-000000.parquet").to_pydict()
+        rewards.append((table["prompt"], table["seed"], table["brightness"]))
+    assert rewards[0][:2] == rewards[1][:2]
+    assert np.allclose(rewards[0][2], rewards[1][2], atol=1e-4) and np.std(rewards[0][2]) > 1e-3
+
+
+def test_a_rollout_used_again_is_off_policy_and_the_clip_acts(tmp_path):
+    trainer = trainer_for(tmp_path, num_iterations=3, max_steps=6, learning_rate=0.02, epsilon=1e-6, epsilon_high=2e-6)
+    trainer.train()
+    clipped = logged(trainer, "clip_ratio/region_mean")
+    assert clipped[0] == clipped[3] == 0.0  # a new rollout every third update
+    assert min(clipped[1], clipped[2], clipped[4], clipped[5]) > 0.1
+    assert len(list((tmp_path / "samples").glob("*.parquet"))) == 2
+
+
+def test_several_updates_a_rollout(tmp_path):
+    trainer = trainer_for(tmp_path, steps_per_generation=4, gradient_accumulation_steps=2, max_steps=4)
+    trainer.train()
+    assert len(list((tmp_path / "samples").glob("*.parquet"))) == 2
+    means = logged(trainer, "ratio/mean")
+    assert means[0] == means[2] == 1.0 and means[1] != 1.0
+
+
+def test_old_log_probs_from_replays_before_any_update(tmp_path):
+    trainer = trainer_for(tmp_path, steps_per_generation=4, old_log_prob="replay", max_steps=2)
+    trainer.train()
+    means = logged(trainer, "ratio/mean")
+    assert means[0] == 1.0 and means[1] != 1.0  # the second update is off-policy, and says so
+
+
+def test_kl_has_a_gradient_and_vanishes_on_the_reference(tmp_path):
+    trainer = trainer_for(tmp_path, rewards=lambda images, **columns: [1.0] * len(images), beta=1.0)
+    trainer.train()
+    assert logged(trainer, "kl")[0] == 0.0 and logged(trainer, "grad_norm")[0] == 0.0
+    assert logged(trainer, "frac_reward_zero_std") == [1.0, 1.0] and logged(trainer, "loss") == [0.0, 0.0]
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    again = trainer_for(
+        tmp_path / "again", rewards=lambda images, **columns: [1.0] * len(images), beta=1.0, max_steps=1
+    )
+    again.model.load_state_dict(trainer.model.state_dict())
+    again.train()
+    assert logged(again, "kl")[0] > 0 and logged(again, "grad_norm")[0] > 0
+
+
+def test_loss_and_gradient_are_grpos(tmp_path):
+    """The update's gradient against autograd on the objective, written out for the whole rollout at once."""
+    trainer = trainer_for(tmp_path, max_steps=1, max_grad_norm=0, learning_rate=0.0)
+    gradients = {}
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, model=None, **kwargs):
+            gradients.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    trainer.add_callback(Keep)
+    trainer.train()
+    buffer, objective = trainer.buffer, 0.0
+    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
+    rewards = torch.tensor(table["brightness"]).view(2, 4)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)).flatten()
+    torch.testing.assert_close(torch.tensor(table["advantage"]), advantages, rtol=1e-3, atol=1e-3)
+    for rows in (slice(0, 4), slice(4, 8)):
+        for column, step in enumerate((0, 1, 2)):
+            now = replay(trainer.policy, trainer.inputs(buffer.rows[rows]), buffer.trajectory[rows], step)
+            ratio = torch.exp(now.log_prob - buffer.trajectory.log_probs[rows, column])
+            objective = objective - (ratio * buffer.advantages[rows]).sum() / (8 * 3)
+    named = [(name, p) for name, p in trainer.model.named_parameters() if name in gradients]
+    expected = torch.autograd.grad(objective, [p for _, p in named])
+    for (name, _), gradient in zip(named, expected, strict=True):
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
+
+
+def test_a_replay_that_differs_stops_the_run(tmp_path):
+    trainer = trainer_for(tmp_path)
+    block = trainer.pipe.transformer.transformer_blocks[0].ff
+    block.register_forward_hook(lambda module, args, output: output + 0.5 * torch.randn_like(output))
+    with pytest.raises(RatioError, match="max_ratio_error=1e-04.*dropout"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_finite_stops_before_the_weights_are_touched(tmp_path, poison):
+    trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1, max_steps=3)
+
+    class Poison(TrainerCallback):
+        def on_substep_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                next(p for p in model.parameters() if p.grad is not None).grad[0, 0] = poison
+
+    trainer.add_callback(Poison)
+    with pytest.raises(NonFiniteError, match="gradient norm of update 2.*checkpoint-1"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_failing_reward_names_function_prompt_and_keeps_the_sample(tmp_path):
+    def picky(images, **columns):
+        return [float("nan")] * len(images)
+
+    trainer = trainer_for(tmp_path, rewards=picky)
+    with pytest.raises(RewardError, match="picky.*a "):
+        trainer.train()
+    assert list((tmp_path / "failures").glob("picky*.png"))
+
+
+def test_rewards_get_trls_keywords_and_every_column(tmp_path):
+    seen = {}
+
+    def spy(prompts, completions, images, artist, trainer_state, log_metric, **others):
+        seen.update(prompts=prompts, artist=artist, step=trainer_state.global_step, others=set(others))
+        log_metric("spied", 7.0)
+        assert completions is images and all(isinstance(image, Image.Image) for image in images)
+        return brightness(images)
+
+    trainer = trainer_for(tmp_path, rewards=spy, max_steps=1)
+    trainer.train_dataset = Dataset.from_dict({"prompt": ["x", "y"], "artist": ["Ann", "Bob"]})
+    trainer.train()
+    assert {(p, a) for p, a in zip(seen["prompts"], seen["artist"], strict=True)} == {("x", "Ann"), ("y", "Bob")}
+    assert seen["step"] == 0 and logged(trainer, "spied") == [7.0]
+
+
+def test_weights_aggregation_and_several_rewards(tmp_path):
+    def darkness(images, **columns):
+        return [1 - value for value in brightness(images)]
+
+    for order in ("sum_then_normalize", "normalize_then_sum"):
+        trainer = trainer_for(
+            tmp_path / order,
+            rewards=[brightness, darkness],
+            reward_weights=[0.5, 0.5],
+            multi_objective_aggregation=order,
+            max_steps=1,
+        )
+        trainer.train()
+        assert logged(trainer, "reward")[0] == pytest.approx(0.5, abs=1e-6)
+        assert logged(trainer, "frac_reward_zero_std") == [1.0] and logged(trainer, "grad_norm")[0] < 1e-4
+
+
+def test_evaluation_before_and_during_training(tmp_path):
+    def judge(images, **columns):
+        return [0.25] * len(images)
+
+    trainer = trainer_for(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_on_start=True,
+        eval_num_inference_steps=6,
+        num_generations_eval=2,
+        eval_reward_funcs=[judge],
+        report_to="tensorboard",
+        learning_rate=0.0,
+    )
+    trainer.train()
+    assert logged(trainer, "eval_rewards/judge/mean") == [0.25] * 3
+    rewards = logged(trainer, "eval_reward")
+    assert len(rewards) == 3 and len(set(rewards)) == 1  # nothing was learned: same prompts, same seeds, same pictures
+    assert "rewards/judge/mean" not in trainer.state.log_history[1]
+    steps = sorted(path.name for path in (tmp_path / "evaluations").glob("step-*") if path.is_dir())
+    assert steps == ["step-000000", "step-000001", "step-000002"]
+    pictures = [sorted((tmp_path / "evaluations" / step).glob("*.png")) for step in steps]
+    assert all(len(each) == 4 for each in pictures)
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(pictures[0], pictures[2], strict=True))
+    grid = Image.open(tmp_path / "grid.png")
+    assert grid.height > 3 * Image.open(pictures[0][0]).height
+    events = [path.read_bytes() for path in tmp_path.rglob("events.out.tfevents*")]
+    assert any(b"samples" in content and b"PNG" in content for content in events)
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "summary.json").is_file()
+
+
+def test_evaluation_uses_the_average_of_the_policy(tmp_path):
+    trainer = trainer_for(tmp_path, ema_decay=0.5, ema_update_interval=1, max_steps=3, learning_rate=0.05)
+    trainer.train()
+    own = trained_weights(trainer)
+    with trainer.averaged_weights():
+        average = trained_weights(trainer)
+    assert any(not torch.equal(own[name], average[name]) for name in own)
+    assert all(torch.equal(own[name], value) for name, value in trained_weights(trainer).items())
+
+
+def test_a_synchronised_reference_moves_towards_the_policy(tmp_path):
+    trainer = trainer_for(
+        tmp_path, lora=False, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0
+    )
+    trainer.train()
+    pairs = zip(trainer.ref_model.parameters(), trainer.model.parameters(), strict=True)
+    assert all(torch.equal(ref, parameter) for ref, parameter in pairs)
+
+
+def test_torch_compile_compiles_the_blocks_and_keeps_the_ratio(tmp_path):
+    trainer = trainer_for(tmp_path, torch_compile_backend="aot_eager", max_steps=1)
+    trainer.train()
+    assert trainer.pipe.transformer.transformer_blocks[0]._compiled_call_impl is not None
+    assert max(logged(trainer, "ratio/max_error")) <= 1e-5
+
+
+def test_the_whole_dataset_is_seen_each_epoch_in_another_order(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=4)
+    trainer.train()
+    tables = [pyarrow.parquet.read_table(path).to_pydict() for path in sorted((tmp_path / "samples").glob("*"))]
+    prompts = [list(dict.fromkeys(table["prompt"])) for table in tables]
+    assert (
+        sorted(prompts[0] + prompts[1]) == sorted(prompts[2] + prompts[3]) == sorted(trainer.train_dataset["prompt"])
+    )
+    seeds = [seed for table in tables for seed in table["seed"]]
+    assert len(set(seeds)) == len(seeds)  # never the same noise twice
+
+
+def test_run_json_says_what_was_done_and_no_secret(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1, hub_token="hf_secret")
+    trainer.train()
+    text = (tmp_path / "run.json").read_text()
+    run = json.loads(text)
+    assert run["pipeline"] == "StableDiffusion3Pipeline" and run["settings"]["num_generations"] == 4
+    assert "hf_secret" not in text
+
+
+def test_learning_rates_by_default(tmp_path):
+    assert trainer_for(tmp_path, learning_rate=None).args.learning_rate == 3e-4
+    assert trainer_for(tmp_path, learning_rate=None, lora=False).args.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, "no column 'prompt'"),
+        ({"train_dataset": Dataset.from_dict({"prompt": []})}, "empty"),
+        ({"train_dataset": Dataset.from_dict({"prompt": [1, 2]})}, "row 0"),
+        ({"reward_funcs": "txet"}, "text"),
+        ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"reward_weights": [1.0, 2.0]}, "2 entries for 1 reward"),
+        ({"lora_dropout": 0.05}, "set it to 0"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refused_before_a_model_is_loaded(tmp_path, change, message):
+    from peft import LoraConfig
+
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, reward_weights=change.pop("reward_weights", None))
+    arguments = {
+        "model": "no/such-model",  # loading it would fail with another message
+        "reward_funcs": brightness,
+        "train_dataset": Dataset.from_dict({"prompt": ["a"]}),
+        "peft_config": LoraConfig(r=2, target_modules=["to_q"], lora_dropout=change.pop("lora_dropout", 0.0)),
+    }
+    with pytest.raises(ValueError, match=message):
+        DiffusionGRPOTrainer(args=args, **{**arguments, **change})
+
+
+def test_what_only_the_pipeline_can_refuse(tmp_path):
+    with pytest.raises(ValueError, match="does not take num_frames.*guidance_scale"):
+        trainer_for(tmp_path, num_frames=5)
+    with pytest.raises(ValueError, match="no network 'unet'"):
+        trainer_for(tmp_path, train_component="unet")
+    with pytest.raises(ValueError, match="cps.*does not fit"):
+        trainer_for(tmp_path, name="sd15", sde_type="cps")
+    with pytest.raises(ValueError, match="LoRA's reference is the frozen base"):
+        trainer_for(tmp_path, beta=0.1, sync_ref_model=True)
+
+
+def test_defaults_name_the_output_after_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipe, _ = tiny_pipelines.build("sd3")
+    trainer = DiffusionGRPOTrainer(pipe, brightness, train_dataset=Dataset.from_dict({"prompt": ["a"]}))
+    assert trainer.args.output_dir == "StableDiffusion3Pipeline-GRPO"
+    assert dataclasses.is_dataclass(trainer.args)

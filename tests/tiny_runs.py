@@ -1,0 +1,69 @@
+"""Short trainings on tiny random pipelines: settings enter, a trainer ready to run leaves.
+
+One file for all tests of the trainer, so that each states only what it is about.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import tiny_pipelines
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_k", "to_v", "to_out.0"]}
+PROMPTS = ["a red cat", "a blue dog", "a tree", "the sea at night"]
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "num_inference_steps": 4,
+    "max_steps": 2,
+    "learning_rate": 1e-3,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+
+
+def brightness(images: list[Image.Image], **columns) -> list[float]:
+    """Mean grey value in [0, 1]."""
+    return [float(np.asarray(image.convert("L")).mean() / 255) for image in images]
+
+
+def trainer_for(
+    output_dir: Path | str, name: str = "sd3", lora: bool = True, rewards=brightness, seed: int = 0, **settings
+) -> DiffusionGRPOTrainer:
+    """A trainer of the tiny pipeline `name`: a LoRA by default, held-out prompts where `eval_strategy` is set."""
+    pipe, inputs = tiny_pipelines.build(name, seed)
+    from_config = {key: inputs[key] for key in ("height", "width", "num_frames", "guidance_scale") if key in inputs}
+    rest = {key: value for key, value in inputs.items() if key not in from_config and key != "prompt"}
+    eval_reward_funcs = settings.pop("eval_reward_funcs", None)
+    callbacks = settings.pop("callbacks", None)
+    args = DiffusionGRPOConfig(
+        output_dir=str(output_dir), **{**SETTINGS, "pipeline_kwargs": rest, **from_config, **settings}
+    )
+    return DiffusionGRPOTrainer(
+        model=pipe,
+        reward_funcs=rewards,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        eval_dataset=Dataset.from_dict({"prompt": ["held out", "and another"]}),
+        peft_config=LoraConfig(**LORA) if lora else None,
+        eval_reward_funcs=eval_reward_funcs,
+        callbacks=callbacks,
+    )
+
+
+def logged(trainer: DiffusionGRPOTrainer, key: str) -> list[float]:
+    """The values of a metric, one a log entry that has it."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def trained_weights(trainer: DiffusionGRPOTrainer) -> dict:
+    """Copies of the trained parameters by name."""
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
