@@ -1,0 +1,229 @@
+"""
+Seconds of one full GRPO step beside the bare network, and peak memory: `make bench`.
+
+The first update of a real training records every call of a network (policy, decoder, text encoders) with its
+arguments. After each further update the same calls are made bare, in a loop, with a backward pass where the trainer
+made one; so both sides see the same shapes and the same load of the machine. The overhead is (rollout + update) /
+bare, median over the rounds; the reward is timed by itself, since no network of ours works in it.
+"""
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, DiffusionPipeline, SD3Transformer2DModel, StableDiffusion3Pipeline
+from peft import LoraConfig
+from torch import nn
+from transformers import PrinterCallback, TrainerCallback
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
+from diffusion_grpo.callbacks import ReportCallback
+
+STAGES = ("rollout", "reward", "update")
+LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+Call = tuple[Callable, tuple, dict, bool]
+
+
+class BareLoop(TrainerCallback):
+    """Times updates, and after each the same network calls without pipeline, scheduler, loss and optimizer.
+
+    Args:
+        pipe: the trained pipeline; its networks' calls are recorded in the first update.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline):
+        self.calls: list[Call] = []
+        self.updates: list[float] = []
+        self.bare: list[float] = []
+        self.policy_alone: list[float] = []
+        self.peak = 0.0
+        self.policy = pipe.transformer
+        self._start = 0.0
+        self._spied = [(self.policy, "forward"), (pipe.vae, "decode")]
+        self._spied += [(encoder, "forward") for encoder in (pipe.text_encoder, pipe.text_encoder_2)]
+        for module, method in self._spied:
+            self._spy(module, method)
+
+    def _spy(self, module: nn.Module, method: str) -> None:
+        real = getattr(module, method)
+
+        def record(*args, **kwargs):
+            self.calls.append((real, *_detached((args, kwargs)), torch.is_grad_enabled() and module is self.policy))
+            return real(*args, **kwargs)
+
+        module.__dict__[method] = record
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        _synchronize()
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        _synchronize()
+        elapsed = time.perf_counter() - self._start
+        if state.global_step == 1:  # warm-up
+            for module, method in self._spied:
+                del module.__dict__[method]
+            self.peak = peak_memory()
+        else:
+            self.updates.append(elapsed)
+        policy_calls = [call for call in self.calls if getattr(call[0], "__self__", None) is self.policy]
+        others = [call for call in self.calls if getattr(call[0], "__self__", None) is not self.policy]
+        policy_alone, rest = run_bare(policy_calls), run_bare(others)
+        kwargs["model"].zero_grad()
+        if state.global_step > 1:
+            self.policy_alone.append(policy_alone)
+            self.bare.append(policy_alone + rest)
+
+
+def run_bare(calls: list[Call]) -> float:
+    """Seconds of the calls in a loop, each with its backward pass where it had one."""
+    _synchronize()
+    start = time.perf_counter()
+    for function, args, kwargs, has_backward in calls:
+        with torch.set_grad_enabled(has_backward):
+            output = function(*args, **kwargs)
+            if has_backward:
+                output[0].float().square().mean().backward()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _detached(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach(), tree)
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def peak_memory() -> float:
+    """GiB, the most this process has held: on the accelerator if there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def medium_pipeline() -> StableDiffusion3Pipeline:
+    """SD3's shape at a middle size, random weights: 12 layers of width 512, 16-channel latents, pictures of 256."""
+    pipe = StableDiffusion3Pipeline.from_pretrained(tiny.PATH)
+    small = pipe.transformer.config
+    torch.manual_seed(0)
+    pipe.transformer = SD3Transformer2DModel(
+        sample_size=32,
+        patch_size=2,
+        in_channels=16,
+        out_channels=16,
+        num_layers=12,
+        attention_head_dim=64,
+        num_attention_heads=8,
+        joint_attention_dim=small.joint_attention_dim,
+        caption_projection_dim=512,
+        pooled_projection_dim=small.pooled_projection_dim,
+        pos_embed_max_size=32,
+        qk_norm="rms_norm",
+    )
+    pipe.vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 32, 64, 64),
+        latent_channels=16,
+        norm_num_groups=8,
+        sample_size=256,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    return StableDiffusion3Pipeline(**pipe.components)
+
+
+# what each benchmark trains: pipeline, rewards, settings
+BENCHMARKS = {
+    "embedded": (
+        lambda: StableDiffusion3Pipeline.from_pretrained(tiny.PATH),
+        ["text", "color"],
+        dict(num_generations=16, per_device_train_batch_size=64, gradient_accumulation_steps=4, height=32, width=96)
+        | dict(num_inference_steps=8, sde_window=[0, 4]),
+    ),
+    "medium": (
+        medium_pipeline,
+        ["brightness"],
+        dict(num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=2, height=256, width=256)
+        | dict(num_inference_steps=6, sde_window=[0, 3]),
+    ),
+}
+
+
+def measure(name: str, rounds: int) -> None:
+    """Trains for `rounds` updates after a warm-up one, and prints the medians."""
+    make_pipeline, rewards, settings = BENCHMARKS[name]
+    pipe = make_pipeline()
+    with tempfile.TemporaryDirectory() as folder:
+        args = DiffusionGRPOConfig(
+            folder,
+            max_steps=rounds + 1,
+            learning_rate=1e-4,
+            guidance_scale=1.0,
+            pipeline_kwargs={"max_sequence_length": 1},
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            log_completions=False,
+            **settings,
+        )
+        trainer = DiffusionGRPOTrainer(
+            pipe,
+            rewards,
+            args,
+            tiny.prompts("train"),
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=LORA_LAYERS),
+        )
+        for callback in (PrinterCallback, ReportCallback):
+            trainer.remove_callback(callback)
+        bare = BareLoop(trainer.pipe)
+        trainer.add_callback(bare)
+        trainer.train()
+    print_result(name, trainer, bare)
+
+
+def print_result(name: str, trainer: DiffusionGRPOTrainer, bare: BareLoop) -> None:
+    entries = [entry for entry in trainer.state.log_history if "time/rollout" in entry][1:]
+    stages = {stage: statistics.median(entry[f"time/{stage}"] for entry in entries) for stage in STAGES}
+    reward = [entry["time/reward"] for entry in entries]
+    ratios = [(step - spent) / loop for step, spent, loop in zip(bare.updates, reward, bare.bare, strict=True)]
+    parameters = sum(parameter.numel() for parameter in trainer.pipe.transformer.parameters()) / 1e6
+    forwards = len([call for call in bare.calls if call[0].__self__ is bare.policy])
+    backwards = len([call for call in bare.calls if call[3]])
+    samples = trainer.args.rollout_size
+    print(f"{name}: policy of {parameters:.1f} M weights, {samples} pictures an update, LoRA rank 16, one process")
+    print(f"  policy calls in an update  {forwards} forward, {backwards} of them with backward")
+    print(f"  one GRPO step              {statistics.median(bare.updates):7.2f} s")
+    for stage, seconds in stages.items():
+        print(f"    {stage:<24} {seconds:7.2f} s")
+    print(f"  same calls bare            {statistics.median(bare.bare):7.2f} s")
+    print(f"    policy alone             {statistics.median(bare.policy_alone):7.2f} s")
+    print(f"  overhead without reward    {statistics.median(ratios):7.2f}   ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"  peak memory                {bare.peak:7.2f} GiB", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="default: all, each in its own process")
+    parser.add_argument("--rounds", type=int, default=5, help="timed updates after the warm-up; default: %(default)s")
+    arguments = parser.parse_args()
+    if len(arguments.names) == 1:
+        measure(arguments.names[0], arguments.rounds)
+        return
+    for name in arguments.names or BENCHMARKS:  # a process each, so that peak memory is its own
+        subprocess.run([sys.executable, __file__, name, "--rounds", str(arguments.rounds)], check=True)
+
+
+if __name__ == "__main__":
+    main()

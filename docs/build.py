@@ -1,0 +1,123 @@
+"""
+`make docs`: settings' help texts go in, docs/config.md comes out; every relative link of the docs is checked.
+
+With `--check` nothing is written: it fails where docs/config.md is not what the settings say, as the tests do.
+"""
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from diffusion_grpo.arguments import LoraArguments, ScriptArguments
+from diffusion_grpo.config import DiffusionGRPOConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIG = ROOT / "docs" / "config.md"
+
+HEAD = """# Settings
+
+<!-- Written by `make docs` from the help texts in the code; changes belong there. -->
+
+A run is described by the fields of `DiffusionGRPOConfig`. The command `diffusion-grpo train` reads them, together with
+what is trained and LoRA's settings, from one YAML file and from flags (`--key value`, which win; `null` is YAML's).
+Names are TRL's where TRL has one. What contradicts itself is refused before a model is loaded.
+"""
+
+TAIL = """## From transformers
+
+Every other field of `transformers.TrainingArguments` is there too, and its documentation holds. The ones that are used
+most with a diffusion model:
+
+* how long: `max_steps`, `num_train_epochs`; `warmup_steps`, `lr_scheduler_kwargs`
+* optimizer: `optim`, `adam_beta1`, `adam_beta2`, `adam_epsilon`, `max_grad_norm`
+* evaluation: `eval_strategy`, `eval_steps`, `eval_on_start` (the untrained model too), `per_device_eval_batch_size`
+* checkpoints: `save_strategy`, `save_total_limit`, `load_best_model_at_end`, `metric_for_best_model` (such as
+  `eval_reward`), `resume_from_checkpoint` (`true` is the newest whole one)
+* what is written where: `output_dir`, `report_to`, `run_name`, `push_to_hub`, `hub_model_id`
+* speed and memory: `gradient_checkpointing`, `torch_compile`, `fp16`
+* chance: `seed`, `data_seed` (the order of the prompts)
+
+Fields about tokens and labels have nothing to act on. `diffusion-grpo train --list-settings` prints every field with
+its default and help text.
+"""
+
+
+def config_page() -> str:
+    """The text of docs/config.md."""
+    parts = [HEAD, "## The run (command line only)\n", table(dataclasses.fields(ScriptArguments))]
+    parts += ["## LoRA (command line only)\n", table(dataclasses.fields(LoraArguments))]
+    parts += ["From Python a `peft.LoraConfig` is passed to the trainer as `peft_config` instead.\n"]
+    settings = {setting.name: setting for setting in dataclasses.fields(DiffusionGRPOConfig)}
+    for title, names in groups(DiffusionGRPOConfig):
+        parts += [f"## {title}\n", table([settings[name] for name in names])]
+    parts.append(TAIL)
+    return "\n".join(parts)
+
+
+def groups(settings: type) -> Iterator[tuple[str, list[str]]]:
+    """Fields in the order of the source, under the comments that head them there."""
+    title, names = "", []
+    for line in inspect.getsource(settings).splitlines():
+        if heading := re.fullmatch(r"    # (.+)", line):
+            if names:
+                yield title, names
+            title, names = heading[1], []
+        elif (name := re.match(r"    (\w+): ", line)) and title:
+            names.append(name[1])
+        elif line.startswith("    def "):
+            break
+    yield title, names
+
+
+def table(settings: list[dataclasses.Field]) -> str:
+    """A Markdown table of dataclass fields."""
+    lines = ["| setting | default | what it does |", "|---|---|---|"]
+    for setting in settings:
+        is_required = setting.default is dataclasses.MISSING and setting.default_factory is dataclasses.MISSING
+        default = "required" if is_required else f"`{setting.default}`"
+        text = " ".join(setting.metadata["help"].split()).replace("|", "\\|")
+        lines.append(f"| `{setting.name}` | {default} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def broken_links(pages: list[Path]) -> list[str]:
+    """Relative links to files or headings that do not exist, as `page: target`."""
+    broken = []
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if target.startswith(("http://", "https://")):
+                continue
+            file, _, anchor = target.partition("#")
+            path = (page.parent / file).resolve() if file else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    return broken
+
+
+def anchors(page: Path) -> set[str]:
+    """The addresses of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def main() -> int:
+    if "--check" not in sys.argv:
+        CONFIG.write_text(config_page(), encoding="utf-8")
+        print(f"wrote {CONFIG.relative_to(ROOT)}")
+    elif CONFIG.read_text(encoding="utf-8") != config_page():
+        print("docs/config.md is not what the settings say; run make docs")
+        return 1
+    broken = broken_links(PAGES)
+    for link in broken:
+        print(f"broken link in {link}")
+    print(f"checked the links of {len(PAGES)} pages")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
