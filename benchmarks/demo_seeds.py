@@ -20,10 +20,10 @@ PAGE = ROOT / "docs" / "demo_runs.md"
 
 HEAD = """# The demo in {count} seeds
 
-Written by `{command}` on {machine}. Each run is `make demo` with another seed, which also draws other initial latents in
-evaluation. Held out: {prompts} prompts, with words that are in no training; plain deterministic sampler, {steps} steps,
-guidance 1 unless said otherwise. Each cell is a mean with its standard error over the prompts. Tesseract is the judge:
-never trained on.
+Written by `{command}` on {machine}. Each run is `make demo` with another seed, which draws other initial latents in
+evaluation too. Held out: {prompts} prompts, with words that are in no training; plain deterministic sampler, {steps}
+steps, guidance 1 unless said otherwise. Each cell is a mean with its standard error over the prompts. Tesseract is the
+judge: never trained on.
 """
 
 
