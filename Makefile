@@ -9,6 +9,7 @@ ARGS   ?=
 
 # Tests and demo use what is in the package, never the network; one thread a test process, two processes.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
@@ -26,7 +27,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 
 demo: setup ## teach the embedded model to spell and colour (about ten minutes on two cores), into outputs/demo
 	@rm -rf outputs/demo
-	@$(OFFLINE) $(BIN)/diffusion-grpo train examples/demo.yaml $(ARGS)
+	@$(OFFLINE) $(QUIET) $(BIN)/diffusion-grpo train examples/demo.yaml $(ARGS)
 
 test: setup ## run the tests (ARGS="-k losses" for some of them)
 	@$(PYTEST) -n 2 --dist worksteal $(ARGS)
@@ -43,7 +44,7 @@ format: setup ## rewrite the sources in the project's style
 	@$(BIN)/ruff format --quiet $(wildcard $(PATHS))
 
 bench: setup ## time one GRPO step against the bare network, and print peak memory
-	@$(OFFLINE) $(BIN)/python benchmarks/step.py $(ARGS)
+	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/step.py $(ARGS)
 
 docs: setup ## regenerate docs/config.md from the settings' help texts and check every link in the docs
 	@$(BIN)/python docs/build.py $(ARGS)

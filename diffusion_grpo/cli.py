@@ -152,6 +152,7 @@ def build_trainer(
 
     from .trainer import DiffusionGRPOTrainer
 
+    hide_loading_bars(script.model)
     return refusing(
         DiffusionGRPOTrainer,
         model=script.model,
@@ -195,6 +196,16 @@ def check_model_name(model: str) -> None:
         raise ValueError(f"model: {model} holds no model_index.json, so it is not a folder of a diffusers pipeline.")
     if not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
         raise ValueError(f"model: there is no folder {model}, and a Hub id has the form `owner/name`.")
+
+
+def hide_loading_bars(model: str) -> None:
+    """The embedded model loads at once; bars for that would bury what matters."""
+    if model == "tiny":
+        import diffusers
+        import transformers
+
+        diffusers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
 
 
 def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[float]) -> None:
@@ -304,6 +315,7 @@ def load_pipeline(model: str, dtype: str) -> "DiffusionPipeline":
 
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise Refusal(f"--dtype {dtype} is no dtype of torch; use float32, bfloat16 or float16.")
+    hide_loading_bars(model)
     source = tiny.PATH if model == "tiny" else model
     pipe = refusing(DiffusionPipeline.from_pretrained, source, dtype=getattr(torch, dtype))
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset
 
+from . import records
 from .data import pipeline_inputs
 from .rewards import reward_name, score
 
@@ -55,7 +56,7 @@ def write_samples(
         for func, values in zip(reward_funcs, scores.T):
             table[reward_name(func)] = values.tolist()
             means[reward_name(func)] = values.nanmean().item()
-    Dataset.from_dict(table).to_parquet(output_dir / "samples.parquet")
+    records.write_samples(output_dir / "samples.parquet", table)
     return means
 
 
