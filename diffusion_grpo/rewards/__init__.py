@@ -1,0 +1,68 @@
+"""Rewards by name.
+
+In: the name of a built-in reward, a dotted path, or any callable. Out: the callable, and the name it goes by in logs.
+A reward is called with keywords (`prompts`, `completions`, `images` or `videos`, every dataset column, ...), returns
+one `float | None` a sample and may be async. To add one: a file here and a line in `REWARDS`. `score` (in `score.py`)
+calls rewards and checks what they return. Nothing heavy is imported before a reward is called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from functools import partial
+
+from .brightness import brightness
+from .color import color
+from .jpeg import jpeg_compressibility
+from .score import RewardError, score
+from .tesseract import tesseract
+from .text import text
+
+__all__ = ["REWARDS", "RewardError", "get_reward", "reward_name", "score"]
+
+REWARDS: dict[str, Callable] = {
+    "text": text,
+    "color": color,
+    "tesseract": tesseract,
+    "brightness": brightness,
+    "jpeg_compressibility": jpeg_compressibility,
+}
+
+
+def get_reward(reward: str | Callable) -> Callable:
+    """The callable for a built-in name, a dotted path such as `"my_package.rewards.sharpness"`, or itself.
+
+    Raises:
+        ValueError: the name is unknown (the message lists the known ones and the nearest) or the path leads to nothing
+            that can be called.
+    """
+    if callable(reward):
+        return reward
+    if reward in REWARDS:
+        return REWARDS[reward]
+    known = ", ".join(REWARDS)
+    module_name, _, attribute = str(reward).rpartition(".")
+    if not module_name:
+        near = difflib.get_close_matches(str(reward), REWARDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"Unknown reward {reward!r}: use one of {known}, a dotted path to a function, or a callable.{hint}"
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"The reward {reward!r} was not found ({error}); name an importable function, or one of {known}."
+        ) from error
+    if not callable(found):
+        raise ValueError(f"The reward {reward!r} is a {type(found).__name__}, which cannot be called.")
+    return found
+
+
+def reward_name(reward: Callable) -> str:
+    """The name of a reward in metrics and files: a built-in's own, a function's `__name__`, an object's class."""
+    if isinstance(reward, partial):
+        return reward_name(reward.func)
+    return getattr(reward, "__name__", type(reward).__name__)

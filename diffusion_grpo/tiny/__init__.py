@@ -1,0 +1,71 @@
+"""The embedded model: where it lies, the colours it knows, and prompts for it.
+
+In: nothing but files of this package. Out: the folder of a diffusers `StableDiffusion3Pipeline` that writes a given
+word in a given colour (`PATH`), the six colours (`COLORS`) and datasets of prompts such as `the word "RAINS" in red`
+(`prompts`). A module of its own because the trainer, the command line, the rewards and the tests all name the model by
+it, and none of them needs to know how it was trained (`train.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PATH = Path(__file__).parent / "model"
+
+COLORS: dict[str, tuple[int, int, int]] = {
+    "red": (215, 35, 40),
+    "orange": (240, 145, 20),
+    "green": (25, 150, 60),
+    "blue": (40, 85, 215),
+    "purple": (145, 50, 185),
+    "black": (25, 25, 25),
+}
+
+
+def words(split: str) -> list[str]:
+    """The words of a split: `"train"` (608) or `"test"` (1000 held out from every training), capitals, sorted.
+
+    Raises:
+        ValueError: for any other split.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f'split must be "train" or "test", found {split!r}.')
+    return (Path(__file__).parent / f"words_{split}.txt").read_text(encoding="ascii").split()
+
+
+def make_prompt(word: str, color: str) -> str:
+    """The sentence the model was trained on, for example `the word "RAINS" in red`."""
+    return f'the word "{word}" in {color}'
+
+
+def prompts(split: str = "train", n: int | None = None, seed: int = 0) -> Dataset:
+    """A dataset of prompts with one column, `prompt`, each a word of the split in one of the six colours.
+
+    Args:
+        split: `"train"`, or `"test"` for words that no training ever uses.
+        n: number of prompts; by default one a word. No prompt appears twice.
+        seed: shuffles words and colours; the same seed gives the same prompts.
+
+    Raises:
+        ValueError: unknown split, or `n` not in 1 .. words x colours.
+    """
+    from datasets import Dataset
+
+    pool = words(split)
+    n = len(pool) if n is None else n
+    if not 1 <= n <= len(pool) * len(COLORS):
+        raise ValueError(f"n must be between 1 and {len(pool) * len(COLORS)} for the {split} split, found {n}.")
+    generator = random.Random(f"{split}-{seed}")
+    generator.shuffle(pool)
+    offsets = [generator.randrange(len(COLORS)) for _ in pool]
+    names = list(COLORS)
+    rows = []
+    for index in range(n):
+        turn, row = divmod(index, len(pool))
+        rows.append(make_prompt(pool[row], names[(offsets[row] + turn) % len(names)]))
+    return Dataset.from_dict({"prompt": rows})
