@@ -61,6 +61,10 @@ class DiffusionGRPOConfig(TrainingArguments):
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "DDP's search for unused parameters; a policy uses all of them."}
     )
+    dataloader_pin_memory: bool = field(
+        default=False,
+        metadata={"help": "Pin batches in memory; a batch is prompts here, so there is nothing to gain."},
+    )
     remove_unused_columns: bool | None = field(
         default=False, metadata={"help": "Must stay False: every column reaches the reward functions."}
     )

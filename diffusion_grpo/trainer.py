@@ -125,7 +125,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         self.ref_model = self._reference_copy() if args.beta > 0 and peft_config is None else None
         pipe.to(args.device)
         self._add_callbacks()
-        counts = {"train": len(train_dataset or []), "eval": len(eval_dataset or [])}
+        evaluations = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else eval_dataset
+        counts = {"train": len(train_dataset or []), "eval": sum(map(len, _as_list(evaluations)))}
         self.run |= {"pipeline": type(pipe).__name__, "component": self.component, "prompts": counts}
         self.buffer: RolloutBuffer | None = None
         self._micro_step, self._update = 0, -1
