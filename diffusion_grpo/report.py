@@ -226,15 +226,17 @@ def pictures(run: Run) -> dict[str, Any] | None:
     if not pairs:
         return None
     changes = [pair["after"]["reward"] - pair["before"]["reward"] for pair in pairs]
+    rewards = [pair[when]["reward"] for pair in pairs for when in ("before", "after")]
+    noticed = 0.01 * (max(rewards) - min(rewards))
     counts = {
-        "better": sum(change > 1e-6 for change in changes),
-        "same": sum(abs(change) <= 1e-6 for change in changes),
-        "worse": sum(change < -1e-6 for change in changes),
+        "better": sum(change > noticed for change in changes),
+        "same": sum(abs(change) <= noticed for change in changes),
+        "worse": sum(change < -noticed for change in changes),
     }
     shown = [(pair, change) for pair, change in zip(pairs, changes) if has_pictures(run, pair)]
     by_change = sorted(shown[SHOWN:], key=lambda item: item[1])
-    best = [pair for pair, change in reversed(by_change) if change > 1e-6][:EXTREMES]
-    worst = [pair for pair, change in by_change if change < -1e-6][:EXTREMES]
+    best = [pair for pair, change in reversed(by_change) if change > noticed][:EXTREMES]
+    worst = [pair for pair, change in by_change if change < -noticed][:EXTREMES]
     groups = {
         f"The first {len(shown[:SHOWN])} held-out prompts": [pair for pair, _ in shown[:SHOWN]],
         "Most improved of the others": best,

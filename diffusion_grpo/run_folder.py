@@ -8,6 +8,7 @@ agree on what is "before" and "after".
 import itertools
 import json
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,15 +100,19 @@ def read_run(run_dir: str | Path) -> Run:
     train = [entry for entry in history if "reward" in entry and "eval_reward" not in entry]
     evaluations = list({entry["step"]: entry for entry in history if "eval_reward" in entry}.values())
     baselines = path / "baselines.json"
+    samples = read_samples(path)
+    names = [*info["reward_funcs"], *(info.get("eval_reward_funcs") or [])]
+    if not history:  # running, and nothing saved yet
+        evaluations = [evaluation_of(step, rows, names) for step, rows in samples.items()]
     return Run(
         path=path,
         info=info,
         train=sorted({entry["step"]: entry for entry in train}.values(), key=lambda entry: entry["step"]),
         evaluations=sorted(evaluations, key=lambda entry: entry["step"]),
         baselines=json.loads(baselines.read_text(encoding="utf-8")) if baselines.is_file() else [],
-        samples=read_samples(path),
+        samples=samples,
         seconds=run_seconds(history),
-        updates=max((entry["step"] for entry in history), default=0),
+        updates=max((entry["step"] for entry in [*history, *evaluations]), default=0),
     )
 
 
@@ -126,6 +131,19 @@ def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     # where several processes evaluated, they took the prompts in turns and wrote a table each
     turns = {step: itertools.chain.from_iterable(itertools.zip_longest(*parts)) for step, parts in tables.items()}
     return {step: [row for row in turns[step] if row is not None] for step in sorted(turns)}
+
+
+def evaluation_of(step: int, rows: list[dict[str, Any]], names: list[str]) -> dict[str, float]:
+    """What an evaluation logs, computed from its table of samples."""
+    keys = {"reward": ("eval_reward", "eval_reward_std_error")}
+    keys |= {name: (f"eval_rewards/{name}/mean", f"eval_rewards/{name}/std_error") for name in names}
+    entry: dict[str, float] = {"step": step}
+    for name, (mean_key, error_key) in keys.items():
+        values = [row[name] for row in rows if row.get(name) is not None and not math.isnan(row[name])]
+        if values:
+            entry[mean_key] = statistics.fmean(values)
+            entry[error_key] = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return entry
 
 
 def run_seconds(history: list[dict[str, float]]) -> float:

@@ -139,14 +139,24 @@ def test_prompts_are_escaped(tmp_path):
     assert "<script>" not in write_report(run).read_text()
 
 
-def test_a_run_without_evaluations_or_that_has_just_begun_still_has_a_report(tmp_path):
+def test_a_run_without_evaluations_still_has_a_report(tmp_path):
     run = make_run(tmp_path / "run", baselines=False)
     state = json.loads((run / "trainer_state.json").read_text())
-    for history in ([entry for entry in state["log_history"] if "eval_reward" not in entry], []):
-        (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-        page = write_report(run).read_text()
-        assert "nothing can be said about what was learned" in page
-        assert write_summary(run)["reward_after"] is None
+    history = [entry for entry in state["log_history"] if "eval_reward" not in entry]
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    page = write_report(run).read_text()
+    assert "nothing can be said about what was learned" in page
+    assert write_summary(run)["reward_after"] is None
+
+
+def test_a_run_that_has_saved_nothing_yet_is_read_from_its_tables(tmp_path):
+    run = make_run(tmp_path / "run", stop=0.8)
+    (run / "trainer_state.json").unlink()
+    summary = write_summary(run)
+    assert summary["updates"] == 20
+    assert summary["reward_before"] == pytest.approx(0.4) and summary["reward_after"] == pytest.approx(0.8)
+    assert summary["rewards"]["text"]["after"] == pytest.approx(0.81)
+    assert "0.400 → 0.800" in write_report(run).read_text()
 
 
 def test_a_running_training_is_read_from_its_newest_checkpoint(tmp_path):
