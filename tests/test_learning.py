@@ -11,20 +11,20 @@ from tiny_runs import logged
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 
 LAYERS = yaml.safe_load((Path(__file__).parent.parent / "examples" / "demo.yaml").read_text())["lora_target_modules"]
-MARGIN = 0.03  # held-out reward; its standard error is about 0.02, of the paired difference half of that
+MARGIN = 0.02  # of held-out reward; the gain is about 0.07, with the sign flipped as much is lost
 
 
 def held_out_gain(folder, sign: float) -> float:
-    """Gain in the unsigned held-out reward after eight updates of the demo at a reduced size."""
+    """Gain in the unsigned held-out reward after five updates of the demo."""
     args = DiffusionGRPOConfig(
         str(folder),
         reward_weights=[sign * 0.6, sign * 0.4],
         num_generations=16,
         per_device_train_batch_size=64,
         per_device_eval_batch_size=64,
-        gradient_accumulation_steps=2,
-        max_steps=8,
-        learning_rate=1.5e-3,
+        gradient_accumulation_steps=4,
+        max_steps=5,
+        learning_rate=1e-3,
         num_inference_steps=8,
         sde_window=[0, 4],
         deterministic_outside_window=True,
@@ -34,7 +34,7 @@ def held_out_gain(folder, sign: float) -> float:
         pipeline_kwargs={"max_sequence_length": 1},
         gradient_checkpointing=False,
         eval_strategy="steps",
-        eval_steps=8,
+        eval_steps=5,
         eval_on_start=True,
         save_strategy="no",
         report_to="none",
