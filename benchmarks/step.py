@@ -25,6 +25,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 from diffusion_grpo.callbacks import ReportCallback
+from diffusion_grpo.cli import hide_loading_bars
 
 STAGES = ("rollout", "reward", "update")
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
@@ -112,12 +113,12 @@ def peak_memory() -> float:
 
 
 def medium_pipeline() -> StableDiffusion3Pipeline:
-    """SD3's shape at a middle size, random weights: 12 layers of width 512, 16-channel latents, pictures of 256."""
+    """SD3's shape at a middle size, random weights: 12 layers of width 512, 16-channel latents, pictures of 128."""
     pipe = StableDiffusion3Pipeline.from_pretrained(tiny.PATH)
     small = pipe.transformer.config
     torch.manual_seed(0)
     pipe.transformer = SD3Transformer2DModel(
-        sample_size=32,
+        sample_size=16,
         patch_size=2,
         in_channels=16,
         out_channels=16,
@@ -127,7 +128,7 @@ def medium_pipeline() -> StableDiffusion3Pipeline:
         joint_attention_dim=small.joint_attention_dim,
         caption_projection_dim=512,
         pooled_projection_dim=small.pooled_projection_dim,
-        pos_embed_max_size=32,
+        pos_embed_max_size=16,
         qk_norm="rms_norm",
     )
     pipe.vae = AutoencoderKL(
@@ -136,9 +137,11 @@ def medium_pipeline() -> StableDiffusion3Pipeline:
         block_out_channels=(16, 32, 64, 64),
         latent_channels=16,
         norm_num_groups=8,
-        sample_size=256,
+        sample_size=128,
         use_quant_conv=False,
         use_post_quant_conv=False,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
     )
     return StableDiffusion3Pipeline(**pipe.components)
 
@@ -154,7 +157,7 @@ BENCHMARKS = {
     "medium": (
         medium_pipeline,
         ["brightness"],
-        dict(num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=2, height=256, width=256)
+        dict(num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=2, height=128, width=128)
         | dict(num_inference_steps=6, sde_window=[0, 3]),
     ),
 }
@@ -163,6 +166,7 @@ BENCHMARKS = {
 def measure(name: str, rounds: int) -> None:
     """Trains for `rounds` updates after a warm-up one, and prints the medians."""
     make_pipeline, rewards, settings = BENCHMARKS[name]
+    hide_loading_bars("tiny")
     pipe = make_pipeline()
     with tempfile.TemporaryDirectory() as folder:
         args = DiffusionGRPOConfig(
