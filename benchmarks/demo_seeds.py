@@ -62,6 +62,7 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--note", default="", help="a sentence about how these runs were made")
     arguments = parser.parse_args()
     runs = {}
     for seed in arguments.seeds:
@@ -79,6 +80,7 @@ def main() -> None:
         prompts=first.info["prompts"]["eval"],
         steps=settings.get("eval_num_inference_steps") or settings["num_inference_steps"],
     )
+    head += f"\n{arguments.note}\n" if arguments.note else ""
     PAGE.write_text("\n".join([head, *table(runs)]) + "\n", encoding="utf-8")
     print(json.dumps({seed: gain(run, "reward") for seed, run in runs.items()}), f"-> {PAGE.relative_to(ROOT)}")
 
