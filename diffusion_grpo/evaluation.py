@@ -51,8 +51,8 @@ def evaluate_policy(
 
 def _sample(trainer: "DiffusionGRPOTrainer", rows: list[dict], places: list[int], pipeline_kwargs: dict) -> list[Any]:
     args, samples = trainer.args, []
-    trainer.policy.prompts.clear()
     for first in range(0, len(rows), args.per_device_eval_batch_size):
+        trainer.policy.prompts.clear()
         chunk = slice(first, first + args.per_device_eval_batch_size)
         images, _ = rollout(
             trainer.policy,

@@ -60,12 +60,24 @@ def prepare_model(
     if peft_config is not None:
         model = get_peft_model(network, peft_config).eval()
     else:
-        model = network.requires_grad_(True)
+        model = _with_float32_weights(network, args).requires_grad_(True)
     # Trainer calls this method of transformers' models; diffusers' have another one, called above
     model.activation_checkpointing_enable = lambda **kwargs: None
     if args.torch_compile:
         _compile_blocks(network, args)
     return component, model
+
+
+def _with_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.Module:
+    """An optimizer's small steps vanish in half-precision weights."""
+    if network.dtype == torch.float32:
+        return network
+    if not (args.bf16 or args.fp16):
+        raise ValueError(
+            f"Full training needs float32 weights, but {type(network).__name__} has {network.dtype}; load it in "
+            "float32, set bf16=True, or train a LoRA with peft_config."
+        )
+    return network.to(torch.float32)
 
 
 def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -80,7 +92,7 @@ def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any]) -> None:
             f"{type(network).__name__} has no gradient checkpointing in diffusers; set gradient_checkpointing=False."
         )
     checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, **{"use_reentrant": False, **kwargs})
-    network.enable_gradient_checkpointing(gradient_checkpointing_func=lambda module, *args: checkpoint(module, *args))
+    network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint)
 
 
 def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:

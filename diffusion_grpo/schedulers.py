@@ -6,6 +6,7 @@ deviation of the next latent. One pure float32 function a process; to add a proc
 that a pipeline cannot tell the difference; who drives the steps (a rollout or a replay) is decided in `rollout.py`.
 """
 
+import copy
 import functools
 import math
 from typing import Any, Protocol
@@ -265,6 +266,11 @@ def _is_flow(scheduler: SchedulerMixin) -> bool:
     return isinstance(scheduler, _FLOW_CAPABLE) and scheduler.config.prediction_type == "flow_prediction"
 
 
+def _is_beyond_ddim(scheduler: SchedulerMixin) -> bool:
+    """Dynamic thresholds and EDM's continuous timesteps have no counterpart in the `ddim` process."""
+    return bool(scheduler.config.get("thresholding")) or scheduler.config.get("timestep_type") == "continuous"
+
+
 def stochastic_scheduler(scheduler: SchedulerMixin, process: str = "auto") -> StochasticScheduler:
     """The scheduler to train with: the same schedule as `scheduler`, with `process` on top.
 
@@ -289,7 +295,7 @@ def stochastic_scheduler(scheduler: SchedulerMixin, process: str = "auto") -> St
         config = dict(scheduler.config)
     elif isinstance(scheduler, (CogVideoXDDIMScheduler, CogVideoXDPMScheduler)):
         kind, base, fitting, config = _DDIMScheduler, CogVideoXDDIMScheduler, ["ddim"], dict(scheduler.config)
-    elif isinstance(scheduler, _VARIANCE_PRESERVING) and not scheduler.config.get("thresholding"):
+    elif isinstance(scheduler, _VARIANCE_PRESERVING) and not _is_beyond_ddim(scheduler):
         # DDIM clips by default; only a config that says so may
         kind, base, fitting, config = (
             _DDIMScheduler,
@@ -304,6 +310,10 @@ def stochastic_scheduler(scheduler: SchedulerMixin, process: str = "auto") -> St
         )
     if process != "auto" and process not in fitting:
         raise ValueError(f"sde_type={process!r} does not fit {name}; use auto or one of {', '.join(fitting)}.")
-    stochastic = _stochastic_class(kind, base).from_config(config)
+    if base is type(scheduler):  # with all that was set on it after it was built, such as set_shift
+        stochastic = copy.copy(scheduler)
+        stochastic.__class__ = _stochastic_class(kind, base)
+    else:
+        stochastic = _stochastic_class(kind, base).from_config(config)
     stochastic.process = fitting[0] if process == "auto" else process
     return stochastic

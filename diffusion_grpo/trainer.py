@@ -208,6 +208,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             NonFiniteError: a loss or gradient is not finite.
             RewardError: a reward function failed.
         """
+        self.buffer, self._update = None, -1  # a second call starts with a rollout of its own
         resume_from_checkpoint = self._resume_point(resume_from_checkpoint or self.args.resume_from_checkpoint)
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / "run.json", self.run)

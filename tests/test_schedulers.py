@@ -133,3 +133,17 @@ def test_the_pipeline_keeps_its_scheduler_and_its_config():
     scheduler, config = pipe.scheduler, dict(pipe.config)
     rollout(Policy(pipe, sde_type="cps"), inputs, seeds=SEEDS, num_inference_steps=3)
     assert pipe.scheduler is scheduler and dict(pipe.config) == config
+
+
+def test_a_shift_set_after_loading_is_kept():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+    scheduler.set_shift(5.0)
+    mine = stochastic_scheduler(scheduler)
+    for each in (scheduler, mine):
+        each.set_timesteps(4)
+    assert torch.equal(mine.sigmas, scheduler.sigmas)
+
+
+def test_continuous_timesteps_are_refused():
+    with pytest.raises(UnsupportedScheduler, match="EulerDiscreteScheduler"):
+        stochastic_scheduler(EulerDiscreteScheduler(timestep_type="continuous", prediction_type="v_prediction"))

@@ -339,3 +339,21 @@ def test_defaults_name_the_output_after_the_model(tmp_path, monkeypatch):
     trainer = DiffusionGRPOTrainer(pipe, brightness, train_dataset=Dataset.from_dict({"prompt": ["a"]}))
     assert trainer.args.output_dir == "StableDiffusion3Pipeline-GRPO"
     assert dataclasses.is_dataclass(trainer.args)
+
+
+def test_training_again_starts_with_a_new_rollout(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1)
+    trainer.train()
+    first = trainer.buffer
+    trainer.train()
+    assert trainer.buffer is not first and logged(trainer, "ratio/max_error") == [0.0]
+
+
+def test_full_training_of_half_precision_weights_is_refused_without_mixed_precision(tmp_path, monkeypatch):
+    build = tiny_pipelines.build
+    monkeypatch.setattr(tiny_pipelines, "build", lambda *args: (build(*args)[0].to(torch.bfloat16), build(*args)[1]))
+    with pytest.raises(ValueError, match="Full training needs float32.*bf16=True"):
+        trainer_for(tmp_path, lora=False)
+    trainer = trainer_for(tmp_path / "mixed", lora=False, bf16=True, max_steps=1)
+    trainer.train()
+    assert trainer.model.dtype == torch.float32 and max(logged(trainer, "ratio/max_error")) <= 1e-5
