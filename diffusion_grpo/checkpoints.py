@@ -41,6 +41,12 @@ class CheckpointingTrainer(Trainer):
         """
         folder = Path(self.args.output_dir)
         if self.args.should_save:
+            for replaced in folder.glob("tmp-checkpoint-*-old"):
+                name = replaced.name.removeprefix("tmp-").removesuffix("-old")
+                if not (
+                    folder / name
+                ).exists():  # killed between taking the old one away and putting the new one there
+                    replaced.rename(folder / name)
             for leftover in folder.glob("tmp-checkpoint-*"):
                 shutil.rmtree(leftover)
         last = get_last_checkpoint(folder) if folder.is_dir() else None
@@ -118,8 +124,9 @@ class CheckpointingTrainer(Trainer):
     def _rotate(self, folder: Path) -> None:
         """Deletes what `save_total_limit` leaves no room for, out of sight first: never the newest or the best."""
         limit = self.args.save_total_limit
-        checkpoints = [Path(path) for path in sort_checkpoints(str(folder))]
-        protected = {checkpoints[-1], Path(self.state.best_model_checkpoint or checkpoints[-1])}
+        checkpoints = [Path(path) for path in sort_checkpoints(str(folder), use_mtime=True)]
+        newest = folder / f"checkpoint-{self.state.global_step}"
+        protected = {newest, Path(self.state.best_model_checkpoint or newest)}
         old = [path for path in checkpoints if path not in protected]
         for path in old[: max(0, len(checkpoints) - max(limit, len(protected)))] if limit else []:
             aside = path.with_name(f"tmp-{path.name}")
@@ -143,16 +150,22 @@ class CheckpointingTrainer(Trainer):
         if not (folder / TRAINER_STATE_NAME).is_file():
             raise ValueError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
         unwrapped = self.accelerator.unwrap_model(self.model)
-        if self.ema is not None:
-            hub.load_policy(unwrapped, self.component, folder / "ema")
-            for average, parameter in zip(self.ema.average.shadow_params, self.ema.parameters, strict=True):
-                average.data.copy_(parameter.data)
+        self._load_average(folder)
         if self.args.sync_ref_model:
             hub.load_policy(self.ref_model, self.component, folder / "reference")
         hub.load_policy(unwrapped, self.component, folder)
         self._resumed_from, self.buffer, self._update = str(folder), None, -1
 
+    def _load_average(self, folder: Path) -> None:
+        """Into the moving average; the model holds it afterwards too, until its own weights are loaded."""
+        if self.ema is None:
+            return
+        hub.load_policy(self.accelerator.unwrap_model(self.model), self.component, folder / "ema")
+        for average, parameter in zip(self.ema.average.shadow_params, self.ema.parameters, strict=True):
+            average.data.copy_(parameter.data)
+
     def _load_best_model(self) -> None:
+        self._load_average(Path(self.state.best_model_checkpoint))
         hub.load_policy(self.accelerator.unwrap_model(self.model), self.component, self.state.best_model_checkpoint)
 
     # Hub

@@ -210,6 +210,8 @@ class DiffusionGRPOConfig(TrainingArguments):
         for name in ("pipeline_kwargs", "model_init_kwargs"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, json.loads(getattr(self, name)))
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+            self.metric_for_best_model = "eval_reward"  # there is no eval_loss here
         # accelerate would compile the whole network; `loading.py` compiles its repeated blocks instead
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
@@ -265,6 +267,8 @@ class DiffusionGRPOConfig(TrainingArguments):
             raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
         if self.sync_ref_model and self.beta == 0:
             raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
+        if self.ignore_data_skip:
+            raise ValueError("ignore_data_skip would pair resumed rollouts with other prompts; leave it False.")
         if self.auto_find_batch_size:
             raise ValueError("auto_find_batch_size would change the groups; set per_device_train_batch_size instead.")
 

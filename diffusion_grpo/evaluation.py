@@ -5,6 +5,7 @@ In: the trainer and a dataset. Out: metrics, and for the main evaluation picture
 
 import math
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,8 @@ def evaluate_policy(
     rows = [dataset[place // args.num_generations_eval] for place in mine]
     samples = _sample(trainer, rows, mine, pipeline_kwargs or {})
     funcs = trainer.reward_funcs + trainer.eval_reward_funcs
-    local = trainer._score(funcs, samples, rows) if rows else torch.empty(0, len(funcs))
+    own_metrics: dict[str, list[float]] = defaultdict(list)  # not among those of the training
+    local = trainer._score(funcs, samples, rows, own_metrics) if rows else torch.empty(0, len(funcs))
     rewards = _gathered(trainer, local, total)
     weights = torch.tensor(trainer.reward_weights)
     reward = (rewards[:, : len(weights)].nan_to_num() * weights).sum(1)
@@ -42,6 +44,7 @@ def evaluate_policy(
         metrics |= _mean_and_error(
             f"{prefix}_rewards/{reward_name(func)}", column[~column.isnan()], "/mean", "/std_error"
         )
+    metrics |= {f"{prefix}_{name}": sum(values) / len(values) for name, values in own_metrics.items()}
     metrics[f"{prefix}_runtime"] = time.perf_counter() - start
     if prefix == "eval":
         _keep(trainer, samples, rows, mine, local)

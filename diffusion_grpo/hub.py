@@ -4,6 +4,7 @@ In: the trained model and its pipeline. Out: a folder with LoRA weights in both 
 network (and, for the final save, the whole pipeline) as diffusers lays it out; and a model card.
 """
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -48,13 +49,14 @@ def _save_lora(model: PeftModel, pipe: DiffusionPipeline, component: str, folder
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = model.peft_config[model.active_adapter]
     config.save_pretrained(folder)
-    if not hasattr(pipe, "save_lora_weights"):  # a pipeline without LoRA loader has PEFT's files alone
+    known = inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
+    if f"{component}_lora_layers" not in known:  # no LoRA loader for this network: PEFT's files alone
         return
     layers = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
     if component == "unet":
         layers = convert_state_dict_to_diffusers(layers)
     names = {f"{component}_lora_layers": layers, f"{component}_lora_adapter_metadata": config.to_dict()}
-    pipe.save_lora_weights(folder, **names)
+    pipe.save_lora_weights(folder, **{name: value for name, value in names.items() if name in known})
 
 
 def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:

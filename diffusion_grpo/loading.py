@@ -14,7 +14,7 @@ from torch import nn
 
 from . import tiny
 from .config import DiffusionGRPOConfig
-from .rollout import policy_component
+from .rollout import POLICY_COMPONENTS, policy_component
 
 
 def model_name(model: str | DiffusionPipeline) -> str:
@@ -35,7 +35,7 @@ def load_pipeline(
     kwargs = dict(args.model_init_kwargs or {})
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     if "torch_dtype" not in kwargs and half != torch.float32:
-        full = {name: torch.float32 for name in ("transformer", "unet", "prior", args.train_component) if name}
+        full = {name: torch.float32 for name in (*POLICY_COMPONENTS, args.train_component) if name}
         kwargs["torch_dtype"] = {**full, "default": half} if is_full_training else half
     elif isinstance(kwargs.get("torch_dtype"), str):
         kwargs["torch_dtype"] = getattr(torch, kwargs["torch_dtype"].removeprefix("torch."))

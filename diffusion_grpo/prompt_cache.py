@@ -41,11 +41,15 @@ class PromptCache:
     def _encode(self, encode: Callable, args: tuple, kwargs: dict) -> Any:
         arguments = inspect.signature(encode).bind(*args, **kwargs).arguments
         distinct, index = _distinct_prompts(arguments)
-        arguments.update(distinct)
-        key = _by_value(arguments)
+        key = _by_value(arguments | distinct), index is None
         if key not in self.results:
             with torch.no_grad():
-                self.results[key] = encode(**arguments)
+                self.results[key] = encode(**(arguments | distinct))
+        if index is not None and not _is_by_sample(self.results[key], max(index) + 1):
+            key, index = (_by_value(arguments), True), None
+            if key not in self.results:
+                with torch.no_grad():
+                    self.results[key] = encode(**arguments)
         return _spread(self.results[key], index)
 
 
@@ -71,6 +75,15 @@ def _distinct_prompts(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], 
         return {}, None
     columns = dict(zip(lists, map(list, zip(*distinct, strict=True)), strict=True))
     return columns, [distinct.index(row) for row in rows]
+
+
+def _is_by_sample(result: Any, count: int) -> bool:
+    """Whether every embedding has the distinct prompts as its first dimension (HiDream's layers come first)."""
+    if torch.is_tensor(result):
+        return result.ndim < 3 or len(result) == count
+    if isinstance(result, (tuple, list)):
+        return all(_is_by_sample(item, count) for item in result) or len(result) == count
+    return True
 
 
 def _is_plain(value: Any) -> bool:
@@ -104,4 +117,4 @@ def _by_value(value: Any) -> Any:
         return tuple((name, _by_value(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(_by_value(item) for item in value)
-    return id(value)
+    return object()  # equal to nothing: what cannot be compared by value is encoded anew

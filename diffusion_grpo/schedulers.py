@@ -55,10 +55,12 @@ def flow_sde(
         sample: latent x at `sigma`, (batch, ...).
         sigma, sigma_next: noise levels in [0, 1], `sigma_next < sigma`; 0-dimensional or broadcastable to `sample`.
         noise_level: the paper's a.
-        sigma_max: stands in for `sigma` in 1 - sigma where `sigma` is 1, usually the schedule's second sigma.
+        sigma_max: stands in for `sigma` in 1 - sigma where `sigma` is (almost) 1, usually the schedule's second sigma.
     """
     dt = sigma_next - sigma
-    g = noise_level * torch.sqrt(sigma / (1 - torch.where(sigma >= 1, sigma_max, sigma)))
+    # solvers start the schedule at 1 or just below it, where 1 - sigma would blow the noise up
+    bounded = torch.where(sigma > 0.99, torch.minimum(sigma, sigma_max), sigma)
+    g = noise_level * torch.sqrt(sigma / (1 - bounded))
     mean = sample * (1 + g**2 / (2 * sigma) * dt) + prediction * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
     return mean, g * torch.sqrt(-dt)
 

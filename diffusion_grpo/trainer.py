@@ -208,7 +208,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             NonFiniteError: a loss or gradient is not finite.
             RewardError: a reward function failed.
         """
-        self.buffer, self._update = None, -1  # a second call starts with a rollout of its own
+        self.buffer, self._update, self._logged_step = None, -1, None  # a second call starts with its own rollout
+        self._metrics.clear()
         resume_from_checkpoint = self._resume_point(resume_from_checkpoint or self.args.resume_from_checkpoint)
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / "run.json", self.run)
@@ -339,7 +340,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         self._metrics["time/rollout"].append(time.perf_counter() - start)
 
         start = time.perf_counter()
-        local = self._score(self.reward_funcs, samples, rows)
+        local = self._score(self.reward_funcs, samples, rows, self._metrics)
         rewards = self.accelerator.gather(local.to(self.args.device)).cpu()
         self._metrics["time/reward"].append(time.perf_counter() - start)
         self._images += len(rewards)
@@ -389,14 +390,20 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
                 steps=steps[chunk],
                 noise_steps=noise_steps,
                 noise_level=self.noise_level,
-                device="cpu" if args.offload_trajectories else args.device,
+                device=self._trajectory_device,
             )
             samples += list(images)
             trajectories.append(trajectory)
         return samples, Trajectory.cat(trajectories)
 
-    def _score(self, funcs: list[Callable], samples: list, rows: list[dict]) -> Tensor:
-        """(samples, functions) float32 rewards of this process, NaN for None."""
+    @property
+    def _trajectory_device(self) -> Any:
+        return "cpu" if self.args.offload_trajectories else self.args.device
+
+    def _score(
+        self, funcs: list[Callable], samples: list, rows: list[dict], metrics: dict[str, list[float]]
+    ) -> Tensor:
+        """(samples, functions) float32 rewards of this process, NaN for None; what they log goes into `metrics`."""
         kind = "videos" if isinstance(samples[0], list) else "images"
         columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         return score(
@@ -405,7 +412,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             prompts=[row["prompt"] for row in rows],
             columns=columns,
             trainer_state=self.state,
-            log_metric=lambda name, value: self._metrics[name].append(float(value)),
+            log_metric=lambda name, value: metrics[name].append(float(value)),
             failure_dir=Path(self.args.output_dir) / "failures",
         )
 
@@ -437,8 +444,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             generator = torch.Generator().manual_seed(sample_seed(seed, "best_of_n"))
             groups = torch.arange(len(rows)) // args.num_generations
             self._kept = best_of_n(advantages, groups, args.best_of_n, generator)
-            kept = self._kept.to(trajectory.latents.device)
-            rows, trajectory = [rows[i] for i in self._kept.tolist()], trajectory[kept]
+            rows, trajectory = [rows[i] for i in self._kept.tolist()], trajectory[self._kept]
         advantages = advantages[self._kept].to(args.device)
         buffer = RolloutBuffer(rows, trajectory, advantages, args.per_device_train_batch_size, seed)
         if args.old_log_prob == "replay" and self._slots > args.gradient_accumulation_steps:
@@ -465,7 +471,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             raise ValueError(f"{path} is missing: the checkpoint lies within a rollout and cannot be resumed exactly.")
         seed = sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
         buffer, self._kept = RolloutBuffer.load(
-            path, rows, self.args.per_device_train_batch_size, seed, self.args.device
+            path, rows, self.args.per_device_train_batch_size, seed, self._trajectory_device
         )
         return buffer
 

@@ -160,3 +160,11 @@ def test_a_component_that_is_not_there_is_refused_with_those_that_are():
     pipe, _ = tiny_pipelines.build("sd3")
     with pytest.raises(ValueError, match="no network 'unet'; .*text_encoder.*transformer"):
         Policy(pipe, component="unet")
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "wan", "sana"])
+def test_the_noise_of_a_flow_rollout_keeps_latents_at_their_scale(name):
+    pipe, inputs = tiny_pipelines.build(name)
+    _, trajectory = rollout(pipe, inputs, seeds=SEEDS, num_inference_steps=6)
+    spread = trajectory.next_latents.flatten(2).std(2)
+    assert 0.3 < spread.min() and spread.max() < 4, spread
