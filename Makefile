@@ -25,7 +25,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,ocr,report]"
 	@touch $@
 
-demo: setup ## teach the embedded model to spell and colour (about ten minutes on two cores), into outputs/demo
+demo: setup ## teach the embedded model to spell and colour on the CPU, into outputs/demo
 	@rm -rf outputs/demo
 	@$(OFFLINE) $(QUIET) $(BIN)/diffusion-grpo train examples/demo.yaml $(ARGS)
 
@@ -49,7 +49,7 @@ bench: setup ## time one GRPO step against the bare network, and print peak memo
 docs: setup ## regenerate docs/config.md from the settings' help texts and check every link in the docs
 	@$(BIN)/python docs/build.py $(ARGS)
 
-tiny-model: setup ## make the embedded model again from packages alone (at most 30 minutes on two cores)
+tiny-model: setup ## make the embedded model again from packages alone (half an hour or so on two cores)
 	@$(OFFLINE) $(BIN)/python -m diffusion_grpo.tiny.train $(ARGS)
 
 clean: ## remove the environment, caches and build products (outputs/ is kept)

@@ -23,8 +23,8 @@ class DiffusionGRPOConfig(TrainingArguments):
     r"""Settings of [`DiffusionGRPOTrainer`]; everything of [`~transformers.TrainingArguments`] holds too.
 
     Only what this library adds, or gives another default, is listed in the class body; each field says what it does in
-    its `help`. The defaults are Flow-GRPO's recipe for LoRA on SD3.5-M (https://huggingface.co/papers/2505.05470) at a
-    size that one 24 GB card takes.
+    its `help`. The defaults are Flow-GRPO's recipe for LoRA on SD3.5-M (https://huggingface.co/papers/2505.05470) with
+    smaller batches; they have not been run on a model of that size yet.
 
     Raises:
         ValueError: a setting is out of range, unknown, or contradicts another one.
@@ -51,7 +51,7 @@ class DiffusionGRPOConfig(TrainingArguments):
     gradient_accumulation_steps: int = field(default=32, metadata={"help": "Micro-batches in one optimizer update."})
     activation_checkpointing: bool | None = field(
         default=True,
-        metadata={"help": "Recompute activations in the backward pass: less memory, about a third more time."},
+        metadata={"help": "Recompute activations in the backward pass: less memory, more time."},
     )
     bf16: bool | None = field(
         default=None, metadata={"help": "Mixed bfloat16 precision. By default on wherever an accelerator has it."}
