@@ -59,17 +59,18 @@ def _distinct_prompts(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], 
     No index where the call is not of the plain kind, one prompt a sample and nothing else that counts samples.
     """
     prompts = arguments.get("prompt")
-    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+    if not _is_list_of(str, prompts):
         return {}, None
     if any(arguments.get(name, 1) != 1 for name in ("num_images_per_prompt", "num_videos_per_prompt")):
         return {}, None
-    lists = {name: value for name, value in arguments.items() if isinstance(value, (list, tuple))}
-    others = [value for name, value in arguments.items() if name not in lists and not _is_plain(value)]
-    if others or any(len(value) != len(prompts) for value in lists.values()):
+    lists = {name: value for name, value in arguments.items() if _is_list_of(str, value) and "prompt" in name}
+    others = [value for name, value in arguments.items() if name not in lists]
+    if any(len(value) != len(prompts) for value in lists.values()):
+        return {}, None
+    # a setting, such as Sana's instruction or FLUX.2's layers, unless it may count samples or hold any
+    if not all(_is_setting(value) for value in others) or any(_has_length(value, len(prompts)) for value in others):
         return {}, None
     rows = list(zip(*lists.values(), strict=True))
-    if not all(isinstance(value, str) for row in rows for value in row):
-        return {}, None
     distinct = list(dict.fromkeys(rows))
     if len(distinct) == len(rows):
         return {}, None
@@ -84,6 +85,23 @@ def _is_by_sample(result: Any, count: int) -> bool:
     if isinstance(result, (tuple, list)):
         return all(_is_by_sample(item, count) for item in result) or len(result) == count
     return True
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _has_length(value: Any, count: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == count
+
+
+def _is_setting(value: Any) -> bool:
+    """Numbers and strings, also in lists and dicts: the same for every sample."""
+    if isinstance(value, dict):
+        return all(_is_setting(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_setting(item) for item in value)
+    return _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:
