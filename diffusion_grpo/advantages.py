@@ -9,6 +9,7 @@ import dataclasses
 
 import torch
 
+AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum", "min_then_normalize", "product_then_normalize"]
 EPS = 1e-8
 # Rewards of a group that differ by less than this, relative to the largest, count as equal: such differences are
 # rounding of float32 (0.7 and 1 - 0.3), and a z-score would blow them up to full size.
@@ -21,7 +22,7 @@ class Advantages:
 
     Attributes:
         advantages: `(samples,)` float32, never NaN.
-        rewards: `(samples,)` float32, weighted sum over the functions; NaN where no function scored the sample.
+        rewards: `(samples,)` float32, weighted sum (minimum, product) of the functions; NaN where none scored it.
         group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group, 0 where all are equal.
         frac_reward_zero_std: share of the samples in groups of equal rewards.
     """
@@ -53,7 +54,8 @@ def compute_advantages(
             `"group"`, that of the whole `"batch"` (Flow-GRPO's global std), or nothing (`"none"`, Dr. GRPO).
         multi_objective_aggregation: `"sum_then_normalize"` normalises the weighted sum of the functions,
             `"normalize_then_sum"` sums the normalised functions (GDPO, arXiv 2601.05242, without its last division by
-            the batch's std, which only rescales; DanceGRPO, arXiv 2505.07818).
+            the batch's std, which only rescales; DanceGRPO, arXiv 2505.07818). `"min_then_normalize"` and
+            `"product_then_normalize"` take the functions' minimum or product in place of the sum (`combine`).
         advantage_clip: advantages are clamped to plus and minus this, at the very end.
         reward_threshold: a group whose mean weighted reward is below this gets the advantage 0.
 
@@ -63,9 +65,9 @@ def compute_advantages(
     check_inputs(rewards, groups, weights, scale_rewards, multi_objective_aggregation)
     device, rewards, weights = rewards.device, rewards.detach().cpu().double(), weights.detach().cpu().double()
     index = torch.unique(groups.cpu(), return_inverse=True)[1]
-    total = weighted_sum(rewards, weights)
+    total = combine(rewards, weights, multi_objective_aggregation)
     mean, std = group_statistics(total, index)
-    if multi_objective_aggregation == "sum_then_normalize":
+    if multi_objective_aggregation != "normalize_then_sum":
         advantages = normalize(total, index, scale_rewards)
     else:
         columns = [normalize(column, index, scale_rewards) for column in rewards.unbind(1)]
@@ -103,11 +105,42 @@ def check_inputs(
         )
     if scale_rewards not in ("group", "batch", "none"):
         raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', not {scale_rewards!r}.")
-    if multi_objective_aggregation not in ("sum_then_normalize", "normalize_then_sum"):
+    if multi_objective_aggregation not in AGGREGATIONS:
         raise ValueError(
-            "multi_objective_aggregation must be 'sum_then_normalize' or 'normalize_then_sum', not "
+            f"multi_objective_aggregation must be one of {', '.join(AGGREGATIONS)}, not "
             f"{multi_objective_aggregation!r}."
         )
+
+
+def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> torch.Tensor:
+    """The one number a sample that several functions come to; those that left it out (NaN) have no say.
+
+    Args:
+        columns: `(samples, functions)`.
+        weights: `(functions,)`.
+        aggregation: the weighted sum, the least of the weighted values (`"min_then_normalize"`), or the product of the
+            values, each to the power of its weight (`"product_then_normalize"`).
+
+    Returns:
+        `(samples,)`, NaN where every function is NaN.
+
+    Raises:
+        ValueError: a value below 0 (or 0 to a negative power) in a product.
+    """
+    is_missing = columns.isnan()
+    if aggregation == "min_then_normalize":
+        total = (columns * weights).masked_fill(is_missing, torch.inf).amin(1)
+    elif aggregation == "product_then_normalize":
+        factors = (columns**weights).masked_fill(is_missing, 1.0)
+        if (columns < 0).any() or not factors.isfinite().all():
+            raise ValueError(
+                f"product_then_normalize multiplies rewards, but one is {columns[~is_missing].min().item():g}; give "
+                "that reward a clip of [0, high], positive weights, or use min_then_normalize."
+            )
+        total = factors.prod(1)
+    else:
+        return weighted_sum(columns, weights)
+    return total.masked_fill(is_missing.all(1), torch.nan)
 
 
 def weighted_sum(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

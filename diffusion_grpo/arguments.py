@@ -32,7 +32,10 @@ class ScriptArguments:
         }
     )
     reward_funcs: list[str] = field(
-        metadata={"help": "Rewards: built-in names or dotted paths of functions, `my_module.my_reward`."}
+        metadata={
+            "help": "Rewards: built-in names or dotted paths of functions, `my_module.my_reward`; or a mapping from "
+            "these to weights or options, `{text: 0.6, color: {weight: 0.4}}` (docs/rewards.md)."
+        }
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     eval_dataset: str | None = field(
@@ -43,7 +46,8 @@ class ScriptArguments:
         default=None, metadata={"help": "Evaluate on the first so many held-out prompts."}
     )
     eval_reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "Judges: rewards that are measured in evaluations and never trained on."}
+        default=None,
+        metadata={"help": "Judges: rewards that are measured in evaluations and never trained on; as `reward_funcs`."},
     )
     baseline_guidance_scales: list[float] | None = field(
         default=None,
@@ -149,6 +153,10 @@ def _as_flags(values: dict[str, Any], hints: dict[str, Any], parser: "HfArgument
     actions = {action.dest: action for action in parser._actions}
     flags = []
     for key, value in values.items():
+        if key in ("reward_funcs", "eval_reward_funcs") and _holds_mapping(value):
+            actions[key].required = False
+            parser.set_defaults(**{key: value})  # `load_rewards` checks it
+            continue
         for kind, name in ((type(None), "None"), (bool, "bool"), (list, "list"), (dict, "dict")):
             resume = key == "resume_from_checkpoint"  # true is its word for the newest checkpoint
             if isinstance(value, kind) and name not in str(hints[key]) and not resume:
@@ -163,6 +171,10 @@ def _as_flags(values: dict[str, Any], hints: dict[str, Any], parser: "HfArgument
         else:
             flags.append(f"--{key}={value}")
     return flags
+
+
+def _holds_mapping(value: Any) -> bool:
+    return isinstance(value, dict) or isinstance(value, list) and any(not isinstance(entry, str) for entry in value)
 
 
 def _raise_argparse_error(message: str) -> None:

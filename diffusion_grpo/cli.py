@@ -139,7 +139,7 @@ def build_trainer(
     script: "ScriptArguments", lora: "LoraArguments", config: "DiffusionGRPOConfig"
 ) -> "DiffusionGRPOTrainer":
     """Refuses unusable prompts and rewards first; only then is the model loaded."""
-    from .rewards import get_reward
+    from .rewards import check_columns, load_rewards
 
     train_dataset = refusing(load_checked, script.dataset, script.dataset_train_split, "dataset")
     eval_dataset = None
@@ -147,8 +147,9 @@ def build_trainer(
         eval_dataset = refusing(load_checked, script.eval_dataset, script.dataset_test_split, "eval_dataset")
         if script.eval_max_prompts is not None:
             eval_dataset = eval_dataset.select(range(min(script.eval_max_prompts, len(eval_dataset))))
-    reward_funcs = [refusing(get_reward, name) for name in script.reward_funcs]
-    eval_reward_funcs = [refusing(get_reward, name) for name in script.eval_reward_funcs or []]
+    reward_funcs = refusing(load_rewards, script.reward_funcs)
+    eval_reward_funcs = refusing(load_rewards, script.eval_reward_funcs, "eval_reward_funcs")
+    refusing(check_columns, reward_funcs, train_dataset.column_names, "dataset")
     refusing(check_model_name, script.model)
     refuse_used_folder(config)
 
@@ -333,7 +334,12 @@ def add_sample(command: argparse.ArgumentParser) -> None:
     command.add_argument("--split", default="test", help="split of the prompts; default: %(default)s")
     command.add_argument("--max_prompts", type=int, default=16, help="use the first so many; default: %(default)s")
     command.add_argument("--lora", help="folder of a LoRA, such as a run's output folder")
-    command.add_argument("--reward_funcs", nargs="+", default=[], help="rewards that score the pictures")
+    command.add_argument(
+        "--reward_funcs",
+        nargs="+",
+        default=[],
+        help="rewards that score the pictures: names, dotted paths, or one YAML mapping with options",
+    )
     command.add_argument("--batch_size", type=int, default=16, help="pictures a call; default: %(default)s")
     command.add_argument("--output_dir", default="samples", help="default: %(default)s")
     add_pipeline_options(command, steps_default=None)
@@ -342,10 +348,11 @@ def add_sample(command: argparse.ArgumentParser) -> None:
 
 def run_sample(arguments: argparse.Namespace) -> int:
     """Writes pictures, scores and a table, without training. Returns the exit code."""
-    from .rewards import get_reward
+    from .rewards import check_columns, load_rewards
 
-    reward_funcs = [refusing(get_reward, name) for name in arguments.reward_funcs]
+    reward_funcs = refusing(load_rewards, read_rewards(arguments.reward_funcs))
     dataset = refusing(load_checked, arguments.prompts, arguments.split, "--prompts")
+    refusing(check_columns, reward_funcs, dataset.column_names, "--prompts")
     dataset = dataset.select(range(min(arguments.max_prompts, len(dataset))))
     options = pipeline_options(arguments)
     pipe = load_pipeline(arguments.model, arguments.dtype)
@@ -367,6 +374,13 @@ def run_sample(arguments: argparse.Namespace) -> int:
         print(f"{name:<16} {mean:.3f}")
     print(f"{len(dataset)} pictures and samples.parquet in {arguments.output_dir}")
     return 0
+
+
+def read_rewards(words: list[str]) -> Any:
+    """Names as they are; a single word that starts as a YAML mapping or list is read as one."""
+    from .arguments import read_overrides
+
+    return refusing(read_overrides, ["--reward_funcs", *words])["reward_funcs"] if words else []
 
 
 def add_report(command: argparse.ArgumentParser) -> None:

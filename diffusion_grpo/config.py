@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
+from .advantages import AGGREGATIONS
 from .losses import get_loss
 from .schedulers import PROCESSES
 
@@ -81,6 +82,9 @@ class DiffusionGRPOConfig(TrainingArguments):
     width: int | None = field(default=None, metadata={"help": "Width in pixels; by default the pipeline's own."})
     num_frames: int | None = field(
         default=None, metadata={"help": "Frames of a video; by default the pipeline's own."}
+    )
+    fps: float = field(
+        default=16.0, metadata={"help": "Frames a second of videos: what rewards are told and saved videos play at."}
     )
     pipeline_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Further keyword arguments of every call of the pipeline."}
@@ -150,7 +154,10 @@ class DiffusionGRPOConfig(TrainingArguments):
     )
     multi_objective_aggregation: str = field(
         default="sum_then_normalize",
-        metadata={"help": "sum_then_normalize, or normalize_then_sum (GDPO), for several rewards."},
+        metadata={
+            "help": "How several rewards become one advantage: sum_then_normalize, normalize_then_sum (GDPO), "
+            "min_then_normalize or product_then_normalize."
+        },
     )
     advantage_clip: float | None = field(default=5.0, metadata={"help": "Advantages are clamped to +- this."})
     reward_threshold: float | None = field(
@@ -253,7 +260,7 @@ class DiffusionGRPOConfig(TrainingArguments):
         choices = {
             "sde_type": ["auto", *PROCESSES],
             "scale_rewards": ["group", "batch", "none"],
-            "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
+            "multi_objective_aggregation": AGGREGATIONS,
             "old_log_prob": ["rollout", "replay"],
         }
         for name, known in choices.items():
@@ -293,7 +300,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             if value is not None and value < least:
                 reason = "; one sample has no group to be better than" if name == "num_generations" else ""
                 raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
-        for name in ("noise_level", "advantage_clip", "max_ratio_error"):
+        for name in ("noise_level", "advantage_clip", "max_ratio_error", "fps"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value}.")

@@ -60,12 +60,16 @@ class Run:
         return self.info.get("reward_weights") or [1.0] * len(self.info["reward_funcs"])
 
     def maximum(self, name: str) -> float | None:
-        """The most that a reward (or `reward`, the weighted sum) can be, where that is known."""
+        """The most that a reward (or `reward`, what they come to together) can be, where that is known."""
         if name != "reward":
-            return 1.0 if name in AT_MOST_ONE else None
-        if all(self.maximum(func) for func in self.info["reward_funcs"]) and min(self.weights) >= 0:
-            return sum(self.weights)
-        return None
+            is_changed = self.info.get("reward_options", {}).get(name, {}).keys() & {"mean", "std", "clip"}
+            return 1.0 if name in AT_MOST_ONE and not is_changed else None
+        if not all(self.maximum(func) for func in self.info["reward_funcs"]) or min(self.weights) < 0:
+            return None
+        aggregation = self.info.get("settings", {}).get("multi_objective_aggregation", "sum_then_normalize")
+        return {"min_then_normalize": min(self.weights), "product_then_normalize": 1.0}.get(
+            aggregation, sum(self.weights)
+        )
 
     def held_out(self, name: str, index: int) -> tuple[float | None, float | None]:
         """Mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last)."""

@@ -42,11 +42,20 @@ from .inputs import PipelineInputs
 from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, prepare_model
 from .losses import LossInputs, get_loss
 from .records import check_same_run, run_record, write_json, write_samples
-from .rewards import get_reward, reward_name, score
+from .rewards import (
+    RewardError,
+    check_columns,
+    check_groups,
+    check_judges,
+    load_rewards,
+    reward_name,
+    reward_weights,
+    score,
+)
 from .rollout import Policy, StepDistribution, Trajectory, replay, rollout, sample_seed, trained_steps
 from .schedulers import DEFAULT_NOISE_LEVELS
 
-RewardFunc = str | Callable[..., list[float | None]]
+RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
 
 class RatioError(RuntimeError):
@@ -63,9 +72,10 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
 
     Args:
         model: Hub id or folder of a pipeline, "tiny" for the embedded one, or a `DiffusionPipeline`.
-        reward_funcs: a function, a name of `diffusion_grpo.rewards.REWARDS`, a dotted path, or a list of these. Called
-            with keywords `prompts`, `completions` (also as `images` or `videos`), every dataset column and
-            `trainer_state`; returns one `float | None` a sample, may be async.
+        reward_funcs: a function, a name of `diffusion_grpo.rewards.REWARDS`, a dotted path, a list of these, or a
+            mapping from these to weights or options (`rewards.load_rewards`). Called with keywords `prompts`,
+            `completions` (also as `images` or `videos`), every dataset column, `trainer_state`, `log_metric` and
+            `log_extra`; returns one `float | None` a sample, may be async.
         args: settings; `DiffusionGRPOConfig("<model>-GRPO")` by default.
         train_dataset: with a column `prompt`. Columns named as parameters of the pipeline's `__call__` are passed to
             it, every column to the rewards.
@@ -91,17 +101,22 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
         args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
-        self.reward_funcs = [get_reward(func) for func in _as_list(reward_funcs)]
-        self.eval_reward_funcs = [get_reward(func) for func in _as_list(eval_reward_funcs)]
-        self.reward_weights = _checked_weights(args, self.reward_funcs)
+        self.reward_funcs = load_rewards(reward_funcs)
+        self.eval_reward_funcs = load_rewards(eval_reward_funcs, "eval_reward_funcs")
+        self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
+        check_judges(self.reward_funcs, self.eval_reward_funcs)
+        check_groups(self.reward_funcs, args.rollout_size, args.num_generations)
         self.loss = get_loss(args.loss_type)
         check_peft_config(peft_config)
         for name, dataset in _named_datasets(train_dataset, eval_dataset):
             check_dataset(dataset, name)
+            judges = self.eval_reward_funcs if name != "train_dataset" else []
+            check_columns(self.reward_funcs + judges, dataset.column_names, name)
         if args.learning_rate is None:
             args.learning_rate = 3e-4 if peft_config is not None else 1e-5
         names = [[reward_name(func) for func in funcs] for funcs in (self.reward_funcs, self.eval_reward_funcs)]
         self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
+        self.run["reward_options"] = {r.name: r.options() for r in self.reward_funcs + self.eval_reward_funcs}
         check_same_run(args.output_dir, self.run)
 
         pipe = load_pipeline(model, args, is_full_training=peft_config is None)
@@ -340,7 +355,12 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         self._metrics["time/rollout"].append(time.perf_counter() - start)
 
         start = time.perf_counter()
-        local = self._score(self.reward_funcs, samples, rows, self._metrics)
+        try:
+            groups = (positions // self.args.num_generations).tolist()
+            local = self._score(self.reward_funcs, samples, rows, self._metrics, groups)
+        except RewardError:
+            self._save_before_stopping()
+            raise
         rewards = self.accelerator.gather(local.to(self.args.device)).cpu()
         self._metrics["time/reward"].append(time.perf_counter() - start)
         self._images += len(rewards)
@@ -401,20 +421,34 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         return "cpu" if self.args.offload_trajectories else self.args.device
 
     def _score(
-        self, funcs: list[Callable], samples: list, rows: list[dict], metrics: dict[str, list[float]]
+        self,
+        funcs: list[Callable],
+        samples: list,
+        rows: list[dict],
+        metrics: dict[str, list[float]],
+        groups: list[int],
     ) -> Tensor:
         """(samples, functions) float32 rewards of this process, NaN for None; what they log goes into `metrics`."""
         kind = "videos" if isinstance(samples[0], list) else "images"
         columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        self._extras: dict[str, list] = {}
         return score(
             funcs,
             **{kind: samples},
             prompts=[row["prompt"] for row in rows],
             columns=columns,
+            groups=groups,
+            fps=self.args.fps,
             trainer_state=self.state,
             log_metric=lambda name, value: metrics[name].append(float(value)),
+            log_extra=self._extras.__setitem__,
             failure_dir=Path(self.args.output_dir) / "failures",
         )
+
+    def _save_before_stopping(self) -> None:
+        """A checkpoint of the last update, to go on from; several processes save together or not at all."""
+        if self.accelerator.num_processes == 1 and self.state.global_step > 0:
+            self._save_checkpoint(self.model, trial=None)
 
     def _log_rewards(self, rewards: Tensor, result: Any) -> None:
         metrics = self._metrics
@@ -432,7 +466,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         rank = f"-rank{self.accelerator.process_index}" if self.accelerator.num_processes > 1 else ""
         path = Path(self.args.output_dir) / "samples" / f"step-{self.state.global_step:06d}{rank}.parquet"
         table = {"step": [self.state.global_step] * len(rows), "prompt": [row["prompt"] for row in rows]}
-        table |= dict(zip(names, rewards.T.tolist(), strict=True))
+        table |= self._extras | dict(zip(names, rewards.T.tolist(), strict=True))
         write_samples(path, table | {name: column.tolist() for name, column in columns.items()})
 
     def _buffer_of(
@@ -508,8 +542,12 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
                 metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}", pipeline_kwargs)
             return metrics
         check_dataset(dataset, "eval_dataset")
-        with self.averaged_weights():
-            metrics = evaluate_policy(self, dataset, metric_key_prefix, pipeline_kwargs)
+        try:
+            with self.averaged_weights():
+                metrics = evaluate_policy(self, dataset, metric_key_prefix, pipeline_kwargs)
+        except RewardError:
+            self._save_before_stopping()
+            raise
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -558,14 +596,3 @@ def _named_datasets(train: Any, evaluation: Any) -> list[tuple[str, Any]]:
     evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     named = [("train_dataset", train), *evaluations.items()]
     return [(name, dataset) for name, dataset in named if dataset is not None]
-
-
-def _checked_weights(args: DiffusionGRPOConfig, funcs: list[Callable]) -> list[float]:
-    if not funcs:
-        raise ValueError("reward_funcs is empty; name at least one reward.")
-    weights = args.reward_weights or [1.0] * len(funcs)
-    if len(weights) != len(funcs):
-        raise ValueError(
-            f"reward_weights has {len(weights)} entries for {len(funcs)} reward functions; give one each."
-        )
-    return [float(weight) for weight in weights]

@@ -172,7 +172,7 @@ def test_results_are_float32_without_gradient_and_the_inputs_stay():
         ([0, 0, 5], {}, "Group 5 has a single sample.*num_generations"),
         ([0, 0], {}, r"shapes .* not \(3, 1\), \(2,\) and \(1,\)"),
         ([0, 0, 0], {"scale_rewards": "std"}, "'group', 'batch' or 'none', not 'std'"),
-        ([0, 0, 0], {"multi_objective_aggregation": "gdpo"}, "'sum_then_normalize' or .* not 'gdpo'"),
+        ([0, 0, 0], {"multi_objective_aggregation": "gdpo"}, "sum_then_normalize, .* not 'gdpo'"),
     ],
 )
 def test_refusals(groups, options, message):

@@ -2,8 +2,9 @@
 
 In: the name of a built-in reward, a dotted path, or any callable. Out: the callable, and the name it goes by in logs.
 A reward is called with keywords (`prompts`, `completions`, `images` or `videos`, every dataset column, ...), returns
-one `float | None` a sample and may be async. To add one: a file here and a line in `REWARDS`. `score` (in `score.py`)
-calls rewards and checks what they return. Nothing heavy is imported before a reward is called.
+one `float | None` a sample and may be async. To add one: a file here and a line in `REWARDS`. `contract.py` reads what
+a user writes, `score.py` calls rewards and checks what they return. Nothing heavy is imported before a reward is
+called.
 """
 
 from __future__ import annotations
@@ -15,12 +16,39 @@ from functools import partial
 
 from .brightness import brightness
 from .color import color
-from .jpeg import jpeg_compressibility
+from .contract import (
+    Reward,
+    check_columns,
+    check_groups,
+    check_judges,
+    groupwise,
+    load_rewards,
+    reward_weights,
+    takes_tensors,
+)
+from .jpeg import jpeg_compressibility, jpeg_incompressibility
+from .pictures import colorfulness, sharpness
 from .score import RewardError, score
+from .similarity import psnr, ssim
 from .tesseract import tesseract
 from .text import text
+from .video import flicker, motion, smoothness
 
-__all__ = ["REWARDS", "RewardError", "get_reward", "reward_name", "score"]
+__all__ = [
+    "REWARDS",
+    "Reward",
+    "RewardError",
+    "check_columns",
+    "check_groups",
+    "check_judges",
+    "get_reward",
+    "groupwise",
+    "load_rewards",
+    "reward_name",
+    "reward_weights",
+    "score",
+    "takes_tensors",
+]
 
 REWARDS: dict[str, Callable] = {
     "text": text,
@@ -28,6 +56,14 @@ REWARDS: dict[str, Callable] = {
     "tesseract": tesseract,
     "brightness": brightness,
     "jpeg_compressibility": jpeg_compressibility,
+    "jpeg_incompressibility": jpeg_incompressibility,
+    "sharpness": sharpness,
+    "colorfulness": colorfulness,
+    "ssim": ssim,
+    "psnr": psnr,
+    "flicker": flicker,
+    "smoothness": smoothness,
+    "motion": motion,
 }
 
 
@@ -63,6 +99,8 @@ def get_reward(reward: str | Callable) -> Callable:
 
 def reward_name(reward: Callable) -> str:
     """The name of a reward in metrics and files: a built-in's own, a function's `__name__`, an object's class."""
+    if isinstance(reward, Reward):
+        return reward.name
     if isinstance(reward, partial):
         return reward_name(reward.func)
     return getattr(reward, "__name__", type(reward).__name__)

@@ -1,7 +1,7 @@
-"""Reward: how well a picture compresses. In: pictures. Out: scores in [0, 1]. Needs nothing but Pillow.
+"""Rewards: how well or badly a picture compresses. In: pictures. Out: scores. Needs nothing but Pillow.
 
-The first reward of DDPO (Black et al. 2023, "Training Diffusion Models with Reinforcement Learning"), made independent
-of the picture's size.
+The first rewards of DDPO (Black et al. 2023, "Training Diffusion Models with Reinforcement Learning",
+https://huggingface.co/papers/2305.13301), made independent of the picture's size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from PIL import Image
 
 def jpeg_compressibility(images: list[Image.Image], **columns) -> list[float]:
     """1 - (bytes as a JPEG of quality 95) / (bytes uncompressed, 3 a pixel), at least 0."""
-    return [max(0.0, 1 - _jpeg_bytes(image) / (3 * image.width * image.height)) for image in images]
+    return [max(0.0, 1 - share) for share in jpeg_incompressibility(images)]
+
+
+def jpeg_incompressibility(images: list[Image.Image], **columns) -> list[float]:
+    """(bytes as a JPEG of quality 95) / (bytes uncompressed, 3 a pixel): above 0; noise comes to 0.44."""
+    return [_jpeg_bytes(image) / (3 * image.width * image.height) for image in images]
 
 
 def _jpeg_bytes(image: Image.Image) -> int:

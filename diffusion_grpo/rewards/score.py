@@ -8,33 +8,42 @@ least tested code of a run: everything that can be wrong with its answer is foun
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
+import itertools
 import json
 import math
 import numbers
 import warnings
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from .contract import Reward, is_marked
+from .samples import as_pictures, as_tensor, frame_positions
+
 
 class RewardError(RuntimeError):
     """A reward function failed or returned something that is no reward; the cause, if any, is chained."""
 
 
+@torch.no_grad()
 def score(
-    reward_funcs: list[Callable],
+    reward_funcs: list[Callable | Reward],
     *,
     images: list | None = None,
     videos: list | None = None,
     prompts: list[str],
     columns: dict[str, list] | None = None,
+    groups: list[int] | None = None,
+    fps: float | None = None,
     trainer_state: object | None = None,
     log_metric: Callable | None = None,
     log_extra: Callable | None = None,
@@ -43,14 +52,19 @@ def score(
     """Score every sample by every function.
 
     A function is called with the keywords `prompts`, `completions` (the samples), `images` or `videos` (the samples
-    again), `trainer_state`, `log_metric`, `log_extra` and every column, as far as it accepts them. Async functions run
-    concurrently.
+    again), `fps` (with videos), `trainer_state`, `log_metric`, `log_extra` and every column, as far as it accepts
+    them. Async functions run concurrently. A function that asks for `images` and gets videos is called with frames of
+    them, and the mean over a video's frames is its value (`Reward.frames`). A function marked `groupwise` is called
+    once a group, one marked `takes_tensors` gets a tensor.
 
     Args:
         reward_funcs: each returns one `float | None` a sample.
-        images: PIL images, or `videos`: lists of frames or arrays; exactly one of the two.
+        images: PIL images, or `videos`: lists of frames; arrays are turned into PIL once. Exactly one of the two.
         prompts: one a sample.
         columns: further dataset columns, one value a sample each.
+        groups: the group of each sample, for groupwise functions; by default samples of equal prompts are a group.
+        fps: frames a second of the videos.
+        log_extra: called once for each name that functions log, with one value a sample (None where not logged).
         failure_dir: where the sample of a failed call is saved.
 
     Returns:
@@ -58,59 +72,142 @@ def score(
 
     Raises:
         RewardError: a function raised, returned the wrong number of values, NaN, infinity or something that is not a
-            number. The message names the function, the prompt and where the sample was saved.
+            number, or asks for videos where there are images. The message names the function, the prompt and where
+            the sample was saved.
         ValueError: both or neither of `images` and `videos` are given.
     """
     if (images is None) == (videos is None):
         raise ValueError("score needs exactly one of images and videos.")
     kind, samples = ("images", images) if videos is None else ("videos", videos)
-    keywords = {
-        "prompts": prompts,
-        "completions": samples,
-        kind: samples,
-        "trainer_state": trainer_state,
-        "log_metric": log_metric,
-        "log_extra": log_extra,
-        **(columns or {}),
-    }
-    answers = [_call(function, keywords) for function in reward_funcs]
-    _await_all(answers)
-    rewards = torch.empty(len(samples), len(reward_funcs), dtype=torch.float32)
-    for position, (function, answer) in enumerate(zip(reward_funcs, answers, strict=True)):
-        failure = _Failure(function, samples, prompts, failure_dir)
-        rewards[:, position] = torch.tensor(_checked(answer, failure, len(samples)), dtype=torch.float32)
-    if reward_funcs and rewards.isnan().all(dim=1).any():
+    batch = _Batch(kind, as_pictures(samples), prompts, columns or {}, groups or _equal_prompts(prompts))
+    shared = {"trainer_state": trainer_state, "log_metric": log_metric} | ({"fps": fps} if kind == "videos" else {})
+    rewards = [func if isinstance(func, Reward) else _unnamed(func) for func in reward_funcs]
+    extras: dict[str, list] = {}
+    calls = [_calls(reward, batch) for reward in rewards]
+    for call in itertools.chain(*calls):
+        call.answer = _answer(call, batch, shared, extras if log_extra else None)
+    _await_all(list(itertools.chain(*calls)))
+    values = torch.empty(len(samples), len(rewards), dtype=torch.float32)
+    for position, own in enumerate(calls):
+        values[:, position] = torch.tensor(_values(own, batch, failure_dir), dtype=torch.float32)
+    for name, column in extras.items():
+        log_extra(name, column)
+    if rewards and values.isnan().all(dim=1).any():
         _warn_unscored()
-    return rewards
+    return values
 
 
-def _call(function: Callable, keywords: dict) -> object:
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """All samples of one scoring, with one value a sample in `prompts`, `columns` and `groups`."""
+
+    kind: str
+    samples: list
+    prompts: list[str]
+    columns: dict[str, list]
+    groups: list[int]
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        try:
+            return as_tensor(self.samples)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """The samples of each group."""
+        return [[row for row, own in enumerate(self.groups) if own == group] for group in dict.fromkeys(self.groups)]
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """One call of a function: the sample behind each item that it gets, and what it answered."""
+
+    reward: Reward
+    rows: list[int]
+    items: Any
+    kind: str
+    answer: Any = None
+
+
+def _tensor_name(reward: Reward) -> str:
+    """Pictures and videos are one form of tensor, so a function gets it under whichever of the names it has."""
+    return "videos" if "videos" in reward.parameters else "images"
+
+
+def _unnamed(func: Callable) -> Reward:
+    """A `Reward` for each function, whatever the others are called."""
+    from . import reward_name
+
+    return Reward(func, reward_name(func))
+
+
+def _equal_prompts(prompts: list[str]) -> list[int]:
+    first = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
+    return [first[prompt] for prompt in prompts]
+
+
+def _calls(reward: Reward, batch: _Batch) -> list[_Call]:
+    """The calls that a reward needs for a batch: one, or one a group (and frame of videos)."""
+    is_groupwise = is_marked(reward.function, "is_groupwise")
+    calls = []
+    for rows in batch.blocks if is_groupwise else [list(range(len(batch.samples)))]:
+        is_whole = len(rows) == len(batch.samples)
+        if is_marked(reward.function, "takes_tensors"):
+            calls.append(_Call(reward, rows, batch.tensor if is_whole else batch.tensor[rows], _tensor_name(reward)))
+        elif batch.kind == "videos" and reward.reads_frames:
+            places = frame_positions(reward.frames, min(len(batch.samples[row]) for row in rows))
+            for some in [[place] for place in places] if is_groupwise else [places]:
+                items = [batch.samples[row][place] for row in rows for place in some]
+                calls.append(_Call(reward, [row for row in rows for _ in some], items, "images"))
+        else:
+            items = batch.samples if is_whole else [batch.samples[row] for row in rows]
+            calls.append(_Call(reward, rows, items, batch.kind))
+    return calls
+
+
+def _answer(call: _Call, batch: _Batch, shared: dict, extras: dict | None) -> object:
     """The function's answer, an awaitable, or the exception it raised."""
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        accepted = {parameter.name for parameter in parameters}
-        keywords = {name: value for name, value in keywords.items() if name in accepted}
+    parameters = call.reward.parameters
+    if "videos" in parameters and "images" not in parameters and call.kind == "images":
+        return RewardError("asks for videos, but the samples are pictures")
+
+    def log_extra(name: str, values: list) -> None:
+        if len(values) != len(call.rows):
+            raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(call.rows)} samples.")
+        column = extras.setdefault(name, [None] * len(batch.samples))
+        for row, value in zip(call.rows, values):
+            column[row] = value
+
+    columns = {name: values for name, values in batch.columns.items() if name not in call.reward.arguments}
+    keywords = {name: [values[row] for row in call.rows] for name, values in columns.items()}
+    keywords |= {"prompts": [batch.prompts[row] for row in call.rows], "completions": call.items}
+    keywords |= {call.kind: call.items, "log_extra": None if extras is None else log_extra, **shared}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        keywords = {name: value for name, value in keywords.items() if name in parameters}
     try:
-        return function(**keywords)
+        return call.reward(**keywords)
     except Exception as error:
         return error
 
 
-def _await_all(answers: list) -> None:
+def _await_all(calls: list[_Call]) -> None:
     """Replace the awaitables among the answers by their results, awaited together.
 
     In a thread with a loop of its own, so that it also works where a loop runs already (a notebook).
     """
-    waiting = [position for position, answer in enumerate(answers) if inspect.isawaitable(answer)]
+    waiting = [call for call in calls if inspect.isawaitable(call.answer)]
     if not waiting:
         return
 
     async def gather() -> list:
-        return await asyncio.gather(*(_awaited(answers[position]) for position in waiting))
+        with torch.no_grad():  # which is a thread's own
+            return await asyncio.gather(*(_awaited(call.answer) for call in waiting))
 
     with ThreadPoolExecutor(max_workers=1) as pool:
-        for position, result in zip(waiting, pool.submit(asyncio.run, gather()).result(), strict=True):
-            answers[position] = result
+        for call, result in zip(waiting, pool.submit(asyncio.run, gather()).result(), strict=True):
+            call.answer = result
 
 
 async def _awaited(answer: Awaitable) -> object:
@@ -120,36 +217,47 @@ async def _awaited(answer: Awaitable) -> object:
         return error
 
 
+def _values(calls: list[_Call], batch: _Batch, folder: Path | None) -> list[float]:
+    """One number a sample from all calls of a reward: the mean over its frames, NaN where none has a value."""
+    found: list[list[float]] = [[] for _ in batch.samples]
+    for call in calls:
+        for row, value in zip(call.rows, _checked(call, _Failure(call, batch, folder)), strict=True):
+            if not math.isnan(value):
+                found[row].append(value)
+    return [calls[0].reward.value(sum(values) / len(values)) if values else math.nan for values in found]
+
+
 class _Failure:
-    """Builds the error for one function: saves the sample, names function and prompt."""
+    """Builds the error for one call: saves the sample, names function and prompt."""
 
-    def __init__(self, function: Callable, samples: list, prompts: list[str], folder: Path | None):
-        from . import reward_name
+    def __init__(self, call: _Call, batch: _Batch, folder: Path | None):
+        self.name, self.call, self.batch, self.folder = call.reward.name, call, batch, folder
 
-        self.name = reward_name(function)
-        self.samples, self.prompts, self.folder = samples, prompts, folder
-
-    def error(self, what: str, index: int = 0) -> RewardError:
+    def error(self, what: str, item: int = 0) -> RewardError:
+        index = self.call.rows[item]
         saved = "" if self.folder is None else f" The sample is saved as {self._save(what, index)}."
-        return RewardError(f"The reward {self.name!r} {what} (prompt {self.prompts[index]!r}).{saved}")
+        return RewardError(f"The reward {self.name!r} {what} (prompt {self.batch.prompts[index]!r}).{saved}")
 
     def _save(self, what: str, index: int) -> Path:
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        sample, stem = self.samples[index], f"{self.name}-{index}"
+        sample, stem = self.batch.samples[index], f"{self.name}-{index}"
         path = folder / f"{stem}.png"
         if isinstance(sample, Image.Image):
             sample.save(path)
         else:
             path = folder / f"{stem}.npy"
             np.save(path, np.stack([np.asarray(frame) for frame in sample]))
-        record = {"reward": self.name, "index": index, "prompt": self.prompts[index], "error": what}
+        record = {"reward": self.name, "index": index, "prompt": self.batch.prompts[index], "error": what}
         (folder / f"{stem}.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
         return path
 
 
-def _checked(answer: object, failure: _Failure, count: int) -> list[float]:
+def _checked(call: _Call, failure: _Failure) -> list[float]:
     """The answer as floats, NaN for `None`; raises `RewardError` for everything that is no list of rewards."""
+    answer, count = call.answer, len(call.rows)
+    if isinstance(answer, RewardError):
+        raise failure.error(str(answer)) from answer
     if isinstance(answer, Exception):
         raise failure.error(f"raised {type(answer).__name__}: {answer}") from answer
     if isinstance(answer, (Tensor, np.ndarray)):

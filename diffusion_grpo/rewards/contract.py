@@ -1,0 +1,330 @@
+"""What a user writes as `reward_funcs` goes in, `Reward`s leave: a callable each, with its name, weight and options.
+
+A module of its own because the same form is read from YAML and from Python, and because everything that can be wrong
+with it (names, arguments, their types, columns that the dataset lacks) is refused here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+PROVIDED = ("prompts", "completions", "images", "videos", "fps", "trainer_state", "log_metric", "log_extra")
+VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def groupwise(function: Callable) -> Callable:
+    """Marks a reward that is called once for each prompt, with all its samples (e.g. a pairwise preference)."""
+    function.is_groupwise = True
+    return function
+
+
+def takes_tensors(function: Callable) -> Callable:
+    """Marks a reward that gets the samples as one tensor, `(batch, frames, 3, height, width)` float32 in [0, 1].
+
+    In place of PIL pictures under the names `images`, `videos` and `completions`; on the CPU, shared with the other
+    rewards, so it must not be written to. A picture is a video of one frame.
+    """
+    function.takes_tensors = True
+    return function
+
+
+def is_marked(function: Callable, mark: Literal["is_groupwise", "takes_tensors"]) -> bool:
+    """Whether a function, the function in a `partial`, or an object or its class carries the mark."""
+    if isinstance(function, functools.partial):
+        return is_marked(function.func, mark)
+    return bool(getattr(function, mark, False) or getattr(type(function).__call__, mark, False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """One reward as a run uses it. What it returns for a sample, r, is used and logged as (r - mean) / std, then
+    clipped, then compared with the threshold.
+
+    Attributes:
+        function: what is called.
+        name: the reward's name in metrics and files.
+        arguments: keyword arguments of every call, beside the samples and the dataset's columns.
+        weight: its share in the sum over rewards; None where it was not given.
+        mean, std: fixed numbers, such as those published with a scorer's weights; std above 0.
+        clip: [low, high].
+        threshold: a pass mark: the value becomes 1 where it is at least this, else 0.
+        frames: of a video, for a function that asks for `images`: how many frames it gets, evenly spaced with the
+            first and the last (1 is the first), or "all". The value is the mean over the frames.
+        made_with: the arguments from which `function` was made, where a class was named.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    function: Callable
+    name: str
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    weight: float | None = None
+    mean: float = 0.0
+    std: float = 1.0
+    clip: list[float] | None = None
+    threshold: float | None = None
+    frames: int | str = 8
+    made_with: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        for option in ("weight", "mean", "std", "threshold"):
+            value = getattr(self, option)
+            if value is not None and not (_is_number(value) and math.isfinite(value)):
+                raise ValueError(f"The reward {self.name!r} has {option}={value!r}; give a finite number.")
+        if self.std <= 0:
+            raise ValueError(f"The reward {self.name!r} has std={self.std}; it divides, so it must be above 0.")
+        if self.clip is not None and not (
+            isinstance(self.clip, (list, tuple)) and [*map(_is_number, self.clip)] == [True, True]
+        ):
+            raise ValueError(f"The reward {self.name!r} has clip={self.clip!r}; write two numbers, [low, high].")
+        if self.clip is not None and not self.clip[0] < self.clip[1]:
+            raise ValueError(f"The reward {self.name!r} has clip={self.clip!r}; low must be below high.")
+        is_count = isinstance(self.frames, int) and not isinstance(self.frames, bool) and self.frames >= 1
+        if not is_count and self.frames != "all":
+            raise ValueError(f"The reward {self.name!r} has frames={self.frames!r}; give 1 or more, or 'all'.")
+
+    def __call__(self, **keywords: Any) -> Any:
+        """The function's own answer, with its arguments; nothing is applied to it."""
+        return self.function(**self.arguments, **keywords)
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """What the function's signature names."""
+        return dict(inspect.signature(self.function).parameters)
+
+    @property
+    def reads_frames(self) -> bool:
+        """Whether the function asks for pictures, so that of a video it is given frames."""
+        return (
+            "images" in self.parameters
+            and "videos" not in self.parameters
+            and not is_marked(self.function, "takes_tensors")
+        )
+
+    def value(self, answer: float) -> float:
+        """What one number that the function returned comes to; NaN stays NaN."""
+        value = (answer - self.mean) / self.std
+        if self.clip is not None and not math.isnan(value):
+            value = min(max(value, self.clip[0]), self.clip[1])
+        if self.threshold is not None and not math.isnan(value):
+            value = float(value >= self.threshold)
+        return value
+
+    def options(self) -> dict[str, Any]:
+        """Arguments, and options that differ from their defaults, as written down in `run.json`: without tokens."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name in OPTIONS[2:] and getattr(self, field.name) != field.default
+        }
+        arguments = {**self.arguments, **self.made_with}
+        return {key: _written(value) for key, value in arguments.items() if key != "token"} | changed
+
+
+OPTIONS = ("name", "weight", "mean", "std", "clip", "threshold", "frames")
+
+
+def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
+    """Reads rewards in any form that a user may write.
+
+    Args:
+        rewards: a callable, a built-in name, a dotted path, or a `Reward`; a list of these; a mapping from one of
+            these to its weight, or to a mapping of its options and arguments; or a list with such mappings in it:
+            `[{"text": {"weight": 0.6, "target_column": "word"}}, "color"]`. Options are those of `Reward`, arguments
+            the parameters with a default in the function's signature, or in the constructor's of a class.
+        setting: what it was given as, for messages.
+
+    Raises:
+        ValueError: an unknown name, option or argument, a value of the wrong type, or two rewards of one name.
+    """
+    loaded = [_load(reward, options) for reward, options in _entries(rewards, setting)]
+    names = [reward.name for reward in loaded]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{setting} has two rewards called {name!r}; give one of them another `name`.")
+    return loaded
+
+
+def reward_weights(rewards: list[Reward], setting: list[float] | None) -> list[float]:
+    """One weight a reward: those written with the rewards, or the setting `reward_weights`, or 1 each.
+
+    Raises:
+        ValueError: no rewards, weights in both places, or another number of weights than of rewards.
+    """
+    if not rewards:
+        raise ValueError("reward_funcs is empty; name at least one reward.")
+    written = [reward.name for reward in rewards if reward.weight is not None]
+    if setting is None:
+        return [1.0 if reward.weight is None else float(reward.weight) for reward in rewards]
+    if written:
+        raise ValueError(f"reward_weights is set and {written[0]!r} has a weight of its own; use one of the two.")
+    if len(setting) != len(rewards):
+        raise ValueError(
+            f"reward_weights has {len(setting)} entries for {len(rewards)} reward functions; give one each."
+        )
+    return [float(weight) for weight in setting]
+
+
+def check_judges(rewards: list[Reward], judges: list[Reward]) -> None:
+    """Refuses a judge with the name of another reward, whose metrics it would overwrite.
+
+    Raises:
+        ValueError: such a judge.
+    """
+    for judge in judges:
+        for reward in rewards:
+            if judge.name == reward.name and judge != dataclasses.replace(reward, weight=judge.weight):
+                raise ValueError(
+                    f"eval_reward_funcs and reward_funcs have different rewards called {judge.name!r}; give one of "
+                    "them another `name`."
+                )
+
+
+def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> None:
+    """Refuses a dataset without the columns that the rewards ask for.
+
+    A reward asks for the parameters without a default in its signature, and for what its arguments `..._column` name.
+
+    Raises:
+        ValueError: a column is missing; the message names reward, column and dataset.
+    """
+    for reward in rewards:
+        required = [
+            name
+            for name, parameter in reward.parameters.items()
+            if parameter.default is parameter.empty and parameter.kind not in VARIADIC and name not in reward.arguments
+        ]
+        given = {**_defaults(reward.function), **reward.arguments, **_attributes(reward.function)}
+        required += [value for name, value in given.items() if name.endswith("_column") and value is not None]
+        for name in required:
+            if name not in PROVIDED and name not in columns:
+                raise ValueError(
+                    f"The reward {reward.name!r} needs the column {name!r}, which {dataset} lacks; it has "
+                    f"{', '.join(columns)}."
+                )
+
+
+def check_groups(rewards: list[Reward], rollout_size: int, num_generations: int) -> None:
+    """Refuses groupwise rewards where a prompt's samples are spread over processes.
+
+    Raises:
+        ValueError: `rollout_size`, the samples of one process, holds no whole number of groups.
+    """
+    for reward in rewards:
+        if is_marked(reward.function, "is_groupwise") and rollout_size % num_generations:
+            raise ValueError(
+                f"The reward {reward.name!r} needs whole groups on each process, but each rolls out {rollout_size} "
+                f"samples, not a multiple of num_generations={num_generations}; change per_device_train_batch_size."
+            )
+
+
+def _entries(rewards: Any, setting: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Pairs of a reward and its options."""
+    if rewards is None:
+        return
+    if isinstance(rewards, dict):
+        for reward, options in rewards.items():
+            if _is_number(options):
+                options = {"weight": options}
+            if not isinstance(options, (dict, types.NoneType)):
+                raise ValueError(
+                    f"{setting}: {reward!r} has {options!r}; give its weight as a number, or a mapping of options."
+                )
+            yield reward, options or {}
+    elif isinstance(rewards, (list, tuple)):
+        for entry in rewards:
+            if isinstance(entry, (list, tuple)):
+                raise ValueError(f"{setting} has the list {entry!r} in a list; write `- name: {{option: value}}`.")
+            yield from _entries(entry, setting)
+    else:
+        yield rewards, {}
+
+
+def _load(reward: Any, options: dict[str, Any]) -> Reward:
+    from . import get_reward, reward_name
+
+    if isinstance(reward, Reward):
+        return dataclasses.replace(reward, **options) if options else reward
+    function = get_reward(reward)
+    name = reward_name(function)
+    if isinstance(reward, str):
+        name = reward.rpartition(".")[2]
+    arguments = {key: value for key, value in options.items() if key not in OPTIONS}
+    known = _defaults(function)
+    for key, value in arguments.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, [*known, *OPTIONS], n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"The reward {name!r} has no argument {key!r}; it has {', '.join([*known, *OPTIONS])}.{hint}"
+            )
+        _check_type(name, function, key, value)
+    kept = {"name": name, **{key: value for key, value in options.items() if key in OPTIONS}}
+    if isinstance(function, type):
+        _check_required(name, function, arguments)
+        return Reward(function(**arguments), made_with=arguments, **kept)
+    return Reward(function, arguments=arguments, **kept)
+
+
+def _check_required(name: str, cls: type, arguments: dict[str, Any]) -> None:
+    for key, parameter in inspect.signature(cls).parameters.items():
+        if parameter.default is parameter.empty and parameter.kind not in VARIADIC and key not in arguments:
+            raise ValueError(f"The reward {name!r} needs the argument {key!r}; write `{name}: {{{key}: ...}}`.")
+
+
+def _defaults(function: Callable) -> dict[str, Any]:
+    """What can be set: parameters with a default that are not handed over with the samples; all of a class."""
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in VARIADIC
+        and (isinstance(function, type) or (parameter.default is not parameter.empty and name not in PROVIDED))
+    }
+
+
+def _attributes(function: Callable) -> dict[str, Any]:
+    """The `..._column` attributes of an object that is a reward."""
+    return {key: value for key, value in getattr(function, "__dict__", {}).items() if key.endswith("_column")}
+
+
+def _check_type(name: str, function: Callable, key: str, value: Any) -> None:
+    """Refuses a value that the parameter's annotation excludes; annotations it cannot read exclude nothing."""
+    try:
+        hint = typing.get_type_hints(function.__init__ if isinstance(function, type) else function).get(key, Any)
+    except (NameError, TypeError):
+        return
+    if not _fits(value, hint):
+        expected = getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")
+        raise ValueError(f"The reward {name!r} has {key}={value!r}; expected {expected}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(hint))
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin in (list, dict, tuple):
+        return isinstance(value, (list, tuple) if origin in (list, tuple) else dict)
+    if hint is float:
+        return _is_number(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if hint in (str, bool, types.NoneType) else True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _written(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, list, dict, types.NoneType)) else repr(value)

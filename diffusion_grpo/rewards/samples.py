@@ -1,0 +1,69 @@
+"""Samples as rewards get them: what a pipeline returned goes in, PIL pictures or one tensor leave.
+
+A module of its own because every reward must see the same pixels: what is converted is converted once for all of them,
+and which frames of a video stand for it is one rule.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+def as_pictures(samples: list) -> list:
+    """PIL pictures, or lists of PIL frames for videos; the same list where nothing had to be converted.
+
+    Args:
+        samples: PIL pictures, arrays or tensors `(height, width, 3)`, or sequences of these; arrays hold uint8, or
+            floats in [0, 1].
+    """
+    if all(_is_done(sample) for sample in samples):
+        return samples
+    return [_picture(sample) if _is_picture(sample) else [_picture(frame) for frame in sample] for sample in samples]
+
+
+def _is_done(sample: object) -> bool:
+    is_video = isinstance(sample, list)
+    return isinstance(sample, Image.Image) or (is_video and all(isinstance(frame, Image.Image) for frame in sample))
+
+
+def _is_picture(sample: object) -> bool:
+    return isinstance(sample, Image.Image) or getattr(sample, "ndim", 4) < 4 and not isinstance(sample, (list, tuple))
+
+
+def _picture(frame: object) -> Image.Image:
+    if isinstance(frame, Image.Image):
+        return frame
+    pixels = np.asarray(frame)
+    if pixels.dtype != np.uint8:
+        pixels = (255 * pixels.astype(np.float64).clip(0, 1)).round().astype(np.uint8)
+    return Image.fromarray(pixels)
+
+
+def as_tensor(samples: list) -> Tensor:
+    """`(batch, frames, 3, height, width)` float32 in [0, 1] on the CPU; a picture is a video of one frame.
+
+    Raises:
+        ValueError: the samples differ in size or in their number of frames.
+    """
+    videos = [sample if isinstance(sample, list) else [sample] for sample in samples]
+    shapes = sorted({(len(video), *frame.size) for video in videos for frame in video})
+    if len(shapes) != 1:
+        raise ValueError(
+            f"A reward asks for one tensor of all samples, but these have several sizes (frames, width, height): "
+            f"{', '.join(map(str, shapes))}; give height and width, or use a reward that takes pictures."
+        )
+    pixels = np.stack([[np.asarray(frame.convert("RGB")) for frame in video] for video in videos])
+    return torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).float() / 255
+
+
+def frame_positions(frames: int | str, length: int) -> list[int]:
+    """The frames that stand for a video of `length`: evenly spaced with the first and the last; `"all"` is every one.
+
+    One frame is the first. Never more than there are.
+    """
+    if frames == "all" or frames >= length:
+        return list(range(length))
+    return [0] if frames == 1 else [round(place * (length - 1) / (frames - 1)) for place in range(frames)]
