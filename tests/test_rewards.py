@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from diffusion_grpo.rewards import REWARDS, RewardError, get_reward, reward_name, score
+from diffusion_grpo.rewards import REWARDS, RewardError, get_reward, load_rewards, reward_name, score
 from diffusion_grpo.rewards.score import _warn_unscored
-from diffusion_grpo.rewards.text import quoted, similarity
+from diffusion_grpo.rewards.text import quoted, similarity, spelling_scores
 from diffusion_grpo.tiny import COLORS, make_prompt, words
 from diffusion_grpo.tiny.render import draw_word
 
@@ -66,7 +66,7 @@ def test_a_picture_reads_the_same_alone_and_in_a_batch_of_many_sizes() -> None:
 
 
 def test_similarity_is_a_normalised_edit_distance() -> None:
-    assert similarity("rains ", "RAINS") == 1
+    assert spelling_scores(["rains "], ["RAINS"]) == [1]
     assert similarity("", "RAINS") == 0
     assert similarity("RAIN", "RAINS") == pytest.approx(0.8)
     assert similarity("XRAINS", "RAINS") == pytest.approx(5 / 6)
@@ -77,6 +77,58 @@ def test_similarity_is_a_normalised_edit_distance() -> None:
 def test_quoted_takes_the_first_quote() -> None:
     assert quoted('"A B" and "C"') == "A B"
     assert quoted("none") is None
+
+
+@pytest.mark.parametrize(
+    ("reading", "wanted", "options", "score"),
+    [
+        ("Open", "OPEN", {}, 1),
+        ("Open", "OPEN", {"ignore_case": False}, 0.25),
+        ("OPEN NOW", "OPENNOW", {}, 7 / 8),
+        ("OPEN NOW", "OPENNOW", {"ignore_spaces": True}, 1),
+        ("OPEM", "OPEN", {"match": "exact"}, 0),
+        (" open ", "OPEN", {"match": "exact"}, 1),
+        (" open ", "OPEN", {"match": "exact", "ignore_case": False}, 0),
+        ("we are OPEN today", "OPEN", {"match": "contains"}, 1),
+        ("OPEM", "OPEN", {"match": "contains"}, 0.75),
+        ("something else entirely", "OPEN", {"match": "contains"}, 0),
+        ("OPEN", "", {}, None),
+        ("OPEN", None, {}, None),
+    ],
+)
+def test_spelling_options(reading: str, wanted: str | None, options: dict, score: float | None) -> None:
+    assert spelling_scores([reading], [wanted], **options) == [score]
+
+
+@pytest.mark.parametrize("name", ["text", "tesseract"])
+def test_the_wanted_text_may_stand_in_a_column(name: str) -> None:
+    pictures = [draw_word("RAINS", "blue", random.Random(0)), draw_word("RUINS", "black", random.Random(0))]
+    columns = {"word": ["Rains", "Rains"], "target_column": "word"}
+    assert REWARDS[name](images=pictures, prompts=["a", 'b "X"'], **columns) == [1, pytest.approx(0.8)]
+    assert REWARDS[name](images=pictures, prompts=["a", "b"], match="exact", **columns) == [1, 0]
+    assert REWARDS[name](images=pictures, prompts=["a", "b"], match="exact", ignore_case=False, **columns) == [0, 0]
+
+
+def test_text_in_a_scene_is_found_and_read_from_top_to_bottom() -> None:
+    scene = Image.new("RGB", (480, 320), (205, 214, 190))
+    font = ImageFont.load_default(size=44)
+    pen = ImageDraw.Draw(scene)
+    pen.rectangle((40, 30, 300, 120), fill=(250, 250, 240))
+    pen.text((60, 50), "COFFEE", fill=(20, 20, 20), font=font)
+    pen.text((180, 210), "HOUSE", fill=(120, 10, 10), font=font)
+    blank = Image.new("RGB", (480, 320), (205, 214, 190))
+    prompts = ['a sign "coffee house"', 'a sign "coffee house"', "no text"]
+    assert REWARDS["text"](images=[scene, blank, scene], prompts=prompts, scene=True) == [1, 0, None]
+    (beside,) = REWARDS["text"](images=[scene], prompts=['a sign "HOUSE"'], scene=True, match="contains")
+    assert beside == 1
+
+
+def test_frames_of_a_video_are_read() -> None:
+    rains, ruins = (draw_word(word, "black", random.Random(0)) for word in ("RAINS", "RUINS"))
+    videos = [[rains] * 4, [rains, ruins, ruins, ruins], [ruins] * 4]
+    (reward,) = load_rewards({"text": {"frames": 2}})
+    scores = score([reward], videos=videos, prompts=['"RAINS"'] * 3)
+    assert scores[:, 0].tolist() == pytest.approx([1, 0.9, 0.8])
 
 
 def test_color_is_high_for_the_named_color_alone() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from .text import spelling_scores
+from .text import Match, quoted, spelling_scores
 
 if TYPE_CHECKING:
     from tesserocr import PyTessBaseAPI
@@ -23,13 +23,22 @@ if TYPE_CHECKING:
 ENLARGE = 3
 
 
-def tesseract(images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
-    """1 - edit distance / length of the longer, between Tesseract's reading (one line) and the quoted text.
+def tesseract(
+    images: list[Image.Image],
+    prompts: list[str],
+    target_column: str | None = None,
+    match: Match = "edit",
+    ignore_case: bool = True,
+    ignore_spaces: bool = False,
+    **columns,
+) -> list[float | None]:
+    """How well Tesseract's reading (one line) agrees with the quoted text or that of a column; see `text.text`.
 
     Raises:
         ImportError: tesserocr or its English model is missing.
     """
-    return spelling_scores(read(images), prompts)
+    wanted = columns[target_column] if target_column else [quoted(prompt) for prompt in prompts]
+    return spelling_scores(read(images), wanted, match, ignore_case, ignore_spaces)
 
 
 def read(images: list[Image.Image]) -> list[str]:

@@ -1,17 +1,18 @@
-"""Reward: does the picture show the word that the prompt quotes?
+"""Reward: does the picture show the text that the prompt quotes, or that a column holds?
 
-In: pictures of one line of text, and prompts with that text in double quotes. Out: scores in [0, 1]. The reader is the
-PP-OCR recognition network that the `rapidocr` wheel carries, called in batches through onnxruntime: no detection, no
-retries and no state, unlike rapidocr's own interface, so that the same picture always gets the same score. Pictures
-with text somewhere in a scene need detection first and are not for this reward.
+In: pictures, and prompts with a text in double quotes. Out: scores in [0, 1]. The reader is the PP-OCR recognition
+network in the `rapidocr` wheel, called in batches through onnxruntime: no detection, no retries and no state,
+unlike rapidocr's own interface, so that the same picture always gets the same score. That is for pictures of one line;
+text somewhere in a scene is found first by rapidocr's own interface (`scene=True`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from PIL import Image
@@ -22,24 +23,57 @@ if TYPE_CHECKING:
 HEIGHT = 48  # pixels, what PP-OCR's recognition networks were trained on
 BATCH = 64
 
+Match = Literal["edit", "exact", "contains"]
 
-def text(images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
-    """1 - edit distance / length of the longer, between what is read and what is quoted, capitals and small alike.
 
-    `None` for a prompt without a quoted text.
+def text(
+    images: list[Image.Image],
+    prompts: list[str],
+    target_column: str | None = None,
+    match: Match = "edit",
+    ignore_case: bool = True,
+    ignore_spaces: bool = False,
+    scene: bool = False,
+    **columns,
+) -> list[float | None]:
+    """How well what is read agrees with what is wanted, in [0, 1]. Of a video, frames are read (`Reward.frames`).
+
+    Args:
+        target_column: column with the wanted text; by default the first text in double quotes of the prompt.
+        match: `"edit"`, 1 - edit distance / length of the longer; `"exact"`, 1 or 0; `"contains"`, Flow-GRPO's rule
+            (https://huggingface.co/papers/2505.05470): 1 where the reading contains the text, else
+            1 - edit distance / length of the text, at least 0, so that other writing beside it costs nothing.
+        ignore_case: capitals and small letters are alike.
+        ignore_spaces: blanks are left out on both sides; outer ones always are.
+        scene: lines of text are first searched in the picture, and joined with blanks in the order of reading;
+            otherwise the picture is one line of text.
+
+    Returns:
+        `None` for a prompt without a quoted text, or an empty column.
 
     Raises:
         ImportError: rapidocr or onnxruntime is missing.
     """
-    return spelling_scores(read(images), prompts)
+    wanted = columns[target_column] if target_column else [quoted(prompt) for prompt in prompts]
+    readings = read_scenes(images) if scene else read(images)
+    return spelling_scores(readings, wanted, match, ignore_case, ignore_spaces)
 
 
-def spelling_scores(readings: list[str], prompts: list[str]) -> list[float | None]:
-    """The score of each reading against the first text in double quotes of its prompt (`None`: no quotes)."""
-    return [
-        None if (wanted := quoted(prompt)) is None else similarity(reading, wanted)
-        for reading, prompt in zip(readings, prompts, strict=True)
-    ]
+def spelling_scores(
+    readings: list[str],
+    wanted: list[str | None],
+    match: Match = "edit",
+    ignore_case: bool = True,
+    ignore_spaces: bool = False,
+) -> list[float | None]:
+    """The score of each reading against the wanted text (`None`: nothing is wanted); see `text`."""
+
+    def plain(written: str) -> str:
+        written = written.upper() if ignore_case else written
+        return re.sub(r"\s+", "", written) if ignore_spaces else written.strip()
+
+    pairs = zip(readings, wanted, strict=True)
+    return [MATCHES[match](plain(reading), plain(text)) if text else None for reading, text in pairs]
 
 
 def quoted(prompt: str) -> str | None:
@@ -49,14 +83,33 @@ def quoted(prompt: str) -> str | None:
 
 
 def similarity(reading: str, wanted: str) -> float:
-    """1 - Levenshtein distance / length of the longer, case and outer blanks ignored: 1 exact, 0 nothing alike."""
-    reading, wanted = reading.strip().upper(), wanted.strip().upper()
+    """1 - Levenshtein distance / length of the longer: 1 exact, 0 nothing alike."""
+    return 1 - edit_distance(reading, wanted) / max(len(reading), len(wanted), 1)
+
+
+def equality(reading: str, wanted: str) -> float:
+    """1 for the same letters, else 0."""
+    return float(reading == wanted)
+
+
+def containment(reading: str, wanted: str) -> float:
+    """1 where the text is read somewhere, else 1 - Levenshtein distance / length of the text, at least 0."""
+    if wanted in reading:
+        return 1.0
+    return max(0.0, 1 - edit_distance(reading, wanted) / len(wanted))
+
+
+MATCHES = {"edit": similarity, "exact": equality, "contains": containment}
+
+
+def edit_distance(reading: str, wanted: str) -> int:
+    """Levenshtein distance: letters to insert, delete or replace."""
     row = list(range(len(wanted) + 1))
     for i, found in enumerate(reading, start=1):
         diagonal, row[0] = row[0], i
         for j, letter in enumerate(wanted, start=1):
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (found != letter))
-    return 1 - row[-1] / max(len(reading), len(wanted), 1)
+    return row[-1]
 
 
 def read(images: list[Image.Image]) -> list[str]:
@@ -73,6 +126,24 @@ def read(images: list[Image.Image]) -> list[str]:
             for row, classes in zip(chunk, scores.argmax(axis=2), strict=True):
                 readings[row] = _greedy_ctc(classes, characters)
     return readings
+
+
+def read_scenes(images: list[Image.Image]) -> list[str]:
+    """What rapidocr finds and reads on each picture, lines joined with blanks, from top to bottom."""
+    engine = _scene_reader()
+    readings = []
+    for image in images:
+        found = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # blue, green, red, as OpenCV's pictures are
+        readings.append(" ".join(found.txts or ()))
+    return readings
+
+
+@cache
+def _scene_reader() -> Callable:
+    _recogniser()  # says what is missing, if anything is
+    import rapidocr
+
+    return rapidocr.RapidOCR(params={"Global.log_level": "error"})
 
 
 def _pixels(image: Image.Image, width: int) -> np.ndarray:
