@@ -65,17 +65,18 @@ def refusing(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all four commands; each sets `run`, a function of the parsed arguments."""
+    """The parser of all commands; each sets `run`, a function of the parsed arguments."""
     parser = argparse.ArgumentParser(
         prog="diffusion-grpo", description="Post-train any diffusers pipeline with GRPO on any reward."
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the code an input was refused")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,check,sample,report}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,check,sample,report,rewards}")
     for add, name, purpose in (
         (add_train, "train", "train from a YAML file"),
         (add_check, "check", "tell in seconds whether a pipeline can be trained, and how exactly it replays"),
         (add_sample, "sample", "make pictures and score them, without training"),
         (add_report, "report", "write report.html and summary.json of a run again"),
+        (add_rewards, "rewards", "serve rewards to trainings in other processes or on other machines"),
     ):
         description = f"{purpose[0].upper()}{purpose[1:]}."
         formatter = argparse.RawDescriptionHelpFormatter
@@ -381,6 +382,49 @@ def read_rewards(words: list[str]) -> Any:
     from .arguments import read_overrides
 
     return refusing(read_overrides, ["--reward_funcs", *words])["reward_funcs"] if words else []
+
+
+def add_rewards(command: argparse.ArgumentParser) -> None:
+    """Options of `rewards serve`."""
+    actions = command.add_subparsers(dest="action", required=True, metavar="{serve}")
+    purpose = "answer scoring requests of RemoteReward over HTTP, until stopped"
+    serve = actions.add_parser("serve", help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+    serve.add_argument("rewards", nargs="+", help="names, dotted paths, or one YAML mapping with options")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s, this machine")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one; default: %(default)s")
+    serve.add_argument("--token_env", help="environment variable with the token that requests must carry")
+    serve.add_argument("--max_waiting", type=int, default=16, help="requests in the queue; default: %(default)s")
+    serve.add_argument("--max_megabytes", type=int, default=256, help="of one request; default: %(default)s")
+    serve.set_defaults(run=run_serve)
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Serves until it is interrupted. Returns the exit code."""
+    import os
+    import socket
+
+    from .rewards import load_rewards
+
+    rewards = refusing(load_rewards, read_rewards(arguments.rewards))
+    token = os.environ.get(arguments.token_env) if arguments.token_env else None
+    if arguments.token_env and not token:
+        raise Refusal(f"--token_env names {arguments.token_env}, but no such environment variable is set.")
+    if arguments.max_waiting < 1 or arguments.max_megabytes < 1:
+        raise Refusal("--max_waiting and --max_megabytes must be at least 1.")
+    try:
+        import uvicorn
+
+        from .rewards.serve import create_app
+    except ImportError as error:
+        raise Refusal('A server needs fastapi and uvicorn; pip install "diffusion-grpo[rewards]".') from error
+    app = create_app(rewards, token, arguments.max_waiting, arguments.max_megabytes * 2**20)
+    listener = refusing(socket.create_server, (arguments.host, arguments.port))
+    if token is None and not arguments.host.startswith("127.") and arguments.host not in ("localhost", "::1"):
+        print("warning: other machines can reach this server, and it asks for no token (--token_env)", file=sys.stderr)
+    address = f"http://{arguments.host}:{listener.getsockname()[1]}"
+    print(f"serving {', '.join(reward.name for reward in rewards)} on {address}", flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+    return 0
 
 
 def add_report(command: argparse.ArgumentParser) -> None:

@@ -1,9 +1,11 @@
 """Advantages: the worked example, what equal rewards and missing ones come to, and every option."""
 
+import math
+
 import pytest
 import torch
 
-from diffusion_grpo.advantages import best_of_n, compute_advantages
+from diffusion_grpo.advantages import best_of_n, combine, compute_advantages
 
 NAN = float("nan")
 EXAMPLE = [3.2, 4.1, 3.8, 2.9, 4.3, 3.5, 3.0, 3.7]
@@ -204,3 +206,25 @@ def test_best_of_n_works_on_groups_of_equals():
 def test_best_of_n_refuses(n):
     with pytest.raises(ValueError, match=f"even, at least 2 .* 4, not {n}"):
         best_of_n(torch.zeros(9), torch.tensor([0] * 5 + [1] * 4), n, torch.Generator())
+
+
+def test_min_and_product_of_known_rewards():
+    rewards = torch.tensor([[0.5, 0.2], [0.9, math.nan], [math.nan, math.nan], [0.0, 1.0]])
+    weights = torch.tensor([1.0, 2.0])
+    least = combine(rewards, weights, "min_then_normalize")
+    product = combine(rewards, weights, "product_then_normalize")
+    torch.testing.assert_close(least, torch.tensor([0.4, 0.9, math.nan, 0.0]), equal_nan=True)
+    torch.testing.assert_close(product, torch.tensor([0.02, 0.9, math.nan, 0.0]), equal_nan=True)
+    with pytest.raises(ValueError, match="one is -1; give that reward a clip"):
+        combine(torch.tensor([[-1.0, 1.0]]), weights, "product_then_normalize")
+
+
+@pytest.mark.parametrize("order", ["min_then_normalize", "product_then_normalize"])
+def test_what_must_all_be_good_is_normalised_after_it_is_combined(order):
+    rewards = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.1, 0.9], [0.6, 0.6]])
+    result = compute_advantages(
+        rewards, torch.zeros(4, dtype=torch.int64), torch.ones(2), multi_objective_aggregation=order
+    )
+    total = combine(rewards, torch.ones(2), order)
+    torch.testing.assert_close(result.advantages, (total - total.mean()) / total.std())
+    assert result.advantages.argmax() == 3 and result.advantages[0] < 0

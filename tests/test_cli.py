@@ -64,7 +64,9 @@ def test_help_does_not_wait_for_torch():
     assert result.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["sample"], ["report"]])
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["check"], ["sample"], ["report"], ["rewards"], ["rewards", "serve"]]
+)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([*command, "--help"])
@@ -87,6 +89,10 @@ def test_every_command_has_help(command, capsys):
         ({"reward_funcs": ["brigthness"]}, ["'brigthness'", "'brightness'", "jpeg_compressibility"]),
         ({"reward_funcs": ["no_such_module.reward"]}, ["no_such_module.reward"]),
         ({"eval_reward_funcs": ["tessract"]}, ["'tessract'", "'tesseract'"]),
+        ({"reward_funcs": {"brightness": {"wieght": 1}}}, ["'wieght'", "'weight'"]),
+        ({"reward_funcs": [{"brightness": "much"}]}, ["'much'", "weight"]),
+        ({"reward_funcs": {"ssim": {"target_column": "goal"}}}, ["'ssim'", "'goal'", "prompt"]),
+        ({"eval_reward_funcs": {"remote": {"url": "here"}}}, ["http://host:port"]),
         ({"lora_dropout": 0.05}, ["lora_dropout", "0"]),
         ({"lora_r": 0}, ["lora_r"]),
         ({"dataset": "missing.txt"}, ["missing.txt"]),
@@ -150,6 +156,23 @@ def test_overrides_win_over_the_file(config):
     assert settings.pipeline_kwargs == {"b": 0.001}
     assert script.reward_funcs == ["text", "color"]
     assert lora.use_peft
+
+
+def test_rewards_with_options_come_from_yaml_and_from_flags(config):
+    from diffusion_grpo.rewards import load_rewards
+
+    wanted = [("text", 0.6, {"match": "exact"}), ("brightness", 0.5, {})]
+    for value in (
+        {"text": {"weight": 0.6, "match": "exact"}, "brightness": 0.5},
+        [{"text": {"weight": 0.6, "match": "exact"}}, {"brightness": 0.5}],
+    ):
+        script = parse_train_arguments(config(reward_funcs=value), [])[0]
+        found = [(reward.name, reward.weight, reward.arguments) for reward in load_rewards(script.reward_funcs)]
+        assert sorted(found, reverse=True) == wanted  # the file's keys are sorted
+    words = ["--reward_funcs", "{text: {weight: 0.6, match: exact}, brightness: 0.5}"]
+    script = parse_train_arguments(config(), words)[0]
+    found = [(reward.name, reward.weight, reward.arguments) for reward in load_rewards(script.reward_funcs)]
+    assert found == wanted
 
 
 def test_yaml_reads_no_as_a_word_and_1e_3_as_a_number(tmp_path, config):

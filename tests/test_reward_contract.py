@@ -295,6 +295,13 @@ def test_frames_are_evenly_spaced_and_columns_go_with_them() -> None:
     assert table[:, 0].tolist() == [6, 14]  # the frame without a value has no say
 
 
+def test_a_video_is_scored_alike_whatever_else_is_in_the_batch() -> None:
+    short, long = video(0, 51), video(*range(0, 250, 10))
+    (reward,) = load_rewards({"brightness": {"frames": 5}})
+    alone = [score([reward], videos=[one], prompts=["a"]).item() for one in (short, long)]
+    assert score([reward], videos=[short, long], prompts=["a", "b"])[:, 0].tolist() == alone
+
+
 def test_a_groupwise_reward_of_pictures_compares_frame_with_frame() -> None:
     @groupwise
     def best(images):

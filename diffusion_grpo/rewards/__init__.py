@@ -26,8 +26,10 @@ from .contract import (
     reward_weights,
     takes_tensors,
 )
+from .geneval import GenEval
 from .jpeg import jpeg_compressibility, jpeg_incompressibility
 from .pictures import colorfulness, sharpness
+from .remote import RemoteReward
 from .score import RewardError, score
 from .similarity import psnr, ssim
 from .tesseract import tesseract
@@ -36,6 +38,7 @@ from .video import flicker, motion, smoothness
 
 __all__ = [
     "REWARDS",
+    "RemoteReward",
     "Reward",
     "RewardError",
     "check_columns",
@@ -64,6 +67,8 @@ REWARDS: dict[str, Callable] = {
     "flicker": flicker,
     "smoothness": smoothness,
     "motion": motion,
+    "geneval": GenEval,
+    "remote": RemoteReward,
 }
 
 

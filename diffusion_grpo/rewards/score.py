@@ -157,10 +157,12 @@ def _calls(reward: Reward, batch: _Batch) -> list[_Call]:
         if is_marked(reward.function, "takes_tensors"):
             calls.append(_Call(reward, rows, batch.tensor if is_whole else batch.tensor[rows], _tensor_name(reward)))
         elif batch.kind == "videos" and reward.reads_frames:
-            places = frame_positions(reward.frames, min(len(batch.samples[row]) for row in rows))
-            for some in [[place] for place in places] if is_groupwise else [places]:
-                items = [batch.samples[row][place] for row in rows for place in some]
-                calls.append(_Call(reward, [row for row in rows for _ in some], items, "images"))
+            places = [(row, frame_positions(reward.frames, len(batch.samples[row]))) for row in rows]
+            turns = range(min(len(own) for _, own in places)) if is_groupwise else [slice(None)]
+            for turn in turns:
+                chosen = [(row, place) for row, own in places for place in np.atleast_1d(own[turn])]
+                items = [batch.samples[row][place] for row, place in chosen]
+                calls.append(_Call(reward, [row for row, _ in chosen], items, "images"))
         else:
             items = batch.samples if is_whole else [batch.samples[row] for row in rows]
             calls.append(_Call(reward, rows, items, batch.kind))
