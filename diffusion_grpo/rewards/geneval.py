@@ -115,12 +115,13 @@ class GenEval:
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
         """`1.0`, `0.0` or the share for each picture; see the class."""
         rows = [requirements(columns, row) for row in range(len(images))]
-        asked = [row for row, wanted in enumerate(rows) if wanted["include"] or wanted["exclude"]]
-        labels = sorted({part["class"] for row in asked for part in rows[row]["include"] + rows[row]["exclude"]})
+        labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
         scores: list[float | None] = [None] * len(images)
-        if asked:
-            found = self._detect([images[row] for row in asked], labels)
-            for row, detections in zip(asked, found, strict=True):
+        # a detector that is asked by name sees the classes of its own prompt alone, whatever else is in the batch
+        for asked in sorted(set(labels) - {()}):
+            places = [row for row, own in enumerate(labels) if own == asked]
+            found = self._detect([images[row] for row in places], list(asked))
+            for row, detections in zip(places, found, strict=True):
                 verdict = self.verdict(images[row], detections, rows[row])
                 scores[row] = verdict.share if self.partial else float(verdict.is_correct)
         return scores

@@ -1,0 +1,177 @@
+"""transformers' detectors and CLIP as `geneval.py` needs them: pictures and class names in, detections or colours out.
+
+A module of its own because it is the part with weights: one call for three families of models, which differ in what
+they are asked and in how their outputs are read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+
+from .geneval import NAMED, Detection
+
+PHRASES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
+GREY = "#999999"  # what lies outside an object's mask
+
+
+class TransformersDetector:
+    """Finds objects with a model of transformers, loaded from a Hub id or folder.
+
+    Zero-shot detectors (OWL-ViT, OWLv2, Grounding DINO, MM Grounding DINO) are asked for the classes; detectors (DETR
+    and its kin) and segmenters (Mask2Former, MaskFormer) report those of their `id2label`
+    that were asked for.
+
+    Args:
+        model: Hub id or folder.
+        min_score: detections below it are not reported.
+        device: by default the accelerator, if there is one.
+        batch_size: pictures at once.
+
+    Raises:
+        ValueError: the model is of no such family.
+    """
+
+    def __init__(self, model: str, min_score: float = 0.1, device: str | None = None, batch_size: int = 8):
+        from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
+        from transformers.models.auto import modeling_auto as auto
+
+        config = AutoConfig.from_pretrained(model)
+        families = {
+            "zero-shot": (auto.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING, auto.AutoModelForZeroShotObjectDetection),
+            "segmenter": (auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING, auto.AutoModelForUniversalSegmentation),
+            "detector": (auto.MODEL_FOR_OBJECT_DETECTION_MAPPING, auto.AutoModelForObjectDetection),
+        }
+        if config.model_type == "detr":  # in both families, and its boxes are what it was trained on
+            del families["segmenter"]
+        known = [name for name, (mapping, _) in families.items() if type(config) in mapping]
+        if not known or config.model_type in ("omdet-turbo", "oneformer"):
+            raise ValueError(
+                f"{model} is a {config.model_type}, which is no detector that is known here; use OWLv2, Grounding "
+                "DINO, DETR or Mask2Former, or pass a callable."
+            )
+        self.family, self.min_score, self.batch_size = known[0], min_score, batch_size
+        self.needs_ids = "grounding-dino" in config.model_type
+        self.device = _device(device)
+        self.model = families[self.family][1].from_pretrained(model).eval().to(self.device)
+        loader = AutoProcessor if self.family == "zero-shot" else AutoImageProcessor
+        self.processor = loader.from_pretrained(model)
+
+    @torch.no_grad()
+    def __call__(self, images: list[Image.Image], labels: list[str]) -> list[list[Detection]]:
+        """The objects of the classes `labels` in each picture."""
+        found: list[list[Detection]] = []
+        for start in range(0, len(images), self.batch_size):
+            chunk = [image.convert("RGB") for image in images[start : start + self.batch_size]]
+            sizes = [(image.height, image.width) for image in chunk]
+            read = {"zero-shot": self._asked, "detector": self._boxes, "segmenter": self._masks}[self.family]
+            found += [[d for d in own if d.label in labels] for own in read(chunk, sizes, labels)]
+        return found
+
+    def _asked(self, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+        # one picture a call: the texts are the same for all, and padding would change what a picture gets
+        results = []
+        for image, size in zip(images, sizes, strict=True):
+            inputs = self.processor(images=image, text=[labels], return_tensors="pt", padding=True).to(self.device)
+            outputs = self.model(**inputs)
+            options = {"threshold": self.min_score, "target_sizes": [size]}
+            if self.needs_ids:
+                options |= {"input_ids": inputs["input_ids"], "text_threshold": self.min_score}
+            else:
+                options["text_labels"] = [labels]
+            (result,) = self.processor.post_process_grounded_object_detection(outputs, **options)
+            named = [_nearest(text, labels) for text in result["text_labels"]]
+            results.append(_detections(named, result["scores"], result["boxes"]))
+        return results
+
+    def _boxes(self, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+        outputs = self.model(**self.processor(images=images, return_tensors="pt").to(self.device))
+        results = self.processor.post_process_object_detection(outputs, threshold=self.min_score, target_sizes=sizes)
+        return [_detections(self._names(r["labels"].tolist()), r["scores"], r["boxes"]) for r in results]
+
+    def _masks(self, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+        outputs = self.model(**self.processor(images=images, return_tensors="pt").to(self.device))
+        results = self.processor.post_process_instance_segmentation(
+            outputs, threshold=self.min_score, target_sizes=sizes
+        )
+        found = []
+        for result in results:
+            segments, parts = result["segmentation"].cpu().numpy(), result["segments_info"]
+            names = self._names([part["label_id"] for part in parts])
+            masks = [segments == part["id"] for part in parts]
+            found.append(
+                [
+                    Detection(name, float(part["score"]), _box(mask), mask)
+                    for name, part, mask in zip(names, parts, masks, strict=True)
+                    if mask.any()
+                ]
+            )
+        return found
+
+    def _names(self, ids: list[int]) -> list[str]:
+        return [self.model.config.id2label[number] for number in ids]
+
+
+class ClipColors:
+    """Names an object's colour by CLIP, as GenEval does: the crop, grey outside the mask, against phrases a colour.
+
+    Args:
+        model: Hub id or folder of a CLIP model; GenEval's is `openai/clip-vit-large-patch14`.
+        device: by default the accelerator, if there is one.
+    """
+
+    def __init__(self, model: str, device: str | None = None):
+        from transformers import CLIPModel, CLIPProcessor
+
+        self.device = _device(device)
+        self.model = CLIPModel.from_pretrained(model).eval().to(self.device)
+        self.processor = CLIPProcessor.from_pretrained(model)
+
+    @torch.no_grad()
+    def __call__(self, image: Image.Image, objects: list[Detection], label: str) -> list[str]:
+        """One of the ten colours for each object."""
+        crops = [_crop(image.convert("RGB"), detection) for detection in objects]
+        pixels = self.processor(images=crops, return_tensors="pt").to(self.device)
+        seen = self.model.visual_projection(self.model.vision_model(**pixels).pooler_output)
+        nearest = (seen @ self._classes(label).T).argmax(1).tolist()
+        return [list(NAMED)[index] for index in nearest]
+
+    def _classes(self, label: str) -> torch.Tensor:
+        """`(10, features)`: the mean of the normalised embeddings of a colour's phrases, normalised."""
+        phrases = [phrase.format(color=color, label=label) for color in NAMED for phrase in PHRASES]
+        tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(self.device)
+        said = self.model.text_projection(self.model.text_model(**tokens).pooler_output)
+        said = torch.nn.functional.normalize(said, dim=-1).reshape(len(NAMED), len(PHRASES), -1).mean(1)
+        return torch.nn.functional.normalize(said, dim=-1)
+
+
+def _device(device: str | None) -> str:
+    if device is not None:
+        return device
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return str(accelerator or "cpu")
+
+
+def _detections(names: list[str], scores: torch.Tensor, boxes: torch.Tensor) -> list[Detection]:
+    rows = zip(names, scores.tolist(), boxes.tolist(), strict=True)
+    return [Detection(name, score, tuple(box)) for name, score, box in rows]
+
+
+def _nearest(text: str, labels: list[str]) -> str:
+    """The class that a phrase read off the prompt stands for: the longest that it holds, else the phrase itself."""
+    held = [label for label in labels if label.lower() in text.lower()]
+    return max(held, key=len) if held else text
+
+
+def _box(mask: np.ndarray) -> tuple[float, float, float, float]:
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
+
+
+def _crop(image: Image.Image, detection: Detection) -> Image.Image:
+    if detection.mask is not None:
+        blank = Image.new("RGB", image.size, GREY)
+        image = Image.composite(image, blank, Image.fromarray((detection.mask * 255).astype(np.uint8)))
+    left, top, right, bottom = (round(side) for side in detection.box)
+    return image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
