@@ -47,7 +47,11 @@ def cases(checkout: Path) -> list[tuple[str, str]]:
     for path in sorted((checkout / "tests" / "pipelines").glob("*/**/test_*.py")):
         module = ".".join(path.relative_to(checkout).with_suffix("").parts)
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and {"pipeline_class", "get_dummy_components"} & _defined(node) and not SKIPPED.search(node.name):
+            if (
+                isinstance(node, ast.ClassDef)
+                and {"pipeline_class", "get_dummy_components"} & _defined(node)
+                and not SKIPPED.search(node.name)
+            ):
                 found.append((module, node.name))
     return found
 

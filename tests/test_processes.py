@@ -366,7 +366,7 @@ def test_ddim_clips_the_clean_sample_and_nothing_else():
     prediction, sample = latents()
     alpha, alpha_next = torch.tensor(0.5), torch.tensor(0.8)
     clean = (sample - (1 - alpha).sqrt() * prediction) / alpha.sqrt()
-    mean, std = ddim(prediction, sample, alpha, alpha_next, noise_level=0.3, clip_range=0.5)
+    mean, std = ddim(prediction, sample, alpha, alpha_next, noise_level=0.3, clip=lambda clean: clean.clamp(-0.5, 0.5))
     free, free_std = ddim(prediction, sample, alpha, alpha_next, noise_level=0.3)
     assert std == free_std
     torch.testing.assert_close(free - mean, alpha_next.sqrt() * (clean - clean.clamp(-0.5, 0.5)), rtol=1e-4, atol=1e-5)
