@@ -4,6 +4,8 @@ In: a Hub id, a folder, "tiny" or a pipeline. Out: the pipeline with everything 
 that is trained: its network, or a LoRA around it.
 """
 
+import contextlib
+import copy
 import functools
 from typing import Any
 
@@ -48,24 +50,33 @@ def prepare_model(
     """Freezes all that is not trained.
 
     Returns:
-        the name of the trained network, and the model to optimise: that network, or the `PeftModel` around it.
+        the name of the trained network, and the model to optimise: that network, or the `PeftModel` around it; where
+        experts share the steps out, their names joined by ", " and a `ModuleDict` of such models.
     """
     component = policy_component(pipe, args.train_component)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
-    network = getattr(pipe, component)
+    names = component.split(", ")
+    models = {name: _prepared(getattr(pipe, name), args, peft_config) for name in names}
+    model = models[component] if len(names) == 1 else nn.ModuleDict(models).eval()
+    # Trainer calls this method of transformers' models; diffusers' have another one, called above
+    model.activation_checkpointing_enable = lambda **kwargs: None
+    return component, model
+
+
+def _prepared(network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> nn.Module:
+    """One network with what is trained of it: a LoRA around it, or all its weights."""
     if args.activation_checkpointing:
         _enable_checkpointing(network, args.activation_checkpointing_kwargs or {})
     if peft_config is not None:
-        model = get_peft_model(network, peft_config).eval()
+        # a config of its own: peft writes into it
+        model = get_peft_model(network, copy.deepcopy(peft_config)).eval()
     else:
         model = _with_float32_weights(network, args).requires_grad_(True)
-    # Trainer calls this method of transformers' models; diffusers' have another one, called above
-    model.activation_checkpointing_enable = lambda **kwargs: None
     if args.torch_compile:
         _compile_blocks(network, args)
-    return component, model
+    return model
 
 
 def _with_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.Module:
@@ -120,6 +131,9 @@ def check_peft_config(peft_config: PeftConfig | None) -> None:
 
 def disabled_adapter(model: nn.Module):
     """Context in which the LoRA is switched off: the reference."""
-    if not isinstance(model, PeftModel):
-        raise TypeError(f"{type(model).__name__} has no adapter to switch off.")
-    return model.disable_adapter()
+    stack = contextlib.ExitStack()
+    for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
+        if not isinstance(part, PeftModel):
+            raise TypeError(f"{type(part).__name__} has no adapter to switch off.")
+        stack.enter_context(part.disable_adapter())
+    return stack

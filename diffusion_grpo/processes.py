@@ -118,7 +118,7 @@ def ddim(
 def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
     """Ancestral sampling where latents are data + sigma * noise (EDM, https://huggingface.co/papers/2206.00364).
 
-    It is DDIM's process (https://huggingface.co/papers/2010.02502) in the coordinates of these models, x / sqrt(alpha).
+    It is DDIM's process (https://huggingface.co/papers/2010.02502) in these models' coordinates, x / sqrt(alpha).
 
     Args:
         clean: the denoised sample predicted at `sigma`, (batch, ...).

@@ -31,8 +31,8 @@ class Trajectory:
     Attributes:
         latents: (batch, steps, ...) float32, what each trained step was handed: what the step before it left, or the
             initial latent. Where a pipeline edits latents between steps, it does so again in the replay.
-        next_latents: (batch, steps, ...) float32, what left the trained step, as rounded to the pipeline's dtype. Where
-            a step moves several latents (video and audio), both hold all of them, flattened one after the other.
+        next_latents: (batch, steps, ...) float32, what left the trained step, as rounded to the pipeline's dtype.
+            Where a step moves several latents (video and audio), both hold all of them, flattened one after the other.
         log_probs: (batch, steps) float32, log-density of `next_latents`, averaged over its dimensions.
         steps: (batch, steps) int64, index of each trained step in the pipeline's loop, ascending.
         seeds: (batch,) int64, seed of each sample's step noise.
@@ -134,20 +134,20 @@ class Policy:
         return self.networks[0]
 
     @contextlib.contextmanager
-    def acting(self, driver: "_Recorder | _Teacher", forward: Callable | None = None) -> Iterator[None]:
+    def acting(self, driver: "_Recorder | _Teacher", forwards: Sequence[Callable] | None = None) -> Iterator[None]:
         """The pipeline with stochastic scheduler, gated networks and cached prompts; restored on leaving.
 
         Args:
             driver: what each scheduler step does, and whether the network must really run for it.
-            forward: in place of the first network's own forward, e.g. a reference model's.
+            forwards: in place of the networks' own forwards, e.g. a reference model's.
         """
         pipe, original = self.pipe, self.pipe.scheduler
         inner = {k: v for k, v in pipe.__dict__.items() if isinstance(v, DiffusionPipeline)}  # combined pipelines
         holders = [holder for holder in (pipe, *inner.values()) if getattr(holder, "scheduler", None) is original]
         self.scheduler.driver = driver
         with contextlib.ExitStack() as stack:
-            for network in self.networks:
-                real = forward if forward and network is self.network else network.forward
+            own = [network.forward for network in self.networks]
+            for network, real in zip(self.networks, forwards or own, strict=True):
                 stack.enter_context(_replaced(network, "forward", self._gate(driver, network, real)))
             stack.enter_context(self.prompts.serving(pipe))
             stack.enter_context(_seeded(driver.initial_seeds, pipe))
@@ -206,7 +206,7 @@ class _Undecorated:
 
 
 def _is_blankable(leaf: Any) -> bool:
-    """Whether an output can be remembered as its shape: objects such as key-value caches carry state to later steps."""
+    """Whether an output can be remembered as its shape: objects such as key-value caches carry state onwards."""
     return leaf is None or isinstance(leaf, (Tensor, int, float, str))
 
 
@@ -321,8 +321,8 @@ class _Driver:
         """How often each sample is in the batch: twice where a pipeline keeps both halves of guidance."""
         if len(sample) % self.count:
             raise UnsupportedPipeline(
-                f"The pipeline steps {len(sample)} latents at once where {self.count} samples were asked for; roll out "
-                "one sample at a time (rollout_batch_size=1)."
+                f"The pipeline steps {len(sample)} latents at once where {self.count} samples were asked for; roll "
+                "out one sample at a time (rollout_batch_size=1)."
             )
         return len(sample) // self.count
 
@@ -566,7 +566,7 @@ def replay(
     inputs: dict[str, Any],
     trajectory: Trajectory,
     step: int,
-    forward: Callable | None = None,
+    forward: Callable | Sequence[Callable] | None = None,
 ) -> StepDistribution:
     """Scores one recorded step under the network as it is now. Gradients flow where torch's grad mode lets them.
 
@@ -575,8 +575,9 @@ def replay(
         inputs: the same keyword arguments for the same samples.
         trajectory: of these samples, each with `step` among its trained steps.
         step: index of the step in the loop.
-        forward: in place of the network's own forward, e.g. a reference model's.
+        forward: in place of the network's own forward, e.g. a reference model's; one a network.
     """
+    forwards = [forward] if callable(forward) else forward
     policy = policy if isinstance(policy, Policy) else Policy(policy)
     rows, columns = (trajectory.steps == step).nonzero(as_tuple=True)
     if len(rows) != len(trajectory):
@@ -588,7 +589,7 @@ def replay(
         trajectory.noise_level,
         trajectory.initial_seeds,
     )
-    with policy.acting(teacher, forward), contextlib.suppress(_StepScored):
+    with policy.acting(teacher, forwards), contextlib.suppress(_StepScored):
         policy.undecorated(
             policy.pipe, **_arguments(policy, inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
         )

@@ -84,14 +84,16 @@ _VARIANCE_PRESERVING = (
 )
 _EDM = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSolverMultistepScheduler)
 _DDIM_BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
+_CONSISTENCY = "is a consistency sampler: its steps jump to the clean sample and add all of the next noise anew"
 _REFUSED = {  # part of a scheduler's name -> why it cannot be scored
-    "LCM": "is a consistency sampler: its steps jump to the clean sample and add the noise of the next level anew",
-    "TCD": "is a consistency sampler: its steps jump to the clean sample and add the noise of the next level anew",
-    "CMStochastic": "is a consistency sampler: its steps jump to the clean sample and add the noise of the next level anew",
-    "SCM": "is a consistency sampler: its steps jump to the clean sample and add the noise of the next level anew",
+    "LCM": _CONSISTENCY,
+    "TCD": _CONSISTENCY,
+    "CMStochastic": _CONSISTENCY,
+    "SCM": _CONSISTENCY,
     "FlowMap": "is a flow-map sampler: its network predicts the jump between two given times, not a velocity",
     "Amused": "draws discrete tokens, which have no Gaussian density",
     "VQDiffusion": "draws discrete tokens, which have no Gaussian density",
+    "Helios": "belongs to a rollout over chunks that build on each other, whose steps cannot be replayed one by one",
     "RePaint": "jumps back and forth in time and draws its own noise on the way",
 }
 
@@ -351,10 +353,11 @@ def _kind(scheduler: SchedulerMixin) -> tuple[type, type, list[str]] | None:
 def _refusal(scheduler: SchedulerMixin) -> UnsupportedScheduler:
     name = type(scheduler).__name__
     reasons = [reason for part, reason in _REFUSED.items() if name.startswith(part)]
-    reason = reasons[0] if reasons else "takes no Gaussian steps that can be scored here"
+    if reasons:
+        return UnsupportedScheduler(f"{name} {reasons[0]}.")
     return UnsupportedScheduler(
-        f"{name} {reason}; give the pipeline a flow-matching Euler, UniPC, DPM-Solver, DDIM, DDPM, PNDM or Euler "
-        "scheduler."
+        f"{name} takes no Gaussian steps that can be scored here; give the pipeline a flow-matching Euler, UniPC, "
+        "DPM-Solver, DDIM, DDPM, PNDM or Euler scheduler."
     )
 
 

@@ -122,6 +122,11 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         )
         if args.n_gpu > 1:
             raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
+        if isinstance(model, nn.ModuleDict) and self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"{self.component} take turns, so each step leaves one of them without gradient, which several "
+                "processes cannot share; start one process, or name one network in train_component."
+            )
         self.ref_model = self._reference_copy() if args.beta > 0 and peft_config is None else None
         pipe.to(args.device)
         self._add_callbacks()
@@ -273,7 +278,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
                 return replay(self.policy, inputs, trajectory, step)
         self.ref_model.to(self.args.device)
         try:
-            return replay(self.policy, inputs, trajectory, step, forward=self.ref_model.forward)
+            return replay(self.policy, inputs, trajectory, step, forward=_forwards(self.ref_model))
         finally:
             if self.args.offload_ref_model:
                 self.ref_model.to("cpu")
@@ -542,6 +547,11 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             metrics["images_per_second"] = self._images / (sum(metrics[name] for name in totals) * updates)
         self._images, self._logged_step = 0, self.state.global_step
         return metrics
+
+
+def _forwards(model: nn.Module) -> list[Callable]:
+    """One forward a network."""
+    return [part.forward for part in (model.values() if isinstance(model, nn.ModuleDict) else [model])]
 
 
 def _as_list(value: Any) -> list:

@@ -1,11 +1,12 @@
 """Locally built stand-ins for the tiny checkpoints that diffusers' own tests load from the Hub.
 
-In: the class and the id of a `from_pretrained`. Out: a tokenizer, processor, configuration or random model of that class
-with the sizes the tests count on. Used by the sweep alone, inside `offline()`.
+In: the class and the id of a `from_pretrained`. Out: a tokenizer, processor, configuration or random model of that
+class with the sizes the tests count on. Used by the sweep alone, inside `offline()`.
 """
 
 import contextlib
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 import transformers
 from diffusers import UNet2DModel
+from diffusers.models.controlnets import controlnet_cosmos
+from diffusers.models.transformers import transformer_cosmos
 from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
 from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
-from tiny_pipelines import clip_tokenizer
+from tiny_pipelines.basic import clip_tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 BYTES = sorted(ByteLevel.alphabet())
@@ -33,8 +36,8 @@ QWEN_SPECIAL = {
 CHAT = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PLAIN_CHAT = (
@@ -260,12 +263,19 @@ def _consistency_unet(cls: type | None = None, subfolder: str = "", **kwargs: An
 def _pixtral_processor(cls: type | None = None, **kwargs: Any):
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = _byte_tokenizer(special, first=["[IMG]", "[IMG_BREAK]", "[IMG_END]"], padding_side="left")
-    processor = transformers.PixtralProcessor.__new__(transformers.PixtralProcessor)
-    processor.tokenizer, processor.image_processor = tokenizer, None
-    processor.chat_template = PLAIN_CHAT
-    processor.image_token, processor.image_break_token, processor.image_end_token = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
-    processor.image_token_id, processor.patch_size, processor.spatial_merge_size = 0, 6, 1
-    return processor
+    return tokenizer  # without pictures a processor does what its tokenizer does
+
+
+class _Transforms:
+    """The one function of torchvision that Cosmos' networks use, where torchvision is not installed."""
+
+    InterpolationMode = types.SimpleNamespace(NEAREST="nearest")
+
+    class functional:
+        @staticmethod
+        def resize(picture: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
+            """Resizes the last two dimensions."""
+            return torch.nn.functional.interpolate(picture, size=size, mode=interpolation)
 
 
 # (class name or "", part of the id) -> how it is built; the first that fits counts
@@ -304,7 +314,6 @@ STAND_INS: list[tuple[str, str, Callable]] = [
     ("ClapFeatureExtractor", "", lambda cls, **kwargs: transformers.ClapFeatureExtractor(**kwargs)),
     ("SiglipVisionModel", "", _siglip),
     ("SiglipImageProcessor", "", lambda cls, **kwargs: transformers.SiglipImageProcessor(**kwargs)),
-    ("GlmImageProcessor", "", lambda cls, **kwargs: None),
     ("DPTImageProcessor", "", lambda cls, **kwargs: transformers.DPTImageProcessor(size={"height": 32, "width": 32})),
 ]
 
@@ -316,7 +325,7 @@ def stand_in(cls: type, name: str, **kwargs: Any) -> Any:
         LookupError: nothing is built for this class and id.
     """
     for wanted, part, build in STAND_INS:
-        if cls.__name__.removesuffix("Fast") == wanted and part in name:
+        if cls.__name__.removesuffix("Fast").removesuffix("Pil") == wanted and part in name:
             for unused in ("trust_remote_code", "torch_dtype", "dtype", "revision"):
                 kwargs.pop(unused, None)
             with torch.random.fork_rng(devices=[]):
@@ -347,6 +356,9 @@ def offline() -> Iterator[None]:
             return stand_in(cls, str(name), **kwargs)
 
         owner.from_pretrained = classmethod(from_pretrained)
+    for module in (transformer_cosmos, controlnet_cosmos):
+        if not hasattr(module, "transforms"):
+            module.transforms = _Transforms
     try:
         yield
     finally:

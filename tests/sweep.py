@@ -2,9 +2,9 @@
 
     make sweep ARGS="--diffusers PATH"      # PATH: a checkout of huggingface/diffusers
 
-In: a checkout of diffusers, of which only `tests/` is used: its tiny components and inputs. Out: a table, class by class,
-and docs/supported_pipelines.md. Each class runs in a worker process under a time limit; a worker that hangs or dies is
-replaced, and the sweep goes on.
+In: a checkout of diffusers, of which only `tests/` is used: its tiny components and inputs. Out: a table, class by
+class, and docs/supported_pipelines.md. Each class runs in a worker process under a time limit; a worker
+that hangs or dies is replaced, and the sweep goes on.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import io
 import json
+import math
 import multiprocessing
 import re
 import sys
@@ -117,7 +118,8 @@ def examine(module: str, name: str, verbose: bool) -> dict[str, Any] | None:
         return row | {"not_built": f"{type(error).__name__}: {error}"[:300], "trace": trace}
     try:
         with offline():
-            report = check_pipeline(pipe, inputs, num_inference_steps=4)
+            # image-to-image takes `strength` of the steps
+            report = check_pipeline(pipe, inputs, num_inference_steps=math.ceil(4 / inputs.get("strength", 1.0)))
     except Exception as error:
         trace = traceback.format_exc() if verbose else None
         last = traceback.extract_tb(error.__traceback__)[-1]
