@@ -112,10 +112,10 @@ class Policy:
         is_mixed_precision: bool = False,
     ):
         self.pipe = pipe
-        self.component = policy_component(pipe, component)
         original = getattr(pipe, "scheduler", None)
         if original is None:
             raise UnsupportedPipeline(f"{type(pipe).__name__} has no scheduler whose steps could be trained.")
+        self.component = policy_component(pipe, component)
         self.scheduler = stochastic_scheduler(original, sde_type)
         self.forward_context = forward_context
         self.is_mixed_precision = is_mixed_precision
@@ -471,16 +471,14 @@ def _generators(seeds: Tensor) -> list[torch.Generator]:
 def _arguments(policy: Policy, inputs: dict[str, Any], num_inference_steps: int, initial_seeds: Tensor) -> dict:
     """Keyword arguments of the pipeline's call; the same in rollout and replay."""
     generators = _generators(initial_seeds)
-    given = {
-        "output_type": "pil",
-        **inputs,
-        "num_inference_steps": num_inference_steps,
-        # not every pipeline takes a list
-        "generator": generators if len(generators) > 1 else generators[0],
-    }
-    accepted = inspect.signature(policy.undecorated).parameters
-    optional = [name for name in ("output_type", "generator") if name not in accepted]
-    return {name: value for name, value in given.items() if name not in optional or name in inputs}
+    parameters = inspect.signature(policy.undecorated).parameters
+    arguments = {**inputs, "num_inference_steps": num_inference_steps}
+    if "generator" in parameters:  # not every pipeline takes a list
+        arguments["generator"] = generators if len(generators) > 1 else generators[0]
+    is_picture = {"height", "num_frames"} & set(parameters)  # sound and depth maps are left in their own form
+    if "output_type" in parameters and (is_picture or parameters["output_type"].default == "pil"):
+        arguments.setdefault("output_type", "pil")
+    return arguments
 
 
 def sample_seed(*parts: int | str) -> int:

@@ -62,7 +62,8 @@ def _gemma_tokenizer(cls: type | None = None, **kwargs: Any):
 
 
 def _qwen_tokenizer(cls: type | None = None, **kwargs: Any):
-    vocabulary = {letter: index for index, letter in enumerate(BYTES)} | QWEN_SPECIAL
+    filler = {f"<{index}>": index for index in range(len(BYTES), 151657) if index not in QWEN_SPECIAL.values()}
+    vocabulary = {letter: index for index, letter in enumerate(BYTES)} | filler | QWEN_SPECIAL
     tokenizer = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[], model_max_length=32768)
     tokenizer.add_special_tokens({"additional_special_tokens": list(QWEN_SPECIAL)})
     tokenizer.chat_template = CHAT
@@ -129,7 +130,8 @@ def _chatglm_tokenizer(cls: type | None = None, **kwargs: Any):
 def _chatglm(cls: type | None = None, **kwargs: Any):
     sizes = dict(num_layers=2, padded_vocab_size=200, hidden_size=8, ffn_hidden_size=8, kv_channels=4, seq_length=512)
     attention = dict(num_attention_heads=2, multi_query_attention=True, multi_query_group_num=1, rmsnorm=True)
-    return ChatGLMModel(ChatGLMConfig(**sizes, **attention, add_bias_linear=False, add_qkv_bias=True)).float().eval()
+    config = ChatGLMConfig(**sizes, **attention, add_bias_linear=False, add_qkv_bias=True, original_rope=True)
+    return ChatGLMModel(config).float().eval()
 
 
 def _qwen_image_processor():

@@ -74,7 +74,7 @@ def with_more_channels(name: str, plain: Callable[[], Case], channels: int, has_
     pipe, inputs = plain()
     network = "unet" if "unet" in pipe.components else "transformer"
     old = pipe.components[network]
-    new = type(old).from_config({**old.config, "in_channels": channels})
+    new = type(old)(**{k: v for k, v in old.config.items() if not k.startswith("_")} | {"in_channels": channels})
     cls = getattr(diffusers, name)
     known = {key: value for key, value in pipe.components.items() if key in _parameters(cls)} | {network: new}
     if "safety_checker" in known:
@@ -96,8 +96,9 @@ def sd_controlnet(name: str, plain: Callable[[], Case], **extra) -> Case:
 
 def sd3_controlnet() -> Case:
     """SD3 with a ControlNet of its own two blocks."""
-    plain = basic.sd3()[0].transformer
-    controlnet = SD3ControlNetModel.from_transformer(plain, num_extra_conditioning_channels=0)
+    known = _parameters(SD3ControlNetModel)
+    config = {k: v for k, v in basic.sd3()[0].transformer.config.items() if k in known}
+    controlnet = SD3ControlNetModel(**config)
     basic.randomize(controlnet)
     pipe, inputs = rebuilt("StableDiffusion3ControlNetPipeline", basic.sd3, controlnet=controlnet)
     return pipe, {**inputs, "control_image": pictures(1)}
@@ -184,11 +185,12 @@ PIPELINES: dict[str, Callable[[], Case]] = {
         sd_controlnet, "StableDiffusionXLControlNetPipeline", basic.sdxl, image=pictures(1)
     ),
     "sd3_img2img": functools.partial(with_picture, "StableDiffusion3Img2ImgPipeline", basic.sd3),
-    "sd3_inpaint": functools.partial(with_mask, "StableDiffusion3InpaintPipeline", basic.sd3),
     "sd3_pag": functools.partial(rebuilt, "StableDiffusion3PAGPipeline", basic.sd3),
     "sd3_controlnet": sd3_controlnet,
     "flux_img2img": functools.partial(with_picture, "FluxImg2ImgPipeline", basic.flux),
     "flux_inpaint": functools.partial(with_mask, "FluxInpaintPipeline", basic.flux),
-    "flux_kontext": functools.partial(with_picture, "FluxKontextPipeline", basic.flux),
+    "flux_kontext": functools.partial(
+        with_picture, "FluxKontextPipeline", basic.flux, max_area=SIZE * SIZE, _auto_resize=False
+    ),
     "flux_controlnet": flux_controlnet,
 }

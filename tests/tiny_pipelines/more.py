@@ -153,11 +153,11 @@ def kandinsky_decoder() -> Case:
         resnet_time_scale_shift="scale_shift",
     )
     movq = VQModel(
-        block_out_channels=[8, 8],
+        block_out_channels=[32, 32],
         down_block_types=["DownEncoderBlock2D", "AttnDownEncoderBlock2D"],
         up_block_types=["AttnUpDecoderBlock2D", "UpDecoderBlock2D"],
         latent_channels=4,
-        norm_num_groups=4,
+        norm_num_groups=8,
         norm_type="spatial",
         num_vq_embeddings=12,
         vq_embed_dim=4,
