@@ -105,11 +105,15 @@ class DiffusionGRPOConfig(TrainingArguments):
     # Process
     sde_type: str = field(
         default="auto",
-        metadata={"help": "auto, flow_sde, dance_sde, cps or ddim. auto: flow_sde for flow matching, else ddim."},
+        metadata={
+            "help": "auto, flow_sde, dance_sde, cps, ddim or ancestral. auto: flow_sde for flow matching, ancestral for EDM, else ddim."
+        },
     )
     noise_level: float | None = field(
         default=None,
-        metadata={"help": "Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, ddim 1.0."},
+        metadata={
+            "help": "Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, ddim and ancestral 1.0."
+        },
     )
     sde_window: list[int] | None = field(
         default=None, metadata={"help": "[start, stop) of the steps that may be trained; by default all but the last."}
@@ -301,7 +305,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}.")
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(f"timestep_fraction must lie in (0, 1], got {self.timestep_fraction}.")
-        if self.sde_type in ("cps", "ddim") and self.noise_level is not None and self.noise_level > 1:
+        if self.sde_type in ("cps", "ddim", "ancestral") and self.noise_level is not None and self.noise_level > 1:
             raise ValueError(f"noise_level of {self.sde_type} lies in (0, 1], got {self.noise_level}.")
 
     def _check_steps(self) -> None:

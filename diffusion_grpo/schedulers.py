@@ -366,6 +366,7 @@ def _ddim_config(scheduler: SchedulerMixin) -> dict[str, Any]:
     config = {"clip_sample": False, **scheduler.config}  # DDIM clips by default; only a config that says so may
     if config.get("beta_schedule", "linear") not in _DDIM_BETA_SCHEDULES:
         config["trained_betas"] = scheduler.betas.tolist()
+        config["_use_default_values"] = ()  # or from_config would drop what was left at its default before
     return config
 
 
