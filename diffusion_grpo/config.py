@@ -106,13 +106,16 @@ class DiffusionGRPOConfig(TrainingArguments):
     sde_type: str = field(
         default="auto",
         metadata={
-            "help": "auto, flow_sde, dance_sde, cps, ddim or ancestral. auto: flow_sde for flow matching, ancestral for EDM, else ddim."
+            "help": (
+                "auto, flow_sde, dance_sde, cps, ddim or ancestral. auto: flow_sde for flow matching, ancestral for EDM, "
+                "else ddim."
+            )
         },
     )
     noise_level: float | None = field(
         default=None,
         metadata={
-            "help": "Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, ddim and ancestral 1.0."
+            "help": ("Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, ddim and ancestral 1.0.")
         },
     )
     sde_window: list[int] | None = field(
