@@ -107,8 +107,8 @@ class DiffusionGRPOConfig(TrainingArguments):
         default="auto",
         metadata={
             "help": (
-                "auto, flow_sde, dance_sde, cps, ddim or ancestral. auto: flow_sde for flow matching, ancestral for EDM, "
-                "else ddim."
+                "auto, flow_sde, dance_sde, cps, ddim or ancestral. auto: flow_sde for flow matching, ancestral for "
+                "EDM, else ddim."
             )
         },
     )

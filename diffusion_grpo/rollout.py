@@ -266,32 +266,36 @@ class _Parts:
     def __init__(self):
         self.handed: list[Tensor] = []
         self.next: list[Tensor] = []
-        self.means: list[Tensor] = []
-        self.stds: list[Tensor] = []
+        self.scores: list[Tensor] = []
 
-    def add(self, handed: Tensor | None, next_latents: Tensor, mean: Tensor, std: Tensor) -> None:
-        for values, value in zip(
-            (self.handed, self.next, self.means, self.stds), (handed, next_latents, mean, std), strict=True
-        ):
-            values.append(value)
+    def add(self, handed: Tensor, next_latents: Tensor, score: Tensor) -> None:
+        """A latent's part of the step: what it was handed, what it left, and that one's log-density."""
+        self.handed.append(handed)
+        self.next.append(next_latents)
+        self.scores.append(score)
 
     def log_prob(self) -> Tensor:
         """(batch,) log-density of all parts, averaged over all their dimensions."""
-        scores = [log_density(*part) for part in zip(self.next, self.means, self.stds, strict=True)]
-        if len(scores) == 1:
-            return scores[0]
+        if len(self.scores) == 1:
+            return self.scores[0]
         sizes = [part[0].numel() for part in self.next]
-        return sum(size * score for size, score in zip(sizes, scores, strict=True)) / sum(sizes)
+        return sum(size * score for size, score in zip(sizes, self.scores, strict=True)) / sum(sizes)
 
-    def distribution(self) -> "StepDistribution":
-        """Mean, std and log-probability; flattened where there are several parts."""
-        mean, std = self.means[0], self.stds[0]
-        if len(self.means) > 1:
-            std = _joined([std.expand(mean.shape) for mean, std in zip(self.means, self.stds, strict=True)])
-            mean = _joined(self.means)
-        if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
-            std = torch.where(std > 0, std, 1.0)
-        return StepDistribution(mean, std, self.log_prob())
+
+def _distribution(means: list[Tensor], stds: list[Tensor], log_prob: Tensor) -> "StepDistribution":
+    """Mean, std and log-probability of a step; flattened where it moves several latents."""
+    mean, std = means[0], stds[0]
+    if len(means) > 1:
+        std = _joined([std.expand(mean.shape) for mean, std in zip(means, stds, strict=True)])
+        mean = _joined(means)
+    if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
+        std = torch.where(std > 0, std, 1.0)
+    return StepDistribution(mean, std, log_prob)
+
+
+def _own_rows(values: Sequence[Tensor], sample: Tensor, count: int) -> list[Tensor]:
+    """The first copy of each sample, of values that have a row for each."""
+    return [value[:count] if value.ndim and len(value) == len(sample) else value for value in values]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -358,7 +362,7 @@ class _Recorder(_Driver):
         if self.noise_steps is None:
             self.noise_steps = set(range(self.loop_length - 1))
         trained = self.trained_steps.flatten().tolist()
-        if self.noise_steps and (not trained or max(trained) >= self.loop_length - 1):
+        if trained and max(trained) >= self.loop_length - 1:
             raise UnsupportedPipeline(
                 f"The pipeline takes {self.loop_length} steps, and the last has no noise: trained steps must be below "
                 f"{self.loop_length - 1}, got {sorted(set(trained))}; it makes fewer steps than num_inference_steps "
@@ -384,12 +388,13 @@ class _Recorder(_Driver):
         noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
         noise = torch.cat([noise] * copies) if copies > 1 else noise
         latents = (mean + std * noise.to(mean.device)).to(sample.dtype)
-        handed = self.left.get(id(scheduler), sample)[: self.count]
-        # scored as rounded: what replay is given back must be what was scored
-        scored = (
-            x[: self.count] if len(x.shape) and len(x) == len(sample) else x for x in (latents.float(), mean, std)
-        )
-        self.records.setdefault(index, _Parts()).add(handed.float().clone(), *(x.clone() for x in scored))
+        if index in self.trained_steps:
+            handed = self.left.get(id(scheduler), sample)[: self.count].float()
+            # scored as rounded: what replay is given back must be what was scored
+            next_latents, mean, std = _own_rows((latents.float(), mean, std), sample, self.count)
+            score = log_density(next_latents, mean, std)
+            kept = (x.clone().to(self.device) for x in (handed, next_latents, score))
+            self.records.setdefault(index, _Parts()).add(*kept)
         return latents
 
     def trajectory(self, **settings) -> Trajectory:
@@ -407,7 +412,6 @@ class _Recorder(_Driver):
         steps = {
             step: (_joined(parts.handed), _joined(parts.next), parts.log_prob())
             for step, parts in self.records.items()
-            if step in trained
         }
         latents, next_latents, log_probs = (
             torch.stack(
@@ -415,7 +419,7 @@ class _Recorder(_Driver):
                     torch.stack([steps[step][i][row] for step in columns.tolist()])
                     for row, columns in enumerate(self.trained_steps)
                 ]
-            ).to(self.device)
+            )
             for i in range(3)
         )
         return Trajectory(latents, next_latents, log_probs, steps=self.trained_steps.clone(), **settings)
@@ -433,7 +437,7 @@ class _Teacher(_Driver):
         self.index = index
         self.latents, self.next_latents = latents, next_latents
         self.offsets = {"latents": 0, "next_latents": 0}
-        self.parts = _Parts()
+        self.parts, self.means, self.stds = _Parts(), [], []
         self.scored: StepDistribution | None = None
 
     @property
@@ -455,10 +459,12 @@ class _Teacher(_Driver):
             return torch.cat([self._part("latents", sample)] * copies).to(sample)
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
         next_latents = self._part("next_latents", sample).to(device=mean.device, dtype=torch.float32)
-        mean, std = (x[: self.count] if x.ndim and len(x) == len(sample) else x for x in (mean, std))
-        self.parts.add(None, next_latents, mean, std)
+        mean, std = _own_rows((mean, std), sample, self.count)
+        self.parts.add(sample, next_latents, log_density(next_latents, mean, std))
+        self.means.append(mean)
+        self.stds.append(std)
         if self.offsets["next_latents"] >= self.next_latents[0].numel():
-            self.scored = self.parts.distribution()
+            self.scored = _distribution(self.means, self.stds, self.parts.log_prob())
             raise _StepScored
         return sample  # another scheduler steps the other part
 
