@@ -5,6 +5,7 @@ In: a pipeline and keyword arguments of its `__call__`. Out: a `ReplayReport`.
 
 import contextlib
 import dataclasses
+import math
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,8 @@ def _count(inputs: dict[str, Any]) -> int:
 
 
 def _why_not(report: ReplayReport) -> str | None:
+    if math.isnan(report.max_ratio_error):
+        return "the log-probabilities are not finite."
     if not report.max_ratio_error <= MAX_RATIO_ERROR:
         return (
             f"the replay does not reproduce the rollout: the ratio is off by {report.max_ratio_error:.1e}, more than "

@@ -214,6 +214,11 @@ class _FlowScheduler(StochasticScheduler):
         if self.config.get("invert_sigmas"):  # Mochi counts from data to noise
             sigma, sigma_next, sigma_max, prediction = 1 - sigma, 1 - sigma_next, 1 - sigma_max, -prediction
         process = FLOW_PROCESSES[self.process]
+        if sigma > 1:
+            raise UnsupportedScheduler(
+                f"{type(self).__bases__[1].__name__} runs through sigma {float(sigma):.3g} here, but the processes of "
+                "flow matching need sigmas between 0 and 1."
+            )
         if "per_token_timesteps" in self.options:
             sigma, sigma_next, sigma_max = self._token_sigmas(sample.device)
             still = sigma_next >= sigma  # a condition's tokens: clean from the start
