@@ -139,6 +139,14 @@ class DiffusionGRPOConfig(TrainingArguments):
     epsilon_high: float | None = field(
         default=None, metadata={"help": "The ratio is clipped above 1 + epsilon_high; by default epsilon."}
     )
+    importance_sampling_level: str = field(
+        default="token",
+        metadata={
+            "help": "token: each denoising step has its own ratio. sequence: all trained steps of a sample share the "
+            "geometric mean of theirs (GSPO, https://huggingface.co/papers/2507.18071), at the price of one more "
+            "forward pass a step where a rollout is trained on more than once."
+        },
+    )
     num_iterations: int = field(default=1, metadata={"help": "How often each rollout is trained on."})
     steps_per_generation: int | None = field(
         default=None,
@@ -267,6 +275,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             "scale_rewards": ["group", "batch", "none"],
             "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
             "old_log_prob": ["rollout", "replay"],
+            "importance_sampling_level": ["token", "sequence"],
         }
         for name, known in choices.items():
             value = getattr(self, name)

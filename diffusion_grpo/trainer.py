@@ -230,6 +230,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         start = time.perf_counter()
         total = torch.zeros((), device=self.args.device)
         errors = []
+        if self.args.importance_sampling_level == "sequence" and not is_on_policy:  # on policy all ratios are 1
+            batch.log_ratio = self._sequence_log_ratio(batch)
         steps = batch.trajectory.steps.unique().tolist()
         for step in steps:
             is_last = step == steps[-1]
@@ -254,6 +256,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         old = batch.old_log_prob(step).to(now.log_prob)
         if self.args.old_log_prob == "replay" and self._slots == self.args.gradient_accumulation_steps:
             old = now.log_prob.detach()  # one update a rollout: this replay is the first
+        if batch.log_ratio is not None:  # that value, with the gradient of this step
+            old = now.log_prob.detach() - batch.log_ratio.to(now.log_prob)
         output = self.loss(
             LossInputs(
                 log_prob=now.log_prob,
@@ -271,6 +275,22 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             self._metrics[name].append(value.item())
         error = float((now.log_prob.detach() - recorded).double().expm1().abs().max()) if is_on_policy else 0.0
         return output.loss * len(batch), error
+
+    @torch.no_grad()
+    def _sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
+        """(batch,) mean over each sample's trained steps of log-probability now minus then."""
+        now = self._log_probs_now(batch)
+        return (now - batch.old_log_probs.to(now)).mean(1)
+
+    @torch.no_grad()
+    def _log_probs_now(self, batch: MicroBatch) -> Tensor:
+        """(batch, steps) log-probabilities of the recorded steps under the policy as it is."""
+        log_probs = torch.empty_like(batch.trajectory.log_probs)
+        for step in batch.trajectory.steps.unique().tolist():
+            part = batch.at_step(step)
+            now = replay(self.policy, self.inputs(part.rows), part.trajectory, step)
+            log_probs[batch.trajectory.steps == step] = now.log_prob.to(log_probs)
+        return log_probs
 
     @torch.no_grad()
     def _reference(self, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> StepDistribution:
@@ -475,10 +495,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             batch = MicroBatch(
                 buffer.rows[chunk], buffer.trajectory[chunk], buffer.advantages[chunk], buffer.old_log_probs[chunk]
             )
-            for step in batch.trajectory.steps.unique().tolist():
-                part = batch.at_step(step)
-                now = replay(self.policy, self.inputs(part.rows), part.trajectory, step)
-                log_probs[chunk][batch.trajectory.steps == step] = now.log_prob.to(log_probs)
+            log_probs[chunk] = self._log_probs_now(batch)
         return log_probs
 
     def _restored_buffer(self, rows: list[dict], generation: int) -> RolloutBuffer:

@@ -96,6 +96,37 @@ def test_several_updates_a_rollout(tmp_path):
     assert means[0] == means[2] == 1.0 and means[1] != 1.0
 
 
+def test_ratios_of_whole_trajectories(tmp_path):
+    """The second update's gradient against autograd on GSPO's objective, written out for the whole rollout at once."""
+    settings = {"importance_sampling_level": "sequence", "num_iterations": 2, "learning_rate": 0.02}
+    trainer = trainer_for(tmp_path, **settings, max_steps=2, max_grad_norm=0, epsilon=1e-3)
+    gradients, expected = {}, {}
+
+    class Compare(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+                gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
+                objective = torch.zeros(())
+                for rows in (slice(0, 4), slice(4, 8)):
+                    now = [
+                        replay(trainer.policy, trainer.inputs(trainer.buffer.rows[rows]), part, step).log_prob
+                        for part in [trainer.buffer.trajectory[rows]]
+                        for step in (0, 1, 2)
+                    ]
+                    log_ratio = torch.stack(now, 1) - trainer.buffer.trajectory.log_probs[rows]
+                    ratio, advantages = log_ratio.mean(1).exp(), trainer.buffer.advantages[rows]
+                    clipped = ratio.clamp(1 - 1e-3, 1 + 1e-3)
+                    objective = objective + torch.maximum(-advantages * ratio, -advantages * clipped).mean() / 2
+                expected.update(zip(trained, torch.autograd.grad(objective, list(trained.values())), strict=True))
+
+    trainer.add_callback(Compare)
+    trainer.train()
+    assert gradients and any(gradient.abs().max() > 0 for gradient in gradients.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
+
+
 def test_old_log_probs_from_replays_before_any_update(tmp_path):
     trainer = trainer_for(tmp_path, steps_per_generation=4, old_log_prob="replay", max_steps=2)
     trainer.train()
