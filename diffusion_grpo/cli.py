@@ -84,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_train(command: argparse.ArgumentParser) -> None:
+    """Options of `train`: a file and whatever is overridden; `parse_train_arguments` reads the rest."""
     from .arguments import LoraArguments, ScriptArguments
 
     command.add_argument("config", nargs="?", help="YAML file of settings; overrides on the command line win")
@@ -113,6 +114,7 @@ def describe_settings(settings: type) -> str:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
+    """Trains, saves, pushes where asked, and writes the report. Returns the exit code."""
     from .arguments import parse_train_arguments
 
     if arguments.list_settings:
@@ -148,7 +150,10 @@ def build_trainer(
     reward_funcs = [refusing(get_reward, name) for name in script.reward_funcs]
     eval_reward_funcs = [refusing(get_reward, name) for name in script.eval_reward_funcs or []]
     refusing(check_model_name, script.model)
-    refuse_used_folder(config)
+    if not config.resume_from_checkpoint:
+        from .records import refuse_used_folder
+
+        refusing(refuse_used_folder, config.output_dir, "add --resume_from_checkpoint true")
 
     from .trainer import DiffusionGRPOTrainer
 
@@ -172,19 +177,6 @@ def load_checked(source: str, split: str, name: str) -> "Dataset":
     dataset = load_prompts(source, split=split)
     check_dataset(dataset, name=name)
     return dataset
-
-
-def refuse_used_folder(config: "DiffusionGRPOConfig") -> None:
-    """Raises Refusal where the output folder holds a run and nobody asked to go on with it."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    folder = config.output_dir
-    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
-    if last is not None and not config.resume_from_checkpoint:
-        raise Refusal(
-            f"{folder} holds a run already (newest: {Path(last).name}); add --resume_from_checkpoint true to go on "
-            "with it, or choose another output_dir."
-        )
 
 
 def check_model_name(model: str) -> None:
@@ -231,9 +223,9 @@ def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[flo
 
 def finish_run(run_dir: Path, experiment: str | None) -> None:
     """Shows the earlier experiment in the report the trainer wrote, and says what lies where."""
-    from .report import write_report, write_summary
+    from .report import missing_packages, write_report, write_summary
 
-    if experiment is not None:
+    if experiment is not None and not missing_packages():
         write_report(run_dir, experiment=experiment)
     for name, reward in write_summary(run_dir)["rewards"].items():
         if reward["before"] is not None and reward["after"] is not None:
@@ -248,6 +240,7 @@ def finish_run(run_dir: Path, experiment: str | None) -> None:
 
 
 def add_check(command: argparse.ArgumentParser) -> None:
+    """Options of `check`."""
     command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
     command.add_argument("--prompt", default="a photo of a cat", help="default: %(default)s")
     add_pipeline_options(command, steps_default=4)
@@ -257,6 +250,7 @@ def add_check(command: argparse.ArgumentParser) -> None:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
+    """Prints the replay report as a table. Returns 0 where the pipeline trains, else 1."""
     pipe = load_pipeline(arguments.model, arguments.dtype)
     from rich.console import Console
     from rich.table import Table
@@ -323,6 +317,7 @@ def load_pipeline(model: str, dtype: str) -> "DiffusionPipeline":
 
 
 def add_sample(command: argparse.ArgumentParser) -> None:
+    """Options of `sample`."""
     command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
     command.add_argument("--prompts", required=True, help=PROMPTS_HELP)
     command.add_argument("--split", default="test", help="split of the prompts; default: %(default)s")
@@ -336,6 +331,7 @@ def add_sample(command: argparse.ArgumentParser) -> None:
 
 
 def run_sample(arguments: argparse.Namespace) -> int:
+    """Writes pictures, scores and a table, without training. Returns the exit code."""
     from .rewards import get_reward
 
     reward_funcs = [refusing(get_reward, name) for name in arguments.reward_funcs]
@@ -364,12 +360,14 @@ def run_sample(arguments: argparse.Namespace) -> int:
 
 
 def add_report(command: argparse.ArgumentParser) -> None:
+    """Options of `report`."""
     command.add_argument("run_dir", help="output folder of a run")
     command.add_argument("--experiment", help="JSON of an earlier experiment to show beside the run (docs/metrics.md)")
     command.set_defaults(run=run_report)
 
 
 def run_report(arguments: argparse.Namespace) -> int:
+    """Writes report.html and summary.json again from a run's files. Returns the exit code."""
     from .report import write_report, write_summary
 
     run_dir = Path(arguments.run_dir)

@@ -159,8 +159,11 @@ def _base_model(model: str, lora: bool) -> dict[str, str]:
 
 
 def _usage(run: dict[str, Any], folder: Path, lora: bool) -> str:
-    lines = ["from diffusers import DiffusionPipeline", ""]
-    lines.append(f'pipe = DiffusionPipeline.from_pretrained("{run["model"] if lora else folder.name}")')
+    is_embedded = lora and run["model"] == "tiny"  # it has no name on the Hub
+    base = "tiny.PATH" if is_embedded else json.dumps(run["model"] if lora else folder.name)
+    lines = ["from diffusers import DiffusionPipeline"]
+    lines += ["from diffusion_grpo import tiny"] if is_embedded else []
+    lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base})"]
     if lora:
         lines.append(f'pipe.load_lora_weights("{folder.name}")')
         for name in run["component"].split(", ")[1:]:

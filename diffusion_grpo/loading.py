@@ -18,6 +18,8 @@ from . import tiny
 from .config import DiffusionGRPOConfig
 from .rollout import POLICY_COMPONENTS, policy_component
 
+SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
+
 
 def model_name(model: str | DiffusionPipeline) -> str:
     """What the user called the model, or where the pipeline came from."""
@@ -116,12 +118,31 @@ def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:
         block.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
-def check_peft_config(peft_config: PeftConfig | None) -> None:
-    """Refuses what would make the replay differ from the rollout.
+def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:
+    """Refuses what would make the replay differ from the rollout, or leave no reference and nothing to load.
+
+    Args:
+        beta: weight of the KL divergence; above 0 the adapter switched off must be the base model.
 
     Raises:
-        ValueError: dropout in the adapter.
+        ValueError: dropout in the adapter, or an adapter that changes the base model's own weights.
     """
+    if peft_config is None:
+        return
+    reference = " and beta > 0 has no reference" if beta > 0 else ""
+    kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
+    if kind != "LORA":
+        raise ValueError(f"peft_config is of type {kind}; only LoraConfig gives weights that diffusers loads.")
+    if isinstance(peft_config.init_lora_weights, str) and peft_config.init_lora_weights.lower() not in SAFE_INITS:
+        raise ValueError(
+            f"init_lora_weights={peft_config.init_lora_weights!r} changes the base model's own weights, so that the "
+            f"saved LoRA does not fit the published model{reference}; use True, 'gaussian' or 'orthogonal'."
+        )
+    if peft_config.bias != "none":
+        raise ValueError(
+            f"bias={peft_config.bias!r} trains the base model's own biases, which the saved LoRA does not hold"
+            f"{reference}; use bias='none'."
+        )
     if getattr(peft_config, "lora_dropout", 0.0):
         raise ValueError(
             f"lora_dropout={peft_config.lora_dropout} would make every replay differ from its rollout and the ratio "

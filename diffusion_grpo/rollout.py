@@ -535,7 +535,8 @@ def rollout(
         inputs: keyword arguments of the pipeline's `__call__` for one batch.
         seeds: one a sample. They fix the noise of its steps whatever else is in the batch.
         num_inference_steps: length of the loop.
-        initial_seeds: one a sample, for its initial latent; `seeds` by default. Equal ones share the initial latent.
+        initial_seeds: one a sample, for its initial latent. Equal ones share the initial latent. By default `seeds`,
+            and the noise of the steps comes from seeds derived from them, so that the two are independent.
         steps: trained steps, one row of ascending indices a sample; all but the last by default. Empty: none.
         noise_steps: steps that draw noise, at least the trained ones; all but the last by default.
         noise_level: of the process; its usual one by default. 0 samples deterministically and records nothing.
@@ -548,7 +549,9 @@ def rollout(
     """
     policy = policy if isinstance(policy, Policy) else Policy(policy)
     seeds = torch.as_tensor(seeds, dtype=torch.int64)
-    initial_seeds = seeds if initial_seeds is None else torch.as_tensor(initial_seeds, dtype=torch.int64)
+    if initial_seeds is None:  # two streams: the same one twice would make the first noise the initial latent
+        initial_seeds, seeds = seeds, torch.tensor([sample_seed(seed, "noise") for seed in seeds.tolist()])
+    initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
     noise_level = DEFAULT_NOISE_LEVELS[policy.scheduler.process] if noise_level is None else noise_level
     rows = None
     if steps is not None:

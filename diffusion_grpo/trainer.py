@@ -41,7 +41,7 @@ from .evaluation import evaluate_policy
 from .inputs import PipelineInputs
 from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, prepare_model
 from .losses import LossInputs, get_loss
-from .records import check_same_run, run_record, write_json, write_samples
+from .records import check_same_run, extra_column, run_record, write_json, write_samples
 from .rewards import get_reward, reward_name, score
 from .rollout import Policy, StepDistribution, Trajectory, replay, rollout, sample_seed, trained_steps
 from .schedulers import DEFAULT_NOISE_LEVELS
@@ -80,7 +80,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
 
     def __init__(
         self,
-        model: str | DiffusionPipeline,
+        model: str | Path | DiffusionPipeline,
         reward_funcs: RewardFunc | list[RewardFunc],
         args: DiffusionGRPOConfig | None = None,
         train_dataset: Dataset | None = None,
@@ -90,17 +90,22 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
+        model = str(model) if isinstance(model, Path) else model
         args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
         self.reward_funcs = [get_reward(func) for func in _as_list(reward_funcs)]
-        self.eval_reward_funcs = [get_reward(func) for func in _as_list(eval_reward_funcs)]
+        judges = [get_reward(func) for func in _as_list(eval_reward_funcs)]
+        self.eval_reward_funcs = [
+            func for func in judges if func not in self.reward_funcs
+        ]  # those are measured anyway
         self.reward_weights = _checked_weights(args, self.reward_funcs)
         self.loss = get_loss(args.loss_type)
-        check_peft_config(peft_config)
-        for name, dataset in _named_datasets(train_dataset, eval_dataset):
-            check_dataset(dataset, name)
+        check_peft_config(peft_config, args.beta)
+        if args.sync_ref_model and peft_config is not None:
+            raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
+        _check_datasets(args, train_dataset, eval_dataset)
         if args.learning_rate is None:
             args.learning_rate = 3e-4 if peft_config is not None else 1e-5
-        names = [[reward_name(func) for func in funcs] for funcs in (self.reward_funcs, self.eval_reward_funcs)]
+        names = _distinct_names(self.reward_funcs, self.eval_reward_funcs)
         self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
         check_same_run(args.output_dir, self.run)
 
@@ -134,6 +139,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         counts = {"train": len(train_dataset or []), "eval": sum(map(len, _as_list(evaluations)))}
         self.run |= {"pipeline": type(pipe).__name__, "component": self.component, "prompts": counts}
         self.buffer: RolloutBuffer | None = None
+        self._has_started = False
         self._micro_step, self._update = 0, -1
         self._resumed_from: str | None = None
         self._metrics: dict[str, list[float]] = defaultdict(list)
@@ -164,8 +170,6 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             self.ema = EMACallback(trained, args.ema_decay, args.ema_update_interval)
             self.add_callback(self.ema)
         if args.sync_ref_model:
-            if self.ref_model is None:
-                raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
             self.add_callback(
                 SyncRefModelCallback(self.model, self.ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
             )
@@ -216,6 +220,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         self.buffer, self._update, self._logged_step = None, -1, None  # a second call starts with its own rollout
         self._metrics.clear()
         resume_from_checkpoint = self._resume_point(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        self.accelerator.wait_for_everyone()  # the others have looked for a run before this one writes its own
+        self._has_started = True
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / "run.json", self.run)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -229,6 +235,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         start = time.perf_counter()
         total = torch.zeros((), device=self.args.device)
         errors = []
+        if self.args.importance_sampling_level == "sequence" and not is_on_policy:  # on policy all ratios are 1
+            batch.log_ratio = self._sequence_log_ratio(batch)
         steps = batch.trajectory.steps.unique().tolist()
         for step in steps:
             is_last = step == steps[-1]
@@ -253,6 +261,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         old = batch.old_log_prob(step).to(now.log_prob)
         if self.args.old_log_prob == "replay" and self._slots == self.args.gradient_accumulation_steps:
             old = now.log_prob.detach()  # one update a rollout: this replay is the first
+        if batch.log_ratio is not None:  # that value, with the gradient of this step
+            old = now.log_prob.detach() - batch.log_ratio.to(now.log_prob)
         output = self.loss(
             LossInputs(
                 log_prob=now.log_prob,
@@ -270,6 +280,22 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             self._metrics[name].append(value.item())
         error = float((now.log_prob.detach() - recorded).double().expm1().abs().max()) if is_on_policy else 0.0
         return output.loss * len(batch), error
+
+    @torch.no_grad()
+    def _sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
+        """(batch,) mean over each sample's trained steps of log-probability now minus then."""
+        now = self._log_probs_now(batch)
+        return (now - batch.old_log_probs.to(now)).mean(1)
+
+    @torch.no_grad()
+    def _log_probs_now(self, batch: MicroBatch) -> Tensor:
+        """(batch, steps) log-probabilities of the recorded steps under the policy as it is."""
+        log_probs = torch.empty_like(batch.trajectory.log_probs)
+        for step in batch.trajectory.steps.unique().tolist():
+            part = batch.at_step(step)
+            now = replay(self.policy, self.inputs(part.rows), part.trajectory, step)
+            log_probs[batch.trajectory.steps == step] = now.log_prob.to(log_probs)
+        return log_probs
 
     @torch.no_grad()
     def _reference(self, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> StepDistribution:
@@ -345,7 +371,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         self._metrics["time/rollout"].append(time.perf_counter() - start)
 
         start = time.perf_counter()
-        local = self._score(self.reward_funcs, samples, rows, self._metrics)
+        extra: dict[str, list] = {}
+        local = self._score(self.reward_funcs, samples, rows, self._metrics, extra)
         rewards = self.accelerator.gather(local.to(self.args.device)).cpu()
         self._metrics["time/reward"].append(time.perf_counter() - start)
         self._images += len(rewards)
@@ -364,7 +391,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         advantages = result.advantages[positions]
         if self.args.log_completions:
             columns = {"reward": result.rewards[positions], "advantage": advantages, "seed": trajectory.seeds}
-            self._write_samples(rows, local, columns)
+            self._write_samples(rows, local, {name: column.tolist() for name, column in columns.items()} | extra)
         return self._buffer_of(rows, trajectory, advantages, generation)
 
     @torch.no_grad()
@@ -406,9 +433,17 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         return "cpu" if self.args.offload_trajectories else self.args.device
 
     def _score(
-        self, funcs: list[Callable], samples: list, rows: list[dict], metrics: dict[str, list[float]]
+        self,
+        funcs: list[Callable],
+        samples: list,
+        rows: list[dict],
+        metrics: dict[str, list[float]],
+        extra: dict[str, list],
     ) -> Tensor:
-        """(samples, functions) float32 rewards of this process, NaN for None; what they log goes into `metrics`."""
+        """(samples, functions) float32 rewards of this process, NaN for None.
+
+        What they log goes into `metrics`, the columns they add, one value a sample, into `extra`.
+        """
         kind = "videos" if isinstance(samples[0], list) else "images"
         columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         return score(
@@ -418,6 +453,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             columns=columns,
             trainer_state=self.state,
             log_metric=lambda name, value: metrics[name].append(float(value)),
+            log_extra=lambda name, values: extra.update({name: extra_column(name, values, len(samples))}),
             failure_dir=Path(self.args.output_dir) / "failures",
         )
 
@@ -432,13 +468,13 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
                 metrics[f"rewards/{reward_name(func)}/mean"].append(known.mean().item())
                 metrics[f"rewards/{reward_name(func)}/std"].append(known.std(correction=0).item())
 
-    def _write_samples(self, rows: list[dict], rewards: Tensor, columns: dict[str, Tensor]) -> None:
+    def _write_samples(self, rows: list[dict], rewards: Tensor, columns: dict[str, list]) -> None:
         names = [reward_name(func) for func in self.reward_funcs]
         rank = f"-rank{self.accelerator.process_index}" if self.accelerator.num_processes > 1 else ""
         path = Path(self.args.output_dir) / "samples" / f"step-{self.state.global_step:06d}{rank}.parquet"
         table = {"step": [self.state.global_step] * len(rows), "prompt": [row["prompt"] for row in rows]}
         table |= dict(zip(names, rewards.T.tolist(), strict=True))
-        write_samples(path, table | {name: column.tolist() for name, column in columns.items()})
+        write_samples(path, columns | table)
 
     def _buffer_of(
         self, rows: list[dict], trajectory: Trajectory, advantages: Tensor, generation: int
@@ -464,10 +500,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             batch = MicroBatch(
                 buffer.rows[chunk], buffer.trajectory[chunk], buffer.advantages[chunk], buffer.old_log_probs[chunk]
             )
-            for step in batch.trajectory.steps.unique().tolist():
-                part = batch.at_step(step)
-                now = replay(self.policy, self.inputs(part.rows), part.trajectory, step)
-                log_probs[chunk][batch.trajectory.steps == step] = now.log_prob.to(log_probs)
+            log_probs[chunk] = self._log_probs_now(batch)
         return log_probs
 
     def _restored_buffer(self, rows: list[dict], generation: int) -> RolloutBuffer:
@@ -502,19 +535,17 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             pipeline_kwargs: over those of training, e.g. `{"guidance_scale": 4.0}`.
 
         Returns:
-            `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`.
+            `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`; of
+            several datasets these are over all of them, and `{prefix}_{dataset}_...` over each.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        if isinstance(dataset, dict):
-            metrics: dict[str, float] = {}
-            for name, part in dataset.items():
-                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}", pipeline_kwargs)
-            return metrics
-        check_dataset(dataset, "eval_dataset")
+        datasets = dataset if isinstance(dataset, dict) else {"eval_dataset": dataset}
+        for name, part in datasets.items():
+            check_dataset(part, name)
         with self.averaged_weights():
-            metrics = evaluate_policy(self, dataset, metric_key_prefix, pipeline_kwargs)
+            metrics = evaluate_policy(self, datasets, metric_key_prefix, pipeline_kwargs)
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -564,10 +595,24 @@ def _chunks(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _named_datasets(train: Any, evaluation: Any) -> list[tuple[str, Any]]:
+def _check_datasets(args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
     evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
-    named = [("train_dataset", train), *evaluations.items()]
-    return [(name, dataset) for name, dataset in named if dataset is not None]
+    for name, dataset in [("train_dataset", train), *evaluations.items()]:
+        if dataset is not None:
+            check_dataset(dataset, name)
+    if args.eval_strategy != "no" and not evaluation:
+        raise ValueError(f"eval_strategy={args.eval_strategy.value!r} has nothing to evaluate; pass an eval_dataset.")
+
+
+def _distinct_names(rewards: list[Callable], judges: list[Callable]) -> tuple[list[str], list[str]]:
+    """Names of rewards and judges; two functions of one name would share their columns and means."""
+    names = [reward_name(func) for func in [*rewards, *judges]]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ValueError(
+            f"Two reward functions are called {repeated[0]!r}; give each a __name__ of its own, by which it is logged."
+        )
+    return names[: len(rewards)], names[len(rewards) :]
 
 
 def _checked_weights(args: DiffusionGRPOConfig, funcs: list[Callable]) -> list[float]:

@@ -5,6 +5,7 @@ import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from huggingface_hub import ModelCard
+from PIL import Image
 from tiny_runs import trained_weights, trainer_for
 
 
@@ -59,8 +60,24 @@ def test_the_model_card(tmp_path):
     trainer.save_model()
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.library_name == "diffusers" and card.data.base_model == "someone/some-model"
-    for part in ("| brightness | 1.0 |", "grid.png", '"num_generations": 4', "pipe.load_lora_weights", "LoRA rank 4"):
+    for part in (
+        "| brightness | 1.0 |",
+        "grid.png",
+        "curve.png",
+        '"num_generations": 4',
+        "pipe.load_lora_weights",
+        "LoRA rank 4",
+    ):
         assert part in card.content, part
+    assert Image.open(tmp_path / "curve.png").width > 500
+
+
+def test_the_card_of_the_embedded_model_loads_it_by_its_path(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1)
+    trainer.run["model"] = "tiny"
+    trainer.train()
+    trainer.save_model()
+    assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in (tmp_path / "README.md").read_text()
 
 
 def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch):

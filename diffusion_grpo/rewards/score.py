@@ -69,8 +69,8 @@ def score(
         "completions": samples,
         kind: samples,
         "trainer_state": trainer_state,
-        "log_metric": log_metric,
-        "log_extra": log_extra,
+        "log_metric": log_metric or _unlogged,
+        "log_extra": log_extra or _unlogged,
         **(columns or {}),
     }
     answers = [_call(function, keywords) for function in reward_funcs]
@@ -82,6 +82,10 @@ def score(
     if reward_funcs and rewards.isnan().all(dim=1).any():
         _warn_unscored()
     return rewards
+
+
+def _unlogged(name: str, value: object) -> None:
+    """Where nobody keeps a reward's metrics and columns."""
 
 
 def _call(function: Callable, keywords: dict) -> object:
@@ -166,8 +170,8 @@ def _number(value: object, index: int, failure: _Failure) -> float:
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise failure.error(f"returned {value!r}, expected a number or None", index)
-    if not math.isfinite(value):
-        raise failure.error(f"returned {value}, expected a finite number or None", index)
+    if not math.isfinite(value) or abs(value) > torch.finfo(torch.float32).max:
+        raise failure.error(f"returned {value}, expected a finite float32 number or None", index)
     return float(value)
 
 
