@@ -254,6 +254,10 @@ class DiffusionGRPOConfig(TrainingArguments):
         self._check_steps()
         self._check_batches()
 
+    def to_dict(self) -> dict[str, Any]:
+        """`TrainingArguments.to_dict`, with tensors and pictures among the settings named by their kind and size."""
+        return {name: described(value) for name, value in super().to_dict().items()}
+
     @property
     def samples_per_update_group(self) -> int:
         """Samples of a prompt that are trained on: `best_of_n`, or the whole group."""
@@ -387,6 +391,18 @@ class DiffusionGRPOConfig(TrainingArguments):
                 f"best_of_n needs whole groups on each process, but each rolls out {self.rollout_size} samples, not a "
                 f"multiple of num_generations={generations}; change per_device_train_batch_size."
             )
+
+
+def described(value: Any) -> Any:
+    """Settings as JSON can hold them: a tensor or a picture becomes its kind and size."""
+    if isinstance(value, dict):
+        return {str(name): described(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [described(item) for item in value]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    size = getattr(value, "shape", getattr(value, "size", None))
+    return f"{type(value).__name__} {tuple(size)}" if isinstance(size, tuple) else type(value).__name__
 
 
 def _with_suggestions(init):

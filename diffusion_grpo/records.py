@@ -16,7 +16,7 @@ import pyarrow.parquet
 from peft import PeftConfig
 from transformers.trainer_utils import get_last_checkpoint
 
-from .config import DiffusionGRPOConfig
+from .config import DiffusionGRPOConfig, described
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
 IDENTITY = ("model", "trains_by", "reward_funcs")
@@ -65,7 +65,7 @@ def changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
         if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
             continue
         if isinstance(value, (str, int, float, list, dict, type(None))):
-            changed[setting.name] = getattr(value, "value", value)
+            changed[setting.name] = described(getattr(value, "value", value))
     return changed
 
 

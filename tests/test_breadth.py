@@ -12,18 +12,7 @@ from tiny_runs import LORA, SETTINGS
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
 
 NAMES = sorted(set(tiny_pipelines.EVERY) - set(tiny_pipelines.PIPELINES))
-# one of each kind in the everyday run
-EVERYDAY = [
-    "deepfloyd",
-    "dit",
-    "cascade_prior",
-    "svd",
-    "wan_experts",
-    "sd15_inpaint",
-    "sd15_controlnet",
-    "sd3_img2img",
-]
-CASES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+ONLY_CHECKED = {"wan_vace"}  # takes one prompt a call, and the trainer gives lists
 FEW = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 
 
@@ -38,12 +27,13 @@ def _array(completion):
     return np.asarray(completion)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_replays_and_trains(name, tmp_path):
     pipe, inputs = tiny_pipelines.build(name)
     report = check_pipeline(pipe, inputs, num_inference_steps=4)
     assert report.trains and report.max_ratio_error <= 1e-5 and report.steps >= 2, report
-    train(pipe, inputs, tmp_path, report.steps)
+    if name not in ONLY_CHECKED:
+        train(pipe, inputs, tmp_path, report.steps)
 
 
 def train(pipe, inputs, folder, steps):

@@ -47,10 +47,10 @@ from .basic import WIDTH
 from .conditioned import Case, pictures
 
 
-def clip_vision() -> CLIPVisionModelWithProjection:
+def clip_vision(image_size: int = 32) -> CLIPVisionModelWithProjection:
     """A CLIP image encoder of one layer."""
     sizes = dict(hidden_size=WIDTH, intermediate_size=WIDTH, projection_dim=WIDTH, num_attention_heads=4)
-    config = CLIPVisionConfig(image_size=32, patch_size=16, num_hidden_layers=1, **sizes)
+    config = CLIPVisionConfig(image_size=image_size, patch_size=image_size // 2, num_hidden_layers=1, **sizes)
     return CLIPVisionModelWithProjection(config)
 
 
@@ -225,7 +225,7 @@ def svd() -> Case:
     vae = AutoencoderKLTemporalDecoder(
         block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4
     )
-    pipe = StableVideoDiffusionPipeline(vae, clip_vision(), unet, scheduler, clip_image_processor())
+    pipe = StableVideoDiffusionPipeline(vae, clip_vision(image_size=224), unet, scheduler, clip_image_processor())
     sizes = {"height": 16, "width": 16, "num_frames": 2, "decode_chunk_size": 2}
     return pipe, {"image": pictures(), **sizes, "min_guidance_scale": 1.0, "max_guidance_scale": 2.5}
 
@@ -287,7 +287,7 @@ def wan_vace() -> Case:
     config = {k: v for k, v in pipe.transformer.config.items() if not k.startswith("_")}
     transformer = WanVACETransformer3DModel(**config, vace_layers=[0], vace_in_channels=96)
     components = {**pipe.components, "transformer": transformer}
-    return diffusers.WanVACEPipeline(**components), inputs
+    return diffusers.WanVACEPipeline(**components), {**inputs, "prompt": "a cat"}  # no lists of prompts
 
 
 def animatediff() -> Case:
