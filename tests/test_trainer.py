@@ -11,7 +11,7 @@ import tiny_pipelines
 import torch
 from datasets import Dataset
 from PIL import Image
-from tiny_runs import brightness, logged, trained_weights, trainer_for
+from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
@@ -46,10 +46,6 @@ def test_the_first_ratio_is_one_and_the_weights_move(tmp_path, settings):
     assert len(logged(trainer, "loss")) == 2 and all(np.isfinite(logged(trainer, "loss")))
     after = trained_weights(trainer)
     assert any(not torch.equal(before[name], after[name]) for name in before)
-
-
-def first_frame_brightness(videos, **columns):
-    return brightness([frames[0] for frames in videos])
 
 
 @pytest.mark.parametrize(
