@@ -56,7 +56,11 @@ class ScriptArguments:
         },
     )
     report_experiment: str | None = field(
-        default=None, metadata={"help": "JSON of an earlier experiment to show in the report (docs/metrics.md)."}
+        default=None,
+        metadata={
+            "help": "JSON of an earlier experiment to show in the report (docs/metrics.md); in a file of settings "
+            "relative to that file."
+        },
     )
 
     def __post_init__(self):
@@ -134,7 +138,11 @@ def parse_train_arguments(
         ValueError: an unknown key (with the nearest known one), a value of the wrong type, a missing key, or settings
             that contradict each other.
     """
-    values = {**(read_yaml(config_file) if config_file else {}), **read_overrides(overrides)}
+    values = read_yaml(config_file) if config_file else {}
+    experiment = values.get("report_experiment")
+    if isinstance(experiment, str):  # it lies beside the file that names it
+        values["report_experiment"] = str(Path(config_file).parent / experiment)
+    values |= read_overrides(overrides)
 
     from transformers import HfArgumentParser
 

@@ -25,12 +25,14 @@ class MicroBatch:
         trajectory: of these samples.
         advantages: (batch,) float32.
         old_log_probs: (batch, steps) float32, the ratio's denominator.
+        log_ratio: (batch,) float32, mean log-ratio over a sample's trained steps, where the loss takes that one.
     """
 
     rows: list[dict[str, Any]]
     trajectory: Trajectory
     advantages: Tensor
     old_log_probs: Tensor
+    log_ratio: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -41,7 +43,8 @@ class MicroBatch:
         if kept.all():
             return self
         rows = [row for row, keep in zip(self.rows, kept.tolist(), strict=True) if keep]
-        return MicroBatch(rows, self.trajectory[kept], self.advantages[kept], self.old_log_probs[kept])
+        log_ratio = None if self.log_ratio is None else self.log_ratio[kept]
+        return MicroBatch(rows, self.trajectory[kept], self.advantages[kept], self.old_log_probs[kept], log_ratio)
 
     def old_log_prob(self, step: int) -> Tensor:
         """(batch,) the denominator at one step, for samples that all train on it."""

@@ -138,13 +138,19 @@ class ReportCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        from .report import write_report, write_summary
+        from .report import missing_packages, write_report, write_summary
 
         state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
-        summary, report = write_summary(args.output_dir), write_report(args.output_dir)
-        if summary["reward_before"] is not None:
+        summary, missing = write_summary(args.output_dir), missing_packages()
+        if summary["reward_before"] is not None and summary["reward_after"] is not None:
             print(
                 f"Held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f} "
                 f"± {summary['standard_error']:.3f} on {summary['held_out_prompts']} prompts."
             )
-        print(f"Report: {report}")
+        if missing:  # the weights are what matters, the page can be written later
+            print(
+                f"No report: {' and '.join(missing)} not installed. After pip install 'diffusion-grpo[report]': "
+                f"diffusion-grpo report {args.output_dir}"
+            )
+        else:
+            print(f"Report: {write_report(args.output_dir)}")

@@ -5,14 +5,17 @@ In: a pipeline and keyword arguments of its `__call__`. Out: a `ReplayReport`.
 
 import contextlib
 import dataclasses
+import math
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from torch import nn
+from torch import Tensor, nn
 
-from .rollout import Policy, replay, rollout, sample_seed
+from .rollout import Policy, UnsupportedPipeline, replay, rollout, sample_seed
 from .schedulers import UnsupportedScheduler
 
 MAX_RATIO_ERROR = 1e-5
@@ -24,11 +27,11 @@ class ReplayReport:
 
     Attributes:
         pipeline, scheduler: class names.
-        policy: name of the network that would be trained.
+        policy: name of the network that would be trained; several, joined by ", ", where experts share the steps out.
         steps: replayed steps.
         max_log_prob_error: largest |log p of the replay - log p of the rollout|.
         max_ratio_error: largest |ratio - 1|, over samples and steps; 0 is what on-policy means.
-        grad_norm: of the replayed log-probabilities, over the network's parameters.
+        grad_norm: of the replayed log-probabilities, over the networks' parameters; NaN where a step gives none.
         trains: whether the ratio is 1 within 1e-5 and gradients arrive.
         reason: a sentence, where it does not train.
     """
@@ -63,27 +66,20 @@ def check_pipeline(
         sde_type, noise_level: the process, see [`~diffusion_grpo.schedulers.stochastic_scheduler`].
         seed: of the samples.
     """
-    report = ReplayReport(type(pipe).__name__, type(pipe.scheduler).__name__)
+    report = ReplayReport(type(pipe).__name__, type(getattr(pipe, "scheduler", None)).__name__)
     if num_inference_steps < 2:
         raise ValueError(f"num_inference_steps must be at least 2 to replay a step, got {num_inference_steps}.")
     try:
         policy = Policy(pipe, sde_type=sde_type)
-    except UnsupportedScheduler as error:
-        return dataclasses.replace(report, reason=str(error))
+    except (UnsupportedScheduler, UnsupportedPipeline) as error:
+        return dataclasses.replace(report, reason=_sentence(error))
     report.policy = policy.component
-    seeds = [sample_seed(seed, row) for row in range(_count(inputs))]
-    with _untouched(pipe, policy.network) as parameters:
-        _, trajectory = rollout(
-            policy, inputs, seeds=seeds, num_inference_steps=num_inference_steps, noise_level=noise_level
-        )
-        squares = [torch.zeros(()) for _ in parameters]
-        differences = []
-        for column, step in enumerate(trajectory.steps[0].tolist()):
-            with torch.enable_grad():
-                log_prob = replay(policy, inputs, trajectory, step).log_prob
-                gradients = torch.autograd.grad(log_prob.sum(), parameters, allow_unused=True)
-            squares += [gradient.float().square().sum().cpu() for gradient in gradients if gradient is not None]
-            differences.append((log_prob.detach().cpu() - trajectory.log_probs[:, column]).double())
+    try:
+        differences, squares = _replayed(policy, inputs, num_inference_steps, noise_level, seed)
+    except (UnsupportedScheduler, UnsupportedPipeline) as error:
+        return dataclasses.replace(report, reason=_sentence(error))
+    except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
+        return dataclasses.replace(report, reason=_inner_error(error))
     report.steps = len(differences)
     report.grad_norm = float(torch.stack(squares).sum().sqrt())
     report.max_log_prob_error = float(torch.stack(differences).abs().max())
@@ -93,30 +89,73 @@ def check_pipeline(
     return report
 
 
+def _replayed(
+    policy: Policy, inputs: dict[str, Any], num_inference_steps: int, noise_level: float | None, seed: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each trained step the differences of the log-probabilities; and the squared gradients."""
+    seeds = [sample_seed(seed, row) for row in range(_count(inputs))]
+    with _untouched(policy) as parameters:
+        settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
+        _, trajectory = rollout(policy, inputs, seeds=seeds, **settings, is_complete=False)
+        squares = [torch.zeros(())]
+        differences = []
+        for column, step in enumerate(trajectory.steps[0].tolist()):
+            with torch.enable_grad():
+                log_prob = replay(policy, inputs, trajectory, step).log_prob
+            if not log_prob.requires_grad:
+                squares.append(torch.tensor(float("nan")))
+            else:
+                gradients = torch.autograd.grad(log_prob.sum(), parameters, allow_unused=True)
+                found = [gradient.float().square().sum().cpu() for gradient in gradients if gradient is not None]
+                squares.append(torch.stack(found).sum() if found else torch.tensor(float("nan")))
+            differences.append((log_prob.detach().cpu() - trajectory.log_probs[:, column]).double())
+    return differences, squares
+
+
+def _sentence(error: Exception) -> str:
+    return str(error)[:1].upper() + str(error)[1:]
+
+
+def _inner_error(error: Exception) -> str:
+    """Class, message and place of an exception, in one sentence."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    message = " ".join(str(error).split())
+    message = f"{message[:300]}..." if len(message) > 300 else message
+    return (
+        f"The call ended with {type(error).__name__}: {message.rstrip('.')} "
+        f"(in {place.name}, {Path(place.filename).name} line {place.lineno})."
+    )
+
+
 def _count(inputs: dict[str, Any]) -> int:
     """Samples in one call: prompts times images a prompt."""
-    prompts = inputs.get("prompt", inputs.get("prompt_embeds"))
-    count = 1 if prompts is None or isinstance(prompts, str) else len(prompts)
+    names = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings", "image", "video")
+    given = next((inputs[name] for name in names if inputs.get(name) is not None), None)
+    counts = isinstance(given, list) and not isinstance(given[0], list) or torch.is_tensor(given) and given.ndim > 1
+    count = len(given) if counts else inputs.get("batch_size") or 1
     return count * max(inputs.get("num_images_per_prompt") or 1, inputs.get("num_videos_per_prompt") or 1)
 
 
 def _why_not(report: ReplayReport) -> str | None:
+    if math.isnan(report.max_ratio_error):
+        return "the log-probabilities are not finite."
     if not report.max_ratio_error <= MAX_RATIO_ERROR:
         return (
             f"the replay does not reproduce the rollout: the ratio is off by {report.max_ratio_error:.1e}, more than "
             f"{MAX_RATIO_ERROR:.0e}; something in the pipeline is random or stateful between two calls."
         )
     if not 0 < report.grad_norm < float("inf"):
-        return f"the gradient that reaches {report.policy} has norm {report.grad_norm}."
+        return f"in some step no finite gradient reaches {report.policy} (norm {report.grad_norm})."
     return None
 
 
 @contextlib.contextmanager
-def _untouched(pipe: DiffusionPipeline, network: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Every module in eval mode and the network's parameters trainable, as long as the check runs."""
+def _untouched(policy: Policy) -> Iterator[list[nn.Parameter]]:
+    """Every module in eval mode and the networks' parameters trainable, as long as the check runs."""
+    pipe = policy.pipe
     modules = [module for part in pipe.components.values() if isinstance(part, nn.Module) for module in part.modules()]
     modes = [module.training for module in modules]
-    parameters = [parameter for parameter in network.parameters() if parameter.is_floating_point()]
+    parameters = [p for network in policy.networks for p in network.parameters() if p.is_floating_point()]
     frozen = [not parameter.requires_grad for parameter in parameters]
     for module in modules:
         module.training = False

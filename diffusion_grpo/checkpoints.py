@@ -19,13 +19,15 @@ from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.utils import PushInProgress, hf_api
 
 from . import hub
+from .records import refuse_used_folder
+from .report import write_curve
 
 
 class CheckpointingTrainer(Trainer):
     """transformers' `Trainer` with whole checkpoints in diffusers' layout.
 
     The trainer that inherits sets `pipe`, `component`, `run`, `ema`, `ref_model`, and `buffer` with `_kept`, the
-    samples of the running rollout.
+    samples of the running rollout, and `_has_started` once the run in the output folder is its own.
     """
 
     @property
@@ -50,11 +52,8 @@ class CheckpointingTrainer(Trainer):
             for leftover in folder.glob("tmp-checkpoint-*"):
                 shutil.rmtree(leftover)
         last = get_last_checkpoint(folder) if folder.is_dir() else None
-        if last is not None and not wanted:
-            raise ValueError(
-                f"{folder} holds a run already (newest: {Path(last).name}); pass resume_from_checkpoint=True to go on "
-                "with it, or choose another output_dir."
-            )
+        if not wanted and (last is not None or not self._has_started):
+            refuse_used_folder(folder, "pass resume_from_checkpoint=True")
         # without any checkpoint the run was killed before its first, and starts where the unbroken one does
         return last if str(wanted).lower() == "true" else wanted
 
@@ -173,6 +172,8 @@ class CheckpointingTrainer(Trainer):
     def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
         """Writes the model card, `README.md`, into the output folder."""
         if self.is_world_process_zero():
+            if (Path(self.args.output_dir) / "run.json").is_file():
+                write_curve(self.args.output_dir)
             hub.write_model_card(self.args.output_dir, self.run, self.state.log_history, model_name)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -152,7 +152,10 @@ def build_trainer(
     eval_reward_funcs = refusing(load_rewards, script.eval_reward_funcs, "eval_reward_funcs")
     refusing(check_columns, reward_funcs, train_dataset.column_names, "dataset")
     refusing(check_model_name, script.model)
-    refuse_used_folder(config)
+    if not config.resume_from_checkpoint:
+        from .records import refuse_used_folder
+
+        refusing(refuse_used_folder, config.output_dir, "add --resume_from_checkpoint true")
 
     from .trainer import DiffusionGRPOTrainer
 
@@ -176,19 +179,6 @@ def load_checked(source: str, split: str, name: str) -> "Dataset":
     dataset = load_prompts(source, split=split)
     check_dataset(dataset, name=name)
     return dataset
-
-
-def refuse_used_folder(config: "DiffusionGRPOConfig") -> None:
-    """Raises Refusal where the output folder holds a run and nobody asked to go on with it."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    folder = config.output_dir
-    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None
-    if last is not None and not config.resume_from_checkpoint:
-        raise Refusal(
-            f"{folder} holds a run already (newest: {Path(last).name}); add --resume_from_checkpoint true to go on "
-            "with it, or choose another output_dir."
-        )
 
 
 def check_model_name(model: str) -> None:
@@ -235,9 +225,9 @@ def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[flo
 
 def finish_run(run_dir: Path, experiment: str | None) -> None:
     """Shows the earlier experiment in the report the trainer wrote, and says what lies where."""
-    from .report import write_report, write_summary
+    from .report import missing_packages, write_report, write_summary
 
-    if experiment is not None:
+    if experiment is not None and not missing_packages():
         write_report(run_dir, experiment=experiment)
     for name, reward in write_summary(run_dir)["rewards"].items():
         if reward["before"] is not None and reward["after"] is not None:

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,6 +18,10 @@ from transformers import TrainingArguments
 from .advantages import AGGREGATIONS
 from .losses import get_loss
 from .schedulers import PROCESSES
+
+# arguments of a pipeline's call that are the rollout's own
+RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
+WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # learning rates that follow the evaluations
 
 
 @dataclass
@@ -109,11 +114,18 @@ class DiffusionGRPOConfig(TrainingArguments):
     # Process
     sde_type: str = field(
         default="auto",
-        metadata={"help": "auto, flow_sde, dance_sde, cps or ddim. auto: flow_sde for flow matching, else ddim."},
+        metadata={
+            "help": (
+                "auto, flow_sde, dance_sde, cps, ddim or ancestral. auto: flow_sde for flow matching, ancestral for "
+                "EDM, else ddim."
+            )
+        },
     )
     noise_level: float | None = field(
         default=None,
-        metadata={"help": "Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, ddim 1.0."},
+        metadata={
+            "help": ("Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, ddim and ancestral 1.0.")
+        },
     )
     sde_window: list[int] | None = field(
         default=None, metadata={"help": "[start, stop) of the steps that may be trained; by default all but the last."}
@@ -137,6 +149,14 @@ class DiffusionGRPOConfig(TrainingArguments):
     epsilon: float = field(default=1e-4, metadata={"help": "The ratio is clipped below 1 - epsilon."})
     epsilon_high: float | None = field(
         default=None, metadata={"help": "The ratio is clipped above 1 + epsilon_high; by default epsilon."}
+    )
+    importance_sampling_level: str = field(
+        default="token",
+        metadata={
+            "help": "token: each denoising step has its own ratio. sequence: all trained steps of a sample share the "
+            "geometric mean of theirs (GSPO, https://huggingface.co/papers/2507.18071), at the price of one more "
+            "forward pass a step where a rollout is trained on more than once."
+        },
     )
     num_iterations: int = field(default=1, metadata={"help": "How often each rollout is trained on."})
     steps_per_generation: int | None = field(
@@ -217,8 +237,15 @@ class DiffusionGRPOConfig(TrainingArguments):
         for name in ("pipeline_kwargs", "model_init_kwargs"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, json.loads(getattr(self, name)))
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+        watches = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type) in WATCHING_SCHEDULES
+        if self.metric_for_best_model is None and (
+            watches or self.load_best_model_at_end or self.save_strategy == "best"
+        ):
             self.metric_for_best_model = "eval_reward"  # there is no eval_loss here
+        if watches and self.metric_for_best_model.endswith("reward"):
+            kwargs = self.lr_scheduler_kwargs or {}
+            kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+            self.lr_scheduler_kwargs = {"mode": "max", **kwargs}  # a reward that rises is no plateau
         # accelerate would compile the whole network; `loading.py` compiles its repeated blocks instead
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
@@ -233,6 +260,10 @@ class DiffusionGRPOConfig(TrainingArguments):
         self._check_numbers()
         self._check_steps()
         self._check_batches()
+
+    def to_dict(self) -> dict[str, Any]:
+        """`TrainingArguments.to_dict`, with tensors and pictures among the settings named by their kind and size."""
+        return {name: described(value) for name, value in super().to_dict().items()}
 
     @property
     def samples_per_update_group(self) -> int:
@@ -262,6 +293,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             "scale_rewards": ["group", "batch", "none"],
             "multi_objective_aggregation": AGGREGATIONS,
             "old_log_prob": ["rollout", "replay"],
+            "importance_sampling_level": ["token", "sequence"],
         }
         for name, known in choices.items():
             value = getattr(self, name)
@@ -283,6 +315,10 @@ class DiffusionGRPOConfig(TrainingArguments):
         at_least = {
             "num_generations": 2,
             "num_generations_eval": 1,
+            "per_device_train_batch_size": 1,
+            "per_device_eval_batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "learning_rate": 0,
             "num_inference_steps": 2,
             "eval_num_inference_steps": 1,
             "rollout_batch_size": 1,
@@ -304,14 +340,17 @@ class DiffusionGRPOConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value}.")
+        if not all(math.isfinite(weight) for weight in self.reward_weights or []):
+            raise ValueError(f"reward_weights must be finite numbers, got {self.reward_weights}.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}.")
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(f"timestep_fraction must lie in (0, 1], got {self.timestep_fraction}.")
-        if self.sde_type in ("cps", "ddim") and self.noise_level is not None and self.noise_level > 1:
+        if self.sde_type in ("cps", "ddim", "ancestral") and self.noise_level is not None and self.noise_level > 1:
             raise ValueError(f"noise_level of {self.sde_type} lies in (0, 1], got {self.noise_level}.")
 
     def _check_steps(self) -> None:
+        self._check_pipeline_kwargs()
         if self.sde_window is None:
             return
         window, last = list(self.sde_window), self.num_inference_steps - 1
@@ -320,6 +359,15 @@ class DiffusionGRPOConfig(TrainingArguments):
                 f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
                 "last has no noise and is never trained."
             )
+
+    def _check_pipeline_kwargs(self) -> None:
+        for name in self.pipeline_kwargs or {}:
+            if name in RESERVED:
+                raise ValueError(f"pipeline_kwargs: {name} is the rollout's own and set by the trainer; leave it out.")
+            if name in ("num_images_per_prompt", "num_videos_per_prompt"):
+                raise ValueError(
+                    f"pipeline_kwargs: {name} would hide samples from the groups; set num_generations instead."
+                )
 
     def _check_batches(self) -> None:
         group, generations = self.samples_per_update_group, self.num_generations
@@ -352,15 +400,26 @@ class DiffusionGRPOConfig(TrainingArguments):
             )
 
 
+def described(value: Any) -> Any:
+    """Settings as JSON can hold them: a tensor or a picture becomes its kind and size."""
+    if isinstance(value, dict):
+        return {str(name): described(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [described(item) for item in value]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    size = getattr(value, "shape", getattr(value, "size", None))
+    return f"{type(value).__name__} {tuple(size)}" if isinstance(size, tuple) else type(value).__name__
+
+
 def _with_suggestions(init):
     @functools.wraps(init)
     def checked(self, *args, **kwargs):
         known = [setting.name for setting in dataclasses.fields(DiffusionGRPOConfig) if setting.init]
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}{hint}")
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; did you mean {near!r}?")
         init(self, *args, **kwargs)
 
     return checked

@@ -3,6 +3,7 @@
 In: the trainer and a dataset. Out: metrics, and for the main evaluation pictures and a table in the run's folder.
 """
 
+import dataclasses
 import math
 import time
 from collections import defaultdict
@@ -23,35 +24,59 @@ if TYPE_CHECKING:
     from .trainer import DiffusionGRPOTrainer
 
 
+@dataclasses.dataclass
+class _Part:
+    """What one process made of one dataset: `rewards` (samples, functions) are its own, `every` those of all."""
+
+    samples: list[Any]
+    rows: list[dict]
+    places: list[int]
+    rewards: Tensor
+    extra: dict[str, list]
+    every: Tensor
+
+
 @torch.no_grad()
 def evaluate_policy(
-    trainer: "DiffusionGRPOTrainer", dataset: Dataset, prefix: str, pipeline_kwargs: dict[str, Any] | None
+    trainer: "DiffusionGRPOTrainer", datasets: dict[str, Dataset], prefix: str, pipeline_kwargs: dict[str, Any] | None
 ) -> dict[str, float]:
-    """See [`DiffusionGRPOTrainer.evaluate`]."""
-    start, args, accelerator = time.perf_counter(), trainer.args, trainer.accelerator
+    """See [`DiffusionGRPOTrainer.evaluate`]; several datasets are measured each and together."""
+    start = time.perf_counter()
     trainer.model.eval()
-    total = len(dataset) * args.num_generations_eval
-    count = args.num_generations_eval
-    prompts = range(accelerator.process_index, len(dataset), accelerator.num_processes)
-    mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples side by side
-    rows = [dataset[place // args.num_generations_eval] for place in mine]
-    samples = _sample(trainer, rows, mine, pipeline_kwargs or {})
-    funcs = trainer.reward_funcs + trainer.eval_reward_funcs
     own_metrics: dict[str, list[float]] = defaultdict(list)  # not among those of the training
-    groups = [place // count for place in mine]
-    local = trainer._score(funcs, samples, rows, own_metrics, groups) if rows else torch.empty(0, len(funcs))
-    rewards = _gathered(trainer, local, total)
-    reward = _combined(trainer, rewards)
-    metrics = _mean_and_error(f"{prefix}_reward", reward[~reward.isnan()])
-    for func, column in zip(funcs, rewards.T, strict=True):
-        metrics |= _mean_and_error(
-            f"{prefix}_rewards/{reward_name(func)}", column[~column.isnan()], "/mean", "/std_error"
-        )
+    parts = {name: _part(trainer, dataset, pipeline_kwargs or {}, own_metrics) for name, dataset in datasets.items()}
+    metrics = _metrics(trainer, prefix, torch.cat([part.every for part in parts.values()]))
+    for name, part in parts.items() if len(parts) > 1 else ():
+        metrics |= _metrics(trainer, f"{prefix}_{name}", part.every)
     metrics |= {f"{prefix}_{name}": sum(values) / len(values) for name, values in own_metrics.items()}
     metrics[f"{prefix}_runtime"] = time.perf_counter() - start
     if prefix == "eval":
-        _keep(trainer, samples, rows, mine, local)
-        accelerator.wait_for_everyone()
+        _keep(trainer, parts)
+        trainer.accelerator.wait_for_everyone()
+    return metrics
+
+
+def _part(
+    trainer: "DiffusionGRPOTrainer", dataset: Dataset, pipeline_kwargs: dict, own_metrics: dict[str, list[float]]
+) -> _Part:
+    args, accelerator = trainer.args, trainer.accelerator
+    count = args.num_generations_eval
+    total = len(dataset) * count
+    prompts = range(accelerator.process_index, len(dataset), accelerator.num_processes)
+    mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples side by side
+    groups = [place // count for place in mine]
+    rows = [dataset[group] for group in groups]
+    samples = _sample(trainer, rows, mine, pipeline_kwargs)
+    funcs, extra = trainer.reward_funcs + trainer.eval_reward_funcs, {}
+    local = trainer._score(funcs, samples, rows, own_metrics, groups, extra) if rows else torch.empty(0, len(funcs))
+    return _Part(samples, rows, mine, local, extra, _gathered(trainer, local, total))
+
+
+def _metrics(trainer: "DiffusionGRPOTrainer", prefix: str, rewards: Tensor) -> dict[str, float]:
+    """Means and standard errors of (samples, functions) rewards; what no function scored is left out."""
+    metrics = _mean_and_error(f"{prefix}_reward", _combined(trainer, rewards))
+    for func, column in zip(trainer.reward_funcs + trainer.eval_reward_funcs, rewards.T, strict=True):
+        metrics |= _mean_and_error(f"{prefix}_rewards/{reward_name(func)}", column, "/mean", "/std_error")
     return metrics
 
 
@@ -90,39 +115,43 @@ def _combined(trainer: "DiffusionGRPOTrainer", rewards: Tensor) -> Tensor:
 
 
 def _mean_and_error(key: str, values: Tensor, mean: str = "", error: str = "_std_error") -> dict[str, float]:
+    values = values[~values.isnan()]
     if len(values) == 0:
         return {}
     spread = values.double().std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return {f"{key}{mean}": values.double().mean().item(), f"{key}{error}": spread}
 
 
-def _keep(
-    trainer: "DiffusionGRPOTrainer", samples: list[Any], rows: list[dict], places: list[int], rewards: Tensor
-) -> None:
-    """Pictures of the first prompts, and the table of all samples of this process."""
+def _keep(trainer: "DiffusionGRPOTrainer", parts: dict[str, _Part]) -> None:
+    """Pictures of the first prompts of each dataset, and one table of all samples of this process."""
     folder = Path(trainer.args.output_dir) / "evaluations"
     step = f"step-{trainer.state.global_step:06d}"
     (folder / step).mkdir(parents=True, exist_ok=True)
-    paths = []
-    for sample, place in zip(samples, places, strict=True):
-        shown = place < trainer.args.num_completions_to_log
-        paths.append(
-            _save_sample(sample, folder / step / f"{place:04d}.png", trainer.args.fps).relative_to(folder.parent)
-            if shown
-            else None
-        )
     names = [reward_name(func) for func in trainer.reward_funcs + trainer.eval_reward_funcs]
-    columns = {
-        "step": [trainer.state.global_step] * len(rows),
-        "prompt": [row["prompt"] for row in rows],
-        "seed": [sample_seed(trainer.args.seed, "evaluation", place) for place in places],
-        "image": [str(path) if path else None for path in paths],
-        **dict(zip(names, rewards.T.tolist(), strict=True)),
-        **(trainer._extras if rows else {}),
-        "reward": _combined(trainer, rewards).tolist(),
-    }
+    shown = math.ceil(trainer.args.num_completions_to_log / len(parts))
+    columns: dict[str, list] = defaultdict(list)
+    for dataset, part in parts.items():
+        stem, count = f"{dataset}-" if len(parts) > 1 else "", len(part.rows)
+        paths = [
+            _save_sample(sample, folder / step / f"{stem}{place:04d}.png", trainer.args.fps) if place < shown else None
+            for sample, place in zip(part.samples, part.places, strict=True)
+        ]
+        table = {
+            "step": [trainer.state.global_step] * count,
+            "dataset": [dataset] * count,
+            "prompt": [row["prompt"] for row in part.rows],
+            "seed": [sample_seed(trainer.args.seed, "evaluation", place) for place in part.places],
+            "image": [str(path.relative_to(folder.parent)) if path else None for path in paths],
+            **dict(zip(names, part.rewards.T.tolist(), strict=True)),
+            "reward": _combined(trainer, part.rewards).tolist(),
+        }
+        done = len(columns["step"])
+        for name, values in (part.extra | table).items():  # a column may be one dataset's alone
+            columns[name] += [None] * (done - len(columns[name])) + values
+    for values in columns.values():
+        values += [None] * (len(columns["step"]) - len(values))
     rank = f"-rank{trainer.accelerator.process_index}" if trainer.accelerator.num_processes > 1 else ""
-    write_samples(folder / f"{step}{rank}.parquet", columns)
+    write_samples(folder / f"{step}{rank}.parquet", dict(columns))
 
 
 def _save_sample(sample: Image.Image | list[Image.Image], path: Path, fps: float) -> Path:

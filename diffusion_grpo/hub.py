@@ -7,6 +7,7 @@ network (and, for the final save, the whole pipeline) as diffusers lays it out; 
 import inspect
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,14 @@ def save_policy(
         folder: made if needed. LoRA: `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights(folder)`, and
             PEFT's `adapter_model.safetensors`. Full training: `folder/<component>`.
         whole_pipeline: for full training, write the other parts too, for `DiffusionPipeline.from_pretrained(folder)`.
+
+    Of several networks that share the steps out, the LoRA of the first goes to `folder` and that of any other to
+    `folder/<component>`: `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
     """
     folder = Path(folder)
+    for part, name, place in _others(model, component, folder):
+        save_policy(part, pipe, name, place)
+    model, component = _first(model, component)
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
         _save_lora(model, pipe, component, folder)
@@ -44,12 +51,25 @@ def save_policy(
         model.save_pretrained(folder / component)
 
 
+def _first(model: nn.Module, component: str) -> tuple[nn.Module, str]:
+    """The model itself, or the first of several."""
+    names = component.split(", ")
+    return (model[names[0]] if isinstance(model, nn.ModuleDict) else model), names[0]
+
+
+def _others(model: nn.Module, component: str, folder: Path) -> Iterator[tuple[nn.Module, str, Path]]:
+    """The models beside the first, their names, and where their weights lie."""
+    for name in component.split(", ")[1:]:
+        yield model[name], name, folder / name if isinstance(model[name], PeftModel) else folder
+
+
 def _save_lora(model: PeftModel, pipe: DiffusionPipeline, component: str, folder: Path) -> None:
     state = {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(model).items()}
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = model.peft_config[model.active_adapter]
     config.save_pretrained(folder)
     known = inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
+    component = component.removesuffix("_2")  # diffusers writes a second expert's LoRA as it does the first's
     if f"{component}_lora_layers" not in known:  # no LoRA loader for this network: PEFT's files alone
         return
     layers = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
@@ -66,6 +86,9 @@ def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:
         ValueError: the folder holds no weights of this kind of model.
     """
     folder = Path(folder)
+    for part, name, place in _others(model, component, folder):
+        load_policy(part, name, place)
+    model, component = _first(model, component)
     if isinstance(model, PeftModel):
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}; it was not written by LoRA training.")
@@ -88,7 +111,7 @@ def copy_weights(checkpoint: str | Path, folder: str | Path, component: str) -> 
     for name in (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS):
         if (checkpoint / name).is_file():
             shutil.copy(checkpoint / name, folder / name)
-    for name in (component, "ema"):
+    for name in (*component.split(", "), "ema"):
         if (checkpoint / name).is_dir():
             shutil.copytree(checkpoint / name, folder / name, dirs_exist_ok=True)
 
@@ -136,10 +159,15 @@ def _base_model(model: str, lora: bool) -> dict[str, str]:
 
 
 def _usage(run: dict[str, Any], folder: Path, lora: bool) -> str:
-    lines = ["from diffusers import DiffusionPipeline", ""]
-    lines.append(f'pipe = DiffusionPipeline.from_pretrained("{run["model"] if lora else folder.name}")')
+    is_embedded = lora and run["model"] == "tiny"  # it has no name on the Hub
+    base = "tiny.PATH" if is_embedded else json.dumps(run["model"] if lora else folder.name)
+    lines = ["from diffusers import DiffusionPipeline"]
+    lines += ["from diffusion_grpo import tiny"] if is_embedded else []
+    lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base})"]
     if lora:
         lines.append(f'pipe.load_lora_weights("{folder.name}")')
+        for name in run["component"].split(", ")[1:]:
+            lines.append(f'pipe.load_lora_weights("{folder.name}/{name}", load_into_{name}=True)')
     return "\n".join(lines)
 
 

@@ -9,11 +9,9 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from .config import DiffusionGRPOConfig
+from .config import RESERVED, DiffusionGRPOConfig
 from .data import pipeline_inputs
 
-# set by rollout and replay themselves
-RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 
 

@@ -4,6 +4,8 @@ In: a Hub id, a folder, "tiny" or a pipeline. Out: the pipeline with everything 
 that is trained: its network, or a LoRA around it.
 """
 
+import contextlib
+import copy
 import functools
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import nn
 from . import tiny
 from .config import DiffusionGRPOConfig
 from .rollout import POLICY_COMPONENTS, policy_component
+
+SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
 
 
 def model_name(model: str | DiffusionPipeline) -> str:
@@ -48,24 +52,33 @@ def prepare_model(
     """Freezes all that is not trained.
 
     Returns:
-        the name of the trained network, and the model to optimise: that network, or the `PeftModel` around it.
+        the name of the trained network, and the model to optimise: that network, or the `PeftModel` around it; where
+        experts share the steps out, their names joined by ", " and a `ModuleDict` of such models.
     """
     component = policy_component(pipe, args.train_component)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
-    network = getattr(pipe, component)
+    names = component.split(", ")
+    models = {name: _prepared(getattr(pipe, name), args, peft_config) for name in names}
+    model = models[component] if len(names) == 1 else nn.ModuleDict(models).eval()
+    # Trainer calls this method of transformers' models; diffusers' have another one, called above
+    model.activation_checkpointing_enable = lambda **kwargs: None
+    return component, model
+
+
+def _prepared(network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> nn.Module:
+    """One network with what is trained of it: a LoRA around it, or all its weights."""
     if args.activation_checkpointing:
         _enable_checkpointing(network, args.activation_checkpointing_kwargs or {})
     if peft_config is not None:
-        model = get_peft_model(network, peft_config).eval()
+        # a config of its own: peft writes into it
+        model = get_peft_model(network, copy.deepcopy(peft_config)).eval()
     else:
         model = _with_float32_weights(network, args).requires_grad_(True)
-    # Trainer calls this method of transformers' models; diffusers' have another one, called above
-    model.activation_checkpointing_enable = lambda **kwargs: None
     if args.torch_compile:
         _compile_blocks(network, args)
-    return component, model
+    return model
 
 
 def _with_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.Module:
@@ -105,12 +118,31 @@ def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:
         block.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
-def check_peft_config(peft_config: PeftConfig | None) -> None:
-    """Refuses what would make the replay differ from the rollout.
+def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:
+    """Refuses what would make the replay differ from the rollout, or leave no reference and nothing to load.
+
+    Args:
+        beta: weight of the KL divergence; above 0 the adapter switched off must be the base model.
 
     Raises:
-        ValueError: dropout in the adapter.
+        ValueError: dropout in the adapter, or an adapter that changes the base model's own weights.
     """
+    if peft_config is None:
+        return
+    reference = " and beta > 0 has no reference" if beta > 0 else ""
+    kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
+    if kind != "LORA":
+        raise ValueError(f"peft_config is of type {kind}; only LoraConfig gives weights that diffusers loads.")
+    if isinstance(peft_config.init_lora_weights, str) and peft_config.init_lora_weights.lower() not in SAFE_INITS:
+        raise ValueError(
+            f"init_lora_weights={peft_config.init_lora_weights!r} changes the base model's own weights, so that the "
+            f"saved LoRA does not fit the published model{reference}; use True, 'gaussian' or 'orthogonal'."
+        )
+    if peft_config.bias != "none":
+        raise ValueError(
+            f"bias={peft_config.bias!r} trains the base model's own biases, which the saved LoRA does not hold"
+            f"{reference}; use bias='none'."
+        )
     if getattr(peft_config, "lora_dropout", 0.0):
         raise ValueError(
             f"lora_dropout={peft_config.lora_dropout} would make every replay differ from its rollout and the ratio "
@@ -120,6 +152,9 @@ def check_peft_config(peft_config: PeftConfig | None) -> None:
 
 def disabled_adapter(model: nn.Module):
     """Context in which the LoRA is switched off: the reference."""
-    if not isinstance(model, PeftModel):
-        raise TypeError(f"{type(model).__name__} has no adapter to switch off.")
-    return model.disable_adapter()
+    stack = contextlib.ExitStack()
+    for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
+        if not isinstance(part, PeftModel):
+            raise TypeError(f"{type(part).__name__} has no adapter to switch off.")
+        stack.enter_context(part.disable_adapter())
+    return stack

@@ -8,6 +8,7 @@ drawing.
 import base64
 import io
 from dataclasses import dataclass
+from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -63,22 +64,32 @@ class Curve:
 def draw_curve(curve: Curve, width: float = 10.0, height: float = 3.7, legend: bool = True) -> str:
     """A reward over the training with held-out points, their standard errors and the baselines, as a data URI."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.add_subplot()
-        color = JUDGE if curve.judge else HELD_OUT
-        if curve.train:
-            axes.plot(curve.train_steps, curve.train, color=TRAIN, linewidth=1.4, label="rollouts in training")
-        if curve.eval:
-            label = "held-out prompts ± standard error"
-            errors = curve.eval_errors or None
-            style = {"color": color, "marker": "o", "markersize": 4.5, "linewidth": 1.8, "capsize": 3}
-            axes.errorbar(curve.eval_steps, curve.eval, yerr=errors, label=label, **style)
-        if legend and (curve.train or curve.eval):  # before the baselines, which are named at the right edge
-            axes.legend(loc="lower right")
-        _draw_baselines(axes, curve.baselines)
-        axes.set_xlabel("update")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=9, **TICKS))
-        return _data_uri(figure, f"{curve.name} over the training")
+        return _data_uri(_curve_figure(curve, width, height, legend), f"{curve.name} over the training")
+
+
+def save_curve(curve: Curve, path: Path) -> None:
+    """The same as a PNG of its own, for the model card."""
+    with rc_context(STYLE):
+        _curve_figure(curve, width=8.0, height=3.4, legend=True).savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _curve_figure(curve: Curve, width: float, height: float, legend: bool) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    color = JUDGE if curve.judge else HELD_OUT
+    if curve.train:
+        axes.plot(curve.train_steps, curve.train, color=TRAIN, linewidth=1.4, label="rollouts in training")
+    if curve.eval:
+        label = "held-out prompts ± standard error"
+        errors = curve.eval_errors or None
+        style = {"color": color, "marker": "o", "markersize": 4.5, "linewidth": 1.8, "capsize": 3}
+        axes.errorbar(curve.eval_steps, curve.eval, yerr=errors, label=label, **style)
+    if legend and (curve.train or curve.eval):  # before the baselines, which are named at the right edge
+        axes.legend(loc="lower right")
+    _draw_baselines(axes, curve.baselines)
+    axes.set_xlabel("update")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, **TICKS))
+    return figure
 
 
 def _draw_baselines(axes: Axes, baselines: dict[str, float]) -> None:

@@ -1,10 +1,12 @@
 """Each distinct prompt is encoded once, and never again in replay.
 
-In: calls of the pipeline's `encode_prompt`. Out: what it returned the first time. Repeated prompts in a batch are
-encoded once and spread over the batch. Without family names: arguments are compared by value, tensors by content.
+In: calls of the pipeline's `encode_prompt`. Out: what it returned the first time. Where a call has one prompt a sample
+its rows are kept by prompt, so that other batches of the same prompts find theirs; any other call is kept whole.
+Without family names: arguments are compared by value, tensors by content.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,15 +17,26 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 
+@dataclasses.dataclass
+class _Encoded:
+    """What one call of the encoder returned, and which of its rows belongs to which prompt."""
+
+    rows: dict[tuple[str, ...], int]
+    result: Any
+
+
 class PromptCache:
     """Remembers results of a pipeline's `encode_prompt` between calls of the pipeline."""
 
     def __init__(self):
-        self.results: dict[Any, Any] = {}
+        self.calls: dict[Any, Any] = {}  # whole calls, by all their arguments
+        # by the arguments that are not prompts; None where the embeddings do not lie sample by sample
+        self.encoded: dict[Any, list[_Encoded] | None] = {}
 
     def clear(self) -> None:
         """Forget everything: the prompts of the next rollout are others."""
-        self.results.clear()
+        self.calls.clear()
+        self.encoded.clear()
 
     @contextlib.contextmanager
     def serving(self, pipe: DiffusionPipeline) -> Iterator[None]:
@@ -40,42 +53,95 @@ class PromptCache:
 
     def _encode(self, encode: Callable, args: tuple, kwargs: dict) -> Any:
         arguments = inspect.signature(encode).bind(*args, **kwargs).arguments
-        distinct, index = _distinct_prompts(arguments)
-        key = _by_value(arguments | distinct), index is None
-        if key not in self.results:
+        names = _names_of_prompts(arguments)
+        if names is not None:
+            found = self._by_prompt(encode, arguments, names)
+            if found is not None:
+                return found
+        key = _by_value(arguments)
+        if key not in self.calls:
             with torch.no_grad():
-                self.results[key] = encode(**(arguments | distinct))
-        if index is not None and not _is_by_sample(self.results[key], max(index) + 1):
-            key, index = (_by_value(arguments), True), None
-            if key not in self.results:
+                self.calls[key] = encode(**arguments)
+        return self.calls[key]
+
+    def _by_prompt(self, encode: Callable, arguments: dict[str, Any], names: list[str]) -> Any:
+        """The embeddings, each distinct prompt encoded once; None where they do not lie sample by sample."""
+        wanted = list(zip(*(arguments[name] for name in names), strict=True))
+        settings = {name: value for name, value in arguments.items() if name not in names}
+        key = _by_value(settings)
+        parts = self.encoded.setdefault(key, [])
+        if parts is None:
+            return None
+        for new in (_missing(wanted, parts), list(dict.fromkeys(wanted))):
+            if new:  # the second time all of them, where the new ones alone have another shape than those there are
+                columns = dict(zip(names, map(list, zip(*new, strict=True)), strict=True))
                 with torch.no_grad():
-                    self.results[key] = encode(**arguments)
-        return _spread(self.results[key], index)
+                    result = encode(**(arguments | columns))
+                if not _is_by_sample(result, len(new)):
+                    self.encoded[key] = None
+                    return None
+                parts.append(_Encoded({row: place for place, row in enumerate(new)}, result))
+            gathered = _gathered(wanted, parts)
+            if gathered is not None:
+                return gathered[0]
+        return None
 
 
-def _distinct_prompts(arguments: dict[str, Any]) -> tuple[dict[str, list[str]], list[int] | None]:
-    """The prompt lists without repetitions, and for each sample which of the distinct ones is its own.
-
-    No index where the call is not of the plain kind, one prompt a sample and nothing else that counts samples.
-    """
+def _names_of_prompts(arguments: dict[str, Any]) -> list[str] | None:
+    """Arguments that hold one prompt a sample; None where the call is not of that plain kind."""
     prompts = arguments.get("prompt")
-    if not _is_list_of(str, prompts):
-        return {}, None
+    if not _is_list_of(str, prompts) or not prompts:
+        return None
     if any(arguments.get(name, 1) != 1 for name in ("num_images_per_prompt", "num_videos_per_prompt")):
-        return {}, None
-    lists = {name: value for name, value in arguments.items() if _is_list_of(str, value) and "prompt" in name}
-    others = [value for name, value in arguments.items() if name not in lists]
-    if any(len(value) != len(prompts) for value in lists.values()):
-        return {}, None
+        return None
+    names = [name for name, value in arguments.items() if _is_list_of(str, value) and "prompt" in name]
+    others = [value for name, value in arguments.items() if name not in names]
+    if any(len(arguments[name]) != len(prompts) for name in names):
+        return None
     # a setting, such as Sana's instruction or FLUX.2's layers, unless it may count samples or hold any
     if not all(_is_setting(value) for value in others) or any(_has_length(value, len(prompts)) for value in others):
-        return {}, None
-    rows = list(zip(*lists.values(), strict=True))
-    distinct = list(dict.fromkeys(rows))
-    if len(distinct) == len(rows):
-        return {}, None
-    columns = dict(zip(lists, map(list, zip(*distinct, strict=True)), strict=True))
-    return columns, [distinct.index(row) for row in rows]
+        return None
+    return names
+
+
+def _missing(wanted: list[tuple[str, ...]], parts: list[_Encoded]) -> list[tuple[str, ...]]:
+    """The distinct prompts that are in none of the parts."""
+    return [row for row in dict.fromkeys(wanted) if not any(row in part.rows for part in parts)]
+
+
+def _gathered(wanted: list[tuple[str, ...]], parts: list[_Encoded]) -> tuple[Any] | None:
+    """The wanted rows (in a tuple of one) out of a part that has them all, else joined; None if they do not fit."""
+    for part in reversed(parts):
+        if all(row in part.rows for row in wanted):
+            return (_spread(part.result, len(part.rows), [part.rows[row] for row in wanted]),)
+    places = [next((part, part.rows[row]) for part in reversed(parts) if row in part.rows) for row in wanted]
+    try:
+        return (_joined([_spread(part.result, len(part.rows), [place]) for part, place in places]),)
+    except _DoNotFit:
+        return None
+
+
+class _DoNotFit(Exception):
+    """Embeddings of different shapes: padded to the longest prompt of their own call."""
+
+
+def _joined(results: list[Any]) -> Any:
+    """One result for a batch out of results for single samples."""
+    first = results[0]
+    if torch.is_tensor(first):
+        if any(result.shape != first.shape for result in results):
+            raise _DoNotFit
+        by_sample = first.ndim > 0 and len(first) == 1
+        if not by_sample and not all(torch.equal(result, first) for result in results):
+            raise _DoNotFit
+        return torch.cat(results) if by_sample else first
+    if isinstance(first, list) and len(first) == 1:
+        return [item for result in results for item in result]
+    if isinstance(first, (tuple, list)):
+        return type(first)(_joined(list(items)) for items in zip(*results, strict=True))
+    if any(result != first for result in results):
+        raise _DoNotFit
+    return first
 
 
 def _is_by_sample(result: Any, count: int) -> bool:
@@ -108,17 +174,14 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float, bool, torch.device, torch.dtype))
 
 
-def _spread(result: Any, index: list[int] | None) -> Any:
-    """Rows of the distinct prompts, laid out over the batch."""
-    if index is None:
-        return result
-    count = max(index) + 1
+def _spread(result: Any, count: int, index: list[int]) -> Any:
+    """The rows `index` out of a result for `count` prompts."""
     if torch.is_tensor(result):
         return result[torch.tensor(index, device=result.device)] if result.ndim and len(result) == count else result
     if isinstance(result, (tuple, list)):
         if isinstance(result, list) and len(result) == count:
             return [result[i] for i in index]
-        return type(result)(_spread(item, index) for item in result)
+        return type(result)(_spread(item, count, index) for item in result)
     return result
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,22 @@ import pyarrow.parquet
 from peft import PeftConfig
 from transformers.trainer_utils import get_last_checkpoint
 
-from .config import DiffusionGRPOConfig
+from .config import DiffusionGRPOConfig, described
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
 IDENTITY = ("model", "trains_by", "reward_funcs")
+# settings without which a resumed run would no longer be the one that was started; others may be changed on the way
+IDENTITY_SETTINGS = (
+    "seed",
+    "num_generations",
+    "num_inference_steps",
+    "sde_type",
+    "noise_level",
+    "sde_window",
+    "steps_per_generation",
+    "num_iterations",
+    "best_of_n",
+)
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 
 
@@ -52,25 +65,51 @@ def changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
         if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
             continue
         if isinstance(value, (str, int, float, list, dict, type(None))):
-            changed[setting.name] = getattr(value, "value", value)
+            changed[setting.name] = described(getattr(value, "value", value))
     return changed
 
 
-def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
-    """Refuses an output folder with checkpoints of another run.
+def holds_run(output_dir: str | Path) -> bool:
+    """Whether a training has been started in this folder, with or without checkpoints."""
+    folder = Path(output_dir)
+    return (folder / "run.json").is_file() or (folder.is_dir() and get_last_checkpoint(folder) is not None)
+
+
+def refuse_used_folder(output_dir: str | Path, how_to_resume: str) -> None:
+    """Refuses a folder in which a training has been started.
+
+    Args:
+        how_to_resume: what to write to go on with that training.
 
     Raises:
-        ValueError: model, rewards or what is trained differ from the run that is there.
+        ValueError: there is a run.
+    """
+    if holds_run(output_dir):
+        last = get_last_checkpoint(output_dir)
+        newest = f" (newest: {Path(last).name})" if last else " (it has saved no checkpoint)"
+        raise ValueError(
+            f"{output_dir} holds a run already{newest}; {how_to_resume} to go on with it, choose another output_dir, "
+            "or delete it."
+        )
+
+
+def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
+    """Refuses an output folder in which another run was started.
+
+    Raises:
+        ValueError: model, rewards, what is trained or how it is sampled differ from the run that is there.
     """
     path = Path(output_dir) / "run.json"
-    if not path.is_file() or get_last_checkpoint(output_dir) is None:
+    if not path.is_file():
         return
     other = json.loads(path.read_text(encoding="utf-8"))
-    for key in IDENTITY:
-        if other[key] != run[key]:
+    differences = [(key, other[key], run[key]) for key in IDENTITY]
+    differences += [(key, other["settings"].get(key), run["settings"].get(key)) for key in IDENTITY_SETTINGS]
+    for key, there, here in differences:
+        if there != here:
+            there, here = ("the default" if value is None else repr(value) for value in (there, here))
             raise ValueError(
-                f"{output_dir} holds another run ({key} is {other[key]!r} there and {run[key]!r} here); choose "
-                "another output_dir."
+                f"{output_dir} holds another run ({key} is {there} there and {here} here); choose another output_dir."
             )
 
 
@@ -80,6 +119,18 @@ def write_json(path: Path, content: Any) -> None:
     aside = path.with_name(f"tmp-{path.name}")
     aside.write_text(json.dumps(content, indent=2), encoding="utf-8")
     os.replace(aside, path)
+
+
+def extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
+    """What a reward gives `log_extra`: one value a sample.
+
+    Raises:
+        ValueError: another number of values.
+    """
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(values) != count:
+        raise ValueError(f"log_extra({name!r}, ...) got {len(values)} values for {count} samples; give one a sample.")
+    return values
 
 
 def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:

@@ -6,17 +6,21 @@ or was stopped.
 """
 
 import base64
+import importlib.util
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
 import PIL.Image
 import yaml
 
 from .run_folder import Run, read_run, summarise
 
+if TYPE_CHECKING:
+    from .plots import Curve
+
+PACKAGES = ("jinja2", "matplotlib")  # the extra `report`
 SHOWN = 8  # held-out prompts shown in order
 EXTREMES = 4  # of the most and of the least improved
 FILM_ROWS, FILM_COLUMNS = 6, 8  # prompts and evaluations in the strip
@@ -61,8 +65,14 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
 
     Raises:
         ValueError: `run_dir` is not the output folder of a run.
-        ImportError: matplotlib is missing.
+        ImportError: the extra `report` is not installed.
     """
+    if missing_packages():
+        raise ImportError(
+            f"The report needs {' and '.join(missing_packages())}: pip install 'diffusion-grpo[report]'."
+        )
+    import jinja2
+
     run = read_run(run_dir)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = format_number
@@ -85,6 +95,21 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
     path = run.path / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def missing_packages() -> list[str]:
+    """What the report needs and is not installed: a training must not end in an error for want of it."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def write_curve(run_dir: str | Path) -> None:
+    """Writes `curve.png`, the reward over the training, where there is any and matplotlib is installed."""
+    run = read_run(run_dir)
+    curve = None if missing_packages() else reward_curve(run, "reward")
+    if curve is not None:
+        from .plots import save_curve
+
+        save_curve(curve, run.path / "curve.png")
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
@@ -153,29 +178,37 @@ def findings(run: Run) -> list[str]:
 
 def curves(run: Run) -> dict[str, str]:
     """Plot of the weighted reward and of each reward function, by name."""
-    from .plots import Curve, draw_curve
+    from .plots import draw_curve
 
     plots = {}
     for name in ["reward", *run.reward_names]:
-        train_key = "reward" if name == "reward" else f"rewards/{name}/mean"
-        eval_key = "eval_reward" if name == "reward" else f"eval_rewards/{name}/mean"
-        error_key = eval_key.removesuffix("/mean") + ("_std_error" if name == "reward" else "/std_error")
-        train = [entry for entry in run.train if entry.get(train_key) is not None]
-        evaluated = [entry for entry in run.evaluations if entry.get(eval_key) is not None]
-        if not train and not evaluated:
-            continue
-        curve = Curve(
-            name=name,
-            train_steps=[entry["step"] for entry in train],
-            train=[entry[train_key] for entry in train],
-            eval_steps=[entry["step"] for entry in evaluated],
-            eval=[entry[eval_key] for entry in evaluated],
-            eval_errors=[entry.get(error_key) or 0.0 for entry in evaluated],
-            baselines={line: mean for line, (mean, _) in run.baseline_cells(name).items() if mean is not None},
-            judge=name in run.judges,
-        )
-        plots[name] = draw_curve(curve) if name == "reward" else draw_curve(curve, 4.4, 2.6, legend=False)
+        curve = reward_curve(run, name)
+        if curve is not None:
+            plots[name] = draw_curve(curve) if name == "reward" else draw_curve(curve, 4.4, 2.6, legend=False)
     return plots
+
+
+def reward_curve(run: Run, name: str) -> "Curve | None":
+    """Points of `reward` (the weighted sum) or of a reward function over the training; None without any."""
+    from .plots import Curve
+
+    train_key = "reward" if name == "reward" else f"rewards/{name}/mean"
+    eval_key = "eval_reward" if name == "reward" else f"eval_rewards/{name}/mean"
+    error_key = eval_key.removesuffix("/mean") + ("_std_error" if name == "reward" else "/std_error")
+    train = [entry for entry in run.train if entry.get(train_key) is not None]
+    evaluated = [entry for entry in run.evaluations if entry.get(eval_key) is not None]
+    if not train and not evaluated:
+        return None
+    return Curve(
+        name=name,
+        train_steps=[entry["step"] for entry in train],
+        train=[entry[train_key] for entry in train],
+        eval_steps=[entry["step"] for entry in evaluated],
+        eval=[entry[eval_key] for entry in evaluated],
+        eval_errors=[entry.get(error_key) or 0.0 for entry in evaluated],
+        baselines={line: mean for line, (mean, _) in run.baseline_cells(name).items() if mean is not None},
+        judge=name in run.judges,
+    )
 
 
 def times(run: Run) -> dict[str, Any] | None:

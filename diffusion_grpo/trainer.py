@@ -41,7 +41,7 @@ from .evaluation import evaluate_policy
 from .inputs import PipelineInputs
 from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, prepare_model
 from .losses import LossInputs, get_loss
-from .records import check_same_run, run_record, write_json, write_samples
+from .records import check_same_run, extra_column, run_record, write_json, write_samples
 from .rewards import (
     RewardError,
     check_columns,
@@ -90,7 +90,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
 
     def __init__(
         self,
-        model: str | DiffusionPipeline,
+        model: str | Path | DiffusionPipeline,
         reward_funcs: RewardFunc | list[RewardFunc],
         args: DiffusionGRPOConfig | None = None,
         train_dataset: Dataset | None = None,
@@ -100,21 +100,23 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
+        model = str(model) if isinstance(model, Path) else model
         args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
         self.reward_funcs = load_rewards(reward_funcs)
-        self.eval_reward_funcs = load_rewards(eval_reward_funcs, "eval_reward_funcs")
+        judges = load_rewards(eval_reward_funcs, "eval_reward_funcs")
+        check_judges(self.reward_funcs, judges)
+        trained = {reward.name for reward in self.reward_funcs}
+        self.eval_reward_funcs = [judge for judge in judges if judge.name not in trained]  # those are measured anyway
         self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
-        check_judges(self.reward_funcs, self.eval_reward_funcs)
         check_groups(self.reward_funcs, args.rollout_size, args.num_generations)
         self.loss = get_loss(args.loss_type)
-        check_peft_config(peft_config)
-        for name, dataset in _named_datasets(train_dataset, eval_dataset):
-            check_dataset(dataset, name)
-            judges = self.eval_reward_funcs if name != "train_dataset" else []
-            check_columns(self.reward_funcs + judges, dataset.column_names, name)
+        check_peft_config(peft_config, args.beta)
+        if args.sync_ref_model and peft_config is not None:
+            raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
+        self._check_datasets(args, train_dataset, eval_dataset)
         if args.learning_rate is None:
             args.learning_rate = 3e-4 if peft_config is not None else 1e-5
-        names = [[reward_name(func) for func in funcs] for funcs in (self.reward_funcs, self.eval_reward_funcs)]
+        names = [[reward.name for reward in rewards] for rewards in (self.reward_funcs, self.eval_reward_funcs)]
         self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
         self.run["reward_options"] = {r.name: r.options() for r in self.reward_funcs + self.eval_reward_funcs}
         check_same_run(args.output_dir, self.run)
@@ -137,6 +139,11 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         )
         if args.n_gpu > 1:
             raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
+        if isinstance(model, nn.ModuleDict) and self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"{self.component} take turns, so each step leaves one of them without gradient, which several "
+                "processes cannot share; start one process, or name one network in train_component."
+            )
         self.ref_model = self._reference_copy() if args.beta > 0 and peft_config is None else None
         pipe.to(args.device)
         self._add_callbacks()
@@ -144,10 +151,24 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         counts = {"train": len(train_dataset or []), "eval": sum(map(len, _as_list(evaluations)))}
         self.run |= {"pipeline": type(pipe).__name__, "component": self.component, "prompts": counts}
         self.buffer: RolloutBuffer | None = None
+        self._has_started = False
         self._micro_step, self._update = 0, -1
         self._resumed_from: str | None = None
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._images, self._logged_step = 0, None
+
+    def _check_datasets(self, args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
+        """Refuses datasets without prompts, or without a column that a reward asks for."""
+        evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+        for name, dataset in [("train_dataset", train), *evaluations.items()]:
+            if dataset is not None:
+                check_dataset(dataset, name)
+                judges = self.eval_reward_funcs if name != "train_dataset" else []
+                check_columns(self.reward_funcs + judges, dataset.column_names, name)
+        if args.eval_strategy != "no" and not evaluation:
+            raise ValueError(
+                f"eval_strategy={args.eval_strategy.value!r} has nothing to evaluate; pass an eval_dataset."
+            )
 
     @property
     def pipe(self) -> DiffusionPipeline:
@@ -174,8 +195,6 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             self.ema = EMACallback(trained, args.ema_decay, args.ema_update_interval)
             self.add_callback(self.ema)
         if args.sync_ref_model:
-            if self.ref_model is None:
-                raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
             self.add_callback(
                 SyncRefModelCallback(self.model, self.ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
             )
@@ -226,6 +245,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         self.buffer, self._update, self._logged_step = None, -1, None  # a second call starts with its own rollout
         self._metrics.clear()
         resume_from_checkpoint = self._resume_point(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        self.accelerator.wait_for_everyone()  # the others have looked for a run before this one writes its own
+        self._has_started = True
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / "run.json", self.run)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -239,6 +260,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         start = time.perf_counter()
         total = torch.zeros((), device=self.args.device)
         errors = []
+        if self.args.importance_sampling_level == "sequence" and not is_on_policy:  # on policy all ratios are 1
+            batch.log_ratio = self._sequence_log_ratio(batch)
         steps = batch.trajectory.steps.unique().tolist()
         for step in steps:
             is_last = step == steps[-1]
@@ -263,6 +286,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         old = batch.old_log_prob(step).to(now.log_prob)
         if self.args.old_log_prob == "replay" and self._slots == self.args.gradient_accumulation_steps:
             old = now.log_prob.detach()  # one update a rollout: this replay is the first
+        if batch.log_ratio is not None:  # that value, with the gradient of this step
+            old = now.log_prob.detach() - batch.log_ratio.to(now.log_prob)
         output = self.loss(
             LossInputs(
                 log_prob=now.log_prob,
@@ -282,13 +307,29 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         return output.loss * len(batch), error
 
     @torch.no_grad()
+    def _sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
+        """(batch,) mean over each sample's trained steps of log-probability now minus then."""
+        now = self._log_probs_now(batch)
+        return (now - batch.old_log_probs.to(now)).mean(1)
+
+    @torch.no_grad()
+    def _log_probs_now(self, batch: MicroBatch) -> Tensor:
+        """(batch, steps) log-probabilities of the recorded steps under the policy as it is."""
+        log_probs = torch.empty_like(batch.trajectory.log_probs)
+        for step in batch.trajectory.steps.unique().tolist():
+            part = batch.at_step(step)
+            now = replay(self.policy, self.inputs(part.rows), part.trajectory, step)
+            log_probs[batch.trajectory.steps == step] = now.log_prob.to(log_probs)
+        return log_probs
+
+    @torch.no_grad()
     def _reference(self, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> StepDistribution:
         if self.ref_model is None:
             with disabled_adapter(self.accelerator.unwrap_model(self.model)):
                 return replay(self.policy, inputs, trajectory, step)
         self.ref_model.to(self.args.device)
         try:
-            return replay(self.policy, inputs, trajectory, step, forward=self.ref_model.forward)
+            return replay(self.policy, inputs, trajectory, step, forward=_forwards(self.ref_model))
         finally:
             if self.args.offload_ref_model:
                 self.ref_model.to("cpu")
@@ -355,9 +396,10 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         self._metrics["time/rollout"].append(time.perf_counter() - start)
 
         start = time.perf_counter()
+        extra: dict[str, list] = {}
         try:
             groups = (positions // self.args.num_generations).tolist()
-            local = self._score(self.reward_funcs, samples, rows, self._metrics, groups)
+            local = self._score(self.reward_funcs, samples, rows, self._metrics, groups, extra)
         except RewardError:
             self._save_before_stopping()
             raise
@@ -379,7 +421,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         advantages = result.advantages[positions]
         if self.args.log_completions:
             columns = {"reward": result.rewards[positions], "advantage": advantages, "seed": trajectory.seeds}
-            self._write_samples(rows, local, columns)
+            self._write_samples(rows, local, {name: column.tolist() for name, column in columns.items()} | extra)
         return self._buffer_of(rows, trajectory, advantages, generation)
 
     @torch.no_grad()
@@ -427,11 +469,14 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         rows: list[dict],
         metrics: dict[str, list[float]],
         groups: list[int],
+        extra: dict[str, list],
     ) -> Tensor:
-        """(samples, functions) float32 rewards of this process, NaN for None; what they log goes into `metrics`."""
+        """(samples, functions) float32 rewards of this process, NaN for None.
+
+        What they log goes into `metrics`, the columns they add, one value a sample, into `extra`.
+        """
         kind = "videos" if isinstance(samples[0], list) else "images"
         columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-        self._extras: dict[str, list] = {}
         return score(
             funcs,
             **{kind: samples},
@@ -441,7 +486,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             fps=self.args.fps,
             trainer_state=self.state,
             log_metric=lambda name, value: metrics[name].append(float(value)),
-            log_extra=self._extras.__setitem__,
+            log_extra=lambda name, values: extra.update({name: extra_column(name, values, len(samples))}),
             failure_dir=Path(self.args.output_dir) / "failures",
         )
 
@@ -461,13 +506,13 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
                 metrics[f"rewards/{reward_name(func)}/mean"].append(known.mean().item())
                 metrics[f"rewards/{reward_name(func)}/std"].append(known.std(correction=0).item())
 
-    def _write_samples(self, rows: list[dict], rewards: Tensor, columns: dict[str, Tensor]) -> None:
+    def _write_samples(self, rows: list[dict], rewards: Tensor, columns: dict[str, list]) -> None:
         names = [reward_name(func) for func in self.reward_funcs]
         rank = f"-rank{self.accelerator.process_index}" if self.accelerator.num_processes > 1 else ""
         path = Path(self.args.output_dir) / "samples" / f"step-{self.state.global_step:06d}{rank}.parquet"
         table = {"step": [self.state.global_step] * len(rows), "prompt": [row["prompt"] for row in rows]}
-        table |= self._extras | dict(zip(names, rewards.T.tolist(), strict=True))
-        write_samples(path, table | {name: column.tolist() for name, column in columns.items()})
+        table |= dict(zip(names, rewards.T.tolist(), strict=True))
+        write_samples(path, columns | table)
 
     def _buffer_of(
         self, rows: list[dict], trajectory: Trajectory, advantages: Tensor, generation: int
@@ -493,10 +538,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             batch = MicroBatch(
                 buffer.rows[chunk], buffer.trajectory[chunk], buffer.advantages[chunk], buffer.old_log_probs[chunk]
             )
-            for step in batch.trajectory.steps.unique().tolist():
-                part = batch.at_step(step)
-                now = replay(self.policy, self.inputs(part.rows), part.trajectory, step)
-                log_probs[chunk][batch.trajectory.steps == step] = now.log_prob.to(log_probs)
+            log_probs[chunk] = self._log_probs_now(batch)
         return log_probs
 
     def _restored_buffer(self, rows: list[dict], generation: int) -> RolloutBuffer:
@@ -531,20 +573,18 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             pipeline_kwargs: over those of training, e.g. `{"guidance_scale": 4.0}`.
 
         Returns:
-            `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`.
+            `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`; of
+            several datasets these are over all of them, and `{prefix}_{dataset}_...` over each.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        if isinstance(dataset, dict):
-            metrics: dict[str, float] = {}
-            for name, part in dataset.items():
-                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}", pipeline_kwargs)
-            return metrics
-        check_dataset(dataset, "eval_dataset")
+        datasets = dataset if isinstance(dataset, dict) else {"eval_dataset": dataset}
+        for name, part in datasets.items():
+            check_dataset(part, name)
         try:
             with self.averaged_weights():
-                metrics = evaluate_policy(self, dataset, metric_key_prefix, pipeline_kwargs)
+                metrics = evaluate_policy(self, datasets, metric_key_prefix, pipeline_kwargs)
         except RewardError:
             self._save_before_stopping()
             raise
@@ -582,6 +622,11 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         return metrics
 
 
+def _forwards(model: nn.Module) -> list[Callable]:
+    """One forward a network."""
+    return [part.forward for part in (model.values() if isinstance(model, nn.ModuleDict) else [model])]
+
+
 def _as_list(value: Any) -> list:
     if value is None:
         return []
@@ -590,9 +635,3 @@ def _as_list(value: Any) -> list:
 
 def _chunks(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def _named_datasets(train: Any, evaluation: Any) -> list[tuple[str, Any]]:
-    evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
-    named = [("train_dataset", train), *evaluations.items()]
-    return [(name, dataset) for name, dataset in named if dataset is not None]

@@ -5,7 +5,8 @@ import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from huggingface_hub import ModelCard
-from tiny_runs import trained_weights, trainer_for
+from PIL import Image
+from tiny_runs import first_frame_brightness, trained_weights, trainer_for
 
 
 def picture(pipe, inputs):
@@ -24,6 +25,25 @@ def test_a_lora_in_plain_diffusers_makes_the_identical_picture(tmp_path, name):
     fresh.load_lora_weights(tmp_path)
     assert torch.equal(picture(fresh, inputs), trained)
     assert not torch.allclose(before, trained, atol=1e-3)
+
+
+def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
+    """Wan 2.2: both experts learn, and diffusers takes each one's LoRA from where the card says."""
+    trainer = trainer_for(
+        tmp_path, name="wan_experts", rewards=first_frame_brightness, num_inference_steps=6, learning_rate=0.02
+    )
+    before = trained_weights(trainer)
+    trainer.train()
+    trainer.save_model()
+    moved = {name for name, value in trained_weights(trainer).items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[0] for name in moved} == {"transformer", "transformer_2"}
+    fresh, inputs = tiny_pipelines.build("wan_experts")
+    fresh.load_lora_weights(tmp_path)
+    one_expert = picture(fresh, inputs)
+    fresh.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
+    trained = picture(trainer.pipe, inputs)
+    assert torch.equal(picture(fresh, inputs), trained) and not torch.equal(one_expert, trained)
+    assert "load_into_transformer_2=True" in (tmp_path / "README.md").read_text()
 
 
 def test_full_weights_and_the_whole_pipeline(tmp_path):
@@ -59,8 +79,24 @@ def test_the_model_card(tmp_path):
     trainer.save_model()
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.library_name == "diffusers" and card.data.base_model == "someone/some-model"
-    for part in ("| brightness | 1.0 |", "grid.png", '"num_generations": 4', "pipe.load_lora_weights", "LoRA rank 4"):
+    for part in (
+        "| brightness | 1.0 |",
+        "grid.png",
+        "curve.png",
+        '"num_generations": 4',
+        "pipe.load_lora_weights",
+        "LoRA rank 4",
+    ):
         assert part in card.content, part
+    assert Image.open(tmp_path / "curve.png").width > 500
+
+
+def test_the_card_of_the_embedded_model_loads_it_by_its_path(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1)
+    trainer.run["model"] = "tiny"
+    trainer.train()
+    trainer.save_model()
+    assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in (tmp_path / "README.md").read_text()
 
 
 def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Each process against references in float64 that are derived anew from the papers, and the identities it must keep.
 
-The references do not repeat the closed forms of `schedulers.py`: they go from the SDE and the score of a Gaussian,
+The references do not repeat the closed forms of `processes.py`: they go from the SDE and the score of a Gaussian,
 from Bayes' rule, or from angles, and from diffusers' own schedulers.
 """
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-from diffusion_grpo.schedulers import cps, dance_sde, ddim, flow_sde, log_density
+from diffusion_grpo.processes import ancestral, cps, dance_sde, ddim, flow_sde, log_density
 
 SHAPE = (3, 4, 5, 6)
 SIGMA_PAIRS = [(0.98, 0.9), (0.75, 0.6), (0.5, 0.35), (0.2, 0.02), (0.1, 0.0)]
@@ -366,7 +366,28 @@ def test_ddim_clips_the_clean_sample_and_nothing_else():
     prediction, sample = latents()
     alpha, alpha_next = torch.tensor(0.5), torch.tensor(0.8)
     clean = (sample - (1 - alpha).sqrt() * prediction) / alpha.sqrt()
-    mean, std = ddim(prediction, sample, alpha, alpha_next, noise_level=0.3, clip_range=0.5)
+    mean, std = ddim(prediction, sample, alpha, alpha_next, noise_level=0.3, clip=lambda clean: clean.clamp(-0.5, 0.5))
     free, free_std = ddim(prediction, sample, alpha, alpha_next, noise_level=0.3)
     assert std == free_std
     torch.testing.assert_close(free - mean, alpha_next.sqrt() * (clean - clean.clamp(-0.5, 0.5)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("sigmas", [(80.0, 12.0), (1.5, 0.7), (0.1, 0.002)])
+def test_ancestral_sampling_is_ddim_in_the_coordinates_of_edm(sigmas, eta):
+    sigma, sigma_next = (torch.tensor(value, dtype=torch.float64) for value in sigmas)
+    clean, sample = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    alpha, alpha_next = 1 / (1 + sigma**2), 1 / (1 + sigma_next**2)
+    mean, std = ddim(clean, sample * alpha.sqrt(), alpha, alpha_next, noise_level=eta, prediction_type="sample")
+    ours = ancestral(clean, sample, sigma, sigma_next, noise_level=eta)
+    torch.testing.assert_close(ours[0], mean / alpha_next.sqrt(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ours[1], std / alpha_next.sqrt(), rtol=1e-9, atol=1e-9)
+    single = ancestral(*(x.float() for x in (clean, sample, sigma, sigma_next)), noise_level=eta)
+    torch.testing.assert_close(single[0].double(), ours[0], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_held_fixed_has_no_density():
+    value, mean = torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(0))
+    std = torch.full((3, 6, 1), 0.3)
+    std[:, :2] = 0.0
+    torch.testing.assert_close(log_density(value, mean, std), log_density(value[:, 2:], mean[:, 2:], std[:, 2:]))

@@ -63,3 +63,51 @@ def test_prompts_that_differ_in_another_prompt_are_encoded_apart():
     with cache.serving(pipe):
         pipe.encode_prompt(["cat", "cat"], negative_prompt=["dog", "fish"])
     assert pipe.asked == [["cat", "cat"]]
+
+
+def test_other_batches_of_the_same_prompts_encode_nothing_again():
+    """As with best_of_n, or where rollout and update have different batch sizes."""
+    pipe, cache = Pipe(), PromptCache()
+    with cache.serving(pipe):
+        pipe.encode_prompt(["cat", "cat"])
+        pipe.encode_prompt(["cat", "horse"])
+        embeds, pooled = pipe.encode_prompt(["horse", "cat", "cat", "horse"])
+        pipe.encode_prompt(["horse"])
+    assert pipe.asked == [["cat"], ["horse"]]
+    assert pooled.flatten().tolist() == [5, 3, 3, 5] and embeds.shape == (4, 1, 1)
+    cache.clear()
+    with cache.serving(pipe):
+        pipe.encode_prompt(["horse"])
+    assert pipe.asked[-1] == ["horse"] and len(pipe.asked) == 3
+
+
+def test_embeddings_padded_to_the_longest_prompt_are_encoded_together():
+    pipe, cache = Pipe(), PromptCache()
+
+    def padded(prompt):
+        pipe.asked.append(list(prompt))
+        width = max(map(len, prompt))
+        return torch.tensor([[float(ord(letter)) for letter in text.ljust(width)] for text in prompt])[..., None]
+
+    pipe.encode_prompt = padded
+    with cache.serving(pipe):
+        alone = pipe.encode_prompt(["cat"])
+        both = pipe.encode_prompt(["cat", "horse"])
+        again = pipe.encode_prompt(["horse", "cat"])
+    assert alone.shape == (1, 3, 1) and both.shape == (2, 5, 1)
+    assert torch.equal(again, both.flip(0)) and pipe.asked[-1] == ["cat", "horse"]
+
+
+def test_embeddings_that_do_not_lie_by_sample_are_kept_whole():
+    pipe, cache = Pipe(), PromptCache()
+
+    def layers_first(prompt):
+        pipe.asked.append(list(prompt))
+        return torch.tensor([float(len(text)) for text in prompt]).expand(3, -1)[..., None]
+
+    pipe.encode_prompt = layers_first
+    with cache.serving(pipe):
+        first = pipe.encode_prompt(["cat", "cat"])
+        count = len(pipe.asked)
+        assert torch.equal(pipe.encode_prompt(["cat", "cat"]), first) and first.shape == (3, 2, 1)
+    assert len(pipe.asked) == count and pipe.asked[-1] == ["cat", "cat"]

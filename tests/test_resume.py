@@ -90,6 +90,16 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
         trainer_for(tmp_path, **settings).train()
     with pytest.raises(ValueError, match="holds another run.*trains_by"):
         trainer_for(tmp_path, lora=False, **settings)
+    with pytest.raises(ValueError, match="holds another run.*noise_level is the default there and 0.5 here"):
+        trainer_for(tmp_path, noise_level=0.5, **settings)
+
+
+def test_a_folder_with_a_run_without_checkpoints_is_not_overwritten(tmp_path):
+    trainer_for(tmp_path).train()
+    with pytest.raises(ValueError, match="holds a run already .it has saved no checkpoint.*delete it"):
+        trainer_for(tmp_path).train()
+    with pytest.raises(ValueError, match="holds another run"):
+        trainer_for(tmp_path, lora=False)
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):

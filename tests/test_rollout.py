@@ -48,6 +48,16 @@ def test_in_bfloat16_the_ratio_is_one_within_1e_5():
     assert ratio_error(policy, inputs, trajectory) <= 1e-5
 
 
+def test_the_noise_of_the_steps_is_not_the_initial_latent():
+    pipe, inputs = tiny_pipelines.build("sd3")
+    policy = Policy(pipe)
+    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
+    step = replay(policy, inputs, trajectory, 0)
+    noise = ((trajectory.next_latents[:, 0] - step.mean) / step.std).detach()
+    correlation = torch.corrcoef(torch.stack([noise.flatten(), trajectory.latents[:, 0].flatten()]))[0, 1]
+    assert abs(correlation) < 4 / noise.numel() ** 0.5
+
+
 def test_a_changed_network_changes_the_ratio():
     pipe, inputs = tiny_pipelines.build("sd3")
     policy = Policy(pipe)

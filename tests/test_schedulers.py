@@ -1,5 +1,6 @@
 """The stochastic scheduler in place of the pipeline's own: the same without noise, the same to a pipeline's eyes."""
 
+import copy
 import inspect
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
+    DDPMWuerstchenScheduler,
     DPMSolverMultistepScheduler,
+    EDMEulerScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -120,7 +123,7 @@ def test_both_forms_of_output():
 
 
 def test_what_cannot_be_scored_is_refused_with_what_can():
-    with pytest.raises(UnsupportedScheduler, match="LCMScheduler.*DDIM"):
+    with pytest.raises(UnsupportedScheduler, match="LCMScheduler is a consistency sampler"):
         stochastic_scheduler(LCMScheduler())
     with pytest.raises(ValueError, match="cps.*does not fit DDIMScheduler.*ddim"):
         stochastic_scheduler(DDIMScheduler(), "cps")
@@ -144,6 +147,106 @@ def test_a_shift_set_after_loading_is_kept():
     assert torch.equal(mine.sigmas, scheduler.sigmas)
 
 
-def test_continuous_timesteps_are_refused():
-    with pytest.raises(UnsupportedScheduler, match="EulerDiscreteScheduler"):
-        stochastic_scheduler(EulerDiscreteScheduler(timestep_type="continuous", prediction_type="v_prediction"))
+CONTINUOUS = {"timestep_type": "continuous", "use_karras_sigmas": True, "sigma_min": 0.002, "sigma_max": 700.0}
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        EulerDiscreteScheduler(prediction_type="v_prediction", **CONTINUOUS),
+        EDMEulerScheduler(prediction_type="epsilon"),
+        EDMEulerScheduler(prediction_type="v_prediction", sigma_schedule="exponential"),
+    ],
+    ids=lambda scheduler: type(scheduler).__name__,
+)
+def test_sigma_schedules_take_the_original_step_without_noise(scheduler):
+    mine = stochastic_scheduler(scheduler)
+    assert mine.process == "ancestral" and isinstance(mine, type(scheduler))
+    for each in (scheduler, mine):
+        each.set_timesteps(5)
+    sample, prediction = torch.randn(2, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    for timestep in mine.timesteps[:-1]:
+        assert torch.equal(mine.scale_model_input(sample, timestep), scheduler.scale_model_input(sample, timestep))
+        stepped = mine.step(prediction, timestep, sample).prev_sample
+        assert torch.equal(stepped, scheduler.step(prediction, timestep, sample).prev_sample)
+        mine.index -= 1
+        mean, std = mine.distribution(prediction, timestep, sample, noise_level=0.0)
+        mine.index += 1
+        torch.testing.assert_close(mean, stepped, rtol=1e-5, atol=1e-4)
+        assert std == 0
+
+
+def test_cascades_scheduler_takes_the_step_of_ddpm():
+    scheduler = DDPMWuerstchenScheduler()
+    mine = stochastic_scheduler(scheduler)
+    for each in (scheduler, mine):
+        each.set_timesteps(6)
+    sample, prediction = torch.randn(2, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    for timestep in mine.timesteps[1:-2]:  # the first level is clamped
+        mean, std = mine.distribution(prediction, timestep.expand(2), sample, noise_level=1.0)
+        stock = scheduler.step(prediction, timestep.expand(2), sample, torch.Generator().manual_seed(1)).prev_sample
+        noise = torch.randn(sample.shape, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(mean + std * noise, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_a_learned_variance_is_left_to_ddims():
+    mine = stochastic_scheduler(DDPMScheduler(variance_type="learned_range", clip_sample=False))
+    mine.set_timesteps(5)
+    sample, prediction, variance = torch.randn(3, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    both = torch.cat([prediction, variance], dim=1)
+    timestep = mine.timesteps[1]
+    for plain, learned in zip(
+        mine.distribution(prediction, timestep, sample, 1.0),
+        mine.distribution(both, timestep, sample, 1.0),
+        strict=True,
+    ):
+        assert torch.equal(plain, learned)
+    assert mine.config.variance_type == "learned_range"
+
+
+def test_dynamic_thresholds_are_ddims_own():
+    mine = stochastic_scheduler(DDPMScheduler(thresholding=True, clip_sample=False, sample_max_value=1.5))
+    mine.set_timesteps(5)
+    sample, prediction = 3 * torch.randn(2, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    for timestep in mine.timesteps:
+        mean, _ = mine.distribution(prediction, timestep, sample, noise_level=0.0)
+        torch.testing.assert_close(mean, mine.deterministic(prediction, timestep, sample), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_replaced_scheduler_lacks_is_the_originals():
+    scheduler = EulerDiscreteScheduler(beta_schedule="scaled_linear")
+    mine = stochastic_scheduler(scheduler)
+    for each in (scheduler, mine):
+        each.set_timesteps(5)
+    assert torch.equal(mine.sigmas, scheduler.sigmas) and mine.init_noise_sigma == 1.0
+    with pytest.raises(AttributeError):
+        mine.nothing_of_the_kind  # noqa: B018
+
+
+def test_copies_share_the_driver_and_nothing_else():
+    mine = stochastic_scheduler(FlowMatchEulerDiscreteScheduler())
+    mine.driver = object()
+    clone = copy.deepcopy(mine)
+    assert clone.driver is mine.driver and clone.sigmas is not mine.sigmas
+
+
+@pytest.mark.parametrize("process", ["flow_sde", "dance_sde", "cps"])
+def test_tokens_with_timesteps_of_their_own(process):
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    mine = stochastic_scheduler(scheduler, process)
+    for each in (scheduler, mine):
+        each.set_timesteps(4)
+    sample, velocity = torch.randn(2, 1, 6, 4, generator=torch.Generator().manual_seed(0))
+    timestep = mine.timesteps[1]
+    tokens = timestep.expand(1, 6).clone()
+    tokens[:, :2] = 0.0  # a condition
+    stock = scheduler.step(-velocity, timestep, sample, per_token_timesteps=tokens).prev_sample
+    stepped = mine.step(-velocity, timestep, sample, per_token_timesteps=tokens).prev_sample
+    torch.testing.assert_close(stepped, stock, rtol=0, atol=1e-6)
+    mine.index, mine.options = 0, {"per_token_timesteps": tokens}
+    mean, std = mine.distribution(-velocity, timestep, sample, noise_level=0.5)
+    mine.options = {}
+    plain_mean, plain_std = mine.distribution(velocity, timestep, sample, noise_level=0.5)
+    assert torch.equal(mean[:, :2], sample[:, :2]) and (std[:, :2] == 0).all()
+    torch.testing.assert_close(mean[:, 2:], plain_mean[:, 2:])
+    torch.testing.assert_close(std[:, 2:], plain_std.expand(1, 4, 1))

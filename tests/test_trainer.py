@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet
@@ -10,7 +11,7 @@ import tiny_pipelines
 import torch
 from datasets import Dataset
 from PIL import Image
-from tiny_runs import brightness, logged, trained_weights, trainer_for
+from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
@@ -45,10 +46,6 @@ def test_the_first_ratio_is_one_and_the_weights_move(tmp_path, settings):
     assert len(logged(trainer, "loss")) == 2 and all(np.isfinite(logged(trainer, "loss")))
     after = trained_weights(trainer)
     assert any(not torch.equal(before[name], after[name]) for name in before)
-
-
-def first_frame_brightness(videos, **columns):
-    return brightness([frames[0] for frames in videos])
 
 
 @pytest.mark.parametrize(
@@ -93,6 +90,37 @@ def test_several_updates_a_rollout(tmp_path):
     assert len(list((tmp_path / "samples").glob("*.parquet"))) == 2
     means = logged(trainer, "ratio/mean")
     assert means[0] == means[2] == 1.0 and means[1] != 1.0
+
+
+def test_ratios_of_whole_trajectories(tmp_path):
+    """The second update's gradient against autograd on GSPO's objective, written out for the whole rollout at once."""
+    settings = {"importance_sampling_level": "sequence", "num_iterations": 2, "learning_rate": 0.02}
+    trainer = trainer_for(tmp_path, **settings, max_steps=2, max_grad_norm=0, epsilon=1e-3)
+    gradients, expected = {}, {}
+
+    class Compare(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+                gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
+                objective = torch.zeros(())
+                for rows in (slice(0, 4), slice(4, 8)):
+                    now = [
+                        replay(trainer.policy, trainer.inputs(trainer.buffer.rows[rows]), part, step).log_prob
+                        for part in [trainer.buffer.trajectory[rows]]
+                        for step in (0, 1, 2)
+                    ]
+                    log_ratio = torch.stack(now, 1) - trainer.buffer.trajectory.log_probs[rows]
+                    ratio, advantages = log_ratio.mean(1).exp(), trainer.buffer.advantages[rows]
+                    clipped = ratio.clamp(1 - 1e-3, 1 + 1e-3)
+                    objective = objective + torch.maximum(-advantages * ratio, -advantages * clipped).mean() / 2
+                expected.update(zip(trained, torch.autograd.grad(objective, list(trained.values())), strict=True))
+
+    trainer.add_callback(Compare)
+    trainer.train()
+    assert gradients and any(gradient.abs().max() > 0 for gradient in gradients.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
 
 
 def test_old_log_probs_from_replays_before_any_update(tmp_path):
@@ -168,6 +196,23 @@ def test_what_is_not_finite_stops_before_the_weights_are_touched(tmp_path, poiso
     assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-1"]
 
 
+def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path):
+    trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1, max_steps=3)
+    loss, before = trainer.loss, {}
+
+    def poisoned(inputs):
+        output = loss(inputs)
+        if trainer.state.global_step == 1:
+            before.update(trained_weights(trainer))
+            return dataclasses.replace(output, loss=output.loss * float("nan"))
+        return output
+
+    trainer.loss = poisoned
+    with pytest.raises(NonFiniteError, match="loss of update 2.*checkpoint-1"):
+        trainer.train()
+    assert all(torch.equal(before[name], value) for name, value in trained_weights(trainer).items())
+
+
 def test_a_failing_reward_names_function_prompt_and_keeps_the_sample(tmp_path):
     def picky(images, **columns):
         return [float("nan")] * len(images)
@@ -192,6 +237,26 @@ def test_rewards_get_trls_keywords_and_every_column(tmp_path):
     trainer.train()
     assert {(p, a) for p, a in zip(seen["prompts"], seen["artist"], strict=True)} == {("x", "Ann"), ("y", "Bob")}
     assert seen["step"] == 0 and logged(trainer, "spied") == [7.0]
+
+
+def test_the_order_of_aggregation_reaches_the_advantages(tmp_path):
+    """Normalised first, a reward of tiny scale counts as much as a large one; summed first, it does not count."""
+
+    def large(images, **columns):
+        return [1000.0 * (position % 2) for position in range(len(images))]
+
+    def small(images, **columns):
+        return [0.001 * (position % 4 // 2) for position in range(len(images))]
+
+    advantages = {}
+    for order in ("sum_then_normalize", "normalize_then_sum"):
+        folder = tmp_path / order
+        trainer_for(folder, rewards=[large, small], multi_objective_aggregation=order, max_steps=1).train()
+        table = pyarrow.parquet.read_table(folder / "samples" / "step-000000.parquet").to_pydict()
+        advantages[order] = table["advantage"][:4]
+    std = 3**-0.5  # of 0, 0, 1, 1 with Bessel's correction
+    assert advantages["sum_then_normalize"] == pytest.approx([-0.5 / std, 0.5 / std] * 2, abs=1e-4)
+    assert advantages["normalize_then_sum"] == pytest.approx([-1 / std, 0, 0, 1 / std], abs=1e-4)
 
 
 def test_weights_aggregation_and_several_rewards(tmp_path):
@@ -305,21 +370,30 @@ def test_learning_rates_by_default(tmp_path):
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"reward_weights": [1.0, 2.0]}, "2 entries for 1 reward"),
         ({"lora_dropout": 0.05}, "set it to 0"),
+        ({"init_lora_weights": "pissa", "beta": 0.1}, "'pissa' changes the base.*beta > 0 has no reference"),
+        ({"bias": "all"}, "bias='all' trains the base model's own biases"),
+        ({"reward_funcs": [brightness, partial(brightness)]}, "Two reward functions are called 'brightness'"),
+        ({"sync_ref_model": True, "beta": 0.1}, "LoRA's reference is the frozen base"),
+        ({"eval_strategy": "steps", "eval_steps": 1}, "'steps' has nothing to evaluate; pass an eval_dataset"),
+        ({"pipeline_kwargs": {"latents": 1}}, "latents.*set by the trainer"),
+        ({"pipeline_kwargs": {"num_images_per_prompt": 2}}, "num_images_per_prompt.*num_generations"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_refused_before_a_model_is_loaded(tmp_path, change, message):
     from peft import LoraConfig
 
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, reward_weights=change.pop("reward_weights", None))
+    of_lora = {name: value for name, value in change.items() if name in ("lora_dropout", "init_lora_weights", "bias")}
     arguments = {
         "model": "no/such-model",  # loading it would fail with another message
         "reward_funcs": brightness,
         "train_dataset": Dataset.from_dict({"prompt": ["a"]}),
-        "peft_config": LoraConfig(r=2, target_modules=["to_q"], lora_dropout=change.pop("lora_dropout", 0.0)),
+        "peft_config": LoraConfig(r=2, target_modules=["to_q"], **of_lora),
     }
+    settings = {name: value for name, value in change.items() if name not in {*of_lora, *arguments}}
+    arguments |= {name: value for name, value in change.items() if name in arguments}
     with pytest.raises(ValueError, match=message):
-        DiffusionGRPOTrainer(args=args, **{**arguments, **change})
+        DiffusionGRPOTrainer(args=DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **settings), **arguments)
 
 
 def test_what_only_the_pipeline_can_refuse(tmp_path):
@@ -329,8 +403,6 @@ def test_what_only_the_pipeline_can_refuse(tmp_path):
         trainer_for(tmp_path, train_component="unet")
     with pytest.raises(ValueError, match="cps.*does not fit"):
         trainer_for(tmp_path, name="sd15", sde_type="cps")
-    with pytest.raises(ValueError, match="LoRA's reference is the frozen base"):
-        trainer_for(tmp_path, beta=0.1, sync_ref_model=True)
 
 
 def test_defaults_name_the_output_after_the_model(tmp_path, monkeypatch):

@@ -35,6 +35,11 @@ def brightness(images: list[Image.Image], **columns) -> list[float]:
     return [float(np.asarray(image.convert("L")).mean() / 255) for image in images]
 
 
+def first_frame_brightness(videos: list[list[Image.Image]], **columns) -> list[float]:
+    """The same of each video's first frame."""
+    return brightness([frames[0] for frames in videos])
+
+
 def trainer_for(
     output_dir: Path | str, name: str = "sd3", lora: bool = True, rewards=brightness, seed: int = 0, **settings
 ) -> DiffusionGRPOTrainer:

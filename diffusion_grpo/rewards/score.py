@@ -80,7 +80,9 @@ def score(
         raise ValueError("score needs exactly one of images and videos.")
     kind, samples = ("images", images) if videos is None else ("videos", videos)
     batch = _Batch(kind, as_pictures(samples), prompts, columns or {}, groups or _equal_prompts(prompts))
-    shared = {"trainer_state": trainer_state, "log_metric": log_metric} | ({"fps": fps} if kind == "videos" else {})
+    shared = {"trainer_state": trainer_state, "log_metric": log_metric or _unlogged} | (
+        {"fps": fps} if kind == "videos" else {}
+    )
     rewards = [func if isinstance(func, Reward) else _unnamed(func) for func in reward_funcs]
     extras: dict[str, list] = {}
     calls = [_calls(reward, batch) for reward in rewards]
@@ -129,6 +131,10 @@ class _Call:
     items: Any
     kind: str
     answer: Any = None
+
+
+def _unlogged(name: str, value: object) -> None:
+    """Where nobody keeps a reward's metrics and columns."""
 
 
 def _tensor_name(reward: Reward) -> str:
@@ -185,7 +191,7 @@ def _answer(call: _Call, batch: _Batch, shared: dict, extras: dict | None) -> ob
     columns = {name: values for name, values in batch.columns.items() if name not in call.reward.arguments}
     keywords = {name: [values[row] for row in call.rows] for name, values in columns.items()}
     keywords |= {"prompts": [batch.prompts[row] for row in call.rows], "completions": call.items}
-    keywords |= {call.kind: call.items, "log_extra": None if extras is None else log_extra, **shared}
+    keywords |= {call.kind: call.items, "log_extra": _unlogged if extras is None else log_extra, **shared}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         keywords = {name: value for name, value in keywords.items() if name in parameters}
     try:
@@ -276,8 +282,8 @@ def _number(value: object, index: int, failure: _Failure) -> float:
         value = value.item()
     if not isinstance(value, numbers.Real):
         raise failure.error(f"returned {value!r}, expected a number or None", index)
-    if not math.isfinite(value):
-        raise failure.error(f"returned {value}, expected a finite number or None", index)
+    if not math.isfinite(value) or abs(value) > torch.finfo(torch.float32).max:
+        raise failure.error(f"returned {value}, expected a finite float32 number or None", index)
     return float(value)
 
 

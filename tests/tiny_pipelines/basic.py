@@ -1,10 +1,4 @@
-"""Tiny random pipelines of the real diffusers classes: a name enters, a pipeline and the inputs of a call leave.
-
-One file for all tests, because what is promised is promised for diffusers' own classes: networks, text encoders,
-tokenizers and schedulers are the real ones with the configuration the real model ships, only small. Nothing is
-downloaded. Every weight of the network is random, none is zero, so that outputs are of order one, prompts matter, and
-a gradient or a ratio that comes out right does not do so by chance.
-"""
+"""The plain pipelines of the families, and the parts that others are built of."""
 
 from collections.abc import Callable
 
@@ -56,33 +50,7 @@ from transformers import (
 WIDTH = 32  # of the text encoders
 TOKENS = 32  # of a prompt in T5, UMT5 and Gemma
 PATCHES = {"sample_size": 8, "patch_size": 2, "in_channels": 4}
-PROMPTS = ['the word "RAIN" in red', "a cat"]  # of different lengths, so that padding plays its part
 SD_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-
-
-def build(name: str, seed: int = 0) -> tuple[DiffusionPipeline, dict]:
-    """Builds the pipeline `name` of `PIPELINES` in less than a second.
-
-    Returns:
-        The pipeline, on the CPU in float32 and in eval mode, and keyword arguments of its `__call__` for two samples:
-        prompts as strings, sizes, and real guidance where the pipeline has it, but neither the number of steps nor the
-        kind of output. The same seed gives the same weights; torch's global generator is left as it was.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipe, inputs = PIPELINES[name]()
-        network = policy(pipe)
-        randomize(network)
-    for component in pipe.components.values():
-        if isinstance(component, torch.nn.Module):
-            component.eval()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe, {"prompt": list(PROMPTS), **inputs}
-
-
-def policy(pipe: DiffusionPipeline) -> torch.nn.Module:
-    """The network that denoises."""
-    return pipe.unet if "unet" in pipe.components else pipe.transformer
 
 
 @torch.no_grad()

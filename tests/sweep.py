@@ -1,0 +1,281 @@
+"""Which pipelines of diffusers train? Asks `check_pipeline` about every class in diffusers' own test suite.
+
+    make sweep ARGS="--diffusers PATH"      # PATH: a checkout of huggingface/diffusers
+
+In: a checkout of diffusers, of which only `tests/` is used: its tiny components and inputs. Out: a table, class by
+class, and docs/supported_pipelines.md. Each class runs in a worker process under a time limit; a worker
+that hangs or dies is replaced, and the sweep goes on.
+"""
+
+import argparse
+import ast
+import contextlib
+import importlib.machinery
+import importlib.util
+import inspect
+import io
+import json
+import math
+import multiprocessing
+import re
+import sys
+import time
+import traceback
+import unittest.mock
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+
+from stand_ins import offline  # noqa: E402
+
+from diffusion_grpo import check_pipeline  # noqa: E402
+
+PAGE = ROOT / "docs" / "supported_pipelines.md"
+WHERE = "--diffusers must name a checkout of diffusers' sources: git clone https://github.com/huggingface/diffusers"
+SKIPPED = re.compile("Slow|Nightly|Integration|Dummies")
+SET_BY_CHECK = ("generator", "num_inference_steps", "output_type", "return_dict")
+
+
+def cases(checkout: Path) -> list[tuple[str, str]]:
+    """(module, class) of every test class that defines tiny components, found without importing anything."""
+    found = []
+    for path in sorted((checkout / "tests" / "pipelines").glob("*/**/test_*.py")):
+        module = ".".join(path.relative_to(checkout).with_suffix("").parts)
+        for node in ast.parse(path.read_text()).body:
+            if (
+                isinstance(node, ast.ClassDef)
+                and {"pipeline_class", "get_dummy_components"} & _defined(node)
+                and not SKIPPED.search(node.name)
+            ):
+                found.append((module, node.name))
+    return found
+
+
+def _defined(node: ast.ClassDef) -> set[str]:
+    names = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+    targets = [target for item in node.body if isinstance(item, ast.Assign) for target in item.targets]
+    return names | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def load_case(module: str, name: str) -> type | None:
+    """The test class, if it is one that builds a pipeline from components."""
+    cls = getattr(importlib.import_module(module), name)
+    wanted = ("pipeline_class", "get_dummy_components", "get_dummy_inputs")
+    if not all(hasattr(cls, attribute) for attribute in wanted) or isinstance(cls.pipeline_class, property):
+        return None
+    return cls
+
+
+def build(cls: type) -> tuple[DiffusionPipeline, dict[str, Any]]:
+    """The pipeline of a test class and the inputs of a call, with random numbers where weights are all zero."""
+    try:
+        case = cls()
+    except TypeError:
+        case = cls("run")
+    for setup in ("setUp", "setup_method"):
+        if setup in cls.__dict__:
+            with contextlib.suppress(Exception):
+                getattr(case, setup)()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe = cls.pipeline_class(**case.get_dummy_components())
+        parameters = inspect.signature(case.get_dummy_inputs).parameters
+        inputs = case.get_dummy_inputs(*(["cpu"] if "device" in parameters else []))
+        for component in pipe.components.values():
+            if isinstance(component, torch.nn.Module):
+                fill_zeros(component)
+                shorten_head(component)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, {key: value for key, value in inputs.items() if key not in SET_BY_CHECK}
+
+
+@torch.no_grad()
+def fill_zeros(module: torch.nn.Module) -> None:
+    """A layer that starts at zero would hide errors: its inputs would not matter."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not parameter.any():
+            scale = 0.1 if parameter.ndim < 2 else parameter[0].numel() ** -0.5
+            parameter.copy_(scale * torch.randn_like(parameter))
+
+
+def shorten_head(module: torch.nn.Module) -> None:
+    """Logits over a vocabulary cost seconds, and a pipeline that conditions on hidden states never reads them."""
+    head = getattr(module, "lm_head", None)
+    if isinstance(head, torch.nn.Linear) and head.out_features > 10_000:
+        module.lm_head = torch.nn.Linear(head.in_features, 8, bias=head.bias is not None)
+
+
+def examine(module: str, name: str, verbose: bool) -> dict[str, Any] | None:
+    """One row of the table, or None where the class builds no pipeline."""
+    cls = load_case(module, name)
+    if cls is None:
+        return None
+    row = {"case": f"{module.removeprefix('tests.pipelines.')}.{name}", "pipeline": cls.pipeline_class.__name__}
+    start = time.perf_counter()
+    try:
+        with offline():
+            pipe, inputs = build(cls)
+    except Exception as error:
+        trace = traceback.format_exc() if verbose else None
+        return row | {"not_built": f"{type(error).__name__}: {error}"[:300], "trace": trace}
+    try:
+        with offline():
+            # image-to-image takes `strength` of the steps
+            report = check_pipeline(pipe, inputs, num_inference_steps=math.ceil(4 / inputs.get("strength", 1.0)))
+    except Exception as error:
+        trace = traceback.format_exc() if verbose else None
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"ESCAPED {type(error).__name__}: {error}"[:300] + f" [{Path(last.filename).name}:{last.lineno}]"
+        return row | {"trains": False, "reason": reason, "trace": trace}
+    return row | vars(report) | {"seconds": time.perf_counter() - start}
+
+
+def work(connection, verbose: bool) -> None:
+    """Worker: takes (module, class) until it is told to stop."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    while (case := connection.recv()) is not None:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                row = examine(*case, verbose)
+            except BaseException as error:
+                row = {"case": ".".join(case), "not_built": f"{type(error).__name__}: {error}"[:300]}
+        connection.send(row)
+
+
+class Worker:
+    """A process that examines classes one after the other; a new one takes over when it hangs or dies."""
+
+    def __init__(self, verbose: bool):
+        self.verbose, self.process = verbose, None
+
+    def examine(self, case: tuple[str, str], limit: float) -> dict[str, Any] | None:
+        """The row of one class, within `limit` seconds."""
+        if self.process is None:
+            context = multiprocessing.get_context("fork")  # what is imported already need not be imported again
+            self.connection, theirs = context.Pipe()
+            self.process = context.Process(target=work, args=(theirs, self.verbose), daemon=True)
+            self.process.start()
+            theirs.close()
+        self.connection.send(case)
+        try:
+            if self.connection.poll(limit):
+                return self.connection.recv()
+            problem = f"no answer within {limit:.0f} seconds"
+        except (EOFError, ConnectionError):
+            problem = "the process died"
+        self.process.kill()
+        self.process.join()
+        self.process = None
+        return {"case": ".".join(case), "not_built": problem}
+
+
+def prepare(checkout: Path) -> None:
+    """Makes `tests.pipelines` importable, without packages that the components do not need."""
+    sys.path.insert(0, str(checkout))
+    for name in ("parameterized", "requests_mock"):
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = unittest.mock.MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for the terminal."""
+    verdict = "trains" if row.get("trains") else "not built" if "not_built" in row else "no"
+    numbers = f"{row.get('steps', 0)} {row.get('max_ratio_error', float('nan')):8.1e} {row.get('grad_norm', 0):8.1e}"
+    reason = row.get("reason") or row.get("not_built") or ""
+    names = f"{row.get('scheduler', ''):32} {str(row.get('policy') or ''):26}"
+    return f"{row.get('pipeline', row['case']):48} {names} {numbers} {verdict:9} {reason}"
+
+
+def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a pipeline class: a class counts as its best test configuration."""
+    rank = lambda row: (bool(row.get("trains")), "not_built" not in row)  # noqa: E731
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = row.get("pipeline", row["case"])
+        if name not in best or rank(row) > rank(best[name]):
+            best[name] = row
+    return [best[name] for name in sorted(best)]
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """docs/supported_pipelines.md."""
+    import diffusers
+
+    built = [row for row in rows if "not_built" not in row]
+    trained = [row for row in built if row["trains"]]
+    refused = [row for row in built if not row["trains"]]
+    parts = [
+        "# Supported pipelines",
+        f"What `check_pipeline` says about each pipeline class that has tiny components in diffusers' own test suite, "
+        f"with diffusers {diffusers.__version__} in float32 on a CPU: **{len(trained)} of {len(built)} train**. The "
+        "ratio error is the largest |ratio − 1| over all replayed steps. Written by `make sweep`; do not edit.",
+        "| pipeline | scheduler | trained network | steps | ratio error | gradient norm |\n|---|---|---|---|---|---|",
+    ]
+    parts[-1] += "".join(
+        f"\n| {row['pipeline']} | {row['scheduler']} | {row['policy']} | {row['steps']} | "
+        f"{row['max_ratio_error']:.1e} | {row['grad_norm']:.1e} |"
+        for row in trained
+    )
+    parts += ["## Refused", "| pipeline | reason |\n|---|---|"]
+    parts[-1] += "".join(f"\n| {row['pipeline']} | {_cell(row['reason'])} |" for row in refused)
+    missing = [row for row in rows if "not_built" in row and "pipeline" in row]
+    if missing:
+        parts += [
+            "## Not examined",
+            "Their test components could not be built here.",
+            "| pipeline | why |\n|---|---|"
+            + "".join(f"\n| {row['pipeline']} | {_cell(row['not_built'])} |" for row in missing),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str | None) -> str:
+    return re.sub(r"\s+", " ", text or "").replace("|", "\\|")
+
+
+def main() -> None:
+    """Runs the sweep."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--diffusers", type=Path, help="checkout of diffusers' sources")
+    parser.add_argument("--only", default="", help="regular expression on module.class")
+    parser.add_argument("--limit", type=float, default=60, help="seconds for one class")
+    parser.add_argument("--trace", action="store_true", help="print stack traces")
+    parser.add_argument("--rows", type=Path, help="also write the rows as JSON lines to this file")
+    parser.add_argument("--resume", action="store_true", help="examine only what does not train in --rows yet")
+    parser.add_argument("--no-page", action="store_true", help="leave docs/supported_pipelines.md alone")
+    args = parser.parse_args()
+    if args.diffusers is None or not (args.diffusers / "tests" / "pipelines").is_dir():
+        sys.exit(WHERE)
+    prepare(args.diffusers.resolve())
+    wanted = [case for case in cases(args.diffusers.resolve()) if re.search(args.only, ".".join(case))]
+    worker, rows = Worker(args.trace), []
+    if args.resume and args.rows.exists():
+        rows = [row for row in map(json.loads, args.rows.read_text().splitlines()) if row.get("trains")]
+        done = {row["case"] for row in rows}
+        wanted = [case for case in wanted if ".".join(case).removeprefix("tests.pipelines.") not in done]
+    for case in wanted:
+        row = worker.examine(case, args.limit)
+        if row is None:
+            continue
+        rows.append(row)
+        print(line(row), flush=True)
+        if row.get("trace"):
+            print(row["trace"])
+        if args.rows:
+            args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    best = best_rows(rows)
+    trained, missing = sum(bool(row.get("trains")) for row in best), sum("not_built" in row for row in best)
+    print(f"{trained} train, {len(best) - trained - missing} refused, {missing} not built, of {len(best)} classes")
+    if not args.only and not args.no_page:
+        PAGE.write_text(page(best))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Held-out evaluation: what is left out, several datasets, columns that rewards add, schedules that follow it."""
+
+import json
+
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+from tiny_runs import brightness, logged, trainer_for
+
+from diffusion_grpo.rewards.score import _warn_unscored
+from diffusion_grpo.run_folder import read_run
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+
+
+def table_of(folder, step=0):
+    return pyarrow.parquet.read_table(folder / "evaluations" / f"step-{step:06d}.parquet").to_pydict()
+
+
+def test_what_no_reward_scores_counts_nowhere(tmp_path):
+    def half(images, prompts, **columns):
+        return [None if prompt == "held out" else 1.0 for prompt in prompts]
+
+    trainer = trainer_for(tmp_path, rewards=half, **EVALUATED)
+    trainer.train()
+    assert logged(trainer, "eval_reward") == [1.0, 1.0] == logged(trainer, "eval_rewards/half/mean")
+    rewards = table_of(tmp_path)["reward"]
+    assert rewards[0] != rewards[0] and rewards[1] == 1.0  # NaN, not 0
+
+
+def test_where_nothing_is_scored_nothing_moves_and_it_is_said_once(tmp_path, capsys):
+    def silent(images, **columns):
+        return [None] * len(images)
+
+    _warn_unscored.cache_clear()
+    trainer = trainer_for(tmp_path, rewards=silent, **EVALUATED)
+    with pytest.warns(UserWarning, match="None from every reward") as warnings:
+        trainer.train()
+    assert len([entry for entry in warnings if "None from every reward" in str(entry.message)]) == 1
+    assert logged(trainer, "grad_norm") == [0.0, 0.0] and logged(trainer, "eval_reward") == []
+    assert "Held-out reward" not in capsys.readouterr().out
+
+
+def test_several_datasets_are_measured_each_and_together(tmp_path):
+    trainer = trainer_for(tmp_path, **EVALUATED, num_completions_to_log=2)
+    trainer.eval_dataset = {
+        "cats": Dataset.from_dict({"prompt": ["a cat", "two cats"], "mood": ["calm", "wild"]}),
+        "dogs": Dataset.from_dict({"prompt": ["a dog"]}),
+    }
+    trainer.train()
+    cats, dogs, both = (logged(trainer, f"eval_{name}reward")[-1] for name in ("cats_", "dogs_", ""))
+    assert both == pytest.approx((2 * cats + dogs) / 3)
+    table = table_of(tmp_path, 2)
+    assert table["dataset"] == ["cats", "cats", "dogs"] and table["prompt"] == ["a cat", "two cats", "a dog"]
+    pictures = sorted(path.name for path in (tmp_path / "evaluations" / "step-000002").iterdir())
+    assert pictures == ["cats-0000.png", "dogs-0000.png"] and (tmp_path / "grid.png").is_file()
+    assert json.loads((tmp_path / "summary.json").read_text())["reward_after"] == pytest.approx(both)
+
+
+def test_rewards_add_columns(tmp_path):
+    def talkative(images, prompts, log_extra, **columns):
+        log_extra("length", [len(prompt) for prompt in prompts])
+        return brightness(images)
+
+    trainer_for(tmp_path, rewards=talkative, max_steps=1, **EVALUATED | {"eval_steps": 1}).train()
+    table = table_of(tmp_path, 1)
+    assert table["length"] == [len(prompt) for prompt in table["prompt"]]
+    samples = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
+    assert samples["length"] == [len(prompt) for prompt in samples["prompt"]]
+
+
+def test_a_column_of_another_length_names_the_reward(tmp_path):
+    def short(images, log_extra, **columns):
+        log_extra("length", [1])
+        return brightness(images)
+
+    with pytest.raises(RuntimeError, match="'short'.*1 values for 8 samples"):
+        trainer_for(tmp_path, rewards=short).train()
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy", "cosine", "constant_with_warmup"])
+def test_learning_rate_schedules(tmp_path, schedule):
+    trainer = trainer_for(tmp_path, lr_scheduler_type=schedule, **EVALUATED)
+    trainer.train()
+    assert len(logged(trainer, "learning_rate")) == 2
+    if schedule in ("reduce_lr_on_plateau", "greedy"):
+        assert trainer.lr_scheduler.mode == "max"  # a reward that rises is no plateau
+        assert trainer.args.metric_for_best_model == "eval_reward"
+
+
+def test_the_run_is_read_without_the_extra_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("diffusion_grpo.report.PACKAGES", ("no_such_package",))
+    trainer = trainer_for(tmp_path, **EVALUATED)
+    trainer.train()
+    trainer.save_model()
+    assert (tmp_path / "pytorch_lora_weights.safetensors").is_file() and (tmp_path / "summary.json").is_file()
+    assert not (tmp_path / "report.html").exists()
+    assert "no_such_package not installed" in capsys.readouterr().out and read_run(tmp_path).updates == 2

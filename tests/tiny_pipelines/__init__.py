@@ -1,0 +1,48 @@
+"""Tiny random pipelines of the real diffusers classes: a name enters, a pipeline and the inputs of a call leave.
+
+One package for all tests, because what is promised is promised for diffusers' own classes: networks, text encoders,
+tokenizers and schedulers are the real ones with the configuration the real model ships, only small. Nothing is
+downloaded. Every weight of the network is random, none is zero, so that outputs are of order one, prompts matter, and
+a gradient or a ratio that comes out right does not do so by chance.
+"""
+
+import inspect
+
+import torch
+from diffusers import DiffusionPipeline
+
+from . import basic, conditioned, more
+from .basic import clip_tokenizer, randomize
+
+__all__ = ["EVERY", "PIPELINES", "PROMPTS", "build", "clip_tokenizer", "policy", "randomize"]
+
+PROMPTS = ['the word "RAIN" in red', "a cat"]  # of different lengths, so that padding plays its part
+PIPELINES = basic.PIPELINES  # the plain ones
+EVERY = {**basic.PIPELINES, **conditioned.PIPELINES, **more.PIPELINES}
+
+
+def build(name: str, seed: int = 0) -> tuple[DiffusionPipeline, dict]:
+    """Builds the pipeline `name` of `EVERY` in less than a second.
+
+    Returns:
+        The pipeline, on the CPU in float32 and in eval mode, and keyword arguments of its `__call__` for two samples:
+        prompts as strings, sizes, and real guidance where the pipeline has it, but neither the number of steps nor the
+        kind of output. The same seed gives the same weights; torch's global generator is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipe, inputs = EVERY[name]()
+        randomize(policy(pipe))
+    for component in pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.eval()
+    pipe.set_progress_bar_config(disable=True)
+    if "prompt" in inspect.signature(type(pipe).__call__).parameters:
+        inputs = {"prompt": list(PROMPTS), **inputs}
+    return pipe, inputs
+
+
+def policy(pipe: DiffusionPipeline) -> torch.nn.Module:
+    """The network that denoises."""
+    names = ("transformer", "unet", "prior")
+    return next(pipe.components[name] for name in names if pipe.components.get(name) is not None)

@@ -1,0 +1,334 @@
+"""Other families: pixels, priors and decoders, learned variances, classes, continuous timesteps, video, experts."""
+
+from collections.abc import Callable
+
+import diffusers
+import torch
+from diffusers import (
+    AutoencoderKLLTXVideo,
+    AutoencoderKLTemporalDecoder,
+    DDIMPipeline,
+    DDIMScheduler,
+    DDPMScheduler,
+    DDPMWuerstchenScheduler,
+    DiffusionPipeline,
+    DiTPipeline,
+    DiTTransformer2DModel,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    IFPipeline,
+    KandinskyV22Pipeline,
+    KandinskyV22PriorPipeline,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    MotionAdapter,
+    PriorTransformer,
+    StableCascadePriorPipeline,
+    StableVideoDiffusionPipeline,
+    UnCLIPScheduler,
+    UNet2DConditionModel,
+    UNet2DModel,
+    UNetSpatioTemporalConditionModel,
+    VQModel,
+    WanImageToVideoPipeline,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
+from diffusers.models.unets import StableCascadeUNet
+from transformers import (
+    CLIPImageProcessor,
+    CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
+
+from . import basic
+from .basic import WIDTH
+from .conditioned import Case, pictures
+
+
+def clip_vision(image_size: int = 32) -> CLIPVisionModelWithProjection:
+    """A CLIP image encoder of one layer."""
+    sizes = dict(hidden_size=WIDTH, intermediate_size=WIDTH, projection_dim=WIDTH, num_attention_heads=4)
+    config = CLIPVisionConfig(image_size=image_size, patch_size=image_size // 2, num_hidden_layers=1, **sizes)
+    return CLIPVisionModelWithProjection(config)
+
+
+def clip_image_processor() -> CLIPImageProcessor:
+    """Pictures of 32 x 32."""
+    return CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+
+
+def deepfloyd() -> Case:
+    """DeepFloyd IF: pixels, learned variance, dynamic thresholds."""
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        in_channels=3,
+        out_channels=6,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        cross_attention_dim=WIDTH,
+        encoder_hid_dim=WIDTH,
+        encoder_hid_dim_type="text_proj",
+        attention_head_dim=4,
+        addition_embed_type="text",
+        addition_embed_type_num_heads=2,
+        norm_num_groups=4,
+        resnet_time_scale_shift="scale_shift",
+    )
+    scheduler = DDPMScheduler(
+        beta_schedule="squaredcos_cap_v2", variance_type="learned_range", thresholding=True, sample_max_value=1.5
+    )
+    pipe = IFPipeline(
+        basic.t5_tokenizer(), basic.t5(), unet, scheduler, None, None, None, requires_safety_checker=False
+    )
+    return pipe, {"height": 16, "width": 16, "guidance_scale": 7.0}
+
+
+def ddim_pixels() -> Case:
+    """Unconditional pixels."""
+    unet = UNet2DModel(
+        sample_size=16,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    return DDIMPipeline(unet, DDIMScheduler()), {"batch_size": 2}
+
+
+def dit() -> Case:
+    """DiT: classes for prompts, both halves of guidance in the latents."""
+    transformer = DiTTransformer2DModel(
+        **basic.PATCHES,
+        out_channels=8,
+        num_layers=1,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_embeds_ada_norm=1000,
+    )
+    pipe = DiTPipeline(transformer, basic.kl_autoencoder(4), DDIMScheduler(clip_sample=False))
+    return pipe, {"class_labels": [3, 7], "guidance_scale": 4.0}
+
+
+def kandinsky_prior() -> Case:
+    """Kandinsky 2.2's prior: image embeddings by sample prediction."""
+    prior = PriorTransformer(
+        num_attention_heads=2, attention_head_dim=16, embedding_dim=WIDTH, num_layers=1, num_embeddings=77
+    )
+    text_encoder = basic.clip(CLIPTextModelWithProjection)
+    pipe = KandinskyV22PriorPipeline(
+        prior=prior,
+        image_encoder=clip_vision(),
+        text_encoder=text_encoder,
+        tokenizer=basic.clip_tokenizer(),
+        scheduler=UnCLIPScheduler(
+            variance_type="fixed_small_log", prediction_type="sample", clip_sample=True, clip_sample_range=10.0
+        ),
+        image_processor=clip_image_processor(),
+    )
+    return pipe, {"guidance_scale": 4.0}
+
+
+def kandinsky_decoder() -> Case:
+    """Kandinsky 2.2's decoder: a learned variance beside the noise."""
+    unet = UNet2DConditionModel(
+        in_channels=4,
+        out_channels=8,
+        addition_embed_type="image",
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        encoder_hid_dim=WIDTH,
+        encoder_hid_dim_type="image_proj",
+        cross_attention_dim=WIDTH,
+        attention_head_dim=4,
+        resnet_time_scale_shift="scale_shift",
+    )
+    movq = VQModel(
+        block_out_channels=[32, 32],
+        down_block_types=["DownEncoderBlock2D", "AttnDownEncoderBlock2D"],
+        up_block_types=["AttnUpDecoderBlock2D", "UpDecoderBlock2D"],
+        latent_channels=4,
+        norm_num_groups=8,
+        norm_type="spatial",
+        num_vq_embeddings=12,
+        vq_embed_dim=4,
+    )
+    scheduler = DDIMScheduler(beta_start=0.00085, beta_end=0.012, clip_sample=False, steps_offset=1)
+    embeddings = torch.randn(2, 2, WIDTH)
+    inputs = {"image_embeds": embeddings[0], "negative_image_embeds": embeddings[1], "guidance_scale": 4.0}
+    return KandinskyV22Pipeline(unet, scheduler, movq), {**inputs, "height": 64, "width": 64}
+
+
+def cascade_prior() -> Case:
+    """Stable Cascade's prior: continuous time by a cosine schedule."""
+    prior = StableCascadeUNet(
+        in_channels=4,
+        out_channels=4,
+        conditioning_dim=16,
+        block_out_channels=(16, 16),
+        num_attention_heads=(2, 2),
+        down_num_layers_per_block=(1, 1),
+        up_num_layers_per_block=(1, 1),
+        clip_image_in_channels=WIDTH,
+        clip_text_in_channels=WIDTH,
+        clip_text_pooled_in_channels=WIDTH,
+        switch_level=(False,),
+        down_blocks_repeat_mappers=(1, 1),
+        up_blocks_repeat_mappers=(1, 1),
+        block_types_per_layer=(("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock"),) * 2,
+    )
+    pipe = StableCascadePriorPipeline(
+        tokenizer=basic.clip_tokenizer(),
+        text_encoder=basic.clip(CLIPTextModelWithProjection),
+        prior=prior,
+        scheduler=DDPMWuerstchenScheduler(),
+    )
+    return pipe, {"guidance_scale": 4.0}
+
+
+def svd() -> Case:
+    """Stable Video Diffusion: Euler with continuous timesteps, a picture in, v-prediction."""
+    unet = UNetSpatioTemporalConditionModel(
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        sample_size=8,
+        in_channels=8,
+        out_channels=4,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        cross_attention_dim=WIDTH,
+        num_attention_heads=2,
+        projection_class_embeddings_input_dim=24,
+        addition_time_embed_dim=8,
+    )
+    scheduler = EulerDiscreteScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+        timestep_type="continuous",
+        timestep_spacing="leading",
+        use_karras_sigmas=True,
+        sigma_min=0.002,
+        sigma_max=700.0,
+        steps_offset=1,
+    )
+    vae = AutoencoderKLTemporalDecoder(
+        block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4
+    )
+    pipe = StableVideoDiffusionPipeline(vae, clip_vision(image_size=224), unet, scheduler, clip_image_processor())
+    sizes = {"height": 16, "width": 16, "num_frames": 2, "decode_chunk_size": 2}
+    return pipe, {"image": pictures(), **sizes, "min_guidance_scale": 1.0, "max_guidance_scale": 2.5}
+
+
+def ltx() -> Case:
+    """LTX-Video: packed video tokens."""
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        patch_size=1,
+        patch_size_t=1,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=1,
+        caption_channels=WIDTH,
+    )
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+        patch_size=1,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    pipe = LTXPipeline(FlowMatchEulerDiscreteScheduler(), vae, basic.t5(), basic.t5_tokenizer(), transformer)
+    sizes = {"height": 32, "width": 32, "num_frames": 9}
+    return pipe, {**sizes, "guidance_scale": 3.0, "max_sequence_length": basic.TOKENS}
+
+
+def wan_experts() -> Case:
+    """Wan 2.2 A14B: one expert for the noisy steps, another for the rest."""
+    pipe, inputs = basic.wan()
+    second = WanTransformer3DModel.from_config(pipe.transformer.config)
+    basic.randomize(second)
+    pipe = diffusers.WanPipeline(**{**pipe.components, "transformer_2": second}, boundary_ratio=0.875)
+    return pipe, {**inputs, "guidance_scale_2": 3.0}
+
+
+def wan_image() -> Case:
+    """Wan 2.2's image-to-video: the picture in 20 more channels."""
+    pipe, inputs = basic.wan()
+    transformer = WanTransformer3DModel.from_config({**pipe.transformer.config, "in_channels": 36})
+    pipe = WanImageToVideoPipeline(**{**pipe.components, "transformer": transformer}, image_encoder=None)
+    return pipe, {**inputs, "image": pictures(size=32)[0]}
+
+
+def wan_vace() -> Case:
+    """Wan VACE: a second branch that reads a reference video and its mask."""
+    pipe, inputs = basic.wan()
+    config = {k: v for k, v in pipe.transformer.config.items() if not k.startswith("_")}
+    transformer = WanVACETransformer3DModel(**config, vace_layers=[0], vace_in_channels=96)
+    components = {**pipe.components, "transformer": transformer}
+    return diffusers.WanVACEPipeline(**components), {**inputs, "prompt": "a cat"}  # no lists of prompts
+
+
+def animatediff() -> Case:
+    """AnimateDiff: motion modules in Stable Diffusion."""
+    pipe, inputs = basic.sd15()
+    adapter = MotionAdapter(
+        block_out_channels=(8, 16), motion_layers_per_block=1, motion_norm_num_groups=4, motion_num_attention_heads=2
+    )
+    components = {k: v for k, v in pipe.components.items() if k != "safety_checker"}
+    components["scheduler"] = DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1)
+    pipe = diffusers.AnimateDiffPipeline(**components, motion_adapter=adapter)
+    return pipe, {**inputs, "num_frames": 2}
+
+
+def sd15_heun() -> Case:
+    """Stable Diffusion by Heun's scheduler: its own sigmas are replaced by DDIM's alphas."""
+    pipe, inputs = basic.sd15()
+    pipe.scheduler = diffusers.HeunDiscreteScheduler.from_config(pipe.scheduler.config)
+    return pipe, inputs
+
+
+def sd3_heun() -> Case:
+    """SD3 by Heun: becomes Euler."""
+    pipe, inputs = basic.sd3()
+    pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler(shift=3.0)
+    return pipe, inputs
+
+
+PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
+    "deepfloyd": deepfloyd,
+    "ddim_pixels": ddim_pixels,
+    "dit": dit,
+    "kandinsky_prior": kandinsky_prior,
+    "kandinsky_decoder": kandinsky_decoder,
+    "cascade_prior": cascade_prior,
+    "svd": svd,
+    "ltx": ltx,
+    "wan_experts": wan_experts,
+    "wan_image": wan_image,
+    "wan_vace": wan_vace,
+    "animatediff": animatediff,
+    "sd15_heun": sd15_heun,
+    "sd3_heun": sd3_heun,
+}
