@@ -226,7 +226,7 @@ def test_a_failing_reward_names_function_prompt_and_keeps_the_sample(tmp_path):
 def test_rewards_get_trls_keywords_and_every_column(tmp_path):
     seen = {}
 
-    def spy(prompts, completions, images, artist, trainer_state, log_metric, **others):
+    def spy(prompts, completions, images, trainer_state, log_metric, artist=None, **others):
         seen.update(prompts=prompts, artist=artist, step=trainer_state.global_step, others=set(others))
         log_metric("spied", 7.0)
         assert completions is images and all(isinstance(image, Image.Image) for image in images)
@@ -372,7 +372,7 @@ def test_learning_rates_by_default(tmp_path):
         ({"lora_dropout": 0.05}, "set it to 0"),
         ({"init_lora_weights": "pissa", "beta": 0.1}, "'pissa' changes the base.*beta > 0 has no reference"),
         ({"bias": "all"}, "bias='all' trains the base model's own biases"),
-        ({"reward_funcs": [brightness, partial(brightness)]}, "Two reward functions are called 'brightness'"),
+        ({"reward_funcs": [brightness, partial(brightness)]}, "two rewards called 'brightness'"),
         ({"sync_ref_model": True, "beta": 0.1}, "LoRA's reference is the frozen base"),
         ({"eval_strategy": "steps", "eval_steps": 1}, "'steps' has nothing to evaluate; pass an eval_dataset"),
         ({"pipeline_kwargs": {"latents": 1}}, "latents.*set by the trainer"),
