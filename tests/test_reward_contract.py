@@ -95,7 +95,7 @@ def test_a_class_is_made_with_its_arguments() -> None:
         ({f"{__name__}.Judge": {"size": 3}}, "needs the argument 'model'"),
         ({f"{__name__}.Judge": {"model": "m", "size": 0.5}}, "size=0.5; expected int"),
     ],
-    ids=str,
+    ids=lambda value: str(value).split(" at 0x")[0],
 )
 def test_what_is_wrong_is_refused(written, said) -> None:
     with pytest.raises(ValueError, match=said) as refusal:
