@@ -354,3 +354,19 @@ def test_extra_columns_are_put_in_place() -> None:
 
     with pytest.raises(RewardError, match="1 values for 4 samples"):
         score([wrong], images=PICTURES, prompts=PROMPTS, log_extra=extras.__setitem__)
+
+
+def test_what_is_no_picture_reaches_the_reward_as_it_is() -> None:
+    """Sound, and a prior's embeddings."""
+    seen = []
+
+    def spy(completions):
+        seen.append(completions)
+        return [0.0] * len(completions)
+
+    for samples in ([np.zeros((2, 480))] * 2, [torch.zeros(16, 24)] * 2, [torch.zeros(4, 8, 24)] * 2):
+        score([spy], images=samples, prompts=["a", "b"])
+        assert seen[-1] is samples
+    grey = np.full((8, 8, 1), 0.5, dtype=np.float32)
+    score([spy], images=[grey, grey], prompts=["a", "b"])
+    assert seen[-1][0].size == (8, 8) and seen[-1][0].mode == "L"

@@ -6,6 +6,8 @@ and which frames of a video stand for it is one rule.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from PIL import Image
@@ -13,30 +15,37 @@ from torch import Tensor
 
 
 def as_pictures(samples: list) -> list:
-    """PIL pictures, or lists of PIL frames for videos; the same list where nothing had to be converted.
+    """PIL pictures, or lists of PIL frames for videos; what is neither (sound, embeddings) stays what it is.
 
     Args:
-        samples: PIL pictures, arrays or tensors `(height, width, 3)`, or sequences of these; arrays hold uint8, or
-            floats in [0, 1].
+        samples: PIL pictures, arrays or tensors `(height, width, 1, 3 or 4)`, or sequences of these; arrays hold
+            uint8, or floats in [0, 1]. The same list is returned where nothing had to be converted.
     """
-    if all(_is_done(sample) for sample in samples):
-        return samples
-    return [_picture(sample) if _is_picture(sample) else [_picture(frame) for frame in sample] for sample in samples]
+    converted = [_converted(sample) for sample in samples]
+    return samples if all(new is old for new, old in zip(converted, samples, strict=True)) else converted
 
 
-def _is_done(sample: object) -> bool:
-    is_video = isinstance(sample, list)
-    return isinstance(sample, Image.Image) or (is_video and all(isinstance(frame, Image.Image) for frame in sample))
+def _converted(sample: Any) -> Any:
+    if _is_frame(sample):
+        return _picture(sample)
+    is_video = isinstance(sample, (list, tuple)) or getattr(sample, "ndim", 0) == 4
+    if not is_video or not len(sample) or not all(_is_frame(frame) for frame in sample):
+        return sample
+    is_done = isinstance(sample, list) and all(isinstance(frame, Image.Image) for frame in sample)
+    return sample if is_done else [_picture(frame) for frame in sample]
 
 
-def _is_picture(sample: object) -> bool:
-    return isinstance(sample, Image.Image) or getattr(sample, "ndim", 4) < 4 and not isinstance(sample, (list, tuple))
+def _is_frame(frame: Any) -> bool:
+    if isinstance(frame, Image.Image):
+        return True
+    return isinstance(frame, (np.ndarray, Tensor)) and frame.ndim == 3 and frame.shape[-1] in (1, 3, 4)
 
 
-def _picture(frame: object) -> Image.Image:
+def _picture(frame: Any) -> Image.Image:
     if isinstance(frame, Image.Image):
         return frame
     pixels = np.asarray(frame)
+    pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
     if pixels.dtype != np.uint8:
         pixels = (255 * pixels.astype(np.float64).clip(0, 1)).round().astype(np.uint8)
     return Image.fromarray(pixels)
@@ -46,9 +55,12 @@ def as_tensor(samples: list) -> Tensor:
     """`(batch, frames, 3, height, width)` float32 in [0, 1] on the CPU; a picture is a video of one frame.
 
     Raises:
-        ValueError: the samples differ in size or in their number of frames.
+        ValueError: the samples differ in size or in their number of frames, or are no pictures.
     """
     videos = [sample if isinstance(sample, list) else [sample] for sample in samples]
+    strange = [frame for video in videos for frame in video if not isinstance(frame, Image.Image)]
+    if strange:
+        raise ValueError(f"A reward asks for a tensor of pictures, but the samples are {type(strange[0]).__name__}.")
     shapes = sorted({(len(video), *frame.size) for video in videos for frame in video})
     if len(shapes) != 1:
         raise ValueError(
