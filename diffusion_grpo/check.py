@@ -69,6 +69,8 @@ def check_pipeline(
     report = ReplayReport(type(pipe).__name__, type(getattr(pipe, "scheduler", None)).__name__)
     if num_inference_steps < 2:
         raise ValueError(f"num_inference_steps must be at least 2 to replay a step, got {num_inference_steps}.")
+    if noise_level is not None and noise_level <= 0:
+        raise ValueError(f"noise_level must be above 0 for a step to have a density, got {noise_level}.")
     try:
         policy = Policy(pipe, sde_type=sde_type)
     except (UnsupportedScheduler, UnsupportedPipeline) as error:
@@ -157,6 +159,7 @@ def _untouched(policy: Policy) -> Iterator[list[nn.Parameter]]:
     modes = [module.training for module in modules]
     parameters = [p for network in policy.networks for p in network.parameters() if p.is_floating_point()]
     frozen = [not parameter.requires_grad for parameter in parameters]
+    attributes = dict(pipe.__dict__)  # a call leaves its guidance scale and the like behind
     for module in modules:
         module.training = False
     for parameter in parameters:
@@ -164,6 +167,8 @@ def _untouched(policy: Policy) -> Iterator[list[nn.Parameter]]:
     try:
         yield parameters
     finally:
+        pipe.__dict__.clear()
+        pipe.__dict__.update(attributes)
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
         for parameter, was_frozen in zip(parameters, frozen, strict=True):
