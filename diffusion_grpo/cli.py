@@ -29,6 +29,8 @@ PROMPTS_HELP = "file of prompts (.txt, .jsonl, .csv, .parquet), dataset folder, 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns 0; 1 where `check` finds that a pipeline does not train; 2 where input is refused."""
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    if "" not in sys.path:
+        sys.path.append("")  # rewards and losses named by dotted path may lie in the working directory
     arguments = build_parser().parse_args(words)
     arguments.overrides = overrides
     try:

@@ -9,6 +9,7 @@ import difflib
 import functools
 import json
 import math
+import random
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -40,6 +41,7 @@ class DiffusionGRPOConfig(TrainingArguments):
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "pipeline_kwargs",
+        "scheduler_kwargs",
         "model_init_kwargs",
     ]
 
@@ -94,6 +96,10 @@ class DiffusionGRPOConfig(TrainingArguments):
     pipeline_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Further keyword arguments of every call of the pipeline."}
     )
+    scheduler_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Settings of the pipeline's scheduler in place of its own, for instance {shift: 3.0}."},
+    )
     rollout_batch_size: int | None = field(
         default=None,
         metadata={
@@ -129,6 +135,13 @@ class DiffusionGRPOConfig(TrainingArguments):
     )
     sde_window: list[int] | None = field(
         default=None, metadata={"help": "[start, stop) of the steps that may be trained; by default all but the last."}
+    )
+    sde_window_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Train so many consecutive steps only, drawn anew within sde_window for each rollout "
+            "(Flow-GRPO-Fast). By default the whole of sde_window."
+        },
     )
     timestep_fraction: float = field(
         default=1.0, metadata={"help": "Share of the steps in the window that is trained for each sample."}
@@ -234,7 +247,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             self.bf16 = (
                 not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
             )
-        for name in ("pipeline_kwargs", "model_init_kwargs"):
+        for name in ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, json.loads(getattr(self, name)))
         watches = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type) in WATCHING_SCHEDULES
@@ -287,6 +300,14 @@ class DiffusionGRPOConfig(TrainingArguments):
         start, stop = self.sde_window or (0, self.num_inference_steps - 1)
         return start, stop
 
+    def window_of(self, generation: int) -> tuple[int, int]:
+        """[start, stop) of the steps that may be trained in a rollout: the window, or a part drawn by the seed."""
+        start, stop = self.window
+        if self.sde_window_size is None:
+            return start, stop
+        start = random.Random(f"window {self.seed} {generation}").randint(start, stop - self.sde_window_size)
+        return start, start + self.sde_window_size
+
     def _check_choices(self) -> None:
         choices = {
             "sde_type": ["auto", *PROCESSES],
@@ -322,6 +343,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             "num_inference_steps": 2,
             "eval_num_inference_steps": 1,
             "rollout_batch_size": 1,
+            "sde_window_size": 1,
             "num_iterations": 1,
             "steps_per_generation": 1,
             "ema_update_interval": 1,
@@ -351,13 +373,17 @@ class DiffusionGRPOConfig(TrainingArguments):
 
     def _check_steps(self) -> None:
         self._check_pipeline_kwargs()
-        if self.sde_window is None:
-            return
-        window, last = list(self.sde_window), self.num_inference_steps - 1
+        last = self.num_inference_steps - 1
+        window = list(self.sde_window or (0, last))
         if len(window) != 2 or not 0 <= window[0] < window[1] <= last:
             raise ValueError(
                 f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
                 "last has no noise and is never trained."
+            )
+        if self.sde_window_size is not None and self.sde_window_size > window[1] - window[0]:
+            raise ValueError(
+                f"sde_window_size={self.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
+                "that may be trained; make it smaller, or sde_window larger."
             )
 
     def _check_pipeline_kwargs(self) -> None:

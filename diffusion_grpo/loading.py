@@ -7,6 +7,7 @@ that is trained: its network, or a LoRA around it.
 import contextlib
 import copy
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def load_pipeline(
     float32 weights, as the optimizer needs them.
     """
     if isinstance(model, DiffusionPipeline):
-        return model
+        return with_scheduler(model, args.scheduler_kwargs)
     kwargs = dict(args.model_init_kwargs or {})
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     if "torch_dtype" not in kwargs and half != torch.float32:
@@ -43,7 +44,28 @@ def load_pipeline(
         kwargs["torch_dtype"] = {**full, "default": half} if is_full_training else half
     elif isinstance(kwargs.get("torch_dtype"), str):
         kwargs["torch_dtype"] = getattr(torch, kwargs["torch_dtype"].removeprefix("torch."))
-    return DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
+    pipe = DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
+    return with_scheduler(pipe, args.scheduler_kwargs)
+
+
+def with_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
+    """The pipeline with some settings of its scheduler changed, e.g. `{"shift": 3.0}`; without, as it was.
+
+    Raises:
+        ValueError: the scheduler has no such setting; the message lists those it has.
+    """
+    if not settings:
+        return pipe
+    scheduler = type(pipe.scheduler)
+    known = set(inspect.signature(scheduler.__init__).parameters) - {"self", "kwargs"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ValueError(
+            f"scheduler_kwargs: {scheduler.__name__} has no setting {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(known))}."
+        )
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **settings)
+    return pipe
 
 
 def prepare_model(

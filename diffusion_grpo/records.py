@@ -28,6 +28,8 @@ IDENTITY_SETTINGS = (
     "sde_type",
     "noise_level",
     "sde_window",
+    "sde_window_size",
+    "scheduler_kwargs",
     "steps_per_generation",
     "num_iterations",
     "best_of_n",

@@ -430,14 +430,14 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         args = self.args
         self.policy.prompts.clear()
         self.model.eval()
-        start, stop = args.window
+        start, stop = window = args.window_of(generation)
         groups = positions // args.num_generations
         seeds = torch.tensor([sample_seed(args.seed, "noise", generation, place) for place in positions.tolist()])
         places = groups if args.same_initial_noise else positions
         initial = torch.tensor([sample_seed(args.seed, "initial", generation, place) for place in places.tolist()])
         noise_steps = range(start, stop) if args.deterministic_outside_window else range(args.num_inference_steps - 1)
         steps = trained_steps(
-            args.num_inference_steps, args.window, args.timestep_fraction, seeds if args.permute_steps else None
+            args.num_inference_steps, window, args.timestep_fraction, seeds if args.permute_steps else None
         )
         steps = steps if args.permute_steps else steps * len(rows)
         samples, trajectories = [], []

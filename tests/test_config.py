@@ -20,6 +20,9 @@ def config(**settings):
         ({"sde_window": [2, 10]}, r"sde_window=\[2, 10\].*stop <= 9.*never trained"),
         ({"sde_window": [3, 3]}, "start < stop"),
         ({"sde_window": [3]}, r"\[start, stop\)"),
+        ({"sde_window": [0, 4], "sde_window_size": 5}, "sde_window_size=5 does not fit into the steps 0 to 3"),
+        ({"sde_window_size": 10}, "does not fit into the steps 0 to 8"),
+        ({"sde_window_size": 0}, "sde_window_size must be at least 1"),
         ({"loss_type": "gropo"}, "did you mean 'grpo'"),
         ({"sde_type": "flow"}, "choose one of auto, flow_sde, dance_sde, cps, ddim"),
         ({"scale_rewards": "groups"}, "Did you mean 'group'"),
@@ -62,3 +65,12 @@ def test_trls_names_and_defaults():
 
 def test_json_for_dictionaries_as_the_command_line_gives_them():
     assert config(pipeline_kwargs='{"max_sequence_length": 1}').pipeline_kwargs == {"max_sequence_length": 1}
+
+
+def test_a_smaller_window_wanders_within_the_larger_one():
+    args = config(sde_window=[1, 6], sde_window_size=2)
+    windows = [args.window_of(generation) for generation in range(200)]
+    assert {start for start, _ in windows} == {1, 2, 3, 4} and all(stop == start + 2 for start, stop in windows)
+    assert windows == [config(sde_window=[1, 6], sde_window_size=2).window_of(g) for g in range(200)]
+    assert windows != [config(sde_window=[1, 6], sde_window_size=2, seed=1).window_of(g) for g in range(200)]
+    assert config(sde_window=[1, 6]).window_of(3) == (1, 6)

@@ -429,3 +429,30 @@ def test_full_training_of_half_precision_weights_is_refused_without_mixed_precis
     trainer = trainer_for(tmp_path / "mixed", lora=False, bf16=True, max_steps=1)
     trainer.train()
     assert trainer.model.dtype == torch.float32 and max(logged(trainer, "ratio/max_error")) <= 1e-5
+
+
+def test_scheduler_kwargs_move_the_sigmas_and_stay_with_the_pipeline(tmp_path):
+    trainer = trainer_for(tmp_path, scheduler_kwargs={"shift": 5.0})
+    assert trainer.pipe.scheduler.config.shift == trainer.policy.scheduler.config.shift == 5.0
+    assert tiny_pipelines.build("sd3")[0].scheduler.config.shift != 5.0
+    trainer.train()
+    assert max(logged(trainer, "ratio/max_error")) == 0.0
+    with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler has no setting shfit; it has .*shift"):
+        trainer_for(tmp_path / "b", scheduler_kwargs={"shfit": 5.0})
+
+
+def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
+    steps = []
+    settings = {"num_inference_steps": 6, "sde_window_size": 2, "deterministic_outside_window": True, "max_steps": 4}
+    trainer = trainer_for(tmp_path, **settings)
+    original = trainer._rollout
+
+    def spied(*args):
+        samples, trajectory = original(*args)
+        steps.append(trajectory.steps.unique().tolist())
+        return samples, trajectory
+
+    trainer._rollout = spied
+    trainer.train()
+    assert steps == [list(range(*trainer.args.window_of(generation))) for generation in range(4)]
+    assert max(logged(trainer, "ratio/max_error")) == 0.0
