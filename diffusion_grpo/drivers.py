@@ -1,0 +1,235 @@
+"""Who decides what a stochastic scheduler's step does: a recorder in a rollout, a teacher in a replay.
+
+In: each step of the pipeline's loop, as its scheduler reports it. Out: the latent that the pipeline goes on with; from
+the recorder a `Trajectory`, from the teacher the `StepDistribution` of one recorded step.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .processes import log_density
+from .schedulers import StochasticScheduler
+from .trajectory import StepDistribution, Trajectory, generators
+
+
+class UnsupportedPipeline(ValueError):
+    """The pipeline's steps cannot be recorded and replayed one by one."""
+
+
+class _Parts:
+    """The latents that one step of the loop moves: one, or one for each scheduler (video and audio)."""
+
+    def __init__(self):
+        self.handed: list[Tensor] = []
+        self.next: list[Tensor] = []
+        self.scores: list[Tensor] = []
+
+    def add(self, handed: Tensor, next_latents: Tensor, score: Tensor) -> None:
+        """A latent's part of the step: what it was handed, what it left, and that one's log-density."""
+        self.handed.append(handed)
+        self.next.append(next_latents)
+        self.scores.append(score)
+
+    def log_prob(self) -> Tensor:
+        """(batch,) log-density of all parts, averaged over all their dimensions."""
+        if len(self.scores) == 1:
+            return self.scores[0]
+        sizes = [part[0].numel() for part in self.next]
+        return sum(size * score for size, score in zip(sizes, self.scores, strict=True)) / sum(sizes)
+
+
+def _distribution(means: list[Tensor], stds: list[Tensor], log_prob: Tensor) -> StepDistribution:
+    """Mean, std and log-probability of a step; flattened where it moves several latents."""
+    mean, std = means[0], stds[0]
+    if len(means) > 1:
+        std = _joined([std.expand(mean.shape) for mean, std in zip(means, stds, strict=True)])
+        mean = _joined(means)
+    if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
+        std = torch.where(std > 0, std, 1.0)
+    return StepDistribution(mean, std, log_prob)
+
+
+def _own_rows(values: Sequence[Tensor], sample: Tensor, count: int) -> list[Tensor]:
+    """The first copy of each sample, of values that have a row for each."""
+    return [value[:count] if value.ndim and len(value) == len(sample) else value for value in values]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One tensor a sample out of several, (batch, ...)."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], dim=1)
+
+
+class Driver:
+    """What recorder and teacher share: where the loop stands, and which scheduler has taken which step.
+
+    Attributes:
+        initial_seeds: (batch,) of the samples' initial latents.
+        needs_network: whether the network must really run for the current step.
+    """
+
+    needs_network: bool
+
+    def __init__(self, initial_seeds: Tensor, count: int, noise_level: float):
+        self.initial_seeds, self.count, self.noise_level = initial_seeds, count, noise_level
+        self.current = 0
+        self.taken: set[tuple[int, int]] = set()
+
+    def enter(self, scheduler: StochasticScheduler, index: int) -> None:
+        """Notes that a scheduler takes step `index`."""
+        if (id(scheduler), index) in self.taken:
+            raise UnsupportedPipeline(
+                "the pipeline runs its denoising loop several times in one call (chunks or stages that build on each "
+                "other), and such steps cannot be replayed one by one."
+            )
+        self.taken.add((id(scheduler), index))
+        self.current = index + 1
+
+    def rows(self, sample: Tensor) -> int:
+        """How often each sample is in the batch: twice where a pipeline keeps both halves of guidance."""
+        if len(sample) % self.count:
+            raise UnsupportedPipeline(
+                f"The pipeline steps {len(sample)} latents at once where {self.count} samples were asked for; roll "
+                "out one sample at a time (rollout_batch_size=1)."
+            )
+        return len(sample) // self.count
+
+
+class Recorder(Driver):
+    """Drives a rollout: noise where it is asked for, records where it is trained."""
+
+    needs_network = True
+
+    def __init__(
+        self,
+        seeds: Tensor,
+        initial_seeds: Tensor,
+        noise_steps: set[int] | None,
+        trained_steps: Tensor | None,
+        noise_level: float,
+        device: str | torch.device,
+        is_complete: bool = True,
+    ):
+        super().__init__(initial_seeds, len(seeds), noise_level)
+        self.generators = generators(seeds)
+        self.noise_steps, self.trained_steps = noise_steps, trained_steps
+        self.device, self.is_complete = device, is_complete
+        self.records: dict[int, _Parts] = {}
+        self.left: dict[int, Tensor] = {}  # what each scheduler handed back last
+        self.loop_length: int | None = None
+
+    def _begin(self, scheduler: StochasticScheduler) -> None:
+        """Takes the default steps, all but the last, from the loop: image-to-image starts in the middle."""
+        self.loop_length = scheduler.loop_length
+        if self.trained_steps is None:
+            self.trained_steps = torch.arange(self.loop_length - 1).expand(self.count, -1)
+        if self.noise_steps is None:
+            self.noise_steps = set(range(self.loop_length - 1))
+        trained = self.trained_steps.flatten().tolist()
+        if trained and max(trained) >= self.loop_length - 1:
+            raise UnsupportedPipeline(
+                f"The pipeline takes {self.loop_length} steps, and the last has no noise: trained steps must be below "
+                f"{self.loop_length - 1}, got {sorted(set(trained))}; it makes fewer steps than num_inference_steps "
+                "says (strength below 1), so raise num_inference_steps or set sde_window."
+            )
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if self.loop_length is None:
+            self._begin(scheduler)
+        if not self.is_complete and self.records and index > max(self.trained_steps.flatten().tolist()):
+            raise StepScored
+        self.enter(scheduler, index)
+        if index not in self.noise_steps:
+            latents = scheduler.deterministic(prediction, timestep, sample)
+        else:
+            latents = self._sampled(scheduler, index, prediction, timestep, sample)
+        self.left[id(scheduler)] = latents.clone()  # pipelines write conditions into what they are handed
+        return latents
+
+    def _sampled(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        copies = self.rows(sample)
+        mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
+        noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
+        noise = torch.cat([noise] * copies) if copies > 1 else noise
+        latents = (mean + std * noise.to(mean.device)).to(sample.dtype)
+        if index in self.trained_steps:
+            handed = self.left.get(id(scheduler), sample)[: self.count].float()
+            # scored as rounded: what replay is given back must be what was scored
+            next_latents, mean, std = _own_rows((latents.float(), mean, std), sample, self.count)
+            score = log_density(next_latents, mean, std)
+            kept = (x.clone().to(self.device) for x in (handed, next_latents, score))
+            self.records.setdefault(index, _Parts()).add(*kept)
+        return latents
+
+    def trajectory(self, **settings) -> Trajectory:
+        """The recorded steps.
+
+        Raises:
+            UnsupportedPipeline: the loop ended before all trained steps were taken.
+        """
+        trained = [] if self.trained_steps is None else self.trained_steps.unique().tolist()
+        missing = [step for step in trained if step not in self.records]
+        if missing or not trained:
+            raise UnsupportedPipeline(
+                f"The pipeline took no step {missing or ''} through its scheduler; nothing can be recorded."
+            )
+        steps = {
+            step: (_joined(parts.handed), _joined(parts.next), parts.log_prob())
+            for step, parts in self.records.items()
+        }
+        latents, next_latents, log_probs = (
+            torch.stack(
+                [
+                    torch.stack([steps[step][i][row] for step in columns.tolist()])
+                    for row, columns in enumerate(self.trained_steps)
+                ]
+            )
+            for i in range(3)
+        )
+        return Trajectory(latents, next_latents, log_probs, steps=self.trained_steps.clone(), **settings)
+
+
+class StepScored(Exception):
+    """Leaves the pipeline: the replayed step is scored, the steps after it and the decoder are not needed."""
+
+
+class Teacher(Driver):
+    """Drives a replay: hands back what was recorded up to the replayed step, and scores that one."""
+
+    def __init__(self, index: int, latents: Tensor, next_latents: Tensor, noise_level: float, initial_seeds: Tensor):
+        super().__init__(initial_seeds, len(latents), noise_level)
+        self.index = index
+        self.latents, self.next_latents = latents, next_latents
+        self.offsets = {"latents": 0, "next_latents": 0}
+        self.parts, self.means, self.stds = _Parts(), [], []
+        self.scored: StepDistribution | None = None
+
+    @property
+    def needs_network(self) -> bool:
+        return self.current == self.index
+
+    def _part(self, name: str, sample: Tensor) -> Tensor:
+        """The next recorded latent of this step, in the shape of the pipeline's."""
+        recorded, size, start = getattr(self, name), sample[0].numel(), self.offsets[name]
+        self.offsets[name] = start + size
+        return recorded.flatten(1)[:, start : start + size].reshape(self.count, *sample.shape[1:])
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        copies = self.rows(sample)
+        if index < self.index:
+            if index < self.index - 1:
+                return sample
+            return torch.cat([self._part("latents", sample)] * copies).to(sample)
+        mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
+        next_latents = self._part("next_latents", sample).to(device=mean.device, dtype=torch.float32)
+        mean, std = _own_rows((mean, std), sample, self.count)
+        self.parts.add(sample, next_latents, log_density(next_latents, mean, std))
+        self.means.append(mean)
+        self.stds.append(std)
+        if self.offsets["next_latents"] >= self.next_latents[0].numel():
+            self.scored = _distribution(self.means, self.stds, self.parts.log_prob())
+            raise StepScored
+        return sample  # another scheduler steps the other part

@@ -1,0 +1,195 @@
+"""A pipeline seen as a policy: its trained networks, its stochastic scheduler, its cached prompts.
+
+In: a diffusers pipeline. Out: a `Policy`, inside whose `acting` the pipeline is called as any user would call it,
+while a driver decides what each step does. The pipeline itself is left as it was.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .drivers import Driver, UnsupportedPipeline
+from .prompt_cache import PromptCache
+from .schedulers import stochastic_scheduler
+
+POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
+
+
+class Policy:
+    """A pipeline seen as a policy. Holds what rollouts and replays share; the pipeline itself is left as it was.
+
+    Args:
+        pipe: any diffusers pipeline whose scheduler takes Gaussian steps.
+        component: name of the trained network, or several joined by ", "; by default the first of transformer, unet,
+            prior, decoder, with its second expert where the pipeline has one (`transformer_2`).
+        sde_type: see [`~diffusion_grpo.schedulers.stochastic_scheduler`].
+        forward_context: entered around each real call of the network, e.g. `accelerator.autocast`.
+        is_mixed_precision: whether that context computes in another dtype than it is given.
+
+    Raises:
+        ValueError: no such component, or an `sde_type` that does not fit.
+        UnsupportedPipeline: it has no network or no scheduler to train.
+        UnsupportedScheduler: the scheduler takes no Gaussian steps.
+    """
+
+    def __init__(
+        self,
+        pipe: DiffusionPipeline,
+        component: str | None = None,
+        sde_type: str = "auto",
+        forward_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        is_mixed_precision: bool = False,
+    ):
+        self.pipe = pipe
+        original = getattr(pipe, "scheduler", None)
+        if original is None:
+            raise UnsupportedPipeline(f"{type(pipe).__name__} has no scheduler whose steps could be trained.")
+        self.component = policy_component(pipe, component)
+        self.scheduler = stochastic_scheduler(original, sde_type)
+        self.forward_context = forward_context
+        self.is_mixed_precision = is_mixed_precision
+        self.prompts = PromptCache()
+        self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original under torch.no_grad
+        self._blank_outputs: dict[Any, Any] = {}
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The trained networks, as the pipeline calls them; several where experts share the steps out."""
+        return [getattr(self.pipe, name) for name in self.component.split(", ")]
+
+    @property
+    def network(self) -> nn.Module:
+        """The trained network, the first where there are several."""
+        return self.networks[0]
+
+    @contextlib.contextmanager
+    def acting(self, driver: Driver, forwards: Sequence[Callable] | None = None) -> Iterator[None]:
+        """The pipeline with stochastic scheduler, gated networks and cached prompts; restored on leaving.
+
+        Args:
+            driver: what each scheduler step does, and whether the network must really run for it.
+            forwards: in place of the networks' own forwards, e.g. a reference model's.
+        """
+        pipe, original = self.pipe, self.pipe.scheduler
+        inner = {k: v for k, v in pipe.__dict__.items() if isinstance(v, DiffusionPipeline)}  # combined pipelines
+        holders = [holder for holder in (pipe, *inner.values()) if getattr(holder, "scheduler", None) is original]
+        self.scheduler.driver = driver
+        with contextlib.ExitStack() as stack:
+            own = [network.forward for network in self.networks]
+            for network, real in zip(self.networks, forwards or own, strict=True):
+                stack.enter_context(_replaced(network, "forward", self._gate(driver, network, real)))
+            stack.enter_context(self.prompts.serving(pipe))
+            stack.enter_context(_seeded(driver.initial_seeds, pipe))
+            # __dict__, not setattr: a pipeline's own __setattr__ would write our class into its config
+            for holder in holders:
+                stack.enter_context(_replaced(holder, "scheduler", self.scheduler))
+            for holder in (pipe, *inner.values()):
+                stack.enter_context(_replaced(holder, "_progress_bar_config", {"disable": True}))
+            for name, part in inner.items():
+                stack.enter_context(_replaced(pipe, name, _Undecorated(part)))
+            try:
+                yield
+            finally:
+                self.scheduler.driver = None
+
+    def _gate(self, driver: Driver, network: nn.Module, real: Callable) -> Callable:
+        """The network's forward, which does not run where its result is known already."""
+
+        def gate(*args, **kwargs):
+            leaves = pytree.tree_leaves((args, kwargs))
+            tensors = [x for x in leaves if torch.is_tensor(x)]
+            key = (
+                id(network),
+                tuple((x.shape, x.dtype) for x in tensors),
+                tuple(x for x in leaves if isinstance(x, (str, bool))),
+            )
+            if not driver.needs_network and key in self._blank_outputs:
+                return self._blank_outputs[key]
+            with self.forward_context():
+                output = real(*args, **kwargs)
+            if self.is_mixed_precision:
+                # autocast leaves half precision behind; the pipeline gets back the dtype of the latents it gave
+                dtype = next(x.dtype for x in tensors if x.is_floating_point())
+                output = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+            if all(_is_blankable(leaf) for leaf in pytree.tree_leaves(output)):
+                self._blank_outputs[key] = _blank(output)
+            return output
+
+        return gate
+
+
+class _Undecorated:
+    """A pipeline inside a pipeline, called without its `torch.no_grad` where gradients are wanted."""
+
+    def __init__(self, pipe: DiffusionPipeline):
+        self.__dict__["_pipe"] = pipe
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._pipe, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return inspect.unwrap(type(self._pipe).__call__)(self._pipe, *args, **kwargs)
+
+
+def _is_blankable(leaf: Any) -> bool:
+    """Whether an output can be remembered as its shape: objects such as key-value caches carry state onwards."""
+    return leaf is None or isinstance(leaf, (Tensor, int, float, str))
+
+
+def _blank(output: Any) -> Any:
+    """The shape of a network's output without its memory, for steps whose result is known already."""
+    return pytree.tree_map_only(
+        Tensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), output
+    )
+
+
+def policy_component(pipe: DiffusionPipeline, component: str | None = None) -> str:
+    """Name of the network that is trained: `component`, or the first usual one the pipeline has.
+
+    Several are joined by ", ": the experts of a pipeline that switches between them, such as Wan 2.2's.
+    """
+    is_network = {name: isinstance(getattr(pipe, name, None), nn.Module) for name in pipe.components}
+    if component is None:
+        names = [name for name in POLICY_COMPONENTS if is_network.get(name) or is_network.get(f"{name}_2")]
+        names = [name for name in (*names[:1], *(f"{name}_2" for name in names[:1])) if is_network.get(name)]
+    else:
+        names = [name for name in component.split(", ") if is_network.get(name)]
+    if names and (component is None or component == ", ".join(names)):
+        return ", ".join(names)
+    raise UnsupportedPipeline(
+        f"{type(pipe).__name__} has no network {component or ' or '.join(POLICY_COMPONENTS)!r}; set train_component "
+        f"to one of its modules: {', '.join(name for name, found in is_network.items() if found)}."
+    )
+
+
+@contextlib.contextmanager
+def _seeded(seeds: Tensor, pipe: DiffusionPipeline) -> Iterator[None]:
+    """What a pipeline draws from torch's global generator is the same in rollout and replay, and leaves no trace."""
+    device = pipe.device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int(seeds[0]))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
+    """An instance attribute, put back afterwards exactly as it was: present or absent."""
+    before = instance.__dict__.get(name)
+    instance.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del instance.__dict__[name]
+        else:
+            instance.__dict__[name] = before

@@ -1,0 +1,103 @@
+"""What a rollout hands to the replays, and the seeds and steps it was drawn with.
+
+In: what `drivers.py` records. Out: a `Trajectory`, kept by the buffer and read by the replays, each of which gives a
+`StepDistribution`. A module because these stand between all stages, and none of them needs a pipeline.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass
+class Trajectory:
+    """What a replay needs of a rollout: the trained steps, nothing else.
+
+    Attributes:
+        latents: (batch, steps, ...) float32, what each trained step was handed: what the step before it left, or the
+            initial latent. Where a pipeline edits latents between steps, it does so again in the replay.
+        next_latents: (batch, steps, ...) float32, what left the trained step, as rounded to the pipeline's dtype.
+            Where a step moves several latents (video and audio), both hold all of them, flattened one after the other.
+        log_probs: (batch, steps) float32, log-density of `next_latents`, averaged over its dimensions.
+        steps: (batch, steps) int64, index of each trained step in the pipeline's loop, ascending.
+        seeds: (batch,) int64, seed of each sample's step noise.
+        initial_seeds: (batch,) int64, seed of each sample's initial latent.
+        num_inference_steps: length of the pipeline's loop.
+        noise_level: of the process, at the trained steps.
+    """
+
+    latents: Tensor
+    next_latents: Tensor
+    log_probs: Tensor
+    steps: Tensor
+    seeds: Tensor
+    initial_seeds: Tensor
+    num_inference_steps: int
+    noise_level: float
+
+    TENSORS = ("latents", "next_latents", "log_probs", "steps", "seeds", "initial_seeds")
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, rows: Any) -> "Trajectory":
+        """The trajectory of some samples; `rows` indexes the batch dimension."""
+        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in self.TENSORS})
+
+    @classmethod
+    def cat(cls, parts: Sequence["Trajectory"]) -> "Trajectory":
+        """One trajectory out of several with the same settings."""
+        return dataclasses.replace(
+            parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in cls.TENSORS}
+        )
+
+
+@dataclasses.dataclass
+class StepDistribution:
+    """The Gaussian that the policy draws one step from, and the recorded step's place in it.
+
+    Attributes:
+        mean: (batch, ...) float32.
+        std: float32, broadcastable to `mean`.
+        log_prob: (batch,) float32, of the recorded next latent, averaged over its dimensions.
+    """
+
+    mean: Tensor
+    std: Tensor
+    log_prob: Tensor
+
+
+def generators(seeds: Tensor) -> list[torch.Generator]:
+    """One a sample, on the CPU: what a sample gets depends on its seed alone, not on batch, process or device."""
+    return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
+
+
+def sample_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that depends on all of `parts` and on nothing else."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def trained_steps(
+    num_inference_steps: int, window: Sequence[int] | None = None, fraction: float = 1.0, seeds: Tensor | None = None
+) -> list[list[int]]:
+    """Which steps are trained. The last is never one: its std goes to 0.
+
+    Args:
+        num_inference_steps: length of the loop.
+        window: [start, stop) of the steps that may be trained; all but the last by default.
+        fraction: share of them that is trained, at least one step.
+        seeds: (batch,) one a sample: each draws its own steps. Without, the first steps are taken, for one row.
+
+    Returns:
+        a row of ascending step indices a sample.
+    """
+    start, stop = window or (0, num_inference_steps - 1)
+    count = max(1, round(fraction * (stop - start)))
+    if seeds is None:
+        return [list(range(start, start + count))]
+    order = [torch.randperm(stop - start, generator=generator) for generator in generators(seeds)]
+    return [sorted((start + steps[:count]).tolist()) for steps in order]
