@@ -1,0 +1,111 @@
+"""Language models in front of the large pipelines, and tokenizers that know the words of their templates.
+
+These pipelines put the prompt into a fixed text and cut that text's tokens off again, by their number in the real
+vocabulary. So that the prompt is what is left, each word of the template is one token here too, and other text is
+bytes.
+"""
+
+import re
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+QWEN_SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+
+
+def tokenizer(template: str, special: list[str], **roles: str) -> transformers.PreTrainedTokenizerFast:
+    """One token a word of `template` and a byte of anything else; `special` have the lowest ids."""
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain = re.split("|".join(map(re.escape, special)), template)
+    words = sorted({word for text in plain for word, _ in splitter.pre_tokenize_str(text)} - set(BYTES))
+    pieces = [(token, -100.0) for token in special] + [(byte, -10.0) for byte in BYTES] + [(w, -1.0) for w in words]
+    inner = Tokenizer(models.Unigram(pieces, unk_id=0))
+    inner.pre_tokenizer, inner.decoder = splitter, decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=2048, **roles)
+
+
+def llama_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
+    """Llama 3's: right padding with the end of the text."""
+    roles = {"bos_token": LLAMA_SPECIAL[0], "eos_token": LLAMA_SPECIAL[1], "pad_token": LLAMA_SPECIAL[1]}
+    return tokenizer(template, [*LLAMA_SPECIAL, "<image>"], padding_side="right", **roles)
+
+
+def llama_config(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> LlamaConfig:
+    """Three layers, because HunyuanVideo reads the hidden states before the last two."""
+    return LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=vocabulary.pad_token_id,
+    )
+
+
+def llama(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> LlamaModel:
+    """A Llama without head."""
+    return LlamaModel(llama_config(vocabulary, width))
+
+
+def qwen_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
+    """Qwen 2's, with its tokens for pictures."""
+    made = tokenizer(template, QWEN_SPECIAL, pad_token="<|endoftext|>", eos_token="<|im_end|>", padding_side="right")
+    for name, token in {"image": "<|image_pad|>", "video": "<|video_pad|>"}.items():
+        setattr(made, f"{name}_token", token)
+        setattr(made, f"{name}_token_id", made.convert_tokens_to_ids(token))
+    return made
+
+
+def qwen_vl(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> torch.nn.Module:
+    """Qwen 2.5 VL: one layer for text, one for pictures in patches of 14."""
+    ids = dict(zip(QWEN_SPECIAL, vocabulary.convert_tokens_to_ids(QWEN_SPECIAL), strict=True))
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(vocabulary),
+            "hidden_size": width,
+            "intermediate_size": width,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0},
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": width,
+            "intermediate_size": width,
+            "num_heads": 2,
+            "out_hidden_size": width,
+            "fullatt_block_indexes": [0],
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def vision_processor(cls: type, image_processor: object, vocabulary: transformers.PreTrainedTokenizerFast) -> object:
+    """A processor for text and pictures, built without its constructor, whose video processor needs torchvision."""
+    made = cls.__new__(cls)
+    made.image_processor, made.tokenizer, made.video_processor = image_processor, vocabulary, None
+    made.chat_template = None
+    for name in ("image", "video"):
+        setattr(made, f"{name}_token", getattr(vocabulary, f"{name}_token"))
+        setattr(made, f"{name}_token_id", getattr(vocabulary, f"{name}_token_id"))
+    return made

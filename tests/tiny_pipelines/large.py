@@ -1,0 +1,197 @@
+"""The pipelines of the reference systems: HunyuanVideo, Qwen-Image and its editing form, Wan 2.2's 5B, and sound."""
+
+from collections.abc import Callable
+
+from diffusers import (
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    AutoencoderOobleck,
+    DiffusionPipeline,
+    EDMDPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
+    QwenImageEditPipeline,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    StableAudioDiTModel,
+    StableAudioPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from diffusers.pipelines.stable_audio import StableAudioProjectionModel
+from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
+
+from . import basic, language
+from .basic import WIDTH
+from .conditioned import Case, pictures
+
+SIZES = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": basic.TOKENS}
+QWEN_TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+QWEN_EDIT_TEMPLATE = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
+    "that meets the user's requirements while maintaining consistency with the original input where appropriate."
+    "<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def hunyuan_network(**config: int | str | bool) -> HunyuanVideoTransformer3DModel:
+    """One double and one single block."""
+    return HunyuanVideoTransformer3DModel(
+        **{"in_channels": 4, "guidance_embeds": True, **config},
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        text_embed_dim=WIDTH,
+        pooled_projection_dim=WIDTH,
+        rope_axes_dim=(2, 4, 4),
+    )
+
+
+def hunyuan_autoencoder() -> AutoencoderKLHunyuanVideo:
+    """Eight times smaller in space and four times in time, as the real one."""
+    return AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+    )
+
+
+def hunyuan_video() -> Case:
+    """HunyuanVideo: guidance as an embedding, a Llama beside CLIP, shift 7."""
+    vocabulary = language.llama_tokenizer(DEFAULT_PROMPT_TEMPLATE["template"])
+    pipe = HunyuanVideoPipeline(
+        text_encoder=language.llama(vocabulary, WIDTH),
+        tokenizer=vocabulary,
+        transformer=hunyuan_network(),
+        vae=hunyuan_autoencoder(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=basic.clip(),
+        tokenizer_2=basic.clip_tokenizer(),
+    )
+    return pipe, {**SIZES, "guidance_scale": 6.0}
+
+
+def qwen_parts(template: str, **autoencoder: int | list) -> dict:
+    """What Qwen-Image and its editing form have in common."""
+    vocabulary = language.qwen_tokenizer(template)
+    return {
+        "transformer": QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=WIDTH,
+            axes_dims_rope=(8, 4, 4),
+        ),
+        "vae": AutoencoderKLQwenImage(
+            base_dim=4, z_dim=4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4, **autoencoder
+        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=0.9,
+            base_image_seq_len=256,
+            max_image_seq_len=8192,
+            shift_terminal=0.02,
+        ),
+        "text_encoder": language.qwen_vl(vocabulary, WIDTH),
+        "tokenizer": vocabulary,
+    }
+
+
+def qwen_image() -> Case:
+    """Qwen-Image: true guidance with a rescaled norm, shift that ends at 0.02."""
+    pipe = QwenImagePipeline(
+        **qwen_parts(QWEN_TEMPLATE, num_res_blocks=1, dim_mult=[1, 2, 2], temperal_downsample=[False, True])
+    )
+    return pipe, {"height": 16, "width": 16, "true_cfg_scale": 4.0, "negative_prompt": [" ", " "]}
+
+
+def qwen_image_edit() -> Case:
+    """Qwen-Image-Edit: the picture goes to the language model, and as tokens beside the latents.
+
+    The pipeline brings every picture to a million pixels first, so the autoencoder has no more than its five halvings.
+    """
+    parts = qwen_parts(QWEN_EDIT_TEMPLATE, num_res_blocks=0, dim_mult=[1] * 6, temperal_downsample=[False] * 5)
+    image_processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
+    pipe = QwenImageEditPipeline(
+        **parts, processor=language.vision_processor(Qwen2VLProcessor, image_processor, parts["tokenizer"])
+    )
+    inputs = {"height": 128, "width": 128, "true_cfg_scale": 4.0, "negative_prompt": [" ", " "]}
+    return pipe, {**inputs, "image": pictures(size=32)}
+
+
+def wan_ti2v() -> Case:
+    """Wan 2.2 TI2V-5B: a timestep for each token, 48 channels, 16 times smaller."""
+    pipe, inputs = basic.wan()
+    config = {**pipe.transformer.config, "in_channels": 8, "out_channels": 8}
+    vae = AutoencoderKLWan(
+        base_dim=4,
+        decoder_base_dim=4,
+        z_dim=8,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_spatial=16,
+        is_residual=True,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 8,
+        latents_std=[1.0] * 8,
+    )
+    parts = {**pipe.components, "transformer": WanTransformer3DModel.from_config(config), "vae": vae}
+    return WanPipeline(**parts, expand_timesteps=True), {**inputs, "height": 64, "width": 64}
+
+
+def stable_audio() -> Case:
+    """Stable Audio: sound, EDM with exponential sigmas, v-prediction."""
+    transformer = StableAudioDiTModel(
+        sample_size=8,
+        in_channels=4,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        num_key_value_attention_heads=2,
+        out_channels=4,
+        cross_attention_dim=WIDTH,
+        time_proj_dim=8,
+        global_states_input_dim=2 * WIDTH,
+        cross_attention_input_dim=WIDTH,
+    )
+    vae = AutoencoderOobleck(
+        encoder_hidden_size=4,
+        downsampling_ratios=[2, 2],
+        channel_multiples=[1, 2],
+        decoder_channels=4,
+        decoder_input_channels=4,
+        sampling_rate=16,
+    )
+    tokenizer = basic.t5_tokenizer()
+    tokenizer.model_max_length = basic.TOKENS
+    pipe = StableAudioPipeline(
+        vae=vae,
+        text_encoder=basic.t5(),
+        projection_model=StableAudioProjectionModel(WIDTH, WIDTH, 0, 32),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        scheduler=EDMDPMSolverMultistepScheduler(
+            sigma_min=0.3, sigma_max=500, sigma_data=1.0, sigma_schedule="exponential", prediction_type="v_prediction"
+        ),
+    )
+    return pipe, {"guidance_scale": 7.0, "audio_end_in_s": 2.0}
+
+
+PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
+    function.__name__: function for function in (hunyuan_video, qwen_image, qwen_image_edit, wan_ti2v, stable_audio)
+}
