@@ -84,6 +84,8 @@ def _is_flow(scheduler: SchedulerMixin) -> bool:
 
 def _kind(scheduler: SchedulerMixin) -> tuple[type, type, list[str]] | None:
     """Mixin, diffusers class and processes for a scheduler; None where there are none."""
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and scheduler.config.get("sigma_max", 1.0) > 1:
+        return SigmaSteps, type(scheduler), ["ancestral"]  # Cosmos 2 turns its network's output into EDM's
     if _is_flow(scheduler):
         is_heun = isinstance(scheduler, FlowMatchHeunDiscreteScheduler)
         base = FlowMatchEulerDiscreteScheduler if is_heun else type(scheduler)
@@ -126,7 +128,7 @@ def stochastic_scheduler(scheduler: SchedulerMixin, process: str = "auto") -> St
 
     Flow matching (Euler, Heun, or UniPC, DPM-Solver and DEIS set to flow prediction), EDM and Euler with continuous
     timesteps keep their own class, sigmas and shift. Other variance-preserving schedulers become DDIM built from their
-    config.
+    config. A flow-matching Euler with sigmas above 1 counts as EDM: its latents are data + sigma * noise.
 
     Args:
         scheduler: the pipeline's own scheduler; it is not modified.

@@ -8,6 +8,7 @@ std of the next latent or the step without noise. One mixin a way of writing lat
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from diffusers import (
     EDMDPMSolverMultistepScheduler,
     EDMEulerScheduler,
     EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
     SchedulerMixin,
 )
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
@@ -88,25 +90,29 @@ class StochasticScheduler:
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
         """diffusers' `step`: the driver chooses the next latent. Returns `SchedulerOutput` or a tuple of one."""
-        if self.first is None:
-            self.first = self._first_position(timestep)
+        self._locate(timestep)
         self._step_index = self.position
         self.options = {name: value for name, value in kwargs.items() if value is not None}
-        if self.driver is None:
-            latents = self.deterministic(model_output, timestep, sample)
-        else:
-            latents = self.driver.step(self, self.index, model_output, timestep, sample)
-        self.options = {}
+        try:
+            if self.driver is None:
+                latents = self.deterministic(model_output, timestep, sample)
+            else:
+                latents = self.driver.step(self, self.index, model_output, timestep, sample)
+        finally:  # a replay leaves the pipeline here
+            self.options = {}
         self.index += 1
         self._step_index = self.position  # pipelines that mix in noise between steps read it
         return SchedulerOutput(prev_sample=latents) if return_dict else (latents,)
 
-    def _first_position(self, timestep: Any) -> int:
-        if self.begin_index is not None:
-            return self.begin_index
-        if torch.is_tensor(timestep) and timestep.ndim:
-            timestep = timestep.flatten()[0]
-        return int((self.timesteps == timestep).nonzero()[0])
+    def _locate(self, timestep: Any) -> None:
+        """Notes where in the schedule the loop starts, at its first step."""
+        if self.first is not None:
+            return
+        self.first = self.begin_index
+        if self.first is None:
+            if torch.is_tensor(timestep) and timestep.ndim:
+                timestep = timestep.flatten()[0]
+            self.first = int((self.timesteps == timestep).nonzero()[0])
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         """The step without noise, (batch, ...) in the dtype of the pipeline."""
@@ -216,22 +222,49 @@ class CosineSteps(StochasticScheduler):
         return ddim(prediction.float(), sample.float(), *self._alphas(timestep, sample), noise_level=noise_level)
 
 
+class _StepOrEstimate:
+    """What EDM's `step` returns as a tuple: the next latent, and the clean sample that is estimated on the way.
+
+    Each is worked out when it is read, because Cosmos calls `step` twice in a step: it reads the estimate alone, puts
+    guidance and conditions into that one, and then steps with it.
+    """
+
+    def __init__(self, step: Callable[[], Tensor], estimate: Callable[[], Tensor]):
+        self.parts = (step, estimate)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.parts[index]()
+
+
 class SigmaSteps(StochasticScheduler):
-    """Latents are data + sigma * noise: EDM, and Euler with continuous timesteps."""
+    """Latents are data + sigma * noise: EDM, Euler with continuous timesteps, Euler for flows with sigmas above 1."""
+
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
+        """As in [`StochasticScheduler`]; a tuple has the estimated clean sample as well where the class gives it."""
+        take = functools.partial(super().step, model_output, timestep, sample, *args, **kwargs)
+        if return_dict or not isinstance(self, EDMEulerScheduler):
+            return take(return_dict=return_dict)
+        estimate = functools.partial(self._estimate, model_output, timestep, sample)
+        return _StepOrEstimate(lambda: take(return_dict=False)[0], estimate)
+
+    def _estimate(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self._locate(timestep)
+        self._step_index = self.position + 1  # as diffusers leaves it; whoever wants no step takes it back
+        return self._clean(prediction, sample, self.sigmas[self.position])
 
     def _clean(self, prediction: Tensor, sample: Tensor, sigma: Tensor) -> Tensor:
         if "pred_original_sample" in self.options:  # Cosmos preconditions by itself
             return self.options["pred_original_sample"].float()
         if isinstance(self, EDM_SCHEDULERS):
             return self.precondition_outputs(sample, prediction, sigma)
-        if self.config.prediction_type == "epsilon":
+        if isinstance(self, FlowMatchEulerDiscreteScheduler) or self.config.prediction_type == "epsilon":
             return sample - sigma * prediction
         if self.config.prediction_type == "v_prediction":
             return prediction * (-sigma / (sigma**2 + 1) ** 0.5) + (sample / (sigma**2 + 1))
         return prediction
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        if isinstance(self, (EulerDiscreteScheduler, EDMEulerScheduler)):
+        if isinstance(self, (EulerDiscreteScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler)):
             given = {k: v for k, v in self.options.items() if k == "pred_original_sample"}
             return super(StochasticScheduler, self).step(prediction, timestep, sample, return_dict=False, **given)[0]
         return self.distribution(prediction, timestep, sample, 0.0)[0].to(sample.dtype)

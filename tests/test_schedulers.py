@@ -32,7 +32,7 @@ def plain_images(pipe, inputs, steps):
     return pipe(**inputs, num_inference_steps=steps, generator=generators, output_type="np")[0]
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15", "wan"])
+@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15", "wan", "cosmos", "cosmos2"])
 def test_without_noise_it_is_the_stock_deterministic_sampler_bit_for_bit(name):
     pipe, inputs = tiny_pipelines.build(name)
     mine, _ = rollout(pipe, {**inputs, "output_type": "np"}, seeds=SEEDS, num_inference_steps=4, noise_level=0.0)
@@ -174,6 +174,44 @@ def test_sigma_schedules_take_the_original_step_without_noise(scheduler):
         mine.index += 1
         torch.testing.assert_close(mean, stepped, rtol=1e-5, atol=1e-4)
         assert std == 0
+
+
+def test_an_estimate_that_is_read_alone_is_no_step():
+    """Cosmos steps with [1] of one call, the clean sample, which it changes and gives to the next call."""
+    stock, mine = EDMEulerScheduler(), stochastic_scheduler(EDMEulerScheduler())
+    sample, prediction = torch.randn(2, 2, 4, 8, 8)
+    outcomes = []
+    for scheduler in (stock, mine):
+        scheduler.set_timesteps(4)
+        timestep = scheduler.timesteps[0]
+        estimate = scheduler.step(prediction, timestep, sample, return_dict=False)[1]
+        scheduler._step_index -= 1
+        given = {"return_dict": False, "pred_original_sample": 0.5 * estimate}
+        outcomes.append((estimate, scheduler.step(prediction, timestep, sample, **given)[0]))
+    assert mine.index == 1
+    for theirs, ours in zip(*outcomes, strict=True):
+        assert torch.equal(theirs, ours)
+
+
+def test_a_step_that_a_replay_ends_leaves_no_argument_for_the_next():
+    class Driver:
+        def step(self, *args):
+            raise StopIteration
+
+    scheduler = stochastic_scheduler(EDMEulerScheduler())
+    scheduler.set_timesteps(4)
+    scheduler.driver, sample = Driver(), torch.randn(1, 4, 8, 8)
+    with pytest.raises(StopIteration):
+        scheduler.step(sample, scheduler.timesteps[0], sample, pred_original_sample=torch.zeros(1))
+    estimate = scheduler.step(sample, scheduler.timesteps[0], sample, return_dict=False)[1]
+    assert estimate.shape == sample.shape
+
+
+def test_flows_with_sigmas_above_one_are_edm():
+    scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+    assert stochastic_scheduler(scheduler).process == "flow_sde"
+    scheduler.register_to_config(sigma_max=80.0, sigma_min=0.002)
+    assert stochastic_scheduler(scheduler).process == "ancestral"
 
 
 def test_cascades_scheduler_takes_the_step_of_ddpm():

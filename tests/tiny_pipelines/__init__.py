@@ -11,14 +11,14 @@ import inspect
 import torch
 from diffusers import DiffusionPipeline
 
-from . import basic, conditioned, large, more
+from . import basic, conditioned, large, more, physical
 from .basic import clip_tokenizer, randomize
 
 __all__ = ["EVERY", "PIPELINES", "PROMPTS", "build", "clip_tokenizer", "policy", "randomize"]
 
 PROMPTS = ['the word "RAIN" in red', "a cat"]  # of different lengths, so that padding plays its part
 PIPELINES = basic.PIPELINES  # the plain ones
-EVERY = {**basic.PIPELINES, **conditioned.PIPELINES, **more.PIPELINES, **large.PIPELINES}
+EVERY = {**basic.PIPELINES, **conditioned.PIPELINES, **more.PIPELINES, **large.PIPELINES, **physical.PIPELINES}
 
 
 def build(name: str, seed: int = 0) -> tuple[DiffusionPipeline, dict]:

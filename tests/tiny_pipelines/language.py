@@ -10,7 +10,18 @@ import re
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 LLAMA_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
@@ -39,9 +50,12 @@ def tokenizer(template: str, special: list[str], **roles: str) -> transformers.P
 
 
 def llama_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
-    """Llama 3's: right padding with the end of the text."""
+    """Llama 3's: a token at the beginning, right padding with the end of the text."""
     roles = {"bos_token": LLAMA_SPECIAL[0], "eos_token": LLAMA_SPECIAL[1], "pad_token": LLAMA_SPECIAL[1]}
-    return tokenizer(template, [*LLAMA_SPECIAL, "<image>"], padding_side="right", **roles)
+    made = tokenizer(template, [*LLAMA_SPECIAL, "<image>"], padding_side="right", **roles)
+    begin = {"single": f"{LLAMA_SPECIAL[0]} $A", "special_tokens": [(LLAMA_SPECIAL[0], 0)]}
+    made.backend_tokenizer.post_processor = TemplateProcessing(**begin)
+    return made
 
 
 def llama_config(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> LlamaConfig:
@@ -109,3 +123,40 @@ def vision_processor(cls: type, image_processor: object, vocabulary: transformer
         setattr(made, f"{name}_token", getattr(vocabulary, f"{name}_token"))
         setattr(made, f"{name}_token_id", getattr(vocabulary, f"{name}_token_id"))
     return made
+
+
+def llava(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> LlavaForConditionalGeneration:
+    """The Llama above behind CLIP's eyes, whose pictures are 576 tokens as in HunyuanVideo's template."""
+    vision = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=width,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        image_size=336,
+        patch_size=14,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=llama_config(vocabulary, width),
+        pad_token_id=vocabulary.pad_token_id,
+        image_token_index=vocabulary.convert_tokens_to_ids("<image>"),
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def gemma3(vocabulary: transformers.PreTrainedTokenizerBase, width: int) -> Gemma3ForConditionalGeneration:
+    """Gemma 3 of one layer."""
+    config = Gemma3Config(
+        text_config={
+            "vocab_size": len(vocabulary),
+            "hidden_size": width,
+            "intermediate_size": width,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": width // 2,
+            "pad_token_id": vocabulary.pad_token_id,
+        },
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    )
+    return Gemma3ForConditionalGeneration(config)

@@ -10,6 +10,7 @@ from diffusers import (
     DiffusionPipeline,
     EDMDPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoImageToVideoPipeline,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     QwenImageEditPipeline,
@@ -21,8 +22,11 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import (
+    DEFAULT_PROMPT_TEMPLATE as IMAGE_PROMPT_TEMPLATE,
+)
 from diffusers.pipelines.stable_audio import StableAudioProjectionModel
-from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
+from transformers import CLIPImageProcessor, Qwen2VLImageProcessor, Qwen2VLProcessor
 
 from . import basic, language
 from .basic import WIDTH
@@ -78,6 +82,22 @@ def hunyuan_video() -> Case:
         tokenizer_2=basic.clip_tokenizer(),
     )
     return pipe, {**SIZES, "guidance_scale": 6.0}
+
+
+def hunyuan_video_image() -> Case:
+    """HunyuanVideo from a picture: it goes to the language model, and as latents beside the noise."""
+    vocabulary = language.llama_tokenizer(IMAGE_PROMPT_TEMPLATE["template"])
+    pipe = HunyuanVideoImageToVideoPipeline(
+        text_encoder=language.llava(vocabulary, WIDTH),
+        tokenizer=vocabulary,
+        transformer=hunyuan_network(in_channels=9, guidance_embeds=False, image_condition_type="latent_concat"),
+        vae=hunyuan_autoencoder(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=basic.clip(),
+        tokenizer_2=basic.clip_tokenizer(),
+        image_processor=CLIPImageProcessor(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
+    )
+    return pipe, {**SIZES, "num_frames": 9, "guidance_scale": 6.0, "image": pictures()}
 
 
 def qwen_parts(template: str, **autoencoder: int | list) -> dict:
@@ -193,5 +213,6 @@ def stable_audio() -> Case:
 
 
 PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
-    function.__name__: function for function in (hunyuan_video, qwen_image, qwen_image_edit, wan_ti2v, stable_audio)
+    function.__name__: function
+    for function in (hunyuan_video, hunyuan_video_image, qwen_image, qwen_image_edit, wan_ti2v, stable_audio)
 }

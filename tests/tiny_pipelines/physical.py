@@ -1,0 +1,201 @@
+"""Cosmos, whose noise goes up to sigma 80, and LTX-2, whose loop steps video and sound by a scheduler each."""
+
+from collections.abc import Callable
+
+import torch
+from diffusers import (
+    AutoencoderKLCosmos,
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
+    AutoencoderKLWan,
+    ConfigMixin,
+    Cosmos2TextToImagePipeline,
+    CosmosTextToWorldPipeline,
+    CosmosTransformer3DModel,
+    DiffusionPipeline,
+    EDMEulerScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
+    ModelMixin,
+)
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+
+from . import basic, language
+from .basic import WIDTH
+from .conditioned import Case
+
+
+class NothingIsUnsafe(ModelMixin, ConfigMixin):
+    """In place of Cosmos' guardrail, which is a package of its own with large models."""
+
+    def check_text_safety(self, prompt: str) -> bool:
+        """Any text may pass."""
+        return True
+
+    def check_video_safety(self, frames: object) -> object:
+        """Any video may pass."""
+        return frames
+
+    @property
+    def device(self) -> torch.device:
+        """It has no weights that could be elsewhere."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """It has no weights of another type."""
+        return torch.float32
+
+
+def cosmos_network() -> CosmosTransformer3DModel:
+    """One block; without the mask of padding, which would need torchvision."""
+    return CosmosTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        mlp_ratio=2,
+        text_embed_dim=WIDTH,
+        adaln_lora_dim=4,
+        max_size=(4, 16, 16),
+        patch_size=(1, 2, 2),
+        concat_padding_mask=False,
+        extra_pos_embed_type=None,
+    )
+
+
+def cosmos() -> Case:
+    """Cosmos 1: EDM by Euler, guidance between two estimates of the clean sample."""
+    vae = AutoencoderKLCosmos(
+        latent_channels=4,
+        encoder_block_out_channels=(8, 8, 8),
+        decode_block_out_channels=(8, 8, 8),
+        attention_resolutions=(),
+        resolution=32,
+        num_layers=1,
+        patch_size=2,
+        scaling_factor=1.0,
+        spatial_compression_ratio=4,
+        temporal_compression_ratio=4,
+    )
+    scheduler = EDMEulerScheduler(sigma_min=0.002, sigma_max=80, sigma_data=0.5, final_sigmas_type="sigma_min")
+    parts = {"vae": vae, "text_encoder": basic.t5(), "tokenizer": basic.t5_tokenizer(), "scheduler": scheduler}
+    pipe = CosmosTextToWorldPipeline(**parts, transformer=cosmos_network(), safety_checker=NothingIsUnsafe())
+    sizes = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": basic.TOKENS}
+    return pipe, {**sizes, "guidance_scale": 7.0, "negative_prompt": "blurred"}
+
+
+def cosmos2() -> Case:
+    """Cosmos 2: the same noise, written as a flow and stepped by the scheduler of flows."""
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+    parts = {"vae": vae, "text_encoder": basic.t5(), "tokenizer": basic.t5_tokenizer(), "scheduler": scheduler}
+    pipe = Cosmos2TextToImagePipeline(**parts, transformer=cosmos_network(), safety_checker=NothingIsUnsafe())
+    sizes = {"height": 32, "width": 32, "max_sequence_length": basic.TOKENS}
+    return pipe, {**sizes, "guidance_scale": 4.0, "negative_prompt": "blurred"}
+
+
+def ltx2_network() -> LTX2VideoTransformer3DModel:
+    """One block for video and sound."""
+    return LTX2VideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=4,
+        audio_cross_attention_dim=8,
+        num_layers=1,
+        caption_channels=WIDTH,
+        rope_double_precision=False,
+        rope_type="split",
+    )
+
+
+def ltx2_connectors() -> LTX2TextConnectors:
+    """From the hidden states of the language model to both branches."""
+    both = {
+        f"{branch}_connector_{name}": value
+        for branch in ("video", "audio")
+        for name, value in {
+            "num_attention_heads": 4,
+            "attention_head_dim": 8,
+            "num_layers": 1,
+            "num_learnable_registers": None,
+        }.items()
+    }
+    return LTX2TextConnectors(
+        caption_channels=WIDTH,
+        text_proj_in_factor=2,
+        connector_rope_base_seq_len=basic.TOKENS,
+        rope_theta=10000.0,
+        rope_double_precision=False,
+        causal_temporal_positioning=False,
+        rope_type="split",
+        **both,
+    )
+
+
+def ltx2_sound() -> dict:
+    """The autoencoder of spectrograms and the vocoder behind it."""
+    audio_vae = AutoencoderKLLTX2Audio(
+        base_channels=4,
+        ch_mult=(1,),
+        num_res_blocks=1,
+        attn_resolutions=None,
+        resolution=32,
+        latent_channels=2,
+        mid_block_add_attention=False,
+        mel_bins=8,
+    )
+    vocoder = LTX2Vocoder(
+        in_channels=16,
+        hidden_channels=16,
+        upsample_kernel_sizes=[4, 4],
+        upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3, 5]],
+    )
+    return {"audio_vae": audio_vae, "vocoder": vocoder}
+
+
+def ltx2() -> Case:
+    """LTX-2: video and sound in one network, each stepped by a copy of the scheduler."""
+    vae = AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8,),
+        decoder_block_out_channels=(8,),
+        layers_per_block=(1,),
+        decoder_layers_per_block=(1, 1),
+        spatio_temporal_scaling=(True,),
+        decoder_spatio_temporal_scaling=(True,),
+        decoder_inject_noise=(False, False),
+        downsample_type=("spatial",),
+        upsample_residual=(False,),
+        upsample_factor=(1,),
+        patch_size=1,
+    )
+    vocabulary = basic.gemma_tokenizer()
+    pipe = LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        text_encoder=language.gemma3(vocabulary, WIDTH),
+        tokenizer=vocabulary,
+        connectors=ltx2_connectors(),
+        transformer=ltx2_network(),
+        **ltx2_sound(),
+    )
+    sizes = {"height": 32, "width": 32, "num_frames": 5, "frame_rate": 25.0, "max_sequence_length": basic.TOKENS}
+    return pipe, {**sizes, "guidance_scale": 3.0}
+
+
+PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
+    function.__name__: function for function in (cosmos, cosmos2, ltx2)
+}
