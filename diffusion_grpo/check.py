@@ -55,7 +55,7 @@ def check_pipeline(
     noise_level: float | None = None,
     seed: int = 0,
 ) -> ReplayReport:
-    """Rolls the pipeline out once and replays every step.
+    """Rolls the pipeline out once, to the end as a training does, and replays every step.
 
     The pipeline is left as it was: scheduler, forward, gradients, training mode and frozen parameters.
 
@@ -74,12 +74,12 @@ def check_pipeline(
     try:
         policy = Policy(pipe, sde_type=sde_type)
     except (UnsupportedScheduler, UnsupportedPipeline) as error:
-        return dataclasses.replace(report, reason=_sentence(error))
+        return dataclasses.replace(report, reason=str(error))
     report.policy = policy.component
     try:
         differences, squares = _replayed(policy, inputs, num_inference_steps, noise_level, seed)
     except (UnsupportedScheduler, UnsupportedPipeline) as error:
-        return dataclasses.replace(report, reason=_sentence(error))
+        return dataclasses.replace(report, reason=str(error))
     except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
         return dataclasses.replace(report, reason=_inner_error(error))
     report.steps = len(differences)
@@ -98,7 +98,7 @@ def _replayed(
     seeds = [sample_seed(seed, row) for row in range(_count(inputs))]
     with _untouched(policy) as parameters:
         settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
-        _, trajectory = rollout(policy, inputs, seeds=seeds, **settings, is_complete=False)
+        _, trajectory = rollout(policy, inputs, seeds=seeds, **settings)
         squares = [torch.zeros(())]
         differences = []
         for column, step in enumerate(trajectory.steps[0].tolist()):
@@ -112,10 +112,6 @@ def _replayed(
                 squares.append(torch.stack(found).sum() if found else torch.tensor(float("nan")))
             differences.append((log_prob.detach().cpu() - trajectory.log_probs[:, column]).double())
     return differences, squares
-
-
-def _sentence(error: Exception) -> str:
-    return str(error)[:1].upper() + str(error)[1:]
 
 
 def _inner_error(error: Exception) -> str:
@@ -140,14 +136,14 @@ def _count(inputs: dict[str, Any]) -> int:
 
 def _why_not(report: ReplayReport) -> str | None:
     if math.isnan(report.max_ratio_error):
-        return "the log-probabilities are not finite."
+        return "The log-probabilities are not finite: something in the pipeline's weights or inputs is not, either."
     if not report.max_ratio_error <= MAX_RATIO_ERROR:
         return (
-            f"the replay does not reproduce the rollout: the ratio is off by {report.max_ratio_error:.1e}, more than "
+            f"The replay does not reproduce the rollout: the ratio is off by {report.max_ratio_error:.1e}, more than "
             f"{MAX_RATIO_ERROR:.0e}; something in the pipeline is random or stateful between two calls."
         )
     if not 0 < report.grad_norm < float("inf"):
-        return f"in some step no finite gradient reaches {report.policy} (norm {report.grad_norm})."
+        return f"In some step no finite gradient reaches {report.policy} (norm {report.grad_norm})."
     return None
 
 

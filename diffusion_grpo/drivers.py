@@ -81,7 +81,7 @@ class Driver:
         """Notes that a scheduler takes step `index`."""
         if (id(scheduler), index) in self.taken:
             raise UnsupportedPipeline(
-                "the pipeline runs its denoising loop several times in one call (chunks or stages that build on each "
+                "The pipeline runs its denoising loop several times in one call (chunks or stages that build on each "
                 "other), and such steps cannot be replayed one by one."
             )
         self.taken.add((id(scheduler), index))
@@ -110,12 +110,11 @@ class Recorder(Driver):
         trained_steps: Tensor | None,
         noise_level: float,
         device: str | torch.device,
-        is_complete: bool = True,
     ):
         super().__init__(initial_seeds, len(seeds), noise_level)
         self.generators = generators(seeds)
         self.noise_steps, self.trained_steps = noise_steps, trained_steps
-        self.device, self.is_complete = device, is_complete
+        self.device = device
         self.records: dict[int, _Parts] = {}
         self.left: dict[int, Tensor] = {}  # what each scheduler handed back last
         self.loop_length: int | None = None
@@ -138,8 +137,6 @@ class Recorder(Driver):
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         if self.loop_length is None:
             self._begin(scheduler)
-        if not self.is_complete and self.records and index > max(self.trained_steps.flatten().tolist()):
-            raise StepScored
         self.enter(scheduler, index)
         if index not in self.noise_steps:
             latents = scheduler.deterministic(prediction, timestep, sample)

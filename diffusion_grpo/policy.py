@@ -49,7 +49,14 @@ class Policy:
         self.pipe = pipe
         original = getattr(pipe, "scheduler", None)
         if original is None:
-            raise UnsupportedPipeline(f"{type(pipe).__name__} has no scheduler whose steps could be trained.")
+            raise UnsupportedPipeline(
+                f"{type(pipe).__name__} has no scheduler, so it takes no denoising steps that could be trained."
+            )
+        if hasattr(type(pipe), "invert"):
+            raise UnsupportedPipeline(
+                f"{type(pipe).__name__} starts from what its method invert has read off a given image before; only "
+                "pipelines whose call alone makes a sample can be trained."
+            )
         self.component = policy_component(pipe, component)
         self.scheduler = stochastic_scheduler(original, sde_type)
         self.forward_context = forward_context
@@ -165,9 +172,10 @@ def policy_component(pipe: DiffusionPipeline, component: str | None = None) -> s
         names = [name for name in component.split(", ") if is_network.get(name)]
     if names and (component is None or component == ", ".join(names)):
         return ", ".join(names)
+    missing = f"no network {component!r}" if component else f"none of the networks {', '.join(POLICY_COMPONENTS)}"
     raise UnsupportedPipeline(
-        f"{type(pipe).__name__} has no network {component or ' or '.join(POLICY_COMPONENTS)!r}; set train_component "
-        f"to one of its modules: {', '.join(name for name, found in is_network.items() if found)}."
+        f"{type(pipe).__name__} has {missing}; set train_component to one of its modules: "
+        f"{', '.join(name for name, found in is_network.items() if found)}."
     )
 
 

@@ -1,11 +1,16 @@
 """`check_pipeline` tells the truth, and leaves no trace."""
 
+import functools
+import re
+
 import pytest
 import tiny_pipelines
 import torch
-from diffusers import LCMScheduler
+from datasets import Dataset
+from diffusers import AmusedScheduler, LCMScheduler
+from tiny_runs import PROMPTS, SETTINGS, brightness
 
-from diffusion_grpo import check_pipeline
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
 
 
 @pytest.mark.parametrize("name", list(tiny_pipelines.PIPELINES))
@@ -54,8 +59,64 @@ def test_a_network_that_is_random_does_not_train():
     assert not report.trains and "ratio is off" in report.reason
 
 
-def test_a_scheduler_without_gaussian_steps_is_named():
-    pipe, inputs = tiny_pipelines.build("sd15")
+def consistency(pipe):
     pipe.scheduler = LCMScheduler()
+
+
+def discrete(pipe):
+    pipe.scheduler = AmusedScheduler(mask_token_id=0)
+
+
+def inverting(pipe):
+    pipe.__class__ = type("EditingPipeline", (type(pipe),), {"invert": lambda self: None})
+
+
+def without_scheduler(pipe):
+    pipe.scheduler = None
+
+
+def without_network(pipe):
+    pipe.unet = None
+
+
+REFUSALS = {
+    consistency: "LCMScheduler is a consistency sampler",
+    discrete: "AmusedScheduler draws discrete tokens",
+    inverting: "EditingPipeline starts from what its method invert",
+    without_scheduler: "has no scheduler",
+    without_network: "has none of the networks transformer, unet, prior, decoder; set train_component .*text_encoder",
+}
+
+
+@pytest.mark.parametrize("spoil", REFUSALS, ids=lambda function: function.__name__)
+def test_what_cannot_train_is_refused_by_check_and_trainer_in_the_same_words(spoil, tmp_path):
+    pipe, inputs = tiny_pipelines.build("sd15")
+    spoil(pipe)
     report = check_pipeline(pipe, inputs)
-    assert not report.trains and "LCMScheduler" in report.reason and report.policy is None
+    assert not report.trains and report.steps == 0 and re.search(REFUSALS[spoil], report.reason)
+    with pytest.raises(ValueError) as refusal:
+        DiffusionGRPOTrainer(
+            pipe, brightness, DiffusionGRPOConfig(str(tmp_path), **SETTINGS), Dataset.from_dict({"prompt": PROMPTS})
+        )
+    assert str(refusal.value) == report.reason
+    assert not list(tmp_path.iterdir())  # nothing was begun
+
+
+def test_a_loop_that_runs_twice_is_refused():
+    pipe, inputs = tiny_pipelines.build("sd15")
+
+    def twice(self, *args, **kwargs):
+        super(kind, self).__call__(*args, **kwargs)
+        return super(kind, self).__call__(*args, **kwargs)
+
+    kind = type("ChunkPipeline", (type(pipe),), {"__call__": functools.wraps(type(pipe).__call__)(twice)})
+    pipe.__class__ = kind
+    report = check_pipeline(pipe, inputs)
+    assert not report.trains and report.reason.startswith("The pipeline runs its denoising loop several times")
+
+
+def test_weights_that_are_not_numbers_are_named():
+    pipe, inputs = tiny_pipelines.build("sd15")
+    torch.nn.init.constant_(next(pipe.text_encoder.parameters()), float("nan"))
+    report = check_pipeline(pipe, inputs)
+    assert not report.trains and report.reason.startswith("The log-probabilities are not finite")
