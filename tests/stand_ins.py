@@ -18,8 +18,11 @@ from diffusers.models.controlnets import controlnet_cosmos
 from diffusers.models.transformers import transformer_cosmos
 from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
 from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
+from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from tiny_pipelines.basic import clip_tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 
 BYTES = sorted(ByteLevel.alphabet())
 ASCII = [chr(code) for code in range(33, 127)]
@@ -40,6 +43,13 @@ CHAT = (
     "{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# of the text that Kandinsky 5 puts around an instruction and cuts off again by its length, and of the test's prompt
+KANDINSKY_WORDS = (
+    "You are a prompt engineer Based on the provided source image first and target second create an interesting text "
+    "that can be used together with to system user red square"
+).split()
+# they bring every picture to a million pixels, whose encoding takes minutes here
+MEGAPIXEL_EDITORS = (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus)
 PLAIN_CHAT = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{{ '[IMG]' if part.type in ('image', 'image_url') else part.text }}{% endfor %}"
@@ -57,15 +67,22 @@ def _gemma_tokenizer(cls: type | None = None, **kwargs: Any):
     names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *ASCII]
     names += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
     tokenizer = transformers.GemmaTokenizer(vocab={token: index for index, token in enumerate(names)}, merges=[])
+    # as the real one: an empty prompt is one token, not none
+    begin = {"single": "<bos> $A", "special_tokens": [("<bos>", names.index("<bos>"))]}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**begin)
     tokenizer.chat_template = PLAIN_CHAT
     return tokenizer
 
 
 def _qwen_tokenizer(cls: type | None = None, **kwargs: Any):
-    filler = {f"<{index}>": index for index in range(len(BYTES), 151657) if index not in QWEN_SPECIAL.values()}
-    vocabulary = {letter: index for index, letter in enumerate(BYTES)} | filler | QWEN_SPECIAL
+    words = [*KANDINSKY_WORDS, *(f" {word}" for word in KANDINSKY_WORDS)]
+    names = [*BYTES, *words, *(f"<{index}>" for index in range(151657))]
+    vocabulary = {name: index for index, name in enumerate(names[:151643])} | QWEN_SPECIAL
+    taken = set(vocabulary.values())
+    vocabulary |= {f"<spare {index}>": index for index in range(151643, 151657) if index not in taken}
     tokenizer = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[], model_max_length=32768)
     tokenizer.add_special_tokens({"additional_special_tokens": list(QWEN_SPECIAL)})
+    tokenizer.add_tokens(words)
     tokenizer.chat_template = CHAT
     for name in ("image", "video", "vision_start", "vision_end"):
         token = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
@@ -131,7 +148,10 @@ def _chatglm(cls: type | None = None, **kwargs: Any):
     sizes = dict(num_layers=2, padded_vocab_size=200, hidden_size=8, ffn_hidden_size=8, kv_channels=4, seq_length=512)
     attention = dict(num_attention_heads=2, multi_query_attention=True, multi_query_group_num=1, rmsnorm=True)
     config = ChatGLMConfig(**sizes, **attention, add_bias_linear=False, add_qkv_bias=True, original_rope=True)
-    return ChatGLMModel(config).float().eval()
+    model = ChatGLMModel(config).float().eval()
+    for parameter in model.parameters():  # the class leaves its weights uninitialised
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 def _qwen_image_processor():
@@ -269,7 +289,10 @@ def _pixtral_processor(cls: type | None = None, **kwargs: Any):
 
 
 class _Transforms:
-    """The one function of torchvision that Cosmos' networks use, where torchvision is not installed."""
+    """What Cosmos' networks and OmniGen's processor use of torchvision, where torchvision is not installed."""
+
+    # OmniGen's are for pictures, and the sweep gives it none
+    Compose = Lambda = ToTensor = Normalize = staticmethod(lambda *args, **kwargs: None)
 
     InterpolationMode = types.SimpleNamespace(NEAREST="nearest")
 
@@ -358,11 +381,17 @@ def offline() -> Iterator[None]:
             return stand_in(cls, str(name), **kwargs)
 
         owner.from_pretrained = classmethod(from_pretrained)
-    for module in (transformer_cosmos, controlnet_cosmos):
+    for module in (transformer_cosmos, controlnet_cosmos, processor_omnigen):
         if not hasattr(module, "transforms"):
             module.transforms = _Transforms
+    pipeline_omnigen.OmniGenMultiModalProcessor = processor_omnigen.OmniGenMultiModalProcessor
+    editors = [(module, module.calculate_dimensions) for module in MEGAPIXEL_EDITORS]
+    for module, calculate in editors:
+        module.calculate_dimensions = lambda area, ratio, _calculate=calculate: _calculate(min(area, 64 * 64), ratio)
     try:
         yield
     finally:
+        for module, calculate in editors:
+            module.calculate_dimensions = calculate
         for owner, original in saved:
             owner.from_pretrained = original

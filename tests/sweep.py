@@ -89,19 +89,20 @@ def build(cls: type) -> tuple[DiffusionPipeline, dict[str, Any]]:
         inputs = case.get_dummy_inputs(*(["cpu"] if "device" in parameters else []))
         for component in pipe.components.values():
             if isinstance(component, torch.nn.Module):
-                fill_zeros(component)
+                fill_blanks(component)
                 shorten_head(component)
     pipe.set_progress_bar_config(disable=True)
     return pipe, {key: value for key, value in inputs.items() if key not in SET_BY_CHECK}
 
 
 @torch.no_grad()
-def fill_zeros(module: torch.nn.Module) -> None:
-    """A layer that starts at zero would hide errors: its inputs would not matter."""
+def fill_blanks(module: torch.nn.Module) -> None:
+    """Random numbers for zeros, which would hide errors, and for what `torch.empty` left uninitialised."""
     for parameter in module.parameters():
-        if parameter.is_floating_point() and not parameter.any():
-            scale = 0.1 if parameter.ndim < 2 else parameter[0].numel() ** -0.5
-            parameter.copy_(scale * torch.randn_like(parameter))
+        if parameter.is_floating_point() and not (parameter.any() and parameter.isfinite().all()):
+            noise = torch.randn_like(parameter)
+            # a negative bias before a last ReLU (a depth estimator's) would leave one and the same value everywhere
+            parameter.copy_(0.1 * noise.abs() if parameter.ndim < 2 else noise * parameter[0].numel() ** -0.5)
 
 
 def shorten_head(module: torch.nn.Module) -> None:
@@ -208,7 +209,8 @@ def page(rows: list[dict[str, Any]]) -> str:
     """docs/supported_pipelines.md."""
     import diffusers
 
-    built = [row for row in rows if "not_built" not in row]
+    missing = [row for row in rows if "not_built" in row or has_inner_error(row)]
+    built = [row for row in rows if row not in missing]
     trained = [row for row in built if row["trains"]]
     refused = [row for row in built if not row["trains"]]
     parts = [
@@ -225,15 +227,22 @@ def page(rows: list[dict[str, Any]]) -> str:
     )
     parts += ["## Refused", "| pipeline | reason |\n|---|---|"]
     parts[-1] += "".join(f"\n| {row['pipeline']} | {_cell(row['reason'])} |" for row in refused)
-    missing = [row for row in rows if "not_built" in row and "pipeline" in row]
     if missing:
         parts += [
             "## Not examined",
-            "Their test components could not be built here.",
+            "Their test components could not be built or called here.",
             "| pipeline | why |\n|---|---|"
-            + "".join(f"\n| {row['pipeline']} | {_cell(row['not_built'])} |" for row in missing),
+            + "".join(
+                f"\n| {row.get('pipeline', row['case'])} | {_cell(row.get('not_built') or row['reason'])} |"
+                for row in missing
+            ),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def has_inner_error(row: dict[str, Any]) -> bool:
+    """Whether the pipeline's own call failed: that says nothing about its steps."""
+    return (row.get("reason") or "").startswith(("The call ended with", "ESCAPED"))
 
 
 def _cell(text: str | None) -> str:
