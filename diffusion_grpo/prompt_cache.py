@@ -60,8 +60,10 @@ class PromptCache:
                 return found
         key = _by_value(arguments)
         if key not in self.calls:
+            # copies: Z-Image writes its chat template into the caller's list
+            own = {name: list(value) if isinstance(value, list) else value for name, value in arguments.items()}
             with torch.no_grad():
-                self.calls[key] = encode(**arguments)
+                self.calls[key] = encode(**own)
         return self.calls[key]
 
     def _by_prompt(self, encode: Callable, arguments: dict[str, Any], names: list[str]) -> Any:

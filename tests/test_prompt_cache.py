@@ -111,3 +111,17 @@ def test_embeddings_that_do_not_lie_by_sample_are_kept_whole():
         count = len(pipe.asked)
         assert torch.equal(pipe.encode_prompt(["cat", "cat"]), first) and first.shape == (3, 2, 1)
     assert len(pipe.asked) == count and pipe.asked[-1] == ["cat", "cat"]
+
+
+def test_an_encoder_that_writes_into_its_prompts_leaves_the_callers_alone():
+    class Writing(Pipe):
+        def encode_prompt(self, prompt, lyrics=None):
+            prompt[:] = [f"<{text}>" for text in prompt]
+            return super().encode_prompt(prompt)
+
+    pipe, cache, prompts = Writing(), PromptCache(), ["cat", "horse"]
+    with cache.serving(pipe):
+        for mask in (None, torch.ones(2)):  # row by row, and as a whole
+            first = pipe.encode_prompt(prompt=prompts, lyrics=mask)[1]
+            assert torch.equal(first, pipe.encode_prompt(prompt=prompts, lyrics=mask)[1])
+    assert prompts == ["cat", "horse"] and pipe.asked == [["<cat>", "<horse>"]] * 2

@@ -21,6 +21,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -35,6 +37,10 @@ QWEN_SPECIAL = [
     "<|image_pad|>",
     "<|video_pad|>",
 ]
+QWEN3_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def tokenizer(template: str, special: list[str], **roles: str) -> transformers.PreTrainedTokenizerFast:
@@ -83,6 +89,27 @@ def qwen_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
         setattr(made, f"{name}_token", token)
         setattr(made, f"{name}_token_id", made.convert_tokens_to_ids(token))
     return made
+
+
+def qwen3_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """The same with Qwen 3's chat template, without pictures."""
+    made = qwen_tokenizer(QWEN3_CHAT)
+    made.chat_template = QWEN3_CHAT
+    return made
+
+
+def qwen3(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> Qwen3ForCausalLM:
+    """Qwen 3 of two layers."""
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    return Qwen3ForCausalLM(config)
 
 
 def qwen_vl(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> torch.nn.Module:

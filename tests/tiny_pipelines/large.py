@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from diffusers import (
+    AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
@@ -10,6 +11,8 @@ from diffusers import (
     DiffusionPipeline,
     EDMDPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     HunyuanVideoImageToVideoPipeline,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
@@ -20,6 +23,8 @@ from diffusers import (
     StableAudioPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import (
@@ -151,6 +156,61 @@ def qwen_image_edit() -> Case:
     return pipe, {**inputs, "image": pictures(size=32)}
 
 
+def flux2() -> Case:
+    """FLUX.2 klein: Qwen 3's inner layers as the text, a latent patch of four."""
+    vocabulary = language.qwen3_tokenizer()
+    pipe = Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=AutoencoderKLFlux2(
+            block_out_channels=(4, 4),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            latent_channels=2,
+            norm_num_groups=2,
+        ),
+        text_encoder=language.qwen3(vocabulary, WIDTH),
+        tokenizer=vocabulary,
+        transformer=Flux2Transformer2DModel(
+            patch_size=1,
+            in_channels=8,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=2 * WIDTH,
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        ),
+    )
+    sizes = {"height": 16, "width": 16, "max_sequence_length": basic.TOKENS}
+    return pipe, {**sizes, "guidance_scale": 4.0, "text_encoder_out_layers": (1, 2)}
+
+
+def z_image() -> Case:
+    """Z-Image: lists of samples into the network and out of it, time from 0 to 1."""
+    vocabulary = language.qwen3_tokenizer()
+    pipe = ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=basic.kl_autoencoder(4, scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False),
+        text_encoder=language.qwen3(vocabulary, WIDTH),
+        tokenizer=vocabulary,
+        transformer=ZImageTransformer2DModel(
+            in_channels=4,
+            dim=32,
+            n_layers=1,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=WIDTH,
+            axes_dims=[8, 4, 4],
+            axes_lens=[256, 32, 32],
+        ),
+    )
+    sizes = {"height": 16, "width": 16, "max_sequence_length": basic.TOKENS}
+    return pipe, {**sizes, "guidance_scale": 4.0}
+
+
 def wan_ti2v() -> Case:
     """Wan 2.2 TI2V-5B: a timestep for each token, 48 channels, 16 times smaller."""
     pipe, inputs = basic.wan()
@@ -214,5 +274,14 @@ def stable_audio() -> Case:
 
 PIPELINES: dict[str, Callable[[], tuple[DiffusionPipeline, dict]]] = {
     function.__name__: function
-    for function in (hunyuan_video, hunyuan_video_image, qwen_image, qwen_image_edit, wan_ti2v, stable_audio)
+    for function in (
+        hunyuan_video,
+        hunyuan_video_image,
+        qwen_image,
+        qwen_image_edit,
+        flux2,
+        z_image,
+        wan_ti2v,
+        stable_audio,
+    )
 }
