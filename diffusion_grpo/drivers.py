@@ -75,16 +75,17 @@ class Driver:
     def __init__(self, initial_seeds: Tensor, count: int, noise_level: float):
         self.initial_seeds, self.count, self.noise_level = initial_seeds, count, noise_level
         self.current = 0
-        self.taken: set[tuple[int, int]] = set()
+        self.taken: set[tuple[StochasticScheduler, int]] = set()
 
     def enter(self, scheduler: StochasticScheduler, index: int) -> None:
-        """Notes that a scheduler takes step `index`."""
-        if (id(scheduler), index) in self.taken:
+        """Notes that a scheduler takes step `index`; several schedulers take each step together."""
+        if (scheduler, index) in self.taken or index + 1 < self.current:
             raise UnsupportedPipeline(
                 "The pipeline runs its denoising loop several times in one call (chunks or stages that build on each "
-                "other), and such steps cannot be replayed one by one."
+                "other), and such steps cannot be replayed one by one. If it makes a long video in chunks, ask for as "
+                "many frames as fit into one."
             )
-        self.taken.add((id(scheduler), index))
+        self.taken.add((scheduler, index))
         self.current = index + 1
 
     def rows(self, sample: Tensor) -> int:

@@ -216,8 +216,9 @@ def page(rows: list[dict[str, Any]]) -> str:
     parts = [
         "# Supported pipelines",
         f"What `check_pipeline` says about each pipeline class that has tiny components in diffusers' own test suite, "
-        f"with diffusers {diffusers.__version__} in float32 on a CPU: **{len(trained)} of {len(built)} train**. The "
-        "ratio error is the largest |ratio − 1| over all replayed steps. Written by `make sweep`; do not edit.",
+        f"with diffusers {diffusers.__version__} in float32 on a CPU: **{len(trained)} of {len(rows)} train**, "
+        f"{len(refused)} are refused with the reason, {len(missing)} could not be examined. The ratio error is the "
+        "largest |ratio − 1| over all replayed steps. Written by `make sweep`; do not edit.",
         "| pipeline | scheduler | trained network | steps | ratio error | gradient norm |\n|---|---|---|---|---|---|",
     ]
     parts[-1] += "".join(

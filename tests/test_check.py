@@ -1,5 +1,6 @@
 """`check_pipeline` tells the truth, and leaves no trace."""
 
+import copy
 import functools
 import re
 
@@ -102,11 +103,14 @@ def test_what_cannot_train_is_refused_by_check_and_trainer_in_the_same_words(spo
     assert not list(tmp_path.iterdir())  # nothing was begun
 
 
-def test_a_loop_that_runs_twice_is_refused():
+@pytest.mark.parametrize("has_own_scheduler", [False, True], ids=["one scheduler", "one a chunk"])
+def test_a_loop_that_runs_twice_is_refused(has_own_scheduler):
     pipe, inputs = tiny_pipelines.build("sd15")
 
     def twice(self, *args, **kwargs):
         super(kind, self).__call__(*args, **kwargs)
+        if has_own_scheduler:
+            self.__dict__["scheduler"] = copy.deepcopy(self.scheduler)
         return super(kind, self).__call__(*args, **kwargs)
 
     kind = type("ChunkPipeline", (type(pipe),), {"__call__": functools.wraps(type(pipe).__call__)(twice)})

@@ -178,3 +178,14 @@ def test_the_noise_of_a_flow_rollout_keeps_latents_at_their_scale(name):
     _, trajectory = rollout(pipe, inputs, seeds=SEEDS, num_inference_steps=6)
     spread = trajectory.next_latents.flatten(2).std(2)
     assert 0.3 < spread.min() and spread.max() < 4, spread
+
+
+def test_latents_that_a_callback_edits_between_steps_replay_exactly():
+    pipe, inputs = tiny_pipelines.build("sd3")
+    plain = rollout(pipe, inputs, seeds=SEEDS, num_inference_steps=4)[1]
+    edit = lambda pipe, step, timestep, tensors: {"latents": 0.5 * tensors["latents"]}  # noqa: E731
+    inputs["callback_on_step_end"] = edit
+    policy = Policy(pipe)
+    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
+    assert not torch.equal(trajectory.next_latents[:, 1], plain.next_latents[:, 1])
+    assert ratio_error(policy, inputs, trajectory) == 0.0
