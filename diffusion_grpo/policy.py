@@ -52,7 +52,9 @@ class Policy:
             raise UnsupportedPipeline(
                 f"{type(pipe).__name__} has no scheduler, so it takes no denoising steps that could be trained."
             )
-        if hasattr(type(pipe), "invert"):
+        self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original under torch.no_grad
+        takes_latents = {"latents", "image_latents"} & set(inspect.signature(self.undecorated).parameters)
+        if hasattr(type(pipe), "invert") and not takes_latents:
             raise UnsupportedPipeline(
                 f"{type(pipe).__name__} starts from what its method invert has read off a given image before; only "
                 "pipelines whose call alone makes a sample can be trained."
@@ -62,7 +64,6 @@ class Policy:
         self.forward_context = forward_context
         self.is_mixed_precision = is_mixed_precision
         self.prompts = PromptCache()
-        self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original under torch.no_grad
         self._blank_outputs: dict[Any, Any] = {}
 
     @property

@@ -69,7 +69,8 @@ def discrete(pipe):
 
 
 def inverting(pipe):
-    pipe.__class__ = type("EditingPipeline", (type(pipe),), {"invert": lambda self: None})
+    methods = {"invert": lambda self, image: None, "__call__": lambda self, editing_prompt=None: None}
+    pipe.__class__ = type("EditingPipeline", (type(pipe),), methods)
 
 
 def without_scheduler(pipe):
@@ -117,6 +118,12 @@ def test_a_loop_that_runs_twice_is_refused(has_own_scheduler):
     pipe.__class__ = kind
     report = check_pipeline(pipe, inputs)
     assert not report.trains and report.reason.startswith("The pipeline runs its denoising loop several times")
+
+
+def test_a_pipeline_whose_call_is_given_the_inverted_latents_trains():
+    pipe, inputs = tiny_pipelines.build("sd15")
+    pipe.__class__ = type("EditingPipeline", (type(pipe),), {"invert": lambda self, image: None})
+    assert check_pipeline(pipe, inputs).trains
 
 
 def test_weights_that_are_not_numbers_are_named():
