@@ -9,6 +9,7 @@ import datasets
 import pytest
 
 from diffusion_grpo.data import GroupSampler, check_dataset, load_prompts, pipeline_inputs
+from diffusion_grpo.rewards.geneval import requirements
 
 PROMPTS = ["a cat", "snow on the Zugspitze, août", 'the word "RAIN", in red']
 COLORS = ["black", "white", "red"]
@@ -198,3 +199,39 @@ def test_accepted_columns_become_keyword_arguments():
 def test_columns_that_one_call_cannot_take(name, values, message):
     with pytest.raises(ValueError, match=message):
         pipeline_inputs([{"prompt": "a", name: value} for value in values], {"prompt", name})
+
+
+# GenEval's own form: entries of `include` have other keys from row to row, and a position is a list of two types
+GENEVAL = [
+    {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a photo of a bench"},
+    {
+        "tag": "counting",
+        "include": [{"class": "clock", "count": 2}],
+        "exclude": [{"class": "clock", "count": 3}],
+        "prompt": "a photo of two clocks",
+    },
+    {"tag": "colors", "include": [{"class": "car", "count": 1, "color": "red"}], "prompt": "a photo of a red car"},
+    {
+        "tag": "position",
+        "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["right of", 0]}],
+        "prompt": "a photo of a dog right of a cat",
+    },
+]
+
+
+@pytest.mark.parametrize("rows", [GENEVAL, GENEVAL[:3], GENEVAL[::-1]], ids=["all", "no positions", "backwards"])
+@pytest.mark.parametrize("form", ["columns", "metadata", "metadata as text"])
+def test_geneval_metadata_reaches_the_reward(tmp_path, rows, form):
+    if form != "columns":
+        wrap = json.dumps if form == "metadata as text" else lambda metadata: metadata
+        rows = [{"prompt": row["prompt"], "metadata": wrap(row)} for row in rows]
+    (tmp_path / "geneval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = load_prompts(str(tmp_path / "geneval.jsonl"))
+    check_dataset(dataset)
+    given = [dataset[place] for place in range(len(rows))]
+    columns = {name: [row[name] for row in given] for name in dataset.column_names if name != "prompt"}
+    for place, row in enumerate(given):
+        (wanted,) = [known for known in GENEVAL if known["prompt"] == row["prompt"]]
+        found = requirements(columns, place)
+        assert found["include"] == wanted["include"] and found["tag"] == wanted["tag"]
+        assert found["exclude"] == wanted.get("exclude", [])

@@ -1,11 +1,15 @@
 """Rewards inside a training: weights, groups, extra columns, combinations, and a reward that fails on the way."""
 
+import json
+
 import pyarrow.parquet
 import pytest
 import torch
-from tiny_runs import brightness, logged, trained_weights, trainer_for
+from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
 
+from diffusion_grpo.data import load_prompts
 from diffusion_grpo.rewards import RewardError, groupwise, takes_tensors
+from diffusion_grpo.rewards.geneval import Detection, GenEval
 
 
 def test_weights_groups_tensors_and_extra_columns_in_a_training(tmp_path):
@@ -92,3 +96,44 @@ def test_what_is_wrong_with_rewards_is_refused(tmp_path):
             trainer_for(tmp_path, rewards=rewards)
     with pytest.raises(ValueError, match="use one of the two"):
         trainer_for(tmp_path, rewards={"brightness": 1}, reward_weights=[1.0])
+
+
+def test_geneval_prompts_from_a_file_in_a_training(tmp_path):
+    """Nested metadata goes from the file to the reward of the very sample that its prompt made."""
+    rows = [
+        {"tag": "position", "prompt": "a dog right of a cat", "include": [{"class": "cat", "count": 1}]},
+        {"tag": "colors", "prompt": "two red cars", "include": [{"class": "car", "count": 2, "color": "red"}]},
+    ]
+    rows[0]["include"].append({"class": "dog", "count": 1, "position": ["right of", 0]})
+    (tmp_path / "geneval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def detector(images, labels):
+        """Finds what was asked for, side by side in the order of the alphabet, in the first of the pictures."""
+        places = [(label, 0.9, (40.0 * place, 0.0, 40.0 * place + 8, 8.0)) for place, label in enumerate(labels)]
+        return [[Detection(*place) for place in places] if number == 0 else [] for number in range(len(images))]
+
+    trainer = trainer_for(tmp_path / "run", rewards=GenEval(detector), max_steps=1)
+    trainer.train_dataset = load_prompts(str(tmp_path / "geneval.jsonl"))
+    trainer.train()
+    table = pyarrow.parquet.read_table(tmp_path / "run" / "samples" / "step-000000.parquet").to_pydict()
+    right = {(prompt, value) for prompt, value in zip(table["prompt"], table["GenEval"], strict=True)}
+    # one dog right of one cat in the first of four; one car where two were asked for
+    assert right == {("a dog right of a cat", 1.0), ("a dog right of a cat", 0.0), ("two red cars", 0.0)}
+    assert table["GenEval"].count(1.0) == 1 and logged(trainer, "ratio/max_error") == [0.0]
+
+
+def test_a_reward_of_pictures_on_the_first_frame_times_a_coefficient(tmp_path):
+    """HPSv3-style on video: `{reward: {weight: 0.1, frames: 1}}`."""
+    seen = []
+
+    def aesthetic(images):
+        seen.extend(images)
+        return brightness(images)
+
+    rewards = {aesthetic: {"weight": 0.1, "frames": 1}, first_frame_brightness: {"weight": 0.0}}
+    trainer = trainer_for(tmp_path, name="wan", rewards=rewards, max_steps=1)
+    trainer.train()
+    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
+    assert len(seen) == 8 and table["aesthetic"] == table["first_frame_brightness"]
+    assert table["reward"] == pytest.approx([0.1 * value for value in table["aesthetic"]], rel=1e-6)
+    assert logged(trainer, "ratio/max_error") == [0.0]
