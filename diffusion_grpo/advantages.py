@@ -9,7 +9,14 @@ import dataclasses
 
 import torch
 
-AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum", "min_then_normalize", "product_then_normalize"]
+AGGREGATIONS = [
+    "sum_then_normalize",
+    "normalize_then_sum",
+    "min_then_normalize",
+    "product_then_normalize",
+    "loss_per_reward",
+]
+ONE_BY_ONE = ("normalize_then_sum", "loss_per_reward")  # these normalise each reward, the others what all come to
 EPS = 1e-8
 # Rewards of a group that differ by less than this, relative to the largest, count as equal: such differences are
 # rounding of float32 (0.7 and 1 - 0.3), and a z-score would blow them up to full size.
@@ -21,16 +28,23 @@ class Advantages:
     """What the samples' rewards come to.
 
     Attributes:
-        advantages: `(samples,)` float32, never NaN.
+        advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"` their weighted sum before the clip, which
+            is what `best_of_n` goes by.
         rewards: `(samples,)` float32, weighted sum (minimum, product) of the functions; NaN where none scored it.
-        group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group, 0 where all are equal.
+        group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or batch, where that is
+            what it is compared with), 0 where all are equal.
         frac_reward_zero_std: share of the samples in groups of equal rewards.
+        is_dropped: `(samples,)` bool, in a group below `reward_threshold`.
+        by_reward: `(samples, functions)` float32, the advantage of each reward by itself, clipped, without its weight;
+            only with `"loss_per_reward"`.
     """
 
     advantages: torch.Tensor
     rewards: torch.Tensor
     group_std: torch.Tensor
     frac_reward_zero_std: float
+    is_dropped: torch.Tensor
+    by_reward: torch.Tensor | None = None
 
 
 def compute_advantages(
@@ -38,7 +52,10 @@ def compute_advantages(
     groups: torch.Tensor,
     weights: torch.Tensor,
     *,
+    batches: torch.Tensor | None = None,
+    penalty: torch.Tensor | None = None,
     scale_rewards: str = "group",
+    reward_baseline: str = "group",
     multi_objective_aggregation: str = "sum_then_normalize",
     advantage_clip: float | None = None,
     reward_threshold: float | None = None,
@@ -50,38 +67,55 @@ def compute_advantages(
             that function's statistics and gets 0 from it; a sample left out by all has the advantage 0.
         groups: `(samples,)` int64, the group of each sample; any numbers, in any order, at least two samples a group.
         weights: `(functions,)`.
-        scale_rewards: what the distance to the group's mean is divided by: the unbiased standard deviation of the
-            `"group"`, that of the whole `"batch"` (Flow-GRPO's global std), or nothing (`"none"`, Dr. GRPO).
+        batches: `(samples,)` int64, the batch of each sample, whole groups each; by default all are one batch.
+        penalty: `(samples,)`, subtracted from the weighted reward before it is normalised, or from each reward where
+            these are normalised one by one.
+        scale_rewards: what the distance to the mean is divided by: the unbiased standard deviation of the `"group"`,
+            that of the whole `"batch"` (Flow-GRPO's global std), or nothing (`"none"`, Dr. GRPO).
+        reward_baseline: whose mean the distance is taken to: that of the `"group"`, or of the `"batch"`, in which case
+            a group may have a single sample and the default scale is the batch's too.
         multi_objective_aggregation: `"sum_then_normalize"` normalises the weighted sum of the functions,
             `"normalize_then_sum"` sums the normalised functions (GDPO, arXiv 2601.05242, without its last division by
-            the batch's std, which only rescales; DanceGRPO, arXiv 2505.07818). `"min_then_normalize"` and
-            `"product_then_normalize"` take the functions' minimum or product in place of the sum (`combine`).
+            the batch's std, which only rescales). `"loss_per_reward"` normalises and clips each function by itself,
+            for a loss that is summed over them (DanceGRPO's code for video, arXiv 2505.07818).
+            `"min_then_normalize"` and `"product_then_normalize"` take the functions' minimum or product in place of
+            the sum (`combine`).
         advantage_clip: advantages are clamped to plus and minus this, at the very end.
         reward_threshold: a group whose mean weighted reward is below this gets the advantage 0.
 
     Raises:
         ValueError: shapes that do not fit, a group of one sample, an unknown option.
     """
-    check_inputs(rewards, groups, weights, scale_rewards, multi_objective_aggregation)
+    check_inputs(rewards, groups, weights, scale_rewards, reward_baseline, multi_objective_aggregation)
     device, rewards, weights = rewards.device, rewards.detach().cpu().double(), weights.detach().cpu().double()
-    index = torch.unique(groups.cpu(), return_inverse=True)[1]
+    group, batch = _numbered(groups), _numbered(torch.zeros_like(groups) if batches is None else batches)
+    compared = group if reward_baseline == "group" else batch
+    scaled = {"group": compared, "batch": batch, "none": None}[scale_rewards]
     total = combine(rewards, weights, multi_objective_aggregation)
-    mean, std = group_statistics(total, index)
-    if multi_objective_aggregation != "normalize_then_sum":
-        advantages = normalize(total, index, scale_rewards)
-    else:
-        columns = [normalize(column, index, scale_rewards) for column in rewards.unbind(1)]
-        advantages = weighted_sum(torch.stack(columns, 1), weights)
-    if reward_threshold is not None:
-        advantages = advantages.masked_fill(mean < reward_threshold, 0.0)
-    if advantage_clip is not None:
-        advantages = advantages.clamp(-advantage_clip, advantage_clip)
+    std = group_statistics(total, compared)[1]
+    one_by_one = multi_objective_aggregation in ONE_BY_ONE
+    columns = rewards if one_by_one else total[:, None]
+    if penalty is not None:
+        columns = columns - penalty.detach().cpu().double()[:, None]
+    columns = torch.stack([normalize(column, compared, scaled) for column in columns.unbind(1)], 1)
+    is_dropped = group_statistics(total, group)[0] < (-torch.inf if reward_threshold is None else reward_threshold)
+    columns = columns.masked_fill(is_dropped[:, None], 0.0)
+    advantages = weighted_sum(columns, weights) if one_by_one else columns[:, 0]
+    clip = torch.inf if advantage_clip is None else advantage_clip
+    is_apart = multi_objective_aggregation == "loss_per_reward"
     return Advantages(
-        advantages=advantages.float().to(device),
+        advantages=(advantages if is_apart else advantages.clamp(-clip, clip)).float().to(device),
         rewards=total.float().to(device),
         group_std=std.float().to(device),
         frac_reward_zero_std=(std == 0).double().mean().item(),
+        is_dropped=is_dropped.to(device),
+        by_reward=columns.clamp(-clip, clip).float().to(device) if is_apart else None,
     )
+
+
+def _numbered(names: torch.Tensor) -> torch.Tensor:
+    """Any numbers as consecutive ones from 0, on the CPU."""
+    return torch.unique(names.cpu(), return_inverse=True)[1]
 
 
 def check_inputs(
@@ -89,6 +123,7 @@ def check_inputs(
     groups: torch.Tensor,
     weights: torch.Tensor,
     scale_rewards: str,
+    reward_baseline: str,
     multi_objective_aggregation: str,
 ) -> None:
     """Refuses what `compute_advantages` cannot work with."""
@@ -98,11 +133,13 @@ def check_inputs(
             f"{tuple(rewards.shape)}, {tuple(groups.shape)} and {tuple(weights.shape)}."
         )
     names, counts = torch.unique(groups, return_counts=True)
-    if (counts < 2).any():
+    if (counts < 2).any() and reward_baseline == "group":
         raise ValueError(
             f"Group {names[counts < 2][0].item()} has a single sample, which has nothing to be compared with; "
             "set num_generations to 2 or more."
         )
+    if reward_baseline not in ("group", "batch"):
+        raise ValueError(f"reward_baseline must be 'group' or 'batch', not {reward_baseline!r}.")
     if scale_rewards not in ("group", "batch", "none"):
         raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', not {scale_rewards!r}.")
     if multi_objective_aggregation not in AGGREGATIONS:
@@ -164,12 +201,15 @@ def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.
     return mean, std
 
 
-def normalize(rewards: torch.Tensor, index: torch.Tensor, scale_rewards: str) -> torch.Tensor:
-    """Distance of `(samples,)` rewards to their group's mean, scaled; exactly 0 for NaN and in groups of equals."""
-    mean, std = group_statistics(rewards, index)
-    scale = torch.ones_like(std) if scale_rewards == "none" else std + EPS
-    if scale_rewards == "batch":
-        scale = group_statistics(rewards, torch.zeros_like(index))[1] + EPS
+def normalize(rewards: torch.Tensor, compared: torch.Tensor, scaled: torch.Tensor | None) -> torch.Tensor:
+    """Distance of `(samples,)` rewards to a mean, scaled; exactly 0 for NaN and where all are equal.
+
+    Args:
+        compared: `(samples,)` int64, whose mean it is: samples of one number share it.
+        scaled: `(samples,)` int64, whose standard deviation it is divided by; `None` does not divide.
+    """
+    mean, std = group_statistics(rewards, compared)
+    scale = torch.ones_like(std) if scaled is None else group_statistics(rewards, scaled)[1] + EPS
     return ((rewards - mean) / scale).masked_fill((std == 0) | rewards.isnan(), 0.0)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .rollout import Trajectory, sample_seed
+from .values import ValueTargets
 
 
 @dataclasses.dataclass
@@ -23,8 +24,10 @@ class MicroBatch:
     Attributes:
         rows: one dataset row a sample.
         trajectory: of these samples.
-        advantages: (batch,) float32.
+        advantages: (batch,) float32; (batch, rewards) for a loss that is summed over rewards; (batch, steps) with a
+            value model.
         old_log_probs: (batch, steps) float32, the ratio's denominator.
+        targets: of the value model, where there is one.
         log_ratio: (batch,) float32, mean log-ratio over a sample's trained steps, where the loss takes that one.
     """
 
@@ -32,6 +35,7 @@ class MicroBatch:
     trajectory: Trajectory
     advantages: Tensor
     old_log_probs: Tensor
+    targets: ValueTargets | None = None
     log_ratio: Tensor | None = None
 
     def __len__(self) -> int:
@@ -43,12 +47,17 @@ class MicroBatch:
         if kept.all():
             return self
         rows = [row for row, keep in zip(self.rows, kept.tolist(), strict=True) if keep]
-        log_ratio = None if self.log_ratio is None else self.log_ratio[kept]
-        return MicroBatch(rows, self.trajectory[kept], self.advantages[kept], self.old_log_probs[kept], log_ratio)
+        targets, log_ratio = (None if x is None else x[kept] for x in (self.targets, self.log_ratio))
+        part = (self.trajectory[kept], self.advantages[kept], self.old_log_probs[kept])
+        return MicroBatch(rows, *part, targets, log_ratio)
 
     def old_log_prob(self, step: int) -> Tensor:
         """(batch,) the denominator at one step, for samples that all train on it."""
         return self.old_log_probs[self.trajectory.steps == step]
+
+    def advantage(self, step: int) -> Tensor:
+        """(batch,) or (batch, rewards) advantages at one step, for samples that all train on it."""
+        return self.advantages if self.targets is None else self.advantages[self.trajectory.steps == step]
 
 
 class RolloutBuffer:
@@ -57,9 +66,10 @@ class RolloutBuffer:
     Args:
         rows: one dataset row a sample.
         trajectory: of the samples; their number is `micro_batch_size` times a whole number.
-        advantages: (samples,) float32.
+        advantages: (samples, ...) float32, as in `MicroBatch`.
         micro_batch_size: consecutive samples that are trained together, as they were rolled out.
         seed: of the order of the micro-batches, which is another one in each iteration.
+        targets: of the value model, where there is one.
     """
 
     def __init__(
@@ -69,8 +79,9 @@ class RolloutBuffer:
         advantages: Tensor,
         micro_batch_size: int,
         seed: int,
+        targets: ValueTargets | None = None,
     ):
-        self.rows, self.trajectory, self.advantages = rows, trajectory, advantages
+        self.rows, self.trajectory, self.advantages, self.targets = rows, trajectory, advantages, targets
         self.old_log_probs = trajectory.log_probs
         self.micro_batch_size, self.seed = micro_batch_size, seed
 
@@ -88,13 +99,20 @@ class RolloutBuffer:
 
     def micro_batch(self, slot: int) -> MicroBatch:
         """The micro-batch of a slot."""
-        rows = self.range_of(slot)
-        return MicroBatch(self.rows[rows], self.trajectory[rows], self.advantages[rows], self.old_log_probs[rows])
+        return self.part(self.range_of(slot))
+
+    def part(self, rows: slice) -> MicroBatch:
+        """Some samples that follow each other."""
+        targets = None if self.targets is None else self.targets[rows]
+        part = (self.trajectory[rows], self.advantages[rows], self.old_log_probs[rows])
+        return MicroBatch(self.rows[rows], *part, targets)
 
     def save(self, path: Path, kept: Tensor) -> None:
         """Writes all but the rows, which the dataset gives again; `kept` says which of them are here."""
         tensors = {name: getattr(self.trajectory, name).contiguous() for name in Trajectory.TENSORS}
         tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone(), "kept": kept}
+        if self.targets is not None:
+            tensors |= {f"targets.{name}": getattr(self.targets, name).contiguous() for name in ValueTargets.TENSORS}
         settings = {name: str(getattr(self.trajectory, name)) for name in ("num_inference_steps", "noise_level")}
         save_file(tensors, path, metadata=settings)
 
@@ -107,11 +125,15 @@ class RolloutBuffer:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             settings = file.metadata()
         kept, advantages, old = (tensors.pop(name) for name in ("kept", "advantages", "old_log_probs"))
+        targets = {
+            name: tensors.pop(f"targets.{name}") for name in ValueTargets.TENSORS if f"targets.{name}" in tensors
+        }
         trajectory = Trajectory(
             **tensors,
             num_inference_steps=int(settings["num_inference_steps"]),
             noise_level=float(settings["noise_level"]),
         )
-        buffer = cls([rows[i] for i in kept.tolist()], trajectory, advantages, micro_batch_size, seed)
+        targets = ValueTargets(**targets) if targets else None
+        buffer = cls([rows[i] for i in kept.tolist()], trajectory, advantages, micro_batch_size, seed, targets)
         buffer.old_log_probs = old
         return buffer, kept

@@ -26,8 +26,9 @@ from .report import write_curve
 class CheckpointingTrainer(Trainer):
     """transformers' `Trainer` with whole checkpoints in diffusers' layout.
 
-    The trainer that inherits sets `pipe`, `component`, `run`, `ema`, `ref_model`, and `buffer` with `_kept`, the
-    samples of the running rollout, and `_has_started` once the run in the output folder is its own.
+    The trainer that inherits sets `pipe`, `component`, `run`, `ema`, `ref_model`, `values` (a value model, or None),
+    and `buffer` with `_kept`, the samples of the running rollout, and `_has_started` once the run in the output folder
+    is its own.
     """
 
     @property
@@ -76,6 +77,8 @@ class CheckpointingTrainer(Trainer):
         self.store_flos()
         self.save_model(str(staging), _internal_call=True)
         self._save_beside_model(staging)
+        if self.values is not None and self.args.should_save:
+            self.values.save(staging)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(staging))
             self._save_scaler(str(staging))
@@ -153,6 +156,8 @@ class CheckpointingTrainer(Trainer):
         if self.args.sync_ref_model:
             hub.load_policy(self.ref_model, self.component, folder / "reference")
         hub.load_policy(unwrapped, self.component, folder)
+        if self.values is not None:
+            self.values.load(folder)
         self._resumed_from, self.buffer, self._update = str(folder), None, -1
 
     def _load_average(self, folder: Path) -> None:

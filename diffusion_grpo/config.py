@@ -159,6 +159,13 @@ class DiffusionGRPOConfig(TrainingArguments):
     # Optimisation
     loss_type: str = field(default="grpo", metadata={"help": "grpo, or the dotted path of a loss function."})
     beta: float = field(default=0.0, metadata={"help": "Weight of the KL divergence to the reference model."})
+    kl_reward: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of the KL divergence to the reference, the mean over a sample's trained steps, that is "
+            "subtracted from its reward (Flow-GRPO's kl_reward); measured by two more forward passes a step."
+        },
+    )
     epsilon: float = field(default=1e-4, metadata={"help": "The ratio is clipped below 1 - epsilon."})
     epsilon_high: float | None = field(
         default=None, metadata={"help": "The ratio is clipped above 1 + epsilon_high; by default epsilon."}
@@ -182,6 +189,20 @@ class DiffusionGRPOConfig(TrainingArguments):
     scale_rewards: str = field(
         default="group", metadata={"help": "Rewards are divided by the std of the group, of the batch, or none."}
     )
+    reward_baseline: str = field(
+        default="group",
+        metadata={
+            "help": "Rewards are compared with the mean of the group or of the batch; with batch, num_generations may "
+            "be 1."
+        },
+    )
+    num_batches_per_step: int = field(
+        default=1,
+        metadata={
+            "help": "Batches in one rollout: what is taken over the batch (scale_rewards, reward_baseline, the scale "
+            "of gae) is taken over each by itself. It divides the prompts of a rollout."
+        },
+    )
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "One weight a reward function; 1 each by default."}
     )
@@ -189,7 +210,8 @@ class DiffusionGRPOConfig(TrainingArguments):
         default="sum_then_normalize",
         metadata={
             "help": "How several rewards become one advantage: sum_then_normalize, normalize_then_sum (GDPO), "
-            "min_then_normalize or product_then_normalize."
+            "min_then_normalize or product_then_normalize; with loss_per_reward each has its own, and the clipped "
+            "losses are summed (DanceGRPO's VQ and MQ)."
         },
     )
     advantage_clip: float | None = field(default=5.0, metadata={"help": "Advantages are clamped to +- this."})
@@ -206,6 +228,27 @@ class DiffusionGRPOConfig(TrainingArguments):
     max_ratio_error: float | None = field(
         default=1e-4,
         metadata={"help": "Stop where the first ratio after a rollout is further from 1. None never stops."},
+    )
+
+    # Value model
+    advantage_estimator: str = field(
+        default="group",
+        metadata={
+            "help": "group: rewards are compared within the group (GRPO). gae: with a value model that is trained "
+            "beside the policy, by generalized advantage estimation (PPO); num_generations may be 1."
+        },
+    )
+    value_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the value model."})
+    value_clip: float | None = field(
+        default=0.2,
+        metadata={
+            "help": "How far a value may move on one rollout (PPO's clipped value loss), in standard deviations of "
+            "the first rollout's rewards; null for no bound."
+        },
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount of a reward, for each trained step before it."})
+    gae_lambda: float = field(
+        default=0.95, metadata={"help": "GAE's lambda: 1 goes by the reward alone, 0 by the next step's value."}
     )
 
     # Reference and average
@@ -230,6 +273,13 @@ class DiffusionGRPOConfig(TrainingArguments):
     )
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments of DiffusionPipeline.from_pretrained."}
+    )
+    selective_checkpointing: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of the network's blocks, evenly spread, whose activations are recomputed; 0.5 is every "
+            "other one: more memory than all, less time."
+        },
     )
     shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts in each epoch."})
     log_completions: bool = field(
@@ -271,6 +321,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             self.epsilon_high = self.epsilon
         self._check_choices()
         self._check_numbers()
+        self._check_shares()
         self._check_steps()
         self._check_batches()
 
@@ -295,6 +346,11 @@ class DiffusionGRPOConfig(TrainingArguments):
         return self.prompts_per_generation * self.num_generations // self.world_size
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the KL divergence to a reference is measured."""
+        return self.beta > 0 or self.kl_reward > 0
+
+    @property
     def window(self) -> tuple[int, int]:
         """[start, stop) of the steps that may be trained."""
         start, stop = self.sde_window or (0, self.num_inference_steps - 1)
@@ -312,6 +368,8 @@ class DiffusionGRPOConfig(TrainingArguments):
         choices = {
             "sde_type": ["auto", *PROCESSES],
             "scale_rewards": ["group", "batch", "none"],
+            "reward_baseline": ["group", "batch"],
+            "advantage_estimator": ["group", "gae"],
             "multi_objective_aggregation": AGGREGATIONS,
             "old_log_prob": ["rollout", "replay"],
             "importance_sampling_level": ["token", "sequence"],
@@ -325,8 +383,15 @@ class DiffusionGRPOConfig(TrainingArguments):
         get_loss(self.loss_type)
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
-        if self.sync_ref_model and self.beta == 0:
+        if self.sync_ref_model and not self.needs_reference:
             raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
+        if self.advantage_estimator == "gae" and self.multi_objective_aggregation == "loss_per_reward":
+            raise ValueError(
+                "advantage_estimator='gae' has one value for all rewards, so multi_objective_aggregation cannot be "
+                "'loss_per_reward'; use sum_then_normalize."
+            )
+        if self.selective_checkpointing < 1 and not self.activation_checkpointing:
+            raise ValueError("selective_checkpointing chooses blocks to recompute; set gradient_checkpointing=True.")
         if self.ignore_data_skip:
             raise ValueError("ignore_data_skip would pair resumed rollouts with other prompts; leave it False.")
         if self.auto_find_batch_size:
@@ -334,7 +399,10 @@ class DiffusionGRPOConfig(TrainingArguments):
 
     def _check_numbers(self) -> None:
         at_least = {
-            "num_generations": 2,
+            "num_generations": 1 if self.reward_baseline == "batch" or self.advantage_estimator == "gae" else 2,
+            "num_batches_per_step": 1,
+            "value_learning_rate": 0,
+            "kl_reward": 0,
             "num_generations_eval": 1,
             "per_device_train_batch_size": 1,
             "per_device_eval_batch_size": 1,
@@ -358,7 +426,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             if value is not None and value < least:
                 reason = "; one sample has no group to be better than" if name == "num_generations" else ""
                 raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
-        for name in ("noise_level", "advantage_clip", "max_ratio_error", "fps"):
+        for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value}.")
@@ -366,10 +434,16 @@ class DiffusionGRPOConfig(TrainingArguments):
             raise ValueError(f"reward_weights must be finite numbers, got {self.reward_weights}.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}.")
-        if not 0 < self.timestep_fraction <= 1:
-            raise ValueError(f"timestep_fraction must lie in (0, 1], got {self.timestep_fraction}.")
         if self.sde_type in ("cps", "ddim", "ancestral") and self.noise_level is not None and self.noise_level > 1:
             raise ValueError(f"noise_level of {self.sde_type} lies in (0, 1], got {self.noise_level}.")
+
+    def _check_shares(self) -> None:
+        for name in ("timestep_fraction", "selective_checkpointing"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}.")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}.")
 
     def _check_steps(self) -> None:
         self._check_pipeline_kwargs()
@@ -419,6 +493,13 @@ class DiffusionGRPOConfig(TrainingArguments):
                 f"{trained // group} prompts x num_generations={generations} samples cannot be spread evenly over "
                 f"{self.world_size} processes; make their product a multiple of it."
             )
+        if self.prompts_per_generation % self.num_batches_per_step:
+            raise ValueError(
+                f"num_batches_per_step={self.num_batches_per_step} does not divide the {self.prompts_per_generation} "
+                "prompts of a rollout; change it, or steps_per_generation."
+            )
+        if self.prompts_per_generation * generations // self.num_batches_per_step < 2:
+            raise ValueError("A batch of one sample has nothing to compare it with; lower num_batches_per_step.")
         if self.best_of_n and self.rollout_size % generations:
             raise ValueError(
                 f"best_of_n needs whole groups on each process, but each rolls out {self.rollout_size} samples, not a "

@@ -8,6 +8,8 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,7 +94,7 @@ def prepare_model(
 def _prepared(network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> nn.Module:
     """One network with what is trained of it: a LoRA around it, or all its weights."""
     if args.activation_checkpointing:
-        _enable_checkpointing(network, args.activation_checkpointing_kwargs or {})
+        _enable_checkpointing(network, args.activation_checkpointing_kwargs or {}, args.selective_checkpointing)
     if peft_config is not None:
         # a config of its own: peft writes into it
         model = get_peft_model(network, copy.deepcopy(peft_config)).eval()
@@ -115,7 +117,7 @@ def _with_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.M
     return network.to(torch.float32)
 
 
-def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any]) -> None:
+def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any], share: float = 1.0) -> None:
     unknown = set(kwargs) - {"use_reentrant", "preserve_rng_state", "determinism_check"}
     if unknown:
         raise ValueError(
@@ -127,7 +129,19 @@ def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any]) -> None:
             f"{type(network).__name__} has no gradient checkpointing in diffusers; set gradient_checkpointing=False."
         )
     checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, **{"use_reentrant": False, **kwargs})
-    network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint)
+    network.enable_gradient_checkpointing(gradient_checkpointing_func=_selective(checkpoint, share))
+
+
+def _selective(checkpoint: Callable, share: float) -> Callable:
+    """Checkpointing of a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing`."""
+    places: dict[Callable, int] = {}  # in the order in which the network calls them
+
+    def checkpointed(block: Callable, *args: Any, **kwargs: Any) -> Any:
+        place = places.setdefault(block, len(places))
+        is_chosen = math.floor((place + 1) * share + 0.5) > math.floor(place * share + 0.5)
+        return checkpoint(block, *args, **kwargs) if is_chosen else block(*args, **kwargs)
+
+    return checkpointed
 
 
 def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:

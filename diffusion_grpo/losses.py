@@ -8,7 +8,7 @@ mean over one micro-batch at one step: the caller divides by the number of train
 import dataclasses
 import difflib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,7 +20,8 @@ class LossInputs:
     Attributes:
         log_prob: `(batch,)`, log-probability of the recorded step under the policy as it is now, with gradient.
         old_log_prob: `(batch,)`, the same under the policy that rolled out, without gradient.
-        advantages: `(batch,)`, one for each sample, the same at all its steps.
+        advantages: `(batch,)`, one for each sample: the same at all its steps, but for those of a value model. What
+            `loss_per_reward` is given has a column for each reward.
         mean: `(batch, ...)`, mean of the next latent under the policy, with gradient.
         std: standard deviation of the next latent, broadcastable to `mean`, greater than 0.
         ref_mean: `(batch, ...)`, mean of the next latent under the reference, or `None` where there is no reference.
@@ -102,6 +103,33 @@ def grpo(inputs: LossInputs) -> LossOutput:
 
 
 LOSSES: dict[str, Loss] = {"grpo": grpo}
+
+
+def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
+    """A loss summed over rewards that have an advantage each, as DanceGRPO's code trains video (arXiv 2505.07818).
+
+    `sum_i |w_i| * loss(sign(w_i) * A_i, beta = 0) + loss(A = 0, beta)`: the clip judges each reward by itself, so that
+    a step which one wants and another does not is held back on one side only. The part without advantages, the KL,
+    counts once. Where nothing is clipped it is the loss of the weighted sum of the advantages.
+
+    Args:
+        loss: of one advantage a sample, the sum of a part that vanishes with the advantages and one times `beta`.
+        weights: one a reward.
+
+    Returns:
+        A loss for `LossInputs` whose `advantages` are `(batch, rewards)`. Metrics are means over the rewards.
+    """
+
+    def summed(inputs: LossInputs) -> LossOutput:
+        columns = zip(inputs.advantages.unbind(1), weights, strict=True)
+        signed = [(-column if weight < 0 else column, abs(weight)) for column, weight in columns]
+        parts = [(loss(dataclasses.replace(inputs, advantages=column, beta=0.0)), size) for column, size in signed]
+        rest = loss(dataclasses.replace(inputs, advantages=torch.zeros_like(inputs.log_prob)))
+        names = parts[0][0].metrics
+        metrics = {name: torch.stack([part.metrics[name] for part, _ in parts]).mean() for name in names}
+        return LossOutput(sum((size * part.loss for part, size in parts), rest.loss), metrics)
+
+    return summed
 
 
 def get_loss(loss: str | Loss) -> Loss:

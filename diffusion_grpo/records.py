@@ -33,6 +33,7 @@ IDENTITY_SETTINGS = (
     "steps_per_generation",
     "num_iterations",
     "best_of_n",
+    "advantage_estimator",
 )
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 

@@ -24,7 +24,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl.models.utils import _ForwardRedirection
 
-from .advantages import best_of_n, compute_advantages
+from .advantages import best_of_n
 from .buffer import MicroBatch, RolloutBuffer
 from .callbacks import (
     EMACallback,
@@ -37,10 +37,11 @@ from .callbacks import (
 from .checkpoints import CheckpointingTrainer
 from .config import DiffusionGRPOConfig
 from .data import GroupSampler, check_dataset
+from .estimators import Estimate, estimate
 from .evaluation import evaluate_policy
 from .inputs import PipelineInputs
 from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, prepare_model
-from .losses import LossInputs, get_loss
+from .losses import LossInputs, get_loss, kl_divergence, loss_per_reward
 from .records import check_same_run, extra_column, run_record, write_json, write_samples
 from .rewards import (
     RewardError,
@@ -54,6 +55,7 @@ from .rewards import (
 )
 from .rollout import Policy, StepDistribution, Trajectory, replay, rollout, sample_seed, trained_steps
 from .schedulers import DEFAULT_NOISE_LEVELS
+from .values import ValueCallback, ValueModel, recorded_conditions, states
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
@@ -110,7 +112,9 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
         check_groups(self.reward_funcs, args.rollout_size, args.num_generations)
         self.loss = get_loss(args.loss_type)
-        check_peft_config(peft_config, args.beta)
+        if args.multi_objective_aggregation == "loss_per_reward":
+            self.loss = loss_per_reward(self.loss, self.reward_weights)
+        check_peft_config(peft_config, args.beta or args.kl_reward)
         if args.sync_ref_model and peft_config is not None:
             raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
         self._check_datasets(args, train_dataset, eval_dataset)
@@ -144,8 +148,9 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
                 f"{self.component} take turns, so each step leaves one of them without gradient, which several "
                 "processes cannot share; start one process, or name one network in train_component."
             )
-        self.ref_model = self._reference_copy() if args.beta > 0 and peft_config is None else None
+        self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
         pipe.to(args.device)
+        self.values = self._value_model() if args.advantage_estimator == "gae" else None
         self._add_callbacks()
         evaluations = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else eval_dataset
         counts = {"train": len(train_dataset or []), "eval": sum(map(len, _as_list(evaluations)))}
@@ -186,6 +191,28 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
     def _reference_copy(self) -> nn.Module:
         ref_model = copy.deepcopy(self.model).requires_grad_(False).eval()
         return ref_model.to("cpu" if self.args.offload_ref_model else self.args.device)
+
+    def _value_model(self) -> ValueModel:
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
+                "start without them."
+            )
+        values = ValueModel(self.args.seed).to(self.args.device)
+        self.add_callback(ValueCallback(values, self.accelerator))
+        return values
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """`Trainer`'s, with a group of its own for the value model."""
+        optimizer = super().create_optimizer(model)
+        if self.values is not None:
+            parameters = list(self.values.parameters())
+            if not any(
+                parameter is parameters[0] for group in optimizer.param_groups for parameter in group["params"]
+            ):
+                group = {"params": parameters, "lr": self.args.value_learning_rate, "weight_decay": 0.0}
+                optimizer.add_param_group(group)
+        return optimizer
 
     def _add_callbacks(self) -> None:
         args = self.args
@@ -272,6 +299,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
                 self._backward(loss)
             total += loss.detach()
             errors.append(error)
+        if batch.targets is not None:
+            self._train_values(batch)
         if is_on_policy:
             self._check_ratio(max(errors))
         self._metrics["time/update"].append(time.perf_counter() - start)
@@ -292,7 +321,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             LossInputs(
                 log_prob=now.log_prob,
                 old_log_prob=old,
-                advantages=batch.advantages.to(now.log_prob),
+                advantages=batch.advantage(step).to(now.log_prob),
                 mean=now.mean,
                 std=now.std,
                 ref_mean=ref_mean,
@@ -312,15 +341,37 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         now = self._log_probs_now(batch)
         return (now - batch.old_log_probs.to(now)).mean(1)
 
-    @torch.no_grad()
     def _log_probs_now(self, batch: MicroBatch) -> Tensor:
         """(batch, steps) log-probabilities of the recorded steps under the policy as it is."""
-        log_probs = torch.empty_like(batch.trajectory.log_probs)
+        return self._at_trained_steps(batch, lambda *replayed: replay(self.policy, *replayed).log_prob)
+
+    def _divergences(self, rows: list[dict], trajectory: Trajectory) -> Tensor:
+        """(samples, steps) KL divergence of the policy as it is from the reference, in the rollout's batches."""
+
+        def measure(*replayed: Any) -> Tensor:
+            now = replay(self.policy, *replayed)
+            return kl_divergence(now.mean, self._reference(*replayed).mean, now.std)
+
+        recorded = RolloutBuffer(rows, trajectory, trajectory.log_probs, len(rows), seed=0)
+        size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
+        parts = [self._at_trained_steps(recorded.part(chunk), measure) for chunk in _chunks(len(rows), size)]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def _at_trained_steps(self, batch: MicroBatch, measure: Callable) -> Tensor:
+        """(batch, steps) of what `measure` says of each trained step, given inputs, trajectory and step."""
+        values = torch.empty_like(batch.trajectory.log_probs)
         for step in batch.trajectory.steps.unique().tolist():
             part = batch.at_step(step)
-            now = replay(self.policy, self.inputs(part.rows), part.trajectory, step)
-            log_probs[batch.trajectory.steps == step] = now.log_prob.to(log_probs)
-        return log_probs
+            values[batch.trajectory.steps == step] = measure(self.inputs(part.rows), part.trajectory, step).to(values)
+        return values
+
+    def _train_values(self, batch: MicroBatch) -> None:
+        """One backward pass of the value model, which shares nothing with the policy."""
+        loss = self.values.loss(batch.targets, self.args.value_clip)
+        self._refuse_non_finite(loss.detach(), "value loss")
+        self._backward(loss / self.current_gradient_accumulation_steps)
+        self._metrics["value/loss"].append(loss.item())
 
     @torch.no_grad()
     def _reference(self, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> StepDistribution:
@@ -392,7 +443,11 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         """One rollout: samples, rewards, advantages, and the buffer they end in."""
         start = time.perf_counter()
         positions = torch.arange(len(rows)) + self.accelerator.process_index * len(rows)
-        samples, trajectory = self._rollout(rows, generation, positions)
+        observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
+        with observed as conditions:
+            samples, trajectory = self._rollout(rows, generation, positions)
+        divergences = self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
+        seen = None if conditions is None else states(trajectory, torch.cat(conditions))
         self._metrics["time/rollout"].append(time.perf_counter() - start)
 
         start = time.perf_counter()
@@ -403,26 +458,20 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         except RewardError:
             self._save_before_stopping()
             raise
-        rewards = self.accelerator.gather(local.to(self.args.device)).cpu()
+        rewards, divergences, seen = (self._gathered(part) for part in (local, divergences, seen))
         self._metrics["time/reward"].append(time.perf_counter() - start)
         self._images += len(rewards)
 
-        groups = torch.arange(len(rewards)) // self.args.num_generations
-        result = compute_advantages(
-            rewards,
-            groups,
-            torch.tensor(self.reward_weights),
-            scale_rewards=self.args.scale_rewards,
-            multi_objective_aggregation=self.args.multi_objective_aggregation,
-            advantage_clip=self.args.advantage_clip,
-            reward_threshold=self.args.reward_threshold,
-        )
-        self._log_rewards(rewards, result)
-        advantages = result.advantages[positions]
+        names = [reward.name for reward in self.reward_funcs]
+        found = estimate(self.args, self.reward_weights, names, rewards, positions, divergences, seen, self.values)
+        self._log_rewards(rewards, found)
         if self.args.log_completions:
-            columns = {"reward": result.rewards[positions], "advantage": advantages, "seed": trajectory.seeds}
-            self._write_samples(rows, local, {name: column.tolist() for name, column in columns.items()} | extra)
-        return self._buffer_of(rows, trajectory, advantages, generation)
+            self._write_samples(rows, local, found.columns | {"seed": trajectory.seeds.tolist()} | extra)
+        return self._buffer_of(rows, trajectory, found, generation)
+
+    def _gathered(self, local: Tensor | None) -> Tensor | None:
+        """What every process has, in the order of the rollout; on the CPU."""
+        return None if local is None else self.accelerator.gather(local.to(self.args.device)).cpu()
 
     @torch.no_grad()
     def _rollout(self, rows: list[dict], generation: int, positions: Tensor) -> tuple[list, Trajectory]:
@@ -495,8 +544,10 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         if self.accelerator.num_processes == 1 and self.state.global_step > 0:
             self._save_checkpoint(self.model, trial=None)
 
-    def _log_rewards(self, rewards: Tensor, result: Any) -> None:
-        metrics = self._metrics
+    def _log_rewards(self, rewards: Tensor, found: Estimate) -> None:
+        metrics, result = self._metrics, found.result
+        for name, value in found.metrics.items():
+            metrics[name].append(value)
         metrics["reward"].append(result.rewards.nanmean().item())
         metrics["reward_std"].append(result.group_std.mean().item())
         metrics["frac_reward_zero_std"].append(result.frac_reward_zero_std)
@@ -514,18 +565,17 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         table |= dict(zip(names, rewards.T.tolist(), strict=True))
         write_samples(path, columns | table)
 
-    def _buffer_of(
-        self, rows: list[dict], trajectory: Trajectory, advantages: Tensor, generation: int
-    ) -> RolloutBuffer:
+    def _buffer_of(self, rows: list[dict], trajectory: Trajectory, found: Estimate, generation: int) -> RolloutBuffer:
         args, seed = self.args, sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
         self._kept = torch.arange(len(rows))
         if args.best_of_n is not None:
             generator = torch.Generator().manual_seed(sample_seed(seed, "best_of_n"))
             groups = torch.arange(len(rows)) // args.num_generations
-            self._kept = best_of_n(advantages, groups, args.best_of_n, generator)
+            self._kept = best_of_n(found.ranking, groups, args.best_of_n, generator)
             rows, trajectory = [rows[i] for i in self._kept.tolist()], trajectory[self._kept]
-        advantages = advantages[self._kept].to(args.device)
-        buffer = RolloutBuffer(rows, trajectory, advantages, args.per_device_train_batch_size, seed)
+        advantages = found.advantages[self._kept].to(args.device)
+        targets = None if found.targets is None else found.targets[self._kept]
+        buffer = RolloutBuffer(rows, trajectory, advantages, args.per_device_train_batch_size, seed, targets)
         if args.old_log_prob == "replay" and self._slots > args.gradient_accumulation_steps:
             buffer.old_log_probs = self._replayed_log_probs(buffer)
         return buffer
@@ -535,10 +585,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         """(samples, steps) log-probabilities from replays, before any update; in the batches that are trained."""
         log_probs = torch.empty_like(buffer.trajectory.log_probs)
         for chunk in _chunks(len(buffer.rows), buffer.micro_batch_size):
-            batch = MicroBatch(
-                buffer.rows[chunk], buffer.trajectory[chunk], buffer.advantages[chunk], buffer.old_log_probs[chunk]
-            )
-            log_probs[chunk] = self._log_probs_now(batch)
+            log_probs[chunk] = self._log_probs_now(buffer.part(chunk))
         return log_probs
 
     def _restored_buffer(self, rows: list[dict], generation: int) -> RolloutBuffer:

@@ -174,6 +174,7 @@ def test_results_are_float32_without_gradient_and_the_inputs_stay():
         ([0, 0, 5], {}, "Group 5 has a single sample.*num_generations"),
         ([0, 0], {}, r"shapes .* not \(3, 1\), \(2,\) and \(1,\)"),
         ([0, 0, 0], {"scale_rewards": "std"}, "'group', 'batch' or 'none', not 'std'"),
+        ([0, 0, 0], {"reward_baseline": "prompt"}, "'group' or 'batch', not 'prompt'"),
         ([0, 0, 0], {"multi_objective_aggregation": "gdpo"}, "sum_then_normalize, .* not 'gdpo'"),
     ],
 )
@@ -228,3 +229,29 @@ def test_what_must_all_be_good_is_normalised_after_it_is_combined(order):
     total = combine(rewards, torch.ones(2), order)
     torch.testing.assert_close(result.advantages, (total - total.mean()) / total.std())
     assert result.advantages.argmax() == 3 and result.advantages[0] < 0
+
+
+def test_advantages_of_each_reward_by_itself():
+    """Where nothing is clipped their weighted sum is what normalize_then_sum gives; clipped, it need not be."""
+    first, second = [0.0, 1.0, 2.0, NAN, 9.0, 9.0, 8.0, 7.0], [30.0, 0.0, 10.0, 0.0, 1.0, 2.0, 3.0, 9.0]
+    groups, weights = [0, 0, 0, 0, 1, 1, 1, 1], [0.3, 2.0]
+    apart = compute([first, second], groups, weights, multi_objective_aggregation="loss_per_reward")
+    summed = compute([first, second], groups, weights, multi_objective_aggregation="normalize_then_sum")
+    assert summed.by_reward is None and apart.by_reward.shape == (8, 2)
+    assert torch.equal(apart.advantages, summed.advantages) and torch.equal(apart.rewards, summed.rewards.nan_to_num())
+    close(apart.by_reward @ torch.tensor(weights), summed.advantages)
+    close(apart.by_reward[:3, 0], z_scores([0.0, 1.0, 2.0]))
+    assert apart.by_reward[3, 0] == 0
+    clip = {"advantage_clip": 1.0}
+    clipped = compute([first, second], groups, weights, multi_objective_aggregation="loss_per_reward", **clip)
+    close(clipped.by_reward, apart.by_reward.clamp(-1, 1))
+    assert torch.equal(clipped.advantages, apart.advantages)
+    together = compute([first, second], groups, weights, multi_objective_aggregation="normalize_then_sum", **clip)
+    assert not torch.allclose(clipped.by_reward @ torch.tensor(weights), together.advantages, atol=0.1)
+
+
+def test_threshold_drops_groups_whatever_they_are_compared_with():
+    rewards, groups = [0.0, 1.0, 4.0, 6.0], [0, 0, 1, 1]
+    result = compute([rewards], groups, reward_baseline="batch", reward_threshold=0.9)
+    close(result.advantages, [0, 0, *((torch.tensor(rewards[2:]) - 2.75) / torch.tensor(rewards).std())])
+    assert result.is_dropped.tolist() == [True, True, False, False]

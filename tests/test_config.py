@@ -35,6 +35,25 @@ def config(**settings):
         ({"ema_decay": 1.0}, "between 0 and 1"),
         ({"beta": -0.1}, "beta must be at least 0"),
         ({"sync_ref_model": True}, "set beta above 0"),
+        ({"kl_reward": -0.1}, "kl_reward must be at least 0"),
+        ({"reward_baseline": "prompt"}, "choose one of group, batch"),
+        ({"advantage_estimator": "gea"}, "choose one of group, gae.*Did you mean 'gae'"),
+        (
+            {"advantage_estimator": "gae", "multi_objective_aggregation": "loss_per_reward"},
+            "one value for all rewards.*use sum_then_normalize",
+        ),
+        ({"gamma": 1.5}, r"gamma must lie in \[0, 1\], got 1.5"),
+        ({"gae_lambda": -0.5}, r"gae_lambda must lie in \[0, 1\], got -0.5"),
+        ({"value_clip": 0.0}, "value_clip must be above 0"),
+        ({"value_learning_rate": -1.0}, "value_learning_rate must be at least 0"),
+        ({"num_batches_per_step": 0}, "num_batches_per_step must be at least 1"),
+        ({"num_batches_per_step": 3}, "num_batches_per_step=3 does not divide the 8 prompts"),
+        (
+            {"num_generations": 1, "reward_baseline": "batch", "num_batches_per_step": 128},
+            "batch of one sample.*lower num_batches_per_step",
+        ),
+        ({"selective_checkpointing": 0.0}, r"selective_checkpointing must lie in \(0, 1\]"),
+        ({"selective_checkpointing": 0.5, "gradient_checkpointing": False}, "set gradient_checkpointing=True"),
         ({"remove_unused_columns": True}, "must stay False"),
         ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ],
@@ -55,6 +74,19 @@ def test_sizes_of_a_rollout():
     args = config(num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=4, best_of_n=4)
     assert args.steps_per_generation == 4
     assert args.prompts_per_generation == 4 and args.rollout_size == 32  # 16 of them are trained on
+
+
+def test_groups_of_one_where_something_else_is_compared_with():
+    assert config(num_generations=1, reward_baseline="batch").prompts_per_generation == 128
+    assert config(num_generations=1, advantage_estimator="gae").prompts_per_generation == 128
+
+
+def test_a_reference_is_needed_for_a_divergence_in_loss_or_reward():
+    assert [config(**given).needs_reference for given in ({}, {"beta": 0.1}, {"kl_reward": 0.1})] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_trls_names_and_defaults():

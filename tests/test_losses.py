@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_grpo import losses
-from diffusion_grpo.losses import LossInputs, get_loss, grpo, kl_divergence
+from diffusion_grpo.losses import LossInputs, get_loss, grpo, kl_divergence, loss_per_reward
+from diffusion_grpo.processes import flow_sde, log_density
 
 
 def inputs(ratio, advantages, *, epsilon=0.1, epsilon_high=0.3, beta=0.0, ref_mean=None) -> LossInputs:
@@ -192,3 +194,101 @@ def test_get_loss_takes_names_paths_and_functions():
 def test_get_loss_refuses_what_it_does_not_know(name, message):
     with pytest.raises(ValueError, match=message):
         get_loss(name)
+
+
+# rewards with a loss each
+
+
+def of_two_rewards(ratio, advantages, **settings) -> LossInputs:
+    """Inputs whose advantages have a column a reward."""
+    given = inputs(ratio, [0.0] * len(ratio), **settings)
+    return dataclasses.replace(given, advantages=torch.tensor(advantages, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.3, 2.0], [1.0, -0.5]])
+def test_where_nothing_is_clipped_losses_per_reward_are_the_loss_of_the_sum(weights):
+    advantages = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    settings = {"beta": 0.7, "ref_mean": torch.zeros(4, 3, dtype=torch.float64)}
+    given = of_two_rewards([1.0, 0.95, 1.05, 1.25], advantages.tolist(), **settings)
+    apart = loss_per_reward(grpo, weights)(given)
+    summed = dataclasses.replace(given, advantages=advantages @ torch.tensor(weights, dtype=torch.float64))
+    together = grpo(summed)
+    gradients = [torch.autograd.grad(output.loss, [given.log_prob, given.mean]) for output in (apart, together)]
+    assert apart.loss.item() == pytest.approx(together.loss.item(), rel=1e-12)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert apart.metrics["kl"] == together.metrics["kl"] and apart.metrics["clip_ratio/region_mean"] == 0
+
+
+def test_the_clip_judges_each_reward_by_itself():
+    """The step is already 1.5 times as likely: the reward that wants it is held back, the other still pulls."""
+    given = of_two_rewards([1.5], [[1.0, -2.0]])
+    output = loss_per_reward(grpo, [1.0, 0.25])(given)
+    assert output.loss.item() == pytest.approx(-1.3 + 0.25 * 2.0 * 1.5)
+    output.loss.backward()
+    assert given.log_prob.grad.item() == pytest.approx(0.25 * 2.0 * 1.5)
+    assert output.metrics["clip_ratio/high_mean"] == 0.5  # of two rewards, one
+    together = grpo(dataclasses.replace(given, advantages=torch.tensor([1.0 - 0.5], dtype=torch.float64)))
+    assert together.loss.item() == pytest.approx(-0.5 * 1.3)  # the sum of the advantages is held back altogether
+
+
+def test_a_negative_weight_turns_the_advantage_not_the_clip():
+    negative = loss_per_reward(grpo, [1.0, -0.5])(of_two_rewards([1.5, 0.5], [[1.0, 2.0], [0.3, -1.0]]))
+    positive = loss_per_reward(grpo, [1.0, 0.5])(of_two_rewards([1.5, 0.5], [[1.0, -2.0], [0.3, 1.0]]))
+    assert negative.loss.item() == positive.loss.item()
+
+
+def test_dancegrpos_loss_for_video():
+    """Its training loop in float64: each reward clamped and clipped, weighted, divided by the steps outside."""
+    ratio = torch.tensor([1.0002, 0.9998, 1.00005], dtype=torch.float64)
+    advantages, coefficients, clip = torch.tensor([[9.0, -0.5], [-7.0, 0.2], [1.0, 1.0]]).double(), [1.0, 0.5], 1e-4
+    expected = 0.0
+    for column, coefficient in zip(advantages.clamp(-5, 5).T, coefficients, strict=True):
+        unclipped, clipped = -column * ratio, -column * ratio.clamp(1 - clip, 1 + clip)
+        expected += coefficient * torch.maximum(unclipped, clipped).mean()
+    given = of_two_rewards(ratio.tolist(), advantages.clamp(-5, 5).tolist(), epsilon=clip, epsilon_high=clip)
+    assert loss_per_reward(grpo, coefficients)(given).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+# conversions that docs/converting.md promises
+
+
+def steps_of_sd3():
+    """The nine of ten steps that Flow-GRPO trains on SD3.5-M: (sigma, sigma_next, sigma_max) in float64."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10)
+    sigmas = scheduler.sigmas.double()
+    return [(sigmas[i], sigmas[i + 1], sigmas[1]) for i in range(9)]
+
+
+@pytest.mark.parametrize("step", range(9))
+def test_flow_grpos_kl_and_log_probability_convert(step):
+    """Its step written as in its code, with g where ours has g * sqrt(-dt)."""
+    sigma, sigma_next, sigma_max = steps_of_sd3()[step]
+    sample, prediction, other, noise = torch.randn(4, 2, 3, 4, 4, dtype=torch.float64)
+    dt = sigma_next - sigma
+    g = torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))) * 0.7
+
+    def their_mean(velocity):
+        return sample * (1 + g**2 / (2 * sigma) * dt) + velocity * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
+
+    theirs = ((their_mean(prediction) - their_mean(other)) ** 2).mean((1, 2, 3)) / (2 * g**2)
+    ours = [
+        flow_sde(velocity, sample, sigma, sigma_next, sigma_max=sigma_max, noise_level=0.7)
+        for velocity in (prediction, other)
+    ]
+    (mean, std), (ref_mean, _) = ours
+    torch.testing.assert_close(theirs, -dt * kl_divergence(mean, ref_mean, std), rtol=1e-9, atol=0)
+    drawn = mean + std * noise
+    scale = g * torch.sqrt(-dt)
+    density = -((drawn - their_mean(prediction)) ** 2) / (2 * scale**2) - torch.log(scale) - math.log(2 * math.pi) / 2
+    torch.testing.assert_close(log_density(drawn, mean, std), density.mean((1, 2, 3)), rtol=1e-5, atol=1e-6)
+
+
+def test_flow_grpos_beta_in_ours():
+    """The numbers of docs/converting.md."""
+    factors = torch.tensor([sigma - sigma_next for sigma, sigma_next, _ in steps_of_sd3()])
+    assert 1 / factors.max() == pytest.approx(3.7, abs=0.05) and 1 / factors.min() == pytest.approx(25, abs=0.1)
+    assert 0.04 * factors.min() == pytest.approx(0.0016, abs=5e-5)
+    assert 0.04 * factors.mean() == pytest.approx(0.0044, abs=5e-5)
+    assert 0.04 * factors.max() == pytest.approx(0.0108, abs=5e-5)

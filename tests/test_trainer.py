@@ -456,3 +456,131 @@ def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
     trainer.train()
     assert steps == [list(range(*trainer.args.window_of(generation))) for generation in range(4)]
     assert max(logged(trainer, "ratio/max_error")) == 0.0
+
+
+def test_a_divergence_in_the_reward(tmp_path):
+    """At first the policy is the reference; then what is logged is the divergence that replays measure."""
+    trainer = trainer_for(tmp_path, kl_reward=0.5, learning_rate=0.01, scale_rewards="none")
+    divergences = []
+    measure = trainer._divergences
+
+    def noted(rows, trajectory):
+        divergences.append(measure(rows, trajectory))
+        for column, step in enumerate((0, 1, 2)):  # the same by hand, in the rollout's batches
+            for batch in (slice(0, 4), slice(4, 8)):
+                inputs, part = trainer.inputs(rows[batch]), trajectory[batch]
+                with torch.no_grad():
+                    now = replay(trainer.policy, inputs, part, step)
+                    with trainer.model.disable_adapter():
+                        reference = replay(trainer.policy, inputs, part, step)
+                by_hand = ((now.mean - reference.mean) ** 2 / (2 * now.std**2)).mean((1, 2, 3))
+                torch.testing.assert_close(divergences[-1][batch, column], by_hand, rtol=1e-5, atol=0)
+        return divergences[-1]
+
+    trainer._divergences = noted
+    trainer.train()
+    assert divergences[0].eq(0).all() and divergences[1].gt(0).all()
+    assert logged(trainer, "kl/rollout") == pytest.approx([0.0, divergences[1].mean().item()])
+    assert max(logged(trainer, "ratio/max_error")) == 0.0 and "kl" not in trainer.state.log_history[0]
+    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000001.parquet").to_pydict()
+    penalised = torch.tensor(table["brightness"]) - 0.5 * divergences[1].mean(1)
+    expected = (penalised.view(2, 4) - penalised.view(2, 4).mean(1, keepdim=True)).flatten()
+    assert table["advantage"] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert table["kl"] == pytest.approx(divergences[1].mean(1).tolist())
+
+
+def test_a_divergence_in_the_reward_of_full_training_has_a_reference_copy(tmp_path):
+    trainer = trainer_for(tmp_path, kl_reward=0.5, lora=False, offload_ref_model=True)
+    trainer.train()
+    assert trainer.ref_model is not None and trainer.args.beta == 0
+    divergence = logged(trainer, "kl/rollout")
+    assert divergence[0] == 0.0 and divergence[1] > 0 and max(logged(trainer, "ratio/max_error")) == 0.0
+
+
+def test_clipped_losses_of_each_reward(tmp_path):
+    """The second update's gradient against autograd on DanceGRPO's objective for several rewards."""
+
+    def blueness(images, **columns):
+        return [float(np.asarray(image)[..., 2].mean() - np.asarray(image)[..., 0].mean()) for image in images]
+
+    settings = {"multi_objective_aggregation": "loss_per_reward", "num_iterations": 2, "max_steps": 2}
+    trainer = trainer_for(
+        tmp_path,
+        rewards={brightness: 1.0, blueness: 0.5},
+        **settings,
+        learning_rate=0.02,
+        max_grad_norm=0,
+        epsilon=1e-2,
+    )
+    gradients, expected, clipped = {}, {}, []
+
+    class Compare(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 0:
+                return
+            trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+            gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
+            buffer, objective = trainer.buffer, torch.zeros(())
+            for rows in (slice(0, 4), slice(4, 8)):
+                for column, step in enumerate((0, 1, 2)):
+                    now = replay(trainer.policy, trainer.inputs(buffer.rows[rows]), buffer.trajectory[rows], step)
+                    ratio = torch.exp(now.log_prob - buffer.trajectory.log_probs[rows, column])
+                    bounded = ratio.clamp(1 - 1e-2, 1 + 1e-2)
+                    clipped.append((bounded != ratio).float().mean())
+                    for place, weight in enumerate((1.0, 0.5)):
+                        advantage = buffer.advantages[rows, place]
+                        objective = objective + weight * torch.maximum(-advantage * ratio, -advantage * bounded).sum()
+            expected.update(zip(trained, torch.autograd.grad(objective / 24, list(trained.values())), strict=True))
+
+    trainer.add_callback(Compare)
+    trainer.train()
+    assert trainer.buffer.advantages.shape == (8, 2) and trainer.buffer.advantages.ne(0).all()
+    assert 0 < torch.stack(clipped).mean() < 1
+    assert logged(trainer, "ratio/max_error") == [0.0]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
+
+
+def test_several_batches_a_step_reach_the_advantages(tmp_path):
+    settings = {"scale_rewards": "batch", "max_steps": 1, "gradient_accumulation_steps": 4, "advantage_clip": None}
+    stds = []
+    for batches in (1, 2):
+        folder = tmp_path / str(batches)
+        trainer_for(folder, num_batches_per_step=batches, **settings).train()
+        table = pyarrow.parquet.read_table(folder / "samples" / "step-000000.parquet").to_pydict()
+        rewards = torch.tensor(table["brightness"], dtype=torch.float64).view(batches, -1, 4)
+        expected = (rewards - rewards.mean(2, keepdim=True)) / rewards.flatten(1).std(1)[:, None, None]
+        assert table["advantage"] == pytest.approx(expected.flatten().tolist(), rel=1e-4)
+        stds.append(rewards.flatten(1).std(1))
+    assert stds[1][0] != pytest.approx(stds[0][0].item(), rel=0.01)
+
+
+def test_checkpointing_of_a_share_of_the_blocks(tmp_path, monkeypatch):
+    """The same weights bit for bit, and a second forward pass in the blocks of that share alone."""
+    build = tiny_pipelines.build
+
+    def deeper(name, seed):
+        pipe, inputs = build(name, seed)
+        torch.manual_seed(0)
+        pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "num_layers": 4}).eval()
+        return pipe, inputs
+
+    def count(module, args):
+        calls[id(module)] += 1
+
+    monkeypatch.setattr(tiny_pipelines, "build", deeper)
+    plain, weights = None, None
+    for share, recomputed in ((None, []), (1.0, [0, 1, 2, 3]), (0.5, [0, 2]), (0.25, [1])):
+        chosen = {"gradient_checkpointing": True, "selective_checkpointing": share} if share else {}
+        trainer = trainer_for(tmp_path / str(share), num_inference_steps=2, max_steps=1, lora=False, **chosen)
+        blocks = trainer.pipe.transformer.transformer_blocks
+        calls = {id(block): 0 for block in blocks}
+        for block in blocks:
+            block.register_forward_pre_hook(count)
+        trainer.train()
+        assert max(logged(trainer, "ratio/max_error")) == 0.0
+        plain = plain or list(calls.values())
+        weights = weights or trained_weights(trainer)
+        assert all(torch.equal(value, weights[name]) for name, value in trained_weights(trainer).items())
+        again = [made - before for made, before in zip(calls.values(), plain, strict=True)]
+        assert again == [2 if place in recomputed else 0 for place in range(4)]  # two micro-batches of one step
