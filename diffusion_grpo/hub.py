@@ -7,16 +7,20 @@ network (and, for the final save, the whole pipeline) as diffusers lays it out; 
 import inspect
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline
+from diffusers.loaders import PeftAdapterMixin
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.utils import convert_state_dict_to_diffusers
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from .rollout import policy_component
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -32,7 +36,8 @@ def save_policy(
         pipe: the pipeline it belongs to.
         component: the network's name in the pipeline.
         folder: made if needed. LoRA: `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights(folder)`, and
-            PEFT's `adapter_model.safetensors`. Full training: `folder/<component>`.
+            PEFT's `adapter_model.safetensors`; for a network that the pipeline loads no LoRA into see [`lora_loader`].
+            Full training: `folder/<component>`.
         whole_pipeline: for full training, write the other parts too, for `DiffusionPipeline.from_pretrained(folder)`.
 
     Of several networks that share the steps out, the LoRA of the first goes to `folder` and that of any other to
@@ -68,15 +73,82 @@ def _save_lora(model: PeftModel, pipe: DiffusionPipeline, component: str, folder
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = model.peft_config[model.active_adapter]
     config.save_pretrained(folder)
-    known = inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
-    component = component.removesuffix("_2")  # diffusers writes a second expert's LoRA as it does the first's
-    if f"{component}_lora_layers" not in known:  # no LoRA loader for this network: PEFT's files alone
-        return
+    way = lora_loader(pipe, component)
     layers = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+    if way == "load_lora_adapter":
+        metadata = {LORA_ADAPTER_METADATA_KEY: json.dumps(config.to_dict(), default=sorted)}
+        save_file(layers, folder / LORA_WEIGHTS, metadata={"format": "pt", **metadata})
+    if way != "load_lora_weights":
+        return
+    known = _lora_arguments(pipe)
+    component = component.removesuffix("_2")  # diffusers writes a second expert's LoRA as it does the first's
     if component == "unet":
         layers = convert_state_dict_to_diffusers(layers)
     names = {f"{component}_lora_layers": layers, f"{component}_lora_adapter_metadata": config.to_dict()}
     pipe.save_lora_weights(folder, **{name: value for name, value in names.items() if name in known})
+
+
+def _lora_arguments(pipe: DiffusionPipeline) -> Mapping[str, Any]:
+    return inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
+
+
+def lora_loader(pipe: DiffusionPipeline, component: str) -> str:
+    """What puts a LoRA of this network into a new pipeline.
+
+    Returns:
+        "load_lora_weights", a method of the pipeline; "load_lora_adapter", a method of the network, where the pipeline
+        has no loader for it; "peft" where diffusers has none at all (PixArt, DiT): `PeftModel.from_pretrained`.
+    """
+    name = component.split(", ")[0]
+    if f"{name.removesuffix('_2')}_lora_layers" in _lora_arguments(pipe):
+        return "load_lora_weights"
+    return "load_lora_adapter" if isinstance(getattr(pipe, name), PeftAdapterMixin) else "peft"
+
+
+def load_weights(pipe: DiffusionPipeline, source: str | Path) -> None:
+    """Puts trained weights into a pipeline, in place.
+
+    Args:
+        pipe: of the model that was trained.
+        source: a run's folder or one of its checkpoints (or the `ema` in it), with a LoRA (of a second expert too) or
+            with the networks of full training; or any LoRA that the pipeline itself loads, a file or a Hub id.
+
+    Raises:
+        ValueError: the folder holds no such weights.
+    """
+    folder = Path(source)
+    is_lora = any((folder / name).is_file() for name in (ADAPTER_WEIGHTS, LORA_WEIGHTS))
+    networks = [name for name in pipe.components if (folder / name / "config.json").is_file()]
+    networks = [name for name in networks if isinstance(getattr(pipe, name), nn.Module)]
+    if is_lora:
+        _load_lora(pipe, folder)
+    elif networks:
+        for name in networks:
+            network = getattr(pipe, name)
+            saved = type(network).from_pretrained(folder / name, torch_dtype=network.dtype)
+            network.load_state_dict(saved.state_dict())
+    elif folder.is_dir() and not list(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} holds neither a LoRA nor a network of {type(pipe).__name__}.")
+    elif not hasattr(pipe, "load_lora_weights"):
+        raise ValueError(f"{type(pipe).__name__} loads no LoRA from {source}; give the folder of a run.")
+    else:
+        pipe.load_lora_weights(source)
+
+
+def _load_lora(pipe: DiffusionPipeline, folder: Path) -> None:
+    records = [place / "run.json" for place in (folder, *folder.resolve().parents[:2])]  # of the run around it
+    named = [json.loads(record.read_text(encoding="utf-8")).get("component") for record in records if record.is_file()]
+    first, *others = (named[0] if named and named[0] else policy_component(pipe)).split(", ")
+    for name, place in ((first, folder), *((name, folder / name) for name in others)):
+        if not place.is_dir():
+            continue
+        way = lora_loader(pipe, name)
+        if way == "load_lora_weights":
+            pipe.load_lora_weights(place, **({f"load_into_{name}": True} if place != folder else {}))
+        elif way == "load_lora_adapter":
+            getattr(pipe, name).load_lora_adapter(place, prefix=None, weight_name=LORA_WEIGHTS)
+        else:
+            PeftModel.from_pretrained(getattr(pipe, name), place)
 
 
 def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:
@@ -163,11 +235,19 @@ def _usage(run: dict[str, Any], folder: Path, lora: bool) -> str:
     base = "tiny.PATH" if is_embedded else json.dumps(run["model"] if lora else folder.name)
     lines = ["from diffusers import DiffusionPipeline"]
     lines += ["from diffusion_grpo import tiny"] if is_embedded else []
+    way = run.get("loads_by", "load_lora_weights")
+    lines += ["from peft import PeftModel"] if lora and way == "peft" else []
     lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base})"]
-    if lora:
-        lines.append(f'pipe.load_lora_weights("{folder.name}")')
-        for name in run["component"].split(", ")[1:]:
-            lines.append(f'pipe.load_lora_weights("{folder.name}/{name}", load_into_{name}=True)')
+    names = run["component"].split(", ")
+    for name in names if lora else []:
+        place, into = (folder.name, "") if name == names[0] else (f"{folder.name}/{name}", f", load_into_{name}=True")
+        if way == "load_lora_weights":
+            lines.append(f'pipe.load_lora_weights("{place}"{into})')
+        elif way == "load_lora_adapter":
+            arguments = f'"{place}", prefix=None, weight_name="{LORA_WEIGHTS}"'
+            lines.append(f"pipe.{name}.load_lora_adapter({arguments})")
+        else:
+            lines.append(f'PeftModel.from_pretrained(pipe.{name}, "{place}")  # changes the pipeline itself')
     return "\n".join(lines)
 
 

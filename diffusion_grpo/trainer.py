@@ -39,6 +39,7 @@ from .config import DiffusionGRPOConfig
 from .data import GroupSampler, check_dataset
 from .estimators import Estimate, estimate
 from .evaluation import evaluate_policy
+from .hub import lora_loader
 from .inputs import PipelineInputs
 from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, prepare_model
 from .losses import LossInputs, get_loss, kl_divergence, loss_per_reward
@@ -155,6 +156,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         evaluations = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else eval_dataset
         counts = {"train": len(train_dataset or []), "eval": sum(map(len, _as_list(evaluations)))}
         self.run |= {"pipeline": type(pipe).__name__, "component": self.component, "prompts": counts}
+        self.run["loads_by"] = lora_loader(pipe, self.component)
         self.buffer: RolloutBuffer | None = None
         self._has_started = False
         self._micro_step, self._update = 0, -1

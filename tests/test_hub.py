@@ -3,15 +3,22 @@
 import pytest
 import tiny_pipelines
 import torch
-from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from diffusers import DiffusionPipeline, SD3Transformer2DModel, WanTransformer3DModel
 from huggingface_hub import ModelCard
+from peft import PeftModel
 from PIL import Image
 from tiny_runs import first_frame_brightness, trained_weights, trainer_for
 
+from diffusion_grpo import hub
 
-def picture(pipe, inputs):
+
+def picture(pipe, inputs, output_type="np"):
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    return torch.as_tensor(pipe(**inputs, num_inference_steps=3, generator=generators, output_type="np")[0])
+    return torch.as_tensor(pipe(**inputs, num_inference_steps=3, generator=generators, output_type=output_type)[0])
+
+
+def first_number(completions, **columns):
+    return [float(torch.as_tensor(completion).float().mean()) for completion in completions]
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15"])
@@ -44,6 +51,70 @@ def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
     trained = picture(trainer.pipe, inputs)
     assert torch.equal(picture(fresh, inputs), trained) and not torch.equal(one_expert, trained)
     assert "load_into_transformer_2=True" in (tmp_path / "README.md").read_text()
+    again, _ = tiny_pipelines.build("wan_experts")
+    hub.load_weights(again, tmp_path)
+    assert torch.equal(picture(again, inputs), trained)
+
+
+def test_a_lora_that_the_pipeline_does_not_load(tmp_path):
+    """PixArt has no LoRA loader in diffusers: the card names PEFT's, and the picture is identical."""
+    trainer = trainer_for(tmp_path, name="pixart", learning_rate=0.02)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build("pixart")
+    before, trained = picture(fresh, inputs), picture(trainer.pipe, inputs)
+    line = f'PeftModel.from_pretrained(pipe.transformer, "{tmp_path.name}")'
+    assert line in (card := (tmp_path / "README.md").read_text()) and "load_lora_weights" not in card
+    exec(line.replace(tmp_path.name, str(tmp_path)), {"PeftModel": PeftModel, "pipe": fresh})
+    assert torch.equal(picture(fresh, inputs), trained) and not torch.equal(before, trained)
+    again, _ = tiny_pipelines.build("pixart")
+    hub.load_weights(again, tmp_path)
+    assert torch.equal(picture(again, inputs), trained)
+
+
+def test_a_lora_that_the_network_alone_loads(tmp_path):
+    """Kandinsky's prior: its pipeline has no LoRA loader, its network has one."""
+    trainer = trainer_for(tmp_path, name="kandinsky_prior", rewards=first_number, learning_rate=0.02)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build("kandinsky_prior")
+    before, trained = (picture(pipe, inputs, output_type="pt") for pipe in (fresh, trainer.pipe))
+    line = f'pipe.prior.load_lora_adapter("{tmp_path.name}", prefix=None, weight_name="{hub.LORA_WEIGHTS}")'
+    assert line in (tmp_path / "README.md").read_text()
+    exec(line.replace(tmp_path.name, str(tmp_path)), {"pipe": fresh})
+    assert torch.equal(picture(fresh, inputs, output_type="pt"), trained) and not torch.equal(before, trained)
+    again, _ = tiny_pipelines.build("kandinsky_prior")
+    hub.load_weights(again, tmp_path)
+    assert torch.equal(picture(again, inputs, output_type="pt"), trained)
+
+
+EXPERTS = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}
+EXPERTS |= {"lora": False, "learning_rate": 0.01, "ema_decay": 0.5, "ema_update_interval": 1}
+
+
+def test_full_training_of_two_experts(tmp_path):
+    """Checkpoint, average and final save hold both, and plain diffusers loads them."""
+    trainer = trainer_for(tmp_path, **EXPERTS, save_strategy="steps", save_steps=2)
+    before = trained_weights(trainer)
+    trainer.train()
+    trainer.save_model()
+    moved = {name.split(".")[0] for name, value in trained_weights(trainer).items() if not value.equal(before[name])}
+    assert moved == {"transformer", "transformer_2"}
+    _, inputs = tiny_pipelines.build("wan_experts")
+    trained = picture(trainer.pipe, inputs)
+    with trainer.averaged_weights():
+        average = picture(trainer.pipe, inputs)
+    whole = DiffusionPipeline.from_pretrained(tmp_path)
+    whole.set_progress_bar_config(disable=True)
+    assert torch.equal(picture(whole, inputs), trained) and not torch.equal(average, trained)
+    for place, expected in (("checkpoint-2", trained), ("checkpoint-2/ema", average), ("ema", average)):
+        fresh, _ = tiny_pipelines.build("wan_experts")
+        for name in ("transformer", "transformer_2"):
+            setattr(fresh, name, WanTransformer3DModel.from_pretrained(tmp_path / place / name))
+        assert torch.equal(picture(fresh, inputs), expected), place
+        again, _ = tiny_pipelines.build("wan_experts")
+        hub.load_weights(again, tmp_path / place)
+        assert torch.equal(picture(again, inputs), expected), place
 
 
 def test_full_weights_and_the_whole_pipeline(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import logged, trained_weights, trainer_for
+from tiny_runs import first_frame_brightness, logged, trained_weights, trainer_for
 
 SCRIPT = Path(__file__).with_name("resumable_run.py")
 # 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
@@ -63,6 +63,22 @@ def test_sigkill_and_resume(tmp_path, unbroken, moment, calls):
     assert run(tmp_path, PLAIN) == 0
     assert_equal_runs(tmp_path, unbroken)
     assert not list(tmp_path.glob("tmp-*"))
+
+
+EXPERTS = {"name": "wan_experts", "lora": False, "rewards": first_frame_brightness, "num_inference_steps": 6}
+EXPERTS |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "ema_decay": 0.9, "ema_update_interval": 2}
+
+
+def test_two_experts_trained_in_full_resume_exactly(tmp_path):
+    whole = trainer_for(tmp_path / "whole", **EXPERTS)
+    whole.train()
+    again = trainer_for(tmp_path / "again", **EXPERTS)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    expected = trained_weights(whole)
+    assert {name.split(".")[0] for name in expected} == {"transformer", "transformer_2"}
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+    pairs = zip(whole.ema.average.shadow_params, again.ema.average.shadow_params, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.parametrize("settings", [WITHIN, FULL], ids=["within a rollout, EMA", "full, reference, best of n"])
