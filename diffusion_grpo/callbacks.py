@@ -1,11 +1,12 @@
 """What happens beside the training: average and reference weights, progress bar, grid of samples, report.
 
-In: the trainer's events. Out: files in the run's folder, pictures for whatever `report_to` names, a line in the
-terminal.
+In: the trainer's events. Out: files in the run's folder, pictures, videos and sound for whatever `report_to` names, a
+line in the terminal.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,11 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler, ProgressCallback
 
+from .media import read_sound, read_video
+from .rewards.samples import frame_positions
+
 GRID_CELL = 256  # pixels, the longest side of a picture in the grid
+STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in a picture that shows its motion
 
 
 class EMACallback(TrainerCallback):
@@ -84,26 +89,58 @@ class PipelineTensorBoardCallback(TensorBoardCallback):
 
 
 class SampleGridCallback(TrainerCallback):
-    """After each evaluation: one picture with a row an evaluation and a column a prompt, sent to `report_to` too."""
+    """After each evaluation: one picture with a row an evaluation and a column a prompt, sent to `report_to` too.
+
+    Videos and sound are sent beside it.
+    """
 
     def __init__(self):
         self.handler: CallbackHandler | None = None  # set by the trainer: knows the active trackers
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        if not state.is_world_process_zero:
-            return
-        folders = sorted(path for path in Path(args.output_dir).glob("evaluations/step-*") if path.is_dir())
-        if not folders:
-            return
-        grid = sample_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
-        grid.save(Path(args.output_dir) / "grid.png")
-        if self.handler is not None:
-            log_picture(self.handler.callbacks, "samples", grid, state.global_step)
+        if state.is_world_process_zero:
+            _show(self.handler, Path(args.output_dir), "evaluations", "grid.png", "samples", state.global_step)
 
 
-def sample_grid(rows: dict[str, list[Path]]) -> Image.Image:
-    """Pictures by row, each row with a label on its left; pictures are scaled to fit `GRID_CELL`."""
-    loaded = {label: [_fitted(Image.open(path).convert("RGB")) for path in paths] for label, paths in rows.items()}
+class ValidationCallback(TrainerCallback):
+    """Before the first update and after every `validation_steps`: samples of the fixed prompts, sent to `report_to`.
+
+    Args:
+        write: samples and writes the files.
+        handler: knows the active trackers.
+    """
+
+    def __init__(self, write: Callable[[], Path], handler: CallbackHandler):
+        self.write, self.handler = write, handler
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.on_step_end(args, state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % args.validation_steps == 0:
+            self.write()
+            if state.is_world_process_zero:
+                name = "validation"
+                _show(self.handler, Path(args.output_dir), name, f"{name}.png", name, state.global_step)
+
+
+def _show(handler: CallbackHandler | None, run: Path, folder: str, file: str, name: str, step: int) -> None:
+    """Draws the grid of all steps in a folder, and sends it with the videos and sounds of the last one."""
+    folders = sorted(path for path in (run / folder).glob("step-*") if path.is_dir())
+    if not folders:
+        return
+    grid = sample_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
+    grid.save(run / file)
+    if handler is not None:
+        log_picture(handler.callbacks, name, grid, step)
+        files = sorted((run / folder / f"step-{step:06d}").iterdir())
+        log_files(handler.callbacks, name, [path for path in files if path.suffix in (".mp4", ".wav")], step)
+
+
+def sample_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
+    """Pictures by row, each row with a label on its left; pictures are scaled to fit `cell` pixels."""
+    loaded = {label: [_fitted(picture, cell) for picture in pictures] for label, pictures in rows.items()}
     width = max((picture.width for pictures in loaded.values() for picture in pictures), default=1)
     height = max((picture.height for pictures in loaded.values() for picture in pictures), default=1)
     columns, margin, gap = max((len(pictures) for pictures in loaded.values()), default=0), 64, 4
@@ -116,9 +153,19 @@ def sample_grid(rows: dict[str, list[Path]]) -> Image.Image:
     return grid
 
 
-def _fitted(picture: Image.Image) -> Image.Image:
-    scale = GRID_CELL / max(picture.size)
+def _fitted(picture: Path | Image.Image, cell: int) -> Image.Image:
+    picture = (Image.open(picture) if isinstance(picture, Path) else picture).convert("RGB")
+    scale = cell / max(picture.size)
     return picture if scale >= 1 else picture.resize([max(1, round(side * scale)) for side in picture.size])
+
+
+def film_strips(videos: list[Path]) -> Image.Image:
+    """A row of evenly spaced frames a video, the first and the last among them: motion as one picture."""
+    rows = {}
+    for path in videos:
+        frames = read_video(path)
+        rows[path.stem] = [frames[place] for place in frame_positions(STRIP_FRAMES, len(frames))]
+    return sample_grid(rows, STRIP_CELL)
 
 
 def log_picture(callbacks: list[TrainerCallback], name: str, picture: Image.Image, step: int) -> None:
@@ -130,6 +177,29 @@ def log_picture(callbacks: list[TrainerCallback], name: str, picture: Image.Imag
             callback._wandb.log({name: callback._wandb.Image(picture), "train/global_step": step})
         elif isinstance(callback, TrackioCallback):
             callback._trackio.log({name: callback._trackio.Image(picture), "train/global_step": step})
+
+
+def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], step: int) -> None:
+    """Sends videos (MP4) and sounds (WAV) to each active tracker, each under its own name, so that it has a history.
+
+    tensorboard shows no MP4: it gets a picture with frames of each video, and sounds as they are.
+    """
+    videos = [path for path in files if path.suffix == ".mp4"]
+    for callback in callbacks if files else []:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            _log_to_tensorboard(callback.tb_writer, name, videos, [path for path in files if path not in videos], step)
+        elif isinstance(callback, (WandbCallback, TrackioCallback)):
+            tracker = callback._wandb if isinstance(callback, WandbCallback) else callback._trackio
+            media = {path: (tracker.Video if path in videos else tracker.Audio)(str(path)) for path in files}
+            tracker.log({f"{name}/{path.stem}": shown for path, shown in media.items()} | {"train/global_step": step})
+
+
+def _log_to_tensorboard(writer: Any, name: str, videos: list[Path], sounds: list[Path], step: int) -> None:
+    if videos:
+        writer.add_image(f"{name}/frames", np.asarray(film_strips(videos)), step, dataformats="HWC")
+    for path in sounds:
+        sound, rate = read_sound(path)
+        writer.add_audio(f"{name}/{path.stem}", sound.mean(axis=0), step, sample_rate=rate)
 
 
 class ReportCallback(TrainerCallback):

@@ -288,6 +288,24 @@ class DiffusionGRPOConfig(TrainingArguments):
     num_completions_to_log: int = field(
         default=16, metadata={"help": "Evaluation pictures that are saved and drawn in the grid."}
     )
+    save_samples_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Every so many updates, save all samples of the rollout (PNG, MP4 or WAV) beside the table of its "
+            "prompts, rewards and advantages."
+        },
+    )
+    validation_prompts: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts that are sampled from fixed seeds every validation_steps, saved and sent to report_to, "
+            "and never scored."
+        },
+    )
+    validation_steps: int = field(
+        default=10,
+        metadata={"help": "Updates between two rounds of validation_prompts; the first is before training."},
+    )
 
     def __post_init__(self):
         if self.gradient_checkpointing is not None:  # the name that TRL's users know
@@ -417,6 +435,8 @@ class DiffusionGRPOConfig(TrainingArguments):
             "ema_update_interval": 1,
             "ref_model_sync_steps": 1,
             "num_completions_to_log": 0,
+            "save_samples_steps": 1,
+            "validation_steps": 1,
             "beta": 0,
             "epsilon": 0,
             "epsilon_high": 0,

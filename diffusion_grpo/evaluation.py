@@ -1,6 +1,7 @@
 """Held-out evaluation: the same prompts and seeds each time, no noise in the steps.
 
-In: the trainer and a dataset. Out: metrics, and for the main evaluation pictures and a table in the run's folder.
+In: the trainer and a dataset. Out: metrics, and for the main evaluation pictures (or videos, or sound) and a table in
+the run's folder. Fixed prompts that are only looked at go the same way without rewards.
 """
 
 import dataclasses
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
-from PIL import Image
 from torch import Tensor
 
 from .advantages import combine
-from .records import write_samples
+from .media import sampling_rate
+from .records import write_files, write_samples
 from .rewards import reward_name
 from .rollout import rollout, sample_seed
 
@@ -70,6 +71,24 @@ def _part(
     funcs, extra = trainer.reward_funcs + trainer.eval_reward_funcs, {}
     local = trainer._score(funcs, samples, rows, own_metrics, groups, extra) if rows else torch.empty(0, len(funcs))
     return _Part(samples, rows, mine, local, extra, _gathered(trainer, local, total))
+
+
+@torch.no_grad()
+def write_validation(trainer: "DiffusionGRPOTrainer") -> Path:
+    """Samples `validation_prompts`, from the same seeds each time and without noise in the steps; scores nothing.
+
+    Returns:
+        the folder with a picture, video or sound a prompt.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    trainer.model.eval()
+    places = list(range(accelerator.process_index, len(args.validation_prompts), accelerator.num_processes))
+    with trainer.averaged_weights():
+        samples = _sample(trainer, [{"prompt": args.validation_prompts[place]} for place in places], places, {})
+    folder = Path(args.output_dir) / "validation" / f"step-{trainer.state.global_step:06d}"
+    write_files(samples, [folder / f"{place:04d}" for place in places], folder, args.fps, sampling_rate(trainer.pipe))
+    accelerator.wait_for_everyone()
+    return folder
 
 
 def _metrics(trainer: "DiffusionGRPOTrainer", prefix: str, rewards: Tensor) -> dict[str, float]:
@@ -132,16 +151,14 @@ def _keep(trainer: "DiffusionGRPOTrainer", parts: dict[str, _Part]) -> None:
     columns: dict[str, list] = defaultdict(list)
     for dataset, part in parts.items():
         stem, count = f"{dataset}-" if len(parts) > 1 else "", len(part.rows)
-        paths = [
-            _save_sample(sample, folder / step / f"{stem}{place:04d}.png", trainer.args.fps) if place < shown else None
-            for sample, place in zip(part.samples, part.places, strict=True)
-        ]
+        stems = [folder / step / f"{stem}{place:04d}" if place < shown else None for place in part.places]
+        files = write_files(part.samples, stems, folder.parent, trainer.args.fps, sampling_rate(trainer.pipe))
         table = {
             "step": [trainer.state.global_step] * count,
             "dataset": [dataset] * count,
             "prompt": [row["prompt"] for row in part.rows],
             "seed": [sample_seed(trainer.args.seed, "evaluation", place) for place in part.places],
-            "image": [str(path.relative_to(folder.parent)) if path else None for path in paths],
+            **files,
             **dict(zip(names, part.rewards.T.tolist(), strict=True)),
             "reward": _combined(trainer, part.rewards).tolist(),
         }
@@ -152,13 +169,3 @@ def _keep(trainer: "DiffusionGRPOTrainer", parts: dict[str, _Part]) -> None:
         values += [None] * (len(columns["step"]) - len(values))
     rank = f"-rank{trainer.accelerator.process_index}" if trainer.accelerator.num_processes > 1 else ""
     write_samples(folder / f"{step}{rank}.parquet", dict(columns))
-
-
-def _save_sample(sample: Image.Image | list[Image.Image], path: Path, fps: float) -> Path:
-    """A picture as PNG; of a video the first frame, and beside it all frames as an animation."""
-    if isinstance(sample, list):
-        duration = round(1000 / fps)  # milliseconds a frame
-        sample[0].save(path.with_suffix(".webp"), save_all=True, append_images=sample[1:], duration=duration, loop=0)
-        sample = sample[0]
-    sample.save(path)
-    return path

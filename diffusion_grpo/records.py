@@ -7,7 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from peft import PeftConfig
 from transformers.trainer_utils import get_last_checkpoint
 
 from .config import DiffusionGRPOConfig, described
+from .media import write_sample
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
 IDENTITY = ("model", "trains_by", "reward_funcs")
@@ -137,6 +138,28 @@ def extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
 
 
 def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:
-    """Writes one parquet table."""
+    """Writes one parquet table, aside first, and renames it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    aside = path.with_name(f"tmp-{path.name}")
+    pyarrow.parquet.write_table(pyarrow.table(columns), aside)
+    os.replace(aside, path)
+
+
+def write_files(
+    samples: Iterable[Any], stems: Iterable[Path | None], root: Path, fps: float, sampling_rate: int | None
+) -> dict[str, list[str | None]]:
+    """Writes samples as pictures, videos and sound ([`~media.write_sample`]).
+
+    Args:
+        stems: where each sample's files lie, without their endings; None where it is not kept.
+        root: folder that the names in the table are relative to.
+
+    Returns:
+        two columns of a table: `image`, the picture that stands for a sample, and `file`, the sample itself.
+    """
+    columns: dict[str, list[str | None]] = {"image": [], "file": []}
+    for sample, stem in zip(samples, stems, strict=True):
+        files = (None, None) if stem is None else write_sample(sample, stem, fps, sampling_rate)
+        for column, path in zip(columns.values(), files, strict=True):
+            column.append(None if path is None else str(path.relative_to(root)))
+    return columns

@@ -24,7 +24,9 @@ PACKAGES = ("jinja2", "matplotlib")  # the extra `report`
 SHOWN = 8  # held-out prompts shown in order
 EXTREMES = 4  # of the most and of the least improved
 FILM_ROWS, FILM_COLUMNS = 6, 8  # prompts and evaluations in the strip
-WIDEST = 384  # pixels of an embedded picture
+WIDEST = 384  # pixels of an embedded picture or video
+SMALL_VIDEO = 100_000  # bytes up to which one is embedded as it is
+KINDS = {".mp4": "video", ".wav": "audio"}
 
 DIAGNOSTICS = {
     "ratio/max_error": "Largest |ratio − 1| of the first update after a rollout. Replay is exact when it is 0.",
@@ -53,7 +55,7 @@ def write_summary(run_dir: str | Path) -> dict[str, Any]:
 
 def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> Path:
     """
-    Writes `report.html` of a run, with every plot and picture inside it.
+    Writes `report.html` of a run, with every plot, picture, video and sound inside it.
 
     Args:
         run_dir: output folder of a run.
@@ -296,8 +298,16 @@ def picture_path(run: Run, file: str) -> Path | None:
 def card(run: Run, pair: dict[str, Any]) -> dict[str, Any]:
     """What the template shows of one prompt."""
     rewards = [(name, pair["before"].get(name), pair["after"].get(name)) for name in run.reward_names]
-    images = {when: embed(picture_path(run, pair[when]["image"])) for when in ("before", "after")}
-    return {"prompt": pair["prompt"], "seed": pair["after"]["seed"], "rewards": rewards, **images}
+    samples = {when: shown(run, pair[when]) for when in ("before", "after")}
+    return {"prompt": pair["prompt"], "seed": pair["after"]["seed"], "rewards": rewards, **samples}
+
+
+def shown(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
+    """A sample's picture, and of a video or sound its file and kind, as data URIs."""
+    picture = embed(picture_path(run, sample["image"]))
+    path = picture_path(run, sample.get("file") or sample["image"])
+    kind = None if path is None else KINDS.get(path.suffix)
+    return {"picture": picture, "kind": kind, "media": embed_media(path) if kind else None}
 
 
 def film(run: Run) -> dict[str, Any] | None:
@@ -315,6 +325,16 @@ def film(run: Run) -> dict[str, Any] | None:
             rewards = [row["reward"] for row in samples]
             rows.append({"prompt": sample["prompt"], "pictures": list(zip(map(embed, paths), rewards))})
     return {"steps": steps, "rows": rows} if rows else None
+
+
+def embed_media(path: Path) -> str:
+    """A video or sound as a data URI: as it is where it is small, else compressed, videos to at most 384 pixels."""
+    from .media import small_sound, small_video
+
+    if path.suffix == ".wav":
+        return "data:audio/mp4;base64," + base64.b64encode(small_sound(path)).decode()
+    content = path.read_bytes() if path.stat().st_size <= SMALL_VIDEO else small_video(path, WIDEST)
+    return "data:video/mp4;base64," + base64.b64encode(content).decode()
 
 
 def embed(path: Path) -> str:

@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from .drivers import Recorder, StepScored, Teacher, UnsupportedPipeline
+from .media import samples_of
 from .policy import POLICY_COMPONENTS, Policy, policy_component
 from .processes import DEFAULT_NOISE_LEVELS
 from .trajectory import StepDistribution, Trajectory, generators, sample_seed, trained_steps
@@ -33,11 +34,22 @@ __all__ = [
 ]
 
 
-def _arguments(policy: Policy, inputs: dict[str, Any], num_inference_steps: int, initial_seeds: Tensor) -> dict:
-    """Keyword arguments of the pipeline's call; the same in rollout and replay."""
+def call_arguments(
+    pipe: DiffusionPipeline, inputs: dict[str, Any], num_inference_steps: int | None, initial_seeds: Tensor
+) -> dict[str, Any]:
+    """Keyword arguments of a pipeline's call; the same in rollout and replay.
+
+    Args:
+        pipe: the pipeline.
+        inputs: those for one batch.
+        num_inference_steps: length of the loop; None leaves it to the pipeline.
+        initial_seeds: (batch,) one a sample.
+    """
     drawn = generators(initial_seeds)
-    parameters = inspect.signature(policy.undecorated).parameters
-    arguments = {**inputs, "num_inference_steps": num_inference_steps}
+    parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    arguments = dict(inputs)
+    if num_inference_steps is not None:
+        arguments["num_inference_steps"] = num_inference_steps
     if "generator" in parameters:  # not every pipeline takes a list
         arguments["generator"] = drawn if len(drawn) > 1 else drawn[0]
     is_picture = {"height", "num_frames"} & set(parameters)  # sound and depth maps are left in their own form
@@ -74,8 +86,8 @@ def rollout(
         device: where the trajectory is kept.
 
     Returns:
-        the samples (what the pipeline returns first: PIL images, lists of frames, ...) and the trajectory, or None
-        where nothing is recorded.
+        the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
+        [`~media.VideoWithSound`] where it returns sound too) and the trajectory, or None where nothing is recorded.
     """
     policy = policy if isinstance(policy, Policy) else Policy(policy)
     seeds = torch.as_tensor(seeds, dtype=torch.int64)
@@ -90,11 +102,12 @@ def rollout(
         noise_steps, rows = noise_steps if noise_level > 0 else (), torch.empty(len(seeds), 0, dtype=torch.int64)
     noises = None if noise_steps is None else set(noise_steps)
     recorder = Recorder(seeds, initial_seeds, noises, rows, noise_level, device)
+    arguments = call_arguments(policy.pipe, inputs, num_inference_steps, initial_seeds)
     with policy.acting(recorder):
-        output = policy.pipe(**_arguments(policy, inputs, num_inference_steps, initial_seeds))
+        samples = samples_of(policy.pipe, policy.pipe(**arguments))
     settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
     record = noise_level > 0 and (rows is None or rows.numel() > 0)
-    return output[0], recorder.trajectory(seeds=seeds, initial_seeds=initial_seeds, **settings) if record else None
+    return samples, recorder.trajectory(seeds=seeds, initial_seeds=initial_seeds, **settings) if record else None
 
 
 def replay(
@@ -125,10 +138,9 @@ def replay(
         trajectory.noise_level,
         trajectory.initial_seeds,
     )
+    arguments = call_arguments(policy.pipe, inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
     with policy.acting(teacher, forwards), contextlib.suppress(StepScored):
-        policy.undecorated(
-            policy.pipe, **_arguments(policy, inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
-        )
+        policy.undecorated(policy.pipe, **arguments)
     if teacher.scored is None:
         raise RuntimeError(f"{type(policy.pipe).__name__} ended before step {step}; it was not replayed.")
     return teacher.scored

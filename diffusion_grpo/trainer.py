@@ -7,6 +7,7 @@ for each trained step. This is the only module that knows all others.
 
 import contextlib
 import copy
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -33,17 +34,19 @@ from .callbacks import (
     RewardProgressCallback,
     SampleGridCallback,
     SyncRefModelCallback,
+    ValidationCallback,
 )
 from .checkpoints import CheckpointingTrainer
 from .config import DiffusionGRPOConfig
 from .data import GroupSampler, check_dataset
 from .estimators import Estimate, estimate
-from .evaluation import evaluate_policy
+from .evaluation import evaluate_policy, write_validation
 from .hub import lora_loader
 from .inputs import PipelineInputs
 from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, prepare_model
 from .losses import LossInputs, get_loss, kl_divergence, loss_per_reward
-from .records import check_same_run, extra_column, run_record, write_json, write_samples
+from .media import sampling_rate
+from .records import check_same_run, extra_column, run_record, write_files, write_json, write_samples
 from .rewards import (
     RewardError,
     check_columns,
@@ -234,6 +237,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         grid = SampleGridCallback()
         grid.handler = self.callback_handler
         self.add_callback(grid)
+        if args.validation_prompts:
+            self.add_callback(ValidationCallback(functools.partial(write_validation, self), self.callback_handler))
         self.add_callback(ReportCallback)
 
     # Data: every batch of the dataloader is one whole rollout, given again for each micro-batch trained on it
@@ -467,8 +472,9 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         names = [reward.name for reward in self.reward_funcs]
         found = estimate(self.args, self.reward_weights, names, rewards, positions, divergences, seen, self.values)
         self._log_rewards(rewards, found)
-        if self.args.log_completions:
-            self._write_samples(rows, local, found.columns | {"seed": trajectory.seeds.tolist()} | extra)
+        files = self._sample_files(samples, positions)
+        if self.args.log_completions or files:
+            self._write_samples(rows, local, found.columns | {"seed": trajectory.seeds.tolist()} | files | extra)
         return self._buffer_of(rows, trajectory, found, generation)
 
     def _gathered(self, local: Tensor | None) -> Tensor | None:
@@ -535,6 +541,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             columns=columns,
             groups=groups,
             fps=self.args.fps,
+            sampling_rate=sampling_rate(self.pipe),
             trainer_state=self.state,
             log_metric=lambda name, value: metrics[name].append(float(value)),
             log_extra=lambda name, values: extra.update({name: extra_column(name, values, len(samples))}),
@@ -566,6 +573,16 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         table = {"step": [self.state.global_step] * len(rows), "prompt": [row["prompt"] for row in rows]}
         table |= dict(zip(names, rewards.T.tolist(), strict=True))
         write_samples(path, columns | table)
+
+    def _sample_files(self, samples: list, positions: Tensor) -> dict[str, list]:
+        """Columns that name the files of this rollout's samples; none where it is not its turn to be saved."""
+        every, step = self.args.save_samples_steps, self.state.global_step
+        # the first rollout at or after each multiple
+        if every is None or step % every >= self._slots // self.args.gradient_accumulation_steps:
+            return {}
+        folder = Path(self.args.output_dir) / "samples"
+        stems = [folder / f"step-{step:06d}" / f"{position:04d}" for position in positions.tolist()]
+        return write_files(samples, stems, folder, self.args.fps, sampling_rate(self.pipe))
 
     def _buffer_of(self, rows: list[dict], trajectory: Trajectory, found: Estimate, generation: int) -> RolloutBuffer:
         args, seed = self.args, sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)

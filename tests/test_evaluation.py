@@ -1,12 +1,14 @@
 """Held-out evaluation: what is left out, several datasets, columns that rewards add, schedules that follow it."""
 
 import json
+import math
 
 import pyarrow.parquet
 import pytest
 from datasets import Dataset
 from tiny_runs import brightness, logged, trainer_for
 
+from diffusion_grpo.data import load_prompts
 from diffusion_grpo.rewards.score import _warn_unscored
 from diffusion_grpo.run_folder import read_run
 
@@ -96,3 +98,17 @@ def test_the_run_is_read_without_the_extra_report(tmp_path, monkeypatch, capsys)
     assert (tmp_path / "pytorch_lora_weights.safetensors").is_file() and (tmp_path / "summary.json").is_file()
     assert not (tmp_path / "report.html").exists()
     assert "no_such_package not installed" in capsys.readouterr().out and read_run(tmp_path).updates == 2
+
+
+def test_parquet_prompts_and_a_cosine_after_a_warm_up(tmp_path):
+    """As MMDanceGRPO trains: prompts from a parquet file, the learning rate up for 2 updates and then down."""
+    prompts = [f"prompt {index}" for index in range(6)]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts}), tmp_path / "prompts.parquet")
+    settings = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 6, "learning_rate": 1e-3}
+    trainer = trainer_for(tmp_path / "run", **settings)
+    trainer.train_dataset = load_prompts(str(tmp_path / "prompts.parquet"))
+    trainer.train()
+    cosine = [0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
+    assert logged(trainer, "learning_rate") == pytest.approx([1e-3 * factor for factor in (0.0, 0.5, *cosine)])
+    tables = [pyarrow.parquet.read_table(path) for path in (tmp_path / "run" / "samples").glob("*.parquet")]
+    assert {prompt for table in tables for prompt in table["prompt"].to_pylist()} == set(prompts)

@@ -16,7 +16,8 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-PROVIDED = ("prompts", "completions", "images", "videos", "fps", "trainer_state", "log_metric", "log_extra")
+PROVIDED = ("prompts", "completions", "images", "videos", "fps", "sampling_rate", "trainer_state")
+PROVIDED += ("log_metric", "log_extra")
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 

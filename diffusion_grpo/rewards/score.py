@@ -44,6 +44,7 @@ def score(
     columns: dict[str, list] | None = None,
     groups: list[int] | None = None,
     fps: float | None = None,
+    sampling_rate: int | None = None,
     trainer_state: object | None = None,
     log_metric: Callable | None = None,
     log_extra: Callable | None = None,
@@ -52,10 +53,10 @@ def score(
     """Score every sample by every function.
 
     A function is called with the keywords `prompts`, `completions` (the samples), `images` or `videos` (the samples
-    again), `fps` (with videos), `trainer_state`, `log_metric`, `log_extra` and every column, as far as it accepts
-    them. Async functions run concurrently. A function that asks for `images` and gets videos is called with frames of
-    them, and the mean over a video's frames is its value (`Reward.frames`). A function marked `groupwise` is called
-    once a group, one marked `takes_tensors` gets a tensor.
+    again), `fps` (with videos), `sampling_rate` (with sound), `trainer_state`, `log_metric`, `log_extra` and every
+    column, as far as it accepts them. Async functions run concurrently. A function that asks for `images` and gets
+    videos is called with frames of them, and the mean over a video's frames is its value (`Reward.frames`). A function
+    marked `groupwise` is called once a group, one marked `takes_tensors` gets a tensor.
 
     Args:
         reward_funcs: each returns one `float | None` a sample.
@@ -64,6 +65,7 @@ def score(
         columns: further dataset columns, one value a sample each.
         groups: the group of each sample, for groupwise functions; by default samples of equal prompts are a group.
         fps: frames a second of the videos.
+        sampling_rate: samples a second of the sounds.
         log_extra: called once for each name that functions log, with one value a sample (None where not logged).
         failure_dir: where the sample of a failed call is saved.
 
@@ -83,6 +85,7 @@ def score(
     shared = {"trainer_state": trainer_state, "log_metric": log_metric or _unlogged} | (
         {"fps": fps} if kind == "videos" else {}
     )
+    shared |= {"sampling_rate": sampling_rate} if sampling_rate is not None else {}
     rewards = [func if isinstance(func, Reward) else _unnamed(func) for func in reward_funcs]
     extras: dict[str, list] = {}
     calls = [_calls(reward, batch) for reward in rewards]

@@ -11,14 +11,15 @@ import inspect
 import torch
 from diffusers import DiffusionPipeline
 
-from . import basic, conditioned, large, more, physical
+from . import basic, conditioned, large, more, physical, sound
 from .basic import clip_tokenizer, randomize
 
 __all__ = ["EVERY", "PIPELINES", "PROMPTS", "build", "clip_tokenizer", "policy", "randomize"]
 
 PROMPTS = ['the word "RAIN" in red', "a cat"]  # of different lengths, so that padding plays its part
 PIPELINES = basic.PIPELINES  # the plain ones
-EVERY = {**basic.PIPELINES, **conditioned.PIPELINES, **more.PIPELINES, **large.PIPELINES, **physical.PIPELINES}
+GROUPS = (basic, conditioned, more, large, physical, sound)
+EVERY = {name: pipeline for group in GROUPS for name, pipeline in group.PIPELINES.items()}
 
 
 def build(name: str, seed: int = 0) -> tuple[DiffusionPipeline, dict]:
