@@ -92,10 +92,13 @@ class SampleGridCallback(TrainerCallback):
     """After each evaluation: one picture with a row an evaluation and a column a prompt, sent to `report_to` too.
 
     Videos and sound are sent beside it.
+
+    Args:
+        handler: knows the active trackers.
     """
 
-    def __init__(self):
-        self.handler: CallbackHandler | None = None  # set by the trainer: knows the active trackers
+    def __init__(self, handler: CallbackHandler):
+        self.handler = handler
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if state.is_world_process_zero:
@@ -125,17 +128,16 @@ class ValidationCallback(TrainerCallback):
                 _show(self.handler, Path(args.output_dir), name, f"{name}.png", name, state.global_step)
 
 
-def _show(handler: CallbackHandler | None, run: Path, folder: str, file: str, name: str, step: int) -> None:
+def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int) -> None:
     """Draws the grid of all steps in a folder, and sends it with the videos and sounds of the last one."""
     folders = sorted(path for path in (run / folder).glob("step-*") if path.is_dir())
     if not folders:
         return
     grid = sample_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
     grid.save(run / file)
-    if handler is not None:
-        log_picture(handler.callbacks, name, grid, step)
-        files = sorted((run / folder / f"step-{step:06d}").iterdir())
-        log_files(handler.callbacks, name, [path for path in files if path.suffix in (".mp4", ".wav")], step)
+    log_picture(handler.callbacks, name, grid, step)
+    files = sorted((run / folder / f"step-{step:06d}").iterdir())
+    log_files(handler.callbacks, name, [path for path in files if path.suffix in (".mp4", ".wav")], step)
 
 
 def sample_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:

@@ -7,7 +7,6 @@ before a model is loaded.
 """
 
 import argparse
-import json
 import sys
 import textwrap
 from collections.abc import Callable
@@ -15,15 +14,14 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import sample_settings
+
 if TYPE_CHECKING:
     from datasets import Dataset
-    from diffusers import DiffusionPipeline
 
     from .arguments import LoraArguments, ScriptArguments
     from .config import DiffusionGRPOConfig
     from .trainer import DiffusionGRPOTrainer
-
-PROMPTS_HELP = "file of prompts (.txt, .jsonl, .csv, .parquet), dataset folder, Hub id, or `tiny`"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,8 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:
         sys.path.append("")  # rewards and losses named by dotted path may lie in the working directory
-    arguments = build_parser().parse_args(words)
-    arguments.overrides = overrides
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown and arguments.command != "sample":  # `sample` takes settings of a training too
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.overrides = [*overrides, *unknown]
     try:
         return arguments.run(arguments)
     except Refusal as refusal:
@@ -76,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     for add, name, purpose in (
         (add_train, "train", "train from a YAML file"),
         (add_check, "check", "tell in seconds whether a pipeline can be trained, and how exactly it replays"),
-        (add_sample, "sample", "make pictures and score them, without training"),
+        (add_sample, "sample", "make pictures, videos or sound and score them, without training"),
         (add_report, "report", "write report.html and summary.json of a run again"),
         (add_rewards, "rewards", "serve rewards to trainings in other processes or on other machines"),
     ):
@@ -247,7 +248,7 @@ def add_check(command: argparse.ArgumentParser) -> None:
     """Options of `check`."""
     command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
     command.add_argument("--prompt", default="a photo of a cat", help="default: %(default)s")
-    add_pipeline_options(command, steps_default=4)
+    sample_settings.add_call_options(command, steps_default=4)
     command.add_argument("--sde_type", default="auto", help="process put on the scheduler; default: %(default)s")
     command.add_argument("--noise_level", type=float, default=None, help="noise of the process")
     command.set_defaults(run=run_check)
@@ -255,13 +256,16 @@ def add_check(command: argparse.ArgumentParser) -> None:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Prints the replay report as a table. Returns 0 where the pipeline trains, else 1."""
-    pipe = load_pipeline(arguments.model, arguments.dtype)
+    inputs = {"prompt": arguments.prompt, **refusing(sample_settings.call_options, arguments)}
+    refusing(check_model_name, arguments.model)
     from rich.console import Console
     from rich.table import Table
 
     from .check import check_pipeline
+    from .loading import plain_pipeline
 
-    inputs = {"prompt": arguments.prompt, **pipeline_options(arguments)}
+    hide_loading_bars(arguments.model)
+    pipe = refusing(plain_pipeline, arguments.model, arguments.dtype, arguments.device)
     steps = inputs.pop("num_inference_steps")
     replay = refusing(
         check_pipeline,
@@ -270,7 +274,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         num_inference_steps=steps,
         sde_type=arguments.sde_type,
         noise_level=arguments.noise_level,
-        seed=arguments.seed,
+        seed=arguments.seed or 0,
     )
     table = Table(show_header=False, title=f"{arguments.model}: {'trains' if replay.trains else 'does not train'}")
     for field in fields(replay):
@@ -281,99 +285,36 @@ def run_check(arguments: argparse.Namespace) -> int:
     return 0 if replay.trains else 1
 
 
-def add_pipeline_options(command: argparse.ArgumentParser, steps_default: int | None) -> None:
-    """What `check` and `sample` share of a pipeline's call; what is not given is the pipeline's default."""
-    command.add_argument("--num_inference_steps", type=int, default=steps_default, help="denoising steps")
-    command.add_argument("--guidance_scale", type=float, help="classifier-free guidance")
-    command.add_argument("--height", type=int, help="pixels")
-    command.add_argument("--width", type=int, help="pixels")
-    command.add_argument("--num_frames", type=int, help="frames of a video")
-    command.add_argument("--pipeline_kwargs", default="{}", help="further arguments of the pipeline's call, as JSON")
-    command.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    command.add_argument("--dtype", default="float32", help="torch dtype of the weights; default: %(default)s")
-
-
-def pipeline_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given ones of `add_pipeline_options` as keyword arguments of a pipeline's call."""
-    extra = refusing(json.loads, arguments.pipeline_kwargs)
-    if not isinstance(extra, dict):
-        raise Refusal(f'--pipeline_kwargs is {arguments.pipeline_kwargs}; write a JSON object, {{"key": value}}.')
-    names = ("num_inference_steps", "guidance_scale", "height", "width", "num_frames")
-    given = {name: getattr(arguments, name) for name in names}
-    return {name: value for name, value in given.items() if value is not None} | extra
-
-
-def load_pipeline(model: str, dtype: str) -> "DiffusionPipeline":
-    """The pipeline of a Hub id, a folder or `tiny`, on the best device there is."""
-    refusing(check_model_name, model)
-    import torch
-    from diffusers import DiffusionPipeline
-
-    from . import tiny
-
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise Refusal(f"--dtype {dtype} is no dtype of torch; use float32, bfloat16 or float16.")
-    hide_loading_bars(model)
-    source = tiny.PATH if model == "tiny" else model
-    pipe = refusing(DiffusionPipeline.from_pretrained, source, dtype=getattr(torch, dtype))
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    return pipe.to(device)
-
-
 def add_sample(command: argparse.ArgumentParser) -> None:
     """Options of `sample`."""
-    command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
-    command.add_argument("--prompts", required=True, help=PROMPTS_HELP)
-    command.add_argument("--split", default="test", help="split of the prompts; default: %(default)s")
-    command.add_argument("--max_prompts", type=int, default=16, help="use the first so many; default: %(default)s")
-    command.add_argument("--lora", help="folder of a LoRA, such as a run's output folder")
-    command.add_argument(
-        "--reward_funcs",
-        nargs="+",
-        default=[],
-        help="rewards that score the pictures: names, dotted paths, or one YAML mapping with options",
-    )
-    command.add_argument("--batch_size", type=int, default=16, help="pictures a call; default: %(default)s")
-    command.add_argument("--output_dir", default="samples", help="default: %(default)s")
-    add_pipeline_options(command, steps_default=None)
+    sample_settings.add_sample_options(command)
     command.set_defaults(run=run_sample)
 
 
 def run_sample(arguments: argparse.Namespace) -> int:
-    """Writes pictures, scores and a table, without training. Returns the exit code."""
+    """Writes samples, scores and a table, without training. Returns the exit code."""
     from .rewards import check_columns, load_rewards
 
-    reward_funcs = refusing(load_rewards, read_rewards(arguments.reward_funcs))
-    dataset = refusing(load_checked, arguments.prompts, arguments.split, "--prompts")
-    refusing(check_columns, reward_funcs, dataset.column_names, "--prompts")
-    dataset = dataset.select(range(min(arguments.max_prompts, len(dataset))))
-    options = pipeline_options(arguments)
-    pipe = load_pipeline(arguments.model, arguments.dtype)
-    if arguments.lora is not None:
-        refusing(pipe.load_lora_weights, arguments.lora)
+    settings = refusing(sample_settings.read_settings, arguments, arguments.overrides)
+    rewards = refusing(load_rewards, settings.reward_funcs)
+    judges = refusing(load_rewards, settings.eval_reward_funcs, "eval_reward_funcs")
+    judges = [judge for judge in judges if judge.name not in {reward.name for reward in rewards}]
+    dataset = refusing(load_checked, settings.prompts, settings.split, "--prompts")
+    refusing(check_columns, rewards + judges, dataset.column_names, "--prompts")
+    dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
+    refusing(check_model_name, settings.model)
 
-    from .sample import write_samples
+    from .sample import check_folder, load_sampled, write_samples
 
-    table = write_samples(
-        pipe,
-        dataset,
-        reward_funcs,
-        Path(arguments.output_dir),
-        batch_size=arguments.batch_size,
-        seed=arguments.seed,
-        **options,
-    )
-    for name, mean in table.items():
-        print(f"{name:<16} {mean:.3f}")
-    print(f"{len(dataset)} pictures and samples.parquet in {arguments.output_dir}")
+    refusing(check_folder, settings)
+    hide_loading_bars(settings.model)
+    pipe = refusing(load_sampled, settings)
+    summary = refusing(write_samples, pipe, dataset, rewards, judges, settings)
+    for name, (mean, error) in summary.items():
+        print(f"{name:<16} {mean:.3f} ± {error:.3f}")
+    made = len(dataset) * settings.num_generations
+    print(f"{made} samples of {len(dataset)} prompts and samples.parquet in {settings.output_dir}")
     return 0
-
-
-def read_rewards(words: list[str]) -> Any:
-    """Names as they are; a single word that starts as a YAML mapping or list is read as one."""
-    from .arguments import read_overrides
-
-    return refusing(read_overrides, ["--reward_funcs", *words])["reward_funcs"] if words else []
 
 
 def add_rewards(command: argparse.ArgumentParser) -> None:
@@ -397,7 +338,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     from .rewards import load_rewards
 
-    rewards = refusing(load_rewards, read_rewards(arguments.rewards))
+    rewards = refusing(load_rewards, refusing(sample_settings.read_rewards, arguments.rewards))
     token = os.environ.get(arguments.token_env) if arguments.token_env else None
     if arguments.token_env and not token:
         raise Refusal(f"--token_env names {arguments.token_env}, but no such environment variable is set.")

@@ -50,6 +50,25 @@ def load_pipeline(
     return with_scheduler(pipe, args.scheduler_kwargs)
 
 
+def plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
+    """The pipeline of a Hub id, a folder or `tiny` as it is, by default in float32 and on the accelerator there is.
+
+    Raises:
+        ValueError: torch has no such dtype, or no such device.
+    """
+    dtype = dtype or "float32"
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {dtype} is no dtype of torch; use float32, bfloat16 or float16.")
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {device} is no device of torch; use cpu, cuda, cuda:1 and the like.") from error
+    source = tiny.PATH if model == "tiny" else model
+    return DiffusionPipeline.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
+
+
 def with_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
     """The pipeline with some settings of its scheduler changed, e.g. `{"shift": 3.0}`; without, as it was.
 

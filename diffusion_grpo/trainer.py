@@ -7,7 +7,6 @@ for each trained step. This is the only module that knows all others.
 
 import contextlib
 import copy
-import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -234,11 +233,9 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             self.add_callback(RewardProgressCallback)
         if self.pop_callback(TensorBoardCallback) is not None:
             self.add_callback(PipelineTensorBoardCallback)
-        grid = SampleGridCallback()
-        grid.handler = self.callback_handler
-        self.add_callback(grid)
+        self.add_callback(SampleGridCallback(self.callback_handler))
         if args.validation_prompts:
-            self.add_callback(ValidationCallback(functools.partial(write_validation, self), self.callback_handler))
+            self.add_callback(ValidationCallback(lambda: write_validation(self), self.callback_handler))
         self.add_callback(ReportCallback)
 
     # Data: every batch of the dataloader is one whole rollout, given again for each micro-batch trained on it

@@ -277,6 +277,7 @@ def test_sample_refuses_what_it_cannot_use(model, tmp_path, capsys, no_model):
     assert "unknown" in refusal(capsys, "sample", model, *prompts, "--reward_funcs", "nothing").lower()
     assert "JSON" in refusal(capsys, "sample", model, *prompts, "--pipeline_kwargs", "[1]")
     assert "float33" in refusal(capsys, "sample", model, *prompts, "--dtype", "float33")
+    assert "no device of torch" in refusal(capsys, "sample", model, *prompts, "--device", "cdua")
     assert "model_index.json" in refusal(capsys, "sample", str(tmp_path), *prompts)
 
 
