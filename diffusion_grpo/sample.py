@@ -232,7 +232,7 @@ def _finish(
         return summary
     values = torch.tensor([columns[reward.name] for reward in rewards]).T
     weights = torch.tensor(reward_weights(rewards, settings.reward_weights))
-    names = ("scale_rewards", "multi_objective_aggregation", "advantage_clip", "reward_threshold")
+    names = ("scale_rewards", "reward_baseline", "multi_objective_aggregation", "advantage_clip", "reward_threshold")
     how = {name: getattr(settings.train, name) for name in names} if settings.train else {}
     if settings.num_generations > 1:
         groups = torch.arange(len(table)) // settings.num_generations
