@@ -17,13 +17,48 @@ from .rollout import Trajectory, sample_seed
 from .values import ValueTargets
 
 
+class Recorded:
+    """Trajectories of samples that may differ in shape. Where they do not, it is used as a `Trajectory` is.
+
+    Args:
+        samples: one trajectory a sample, each of a batch of 1; all with the same number of trained steps.
+    """
+
+    def __init__(self, samples: list[Trajectory]):
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, rows: Any) -> "Recorded":
+        """Those of some samples; `rows` indexes as it would a tensor."""
+        rows = rows.cpu() if torch.is_tensor(rows) else rows
+        return Recorded([self.samples[row] for row in torch.arange(len(self))[rows].tolist()])
+
+    def joined(self) -> Trajectory:
+        """One trajectory of all samples, which must be of one shape."""
+        return Trajectory.cat(self.samples)
+
+    def _column(self, name: str) -> Tensor:
+        return torch.cat([getattr(sample, name) for sample in self.samples])
+
+    latents = property(lambda self: self._column("latents"))
+    next_latents = property(lambda self: self._column("next_latents"))
+    log_probs = property(lambda self: self._column("log_probs"))
+    steps = property(lambda self: self._column("steps"))
+    seeds = property(lambda self: self._column("seeds"))
+    initial_seeds = property(lambda self: self._column("initial_seeds"))
+    num_inference_steps = property(lambda self: self.samples[0].num_inference_steps)
+    noise_level = property(lambda self: self.samples[0].noise_level)
+
+
 @dataclasses.dataclass
 class MicroBatch:
-    """Samples of one forward and backward pass.
+    """Samples that are trained together; one forward and backward pass for each part that shares a pipeline call.
 
     Attributes:
         rows: one dataset row a sample.
-        trajectory: of these samples.
+        trajectory: of these samples; `Recorded` in the whole micro-batch, a `Trajectory` in a part of it.
         advantages: (batch,) float32; (batch, rewards) for a loss that is summed over rewards; (batch, steps) with a
             value model.
         old_log_probs: (batch, steps) float32, the ratio's denominator.
@@ -32,7 +67,7 @@ class MicroBatch:
     """
 
     rows: list[dict[str, Any]]
-    trajectory: Trajectory
+    trajectory: Trajectory | Recorded
     advantages: Tensor
     old_log_probs: Tensor
     targets: ValueTargets | None = None
@@ -40,6 +75,13 @@ class MicroBatch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def part(self, places: list[int]) -> "MicroBatch":
+        """The samples at some places, which are of one shape."""
+        rows = [self.rows[place] for place in places]
+        targets, log_ratio = (None if x is None else x[places] for x in (self.targets, self.log_ratio))
+        part = (self.trajectory[places].joined(), self.advantages[places], self.old_log_probs[places])
+        return MicroBatch(rows, *part, targets, log_ratio)
 
     def at_step(self, step: int) -> "MicroBatch":
         """The samples that train on `step`; all of them keep their order, and so the geometry of the rollout."""
@@ -75,7 +117,7 @@ class RolloutBuffer:
     def __init__(
         self,
         rows: list[dict[str, Any]],
-        trajectory: Trajectory,
+        trajectory: Recorded,
         advantages: Tensor,
         micro_batch_size: int,
         seed: int,
@@ -109,7 +151,10 @@ class RolloutBuffer:
 
     def save(self, path: Path, kept: Tensor) -> None:
         """Writes all but the rows, which the dataset gives again; `kept` says which of them are here."""
-        tensors = {name: getattr(self.trajectory, name).contiguous() for name in Trajectory.TENSORS}
+        samples = enumerate(self.trajectory.samples)
+        tensors = {
+            f"{name}.{i}": getattr(sample, name).contiguous() for i, sample in samples for name in Trajectory.TENSORS
+        }
         tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone(), "kept": kept}
         if self.targets is not None:
             tensors |= {f"targets.{name}": getattr(self.targets, name).contiguous() for name in ValueTargets.TENSORS}
@@ -125,15 +170,17 @@ class RolloutBuffer:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             settings = file.metadata()
         kept, advantages, old = (tensors.pop(name) for name in ("kept", "advantages", "old_log_probs"))
-        targets = {
-            name: tensors.pop(f"targets.{name}") for name in ValueTargets.TENSORS if f"targets.{name}" in tensors
-        }
-        trajectory = Trajectory(
-            **tensors,
-            num_inference_steps=int(settings["num_inference_steps"]),
-            noise_level=float(settings["noise_level"]),
-        )
+        targets = {name: tensors[f"targets.{name}"] for name in ValueTargets.TENSORS if f"targets.{name}" in tensors}
         targets = ValueTargets(**targets) if targets else None
-        buffer = cls([rows[i] for i in kept.tolist()], trajectory, advantages, micro_batch_size, seed, targets)
+        loop = dict(
+            num_inference_steps=int(settings["num_inference_steps"]), noise_level=float(settings["noise_level"])
+        )
+        samples = Recorded(
+            [
+                Trajectory(**{name: tensors[f"{name}.{i}"] for name in Trajectory.TENSORS}, **loop)
+                for i in range(len(kept))
+            ]
+        )
+        buffer = cls([rows[i] for i in kept.tolist()], samples, advantages, micro_batch_size, seed, targets)
         buffer.old_log_probs = old
         return buffer, kept

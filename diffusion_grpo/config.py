@@ -268,6 +268,13 @@ class DiffusionGRPOConfig(TrainingArguments):
     ema_update_interval: int = field(default=8, metadata={"help": "Updates between two steps of the average."})
 
     # Model, data, log
+    offload_frozen: str | None = field(
+        default=None,
+        metadata={
+            "help": "cpu: text encoders, image encoders and the VAE wait in CPU memory and are on the accelerator "
+            "only while they are used, never while the trained network is."
+        },
+    )
     train_component: str | None = field(
         default=None, metadata={"help": "Name of the trained network; by default transformer, unet, prior or decoder."}
     )
@@ -391,7 +398,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             "multi_objective_aggregation": AGGREGATIONS,
             "old_log_prob": ["rollout", "replay"],
             "importance_sampling_level": ["token", "sequence"],
-        }
+        } | ({"offload_frozen": ["cpu"]} if self.offload_frozen is not None else {})
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:

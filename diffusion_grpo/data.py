@@ -11,6 +11,9 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from PIL import Image
+
+from .columns import with_absolute_paths
 
 READERS = {
     ".txt": lambda path: datasets.Dataset.from_dict({"prompt": lines(path)}),
@@ -32,7 +35,8 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     Args:
         source: a file (`.txt`, one prompt a line; `.jsonl`, `.json`, `.parquet`, `.csv`, with a column `prompt`), a
             folder written by `save_to_disk`, any other folder or Hub id that `datasets.load_dataset` knows, or
-            `"tiny"`, the prompts of the embedded model.
+            `"tiny"`, the prompts of the embedded model. Paths of pictures, videos and sound in a file are relative
+            to its folder.
         split: which split of the dataset; a single file has none, all of it is returned.
 
     Raises:
@@ -46,7 +50,7 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     if path.suffix in READERS and (path.is_file() or not path.exists()):
         if not path.exists():
             raise ValueError(f"There is no file {source}; give the path of an existing file with prompts.")
-        return READERS[path.suffix](path)
+        return with_absolute_paths(READERS[path.suffix](path), path.absolute().parent)
     if (path / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(source)
         if split not in splits:
@@ -55,6 +59,13 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     if (path / "dataset_info.json").is_file():
         return datasets.load_from_disk(source)
     return datasets.load_dataset(source, split=split)
+
+
+def named_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Dataset]]:
+    """The datasets that a user gave, one or several for evaluation, with what they were given as."""
+    evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+    named = [("train_dataset", train), *evaluations.items()]
+    return [(name, dataset) for name, dataset in named if dataset is not None]
 
 
 def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> None:
@@ -148,17 +159,18 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         yield from order.flatten().tolist()
 
 
-def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str]) -> dict[str, Any]:
+def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
     """The keyword arguments of one pipeline call from the dataset rows of its samples.
 
     Args:
-        rows: one dict a sample, all with the same columns.
+        rows: one dict a sample, all with the same columns; such as `groups_by_shape` puts together.
         accepted: names of the parameters of the pipeline's `__call__`.
+        is_bare: the values of a single row as they are, not in lists.
 
     Returns:
         Each accepted column: a scalar where it holds numbers (`height`, `guidance_scale`), which a pipeline takes once
-        a call, else a list with one value a sample (`prompt`, `image`). A column that is None in all rows is left
-        out.
+        a call, else a list with one value a sample (`prompt`, `image`), or one tensor (batch, ...) where it holds
+        tensors or arrays. A column that is None in all rows is left out.
 
     Raises:
         ValueError: the numbers of one call differ, or a column is None in some rows only.
@@ -177,7 +189,7 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str]) -> dict[str,
                 "all rows or in none."
             )
         if not all(isinstance(value, bool | int | float) for value in values):
-            inputs[name] = values
+            inputs[name] = values[0] if is_bare else _together(values)
             continue
         if len(set(values)) > 1:
             raise ValueError(
@@ -186,3 +198,33 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str]) -> dict[str,
             )
         inputs[name] = values[0]
     return inputs
+
+
+def groups_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list[int]]:
+    """Positions of the rows that may share a pipeline call, groups and rows in their order.
+
+    They agree in every accepted column: in numbers and in None by value, in pictures by size and mode, in videos by
+    length too, in tensors and arrays by shape. Text does not count.
+    """
+    groups: dict[tuple, list[int]] = {}
+    for place, row in enumerate(rows):
+        key = tuple((name, _shape(value)) for name, value in row.items() if name in accepted)
+        groups.setdefault(key, []).append(place)
+    return list(groups.values())
+
+
+def _shape(value: Any, is_item: bool = False) -> Any:
+    """What values of one call have in common."""
+    if value is None or isinstance(value, bool | int | float) and not is_item:
+        return value
+    if isinstance(value, Image.Image):
+        return value.size, value.mode
+    if isinstance(value, (list, tuple)):
+        return tuple(_shape(item, is_item=True) for item in value)
+    return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
+
+
+def _together(values: list[Any]) -> Any:
+    if all(torch.is_tensor(value) for value in values):
+        return torch.stack(values)
+    return np.stack(values) if all(isinstance(value, np.ndarray) for value in values) else values

@@ -111,11 +111,12 @@ class Recorder(Driver):
         trained_steps: Tensor | None,
         noise_level: float,
         device: str | torch.device,
+        is_complete: bool = True,
     ):
         super().__init__(initial_seeds, len(seeds), noise_level)
         self.generators = generators(seeds)
         self.noise_steps, self.trained_steps = noise_steps, trained_steps
-        self.device = device
+        self.device, self.is_complete = device, is_complete
         self.records: dict[int, _Parts] = {}
         self.left: dict[int, Tensor] = {}  # what each scheduler handed back last
         self.loop_length: int | None = None
@@ -138,6 +139,8 @@ class Recorder(Driver):
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         if self.loop_length is None:
             self._begin(scheduler)
+        if not self.is_complete and self.records and index > self.trained_steps.max():
+            raise StepScored
         self.enter(scheduler, index)
         if index not in self.noise_steps:
             latents = scheduler.deterministic(prediction, timestep, sample)

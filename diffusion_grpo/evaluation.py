@@ -16,6 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from .advantages import combine
+from .inputs import check_count
 from .media import sampling_rate
 from .records import write_files, write_samples
 from .rewards import reward_name
@@ -66,7 +67,7 @@ def _part(
     prompts = range(accelerator.process_index, len(dataset), accelerator.num_processes)
     mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples side by side
     groups = [place // count for place in mine]
-    rows = [dataset[group] for group in groups]
+    rows = trainer.inputs.rows(dataset, groups)
     samples = _sample(trainer, rows, mine, pipeline_kwargs)
     funcs, extra = trainer.reward_funcs + trainer.eval_reward_funcs, {}
     local = trainer._score(funcs, samples, rows, own_metrics, groups, extra) if rows else torch.empty(0, len(funcs))
@@ -100,18 +101,22 @@ def _metrics(trainer: "DiffusionGRPOTrainer", prefix: str, rewards: Tensor) -> d
 
 
 def _sample(trainer: "DiffusionGRPOTrainer", rows: list[dict], places: list[int], pipeline_kwargs: dict) -> list[Any]:
-    args, samples = trainer.args, []
+    args, samples = trainer.args, [None] * len(rows)
+    trainer.inputs.learn(trainer.policy, rows, trainer.noise_level)
     for first in range(0, len(rows), args.per_device_eval_batch_size):
         trainer.policy.prompts.clear()
-        chunk = slice(first, first + args.per_device_eval_batch_size)
-        images, _ = rollout(
-            trainer.policy,
-            trainer.inputs(rows[chunk], **pipeline_kwargs),
-            seeds=[sample_seed(args.seed, "evaluation", place) for place in places[chunk]],
-            num_inference_steps=args.eval_num_inference_steps or args.num_inference_steps,
-            noise_level=0.0,
-        )
-        samples += list(images)
+        for part in trainer.inputs.parts(rows[first : first + args.per_device_eval_batch_size]):
+            chosen = [first + number for number in part]
+            images, _ = rollout(
+                trainer.policy,
+                trainer.inputs([rows[row] for row in chosen], **pipeline_kwargs),
+                seeds=[sample_seed(args.seed, "evaluation", places[row]) for row in chosen],
+                num_inference_steps=args.eval_num_inference_steps or args.num_inference_steps,
+                noise_level=0.0,
+            )
+            check_count(images, len(chosen), trainer.pipe)
+            for row, image in zip(chosen, images, strict=True):
+                samples[row] = image
     return samples
 
 

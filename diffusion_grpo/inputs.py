@@ -1,42 +1,186 @@
-"""Keyword arguments of one pipeline call.
+"""Keyword arguments of one pipeline call, and which samples share one.
 
 In: settings and dataset rows. Out: what the pipeline's `__call__` gets, the same for the same rows in rollout, replay
-and evaluation. Which columns a pipeline takes is read off its signature.
+and evaluation. Which columns a pipeline takes is read off its signature; whether it takes several samples in one call
+is asked of the pipeline (`batching.py`); samples of different shapes never share one.
 """
 
 import inspect
+import logging
 from typing import Any
 
+import torch
+from accelerate import Accelerator, DistributedType
+from datasets import Dataset
 from diffusers import DiffusionPipeline
 
+from .batching import BATCHED, SINGLE, Form, find_form
+from .columns import Columns, is_media
 from .config import RESERVED, DiffusionGRPOConfig
-from .data import pipeline_inputs
+from .data import groups_by_shape, pipeline_inputs
+from .rewards.contract import Reward, asked_columns
+from .rollout import Policy, UnsupportedPipeline
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
+logger = logging.getLogger(__name__)
 
 
 class PipelineInputs:
     """Builds the keyword arguments of a pipeline call from dataset rows.
 
     Args:
-        pipe: the pipeline.
+        pipe: the pipeline, or its class.
         args: its `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into every call.
 
     Raises:
         ValueError: a setting that the pipeline's `__call__` does not take, with the list of what it does.
     """
 
-    def __init__(self, pipe: DiffusionPipeline, args: DiffusionGRPOConfig):
-        self.accepted = set(inspect.signature(type(pipe).__call__).parameters) - {"self", *RESERVED}
+    def __init__(self, pipe: DiffusionPipeline | type[DiffusionPipeline], args: DiffusionGRPOConfig):
+        self.args = args
+        self.pipeline = pipe if isinstance(pipe, type) else type(pipe)
+        parameters = inspect.signature(self.pipeline.__call__).parameters
+        self.parameters = {k: v for k, v in parameters.items() if k not in {"self", *RESERVED}}
+        self.accepted = set(self.parameters)
         self.fixed = {name: getattr(args, name) for name in FROM_CONFIG if getattr(args, name) is not None}
         self.fixed |= args.pipeline_kwargs or {}
         unknown = sorted(set(self.fixed) - self.accepted)
         if unknown:
             raise ValueError(
-                f"{type(pipe).__name__} does not take {', '.join(unknown)} from the settings; it takes "
+                f"{self.pipeline.__name__} does not take {', '.join(unknown)} from the settings; it takes "
                 f"{', '.join(sorted(self.accepted))}."
             )
+        self._columns: dict[int, tuple[Dataset, Columns]] = {}
+        self.forms: dict[frozenset[str], Form] = {}  # by the columns that are given
 
     def __call__(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
         """The keyword arguments for these rows; columns win over settings, `overrides` over both."""
-        return {**self.fixed, **pipeline_inputs(rows, self.accepted), **overrides}
+        form = self.forms.get(self._given(rows[0]), Form(BATCHED))
+        return self._arguments(rows, form.name) | overrides
+
+    def _arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
+        return {**self.fixed, **pipeline_inputs(rows, self.accepted, is_bare=form == SINGLE)}
+
+    def _given(self, row: dict[str, Any]) -> frozenset[str]:
+        return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
+
+    def columns(self, dataset: Dataset) -> Columns:
+        """Which of a dataset's columns hold files, and how its rows are read."""
+        if id(dataset) not in self._columns:
+            self._columns[id(dataset)] = dataset, Columns(dataset, self.parameters)
+        return self._columns[id(dataset)][1]
+
+    def rows(self, dataset: Dataset, indices: list[int]) -> list[dict[str, Any]]:
+        """Rows of the dataset with their files decoded; see [`~diffusion_grpo.columns.Columns.rows`]."""
+        return self.columns(dataset).rows(indices)
+
+    def check(self, dataset: Dataset, name: str, asked: set[str]) -> None:
+        """Refuses a dataset whose files cannot be read; warns of pictures, videos and sound that nobody takes.
+
+        Args:
+            dataset: the user's.
+            name: what it was given as, for the message.
+            asked: columns that rewards name.
+
+        Raises:
+            ValueError: see [`~diffusion_grpo.columns.Columns.check`].
+        """
+        self.columns(dataset).check(name)
+        idle = [c for c, f in dataset.features.items() if is_media(f) and c not in self.accepted | asked]
+        if idle:
+            logger.warning(
+                "%s: %s does not take %s, and no reward names it; the pipeline takes %s. Rename the column if it is "
+                "meant to be an input.",
+                name,
+                self.pipeline.__name__,
+                ", ".join(idle),
+                ", ".join(sorted(self.accepted)),
+            )
+
+    def learn(self, policy: Policy, rows: list[dict[str, Any]], noise_level: float) -> None:
+        """Finds out, once for each set of columns, whether samples share a call; `parts` and `__call__` follow it.
+
+        Raises:
+            Exception: what the pipeline raised, where it takes the rows in no form.
+        """
+        args = self.args
+        count = args.rollout_batch_size or args.per_device_train_batch_size
+        start, stop = args.window
+        for row in rows:
+            given = self._given(row)
+            if given in self.forms:
+                continue
+            form = find_form(
+                policy,
+                {name: row[name] for name in row if name in given},
+                self._arguments,
+                count,
+                num_inference_steps=args.num_inference_steps,
+                steps=list(range(start, min(start + 2, stop))),
+                noise_level=noise_level,
+            )
+            self.forms[given] = form
+            if form.reason is not None and count > 1:
+                logger.warning(
+                    "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",
+                    self.pipeline.__name__,
+                    form.reason,
+                )
+
+    def parts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        """Positions of the rows that share a call: equal in all numbers and shapes; or each row for itself."""
+        parts = []
+        for part in groups_by_shape(rows, self.accepted):
+            is_batched = self.forms.get(self._given(rows[part[0]]), Form(BATCHED)).name == BATCHED
+            parts += [part] if is_batched else [[place] for place in part]
+        return parts
+
+    def calls(self, rows: list[dict[str, Any]], accelerator: Accelerator) -> list[list[int]]:
+        """Places of the samples of each pipeline call of a rollout, cut as the updates cut it.
+
+        Args:
+            rows: one a sample.
+            accelerator: where its processes pass the network together (DeepSpeed, FSDP), all need as many calls.
+
+        Raises:
+            ValueError: calls of one process would wait for those of another that never come.
+        """
+        size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
+        starts = range(0, len(rows), size)
+        parts = [self.parts(rows[start : start + size]) for start in starts]
+        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            counts = torch.tensor([len(part) for part in parts], device=accelerator.device)
+            if len(accelerator.gather(counts).unique()) > 1:
+                raise ValueError(
+                    "Micro-batches of different numbers of shapes cannot be trained with DeepSpeed or FSDP, whose "
+                    "processes pass the network together; give all rows one shape, or set "
+                    "per_device_train_batch_size=1."
+                )
+        return [[start + i for i in places] for start, part in zip(starts, parts, strict=True) for places in part]
+
+
+def checked_inputs(
+    pipe: type[DiffusionPipeline],
+    args: DiffusionGRPOConfig,
+    named: list[tuple[str, Dataset]],
+    rewards: list[Reward],
+) -> PipelineInputs:
+    """The inputs of a pipeline class, with settings and datasets checked against it; see `PipelineInputs`."""
+    inputs = PipelineInputs(pipe, args)
+    asked = set().union(*map(asked_columns, rewards))
+    for name, dataset in named:
+        inputs.check(dataset, name, asked)
+    return inputs
+
+
+def check_count(samples: Any, count: int, pipe: DiffusionPipeline) -> None:
+    """Refuses the output of a call that holds another number of samples than were asked for.
+
+    Raises:
+        UnsupportedPipeline: such an output.
+    """
+    if len(samples) != count:
+        raise UnsupportedPipeline(
+            f"{type(pipe).__name__} returned {len(samples)} samples where {count} were asked for; it reads its inputs "
+            "in another way than one value a sample."
+        )

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from peft import PeftConfig, PeftModel, get_peft_model
@@ -21,12 +22,25 @@ from . import tiny
 from .config import DiffusionGRPOConfig
 from .rollout import POLICY_COMPONENTS, policy_component
 
+HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
 
 
 def model_name(model: str | DiffusionPipeline) -> str:
     """What the user called the model, or where the pipeline came from."""
     return model if isinstance(model, str) else str(model.config.get("_name_or_path") or type(model).__name__)
+
+
+def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> type[DiffusionPipeline] | None:
+    """The class that `load_pipeline` gives, told from `model_index.json` alone; None for code from elsewhere."""
+    if isinstance(model, DiffusionPipeline):
+        return type(model)
+    given = args.model_init_kwargs or {}
+    if "custom_pipeline" in given:
+        return None
+    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
+    config = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **kwargs)
+    return getattr(diffusers, str(config.get("_class_name")), None)
 
 
 def load_pipeline(

@@ -6,6 +6,7 @@ because PyAV is known to this one alone.
 
 import fractions
 import io
+import itertools
 import wave
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -255,8 +256,15 @@ def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Pa
     return Path(path)
 
 
-def read_sound(source: str | Path | BinaryIO) -> tuple[np.ndarray, int]:
+def read_sound(
+    source: str | Path | BinaryIO, sampling_rate: int | None = None, channels: int | None = None
+) -> tuple[np.ndarray, int]:
     """(channels, time) float32 in [-1, 1] and the sampling rate of a sound file, or of the sound of a video.
+
+    Args:
+        source: path or open file.
+        sampling_rate: samples a second to convert to; by default the file's.
+        channels: 1 or 2, to mix down or double to; by default the file's.
 
     Raises:
         ValueError: the file holds no sound.
@@ -264,7 +272,10 @@ def read_sound(source: str | Path | BinaryIO) -> tuple[np.ndarray, int]:
     with av.open(source if hasattr(source, "read") else str(source)) as file:
         if not file.streams.audio:
             raise ValueError(f"{source} holds no sound.")
-        rate, layout = file.streams.audio[0].rate, file.streams.audio[0].layout
+        stream = file.streams.audio[0]
+        rate = sampling_rate or stream.rate
+        layout = {1: "mono", 2: "stereo"}[channels] if channels else stream.layout
         resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
-        parts = [part.to_ndarray() for frame in file.decode(audio=0) for part in resampler.resample(frame)]
+        frames = itertools.chain(file.decode(audio=0), [None])  # None: what the resampler still holds
+        parts = [part.to_ndarray() for frame in frames for part in resampler.resample(frame)]
         return np.concatenate(parts, axis=1), rate

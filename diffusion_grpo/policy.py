@@ -183,7 +183,7 @@ def policy_component(pipe: DiffusionPipeline, component: str | None = None) -> s
 @contextlib.contextmanager
 def _seeded(seeds: Tensor, pipe: DiffusionPipeline) -> Iterator[None]:
     """What a pipeline draws from torch's global generator is the same in rollout and replay, and leaves no trace."""
-    device = pipe.device
+    device = pipe._execution_device  # which is not where the first of its parts waits
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int(seeds[0]))

@@ -70,6 +70,7 @@ def rollout(
     noise_steps: Sequence[int] | None = None,
     noise_level: float | None = None,
     device: str | torch.device = "cpu",
+    is_complete: bool = True,
 ) -> tuple[Any, Trajectory | None]:
     """Calls the pipeline as a user would, with noise in its steps, and records the trained ones.
 
@@ -84,6 +85,7 @@ def rollout(
         noise_steps: steps that draw noise, at least the trained ones; all but the last by default.
         noise_level: of the process; its usual one by default. 0 samples deterministically and records nothing.
         device: where the trajectory is kept.
+        is_complete: False ends the call when the last trained step is recorded; there are no samples then.
 
     Returns:
         the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
@@ -101,9 +103,10 @@ def rollout(
     if noise_level <= 0 or (rows is not None and not rows.numel()):
         noise_steps, rows = noise_steps if noise_level > 0 else (), torch.empty(len(seeds), 0, dtype=torch.int64)
     noises = None if noise_steps is None else set(noise_steps)
-    recorder = Recorder(seeds, initial_seeds, noises, rows, noise_level, device)
+    recorder = Recorder(seeds, initial_seeds, noises, rows, noise_level, device, is_complete)
     arguments = call_arguments(policy.pipe, inputs, num_inference_steps, initial_seeds)
-    with policy.acting(recorder):
+    samples = None
+    with policy.acting(recorder), contextlib.suppress(StepScored):
         samples = samples_of(policy.pipe, policy.pipe(**arguments))
     settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
     record = noise_level > 0 and (rows is None or rows.numel() > 0)

@@ -25,7 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl.models.utils import _ForwardRedirection
 
 from .advantages import best_of_n
-from .buffer import MicroBatch, RolloutBuffer
+from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .callbacks import (
     EMACallback,
     PipelineTensorBoardCallback,
@@ -37,14 +37,15 @@ from .callbacks import (
 )
 from .checkpoints import CheckpointingTrainer
 from .config import DiffusionGRPOConfig
-from .data import GroupSampler, check_dataset
+from .data import GroupSampler, check_dataset, named_datasets
 from .estimators import Estimate, estimate
 from .evaluation import evaluate_policy, write_validation
 from .hub import lora_loader
-from .inputs import PipelineInputs
-from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, prepare_model
+from .inputs import check_count, checked_inputs
+from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, pipeline_class, prepare_model
 from .losses import LossInputs, get_loss, kl_divergence, loss_per_reward
 from .media import sampling_rate
+from .offload import placed
 from .records import check_same_run, extra_column, run_record, write_files, write_json, write_samples
 from .rewards import (
     RewardError,
@@ -58,7 +59,7 @@ from .rewards import (
 )
 from .rollout import Policy, StepDistribution, Trajectory, replay, rollout, sample_seed, trained_steps
 from .schedulers import DEFAULT_NOISE_LEVELS
-from .values import ValueCallback, ValueModel, recorded_conditions, states
+from .values import ValueCallback, ValueModel, recorded_conditions, states_of_calls
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
@@ -125,13 +126,16 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             args.learning_rate = 3e-4 if peft_config is not None else 1e-5
         names = [[reward.name for reward in rewards] for rewards in (self.reward_funcs, self.eval_reward_funcs)]
         self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
+        given = named_datasets(train_dataset, eval_dataset), self.reward_funcs + self.eval_reward_funcs
+        cls = pipeline_class(model, args)
+        self.inputs = None if cls is None else checked_inputs(cls, args, *given)  # before the model is loaded
         self.run["reward_options"] = {r.name: r.options() for r in self.reward_funcs + self.eval_reward_funcs}
         check_same_run(args.output_dir, self.run)
 
         pipe = load_pipeline(model, args, is_full_training=peft_config is None)
         set_seed(args.seed)  # a LoRA starts from random weights
         self.component, model = prepare_model(pipe, args, peft_config)
-        self.inputs = PipelineInputs(pipe, args)
+        self.inputs = self.inputs or checked_inputs(type(pipe), args, *given)
         is_mixed_precision = args.bf16 or args.fp16
         self.policy = Policy(pipe, self.component, args.sde_type, self._autocast, is_mixed_precision)
         self.noise_level = args.noise_level or DEFAULT_NOISE_LEVELS[self.policy.scheduler.process]
@@ -152,7 +156,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
                 "processes cannot share; start one process, or name one network in train_component."
             )
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
-        pipe.to(args.device)
+        self.offload = placed(pipe, self.policy.networks, args)
         self.values = self._value_model() if args.advantage_estimator == "gae" else None
         self._add_callbacks()
         evaluations = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else eval_dataset
@@ -168,12 +172,10 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
 
     def _check_datasets(self, args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
         """Refuses datasets without prompts, or without a column that a reward asks for."""
-        evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
-        for name, dataset in [("train_dataset", train), *evaluations.items()]:
-            if dataset is not None:
-                check_dataset(dataset, name)
-                judges = self.eval_reward_funcs if name != "train_dataset" else []
-                check_columns(self.reward_funcs + judges, dataset.column_names, name)
+        for name, dataset in named_datasets(train, evaluation):
+            check_dataset(dataset, name)
+            judges = self.eval_reward_funcs if name != "train_dataset" else []
+            check_columns(self.reward_funcs + judges, dataset.column_names, name)
         if args.eval_strategy != "no" and not evaluation:
             raise ValueError(
                 f"eval_strategy={args.eval_strategy.value!r} has nothing to evaluate; pass an eval_dataset."
@@ -241,11 +243,15 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
     # Data: every batch of the dataloader is one whole rollout, given again for each micro-batch trained on it
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Dataset rows of one rollout a batch; see [`~diffusion_grpo.data.GroupSampler`] for their order."""
+        """Row numbers of one rollout a batch; see [`~diffusion_grpo.data.GroupSampler`] for their order."""
         if self.train_dataset is None:
             raise ValueError("Training needs a train_dataset with a column 'prompt'.")
         return self._get_dataloader(
-            self.train_dataset, "Training", self.args.rollout_size, self._get_train_sampler, is_training=True
+            range(len(self.train_dataset)),
+            "Training",
+            self.args.rollout_size,
+            self._get_train_sampler,
+            is_training=True,
         )
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> GroupSampler:
@@ -282,8 +288,12 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             write_json(Path(self.args.output_dir) / "run.json", self.run)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def training_step(self, model: nn.Module, inputs: list[dict], num_items_in_batch: Any = None) -> Tensor:
-        """One micro-batch: a replay, a loss and a backward pass for each trained step. Returns the detached loss."""
+    def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
+        """One micro-batch: a replay, a loss and a backward pass for each trained step. Returns the detached loss.
+
+        Samples that cannot share a pipeline call pass one part after the other. Each loss is a sum over samples,
+        divided by the trained steps of the whole micro-batch: every sample weighs the same however they are parted.
+        """
         model.eval()  # dropout would part the replay from the rollout
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -293,11 +303,12 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         errors = []
         if self.args.importance_sampling_level == "sequence" and not is_on_policy:  # on policy all ratios are 1
             batch.log_ratio = self._sequence_log_ratio(batch)
-        steps = batch.trajectory.steps.unique().tolist()
-        for step in steps:
-            is_last = step == steps[-1]
+        parts = [batch.part(places) for places in self.inputs.parts(batch.rows)]  # as in the rollout
+        passes = [(part, step) for part in parts for step in part.trajectory.steps.unique().tolist()]
+        for number, (part, step) in enumerate(passes, start=1):
+            is_last = number == len(passes)
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
-                loss, error = self._redirected(model, self._step_loss, batch.at_step(step), step, is_on_policy)
+                loss, error = self._redirected(model, self._step_loss, part.at_step(step), step, is_on_policy)
                 loss = loss / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
                 self._refuse_non_finite(loss.detach(), "loss")
                 self._backward(loss)
@@ -349,7 +360,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         """(batch, steps) log-probabilities of the recorded steps under the policy as it is."""
         return self._at_trained_steps(batch, lambda *replayed: replay(self.policy, *replayed).log_prob)
 
-    def _divergences(self, rows: list[dict], trajectory: Trajectory) -> Tensor:
+    def _divergences(self, rows: list[dict], trajectory: Recorded) -> Tensor:
         """(samples, steps) KL divergence of the policy as it is from the reference, in the rollout's batches."""
 
         def measure(*replayed: Any) -> Tensor:
@@ -364,10 +375,16 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
     @torch.no_grad()
     def _at_trained_steps(self, batch: MicroBatch, measure: Callable) -> Tensor:
         """(batch, steps) of what `measure` says of each trained step, given inputs, trajectory and step."""
-        values = torch.empty_like(batch.trajectory.log_probs)
-        for step in batch.trajectory.steps.unique().tolist():
-            part = batch.at_step(step)
-            values[batch.trajectory.steps == step] = measure(self.inputs(part.rows), part.trajectory, step).to(values)
+        values = torch.empty_like(batch.old_log_probs)
+        for places in self.inputs.parts(batch.rows):
+            whole = batch.part(places)
+            found = torch.empty_like(whole.old_log_probs)
+            for step in whole.trajectory.steps.unique().tolist():
+                part = whole.at_step(step)
+                found[whole.trajectory.steps == step] = measure(self.inputs(part.rows), part.trajectory, step).to(
+                    found
+                )
+            values[places] = found
         return values
 
     def _train_values(self, batch: MicroBatch) -> None:
@@ -426,7 +443,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
 
     # Rollout, rewards, advantages, buffer
 
-    def _next_batch(self, rows: list[dict]) -> tuple[MicroBatch, bool]:
+    def _next_batch(self, numbers: list[int]) -> tuple[MicroBatch, bool]:
         """The next micro-batch, from a new rollout where the old one is used up.
 
         Returns:
@@ -437,10 +454,10 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         step = self.state.global_step * self.args.gradient_accumulation_steps + self._micro_step
         self._micro_step += 1
         generation, slot = divmod(step, self._slots)
-        if slot == 0:
-            self.buffer = self._generate(rows, generation)
-        elif self.buffer is None:
-            self.buffer = self._restored_buffer(rows, generation)
+        if slot == 0 or self.buffer is None:
+            rows = self.inputs.rows(self.train_dataset, numbers)
+            self.inputs.learn(self.policy, rows, self.noise_level)
+            self.buffer = self._generate(rows, generation) if slot == 0 else self._restored_buffer(rows, generation)
         return self.buffer.micro_batch(slot), slot < self.args.gradient_accumulation_steps
 
     def _generate(self, rows: list[dict], generation: int) -> RolloutBuffer:
@@ -451,7 +468,11 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         with observed as conditions:
             samples, trajectory = self._rollout(rows, generation, positions)
         divergences = self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
-        seen = None if conditions is None else states(trajectory, torch.cat(conditions))
+        seen = (
+            None
+            if conditions is None
+            else states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
+        )
         self._metrics["time/rollout"].append(time.perf_counter() - start)
 
         start = time.perf_counter()
@@ -479,7 +500,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         return None if local is None else self.accelerator.gather(local.to(self.args.device)).cpu()
 
     @torch.no_grad()
-    def _rollout(self, rows: list[dict], generation: int, positions: Tensor) -> tuple[list, Trajectory]:
+    def _rollout(self, rows: list[dict], generation: int, positions: Tensor) -> tuple[list, Recorded]:
         """Samples and trajectories of `rows`, in chunks; what each gets depends on its place in the generation."""
         args = self.args
         self.policy.prompts.clear()
@@ -494,23 +515,23 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
             args.num_inference_steps, window, args.timestep_fraction, seeds if args.permute_steps else None
         )
         steps = steps if args.permute_steps else steps * len(rows)
-        samples, trajectories = [], []
-        size = args.rollout_batch_size or args.per_device_train_batch_size
-        for chunk in _chunks(len(rows), size):
+        samples, trajectories = [None] * len(rows), [None] * len(rows)
+        for places in self.inputs.calls(rows, self.accelerator):
             images, trajectory = rollout(
                 self.policy,
-                self.inputs(rows[chunk]),
-                seeds=seeds[chunk],
-                initial_seeds=initial[chunk],
+                self.inputs([rows[place] for place in places]),
+                seeds=seeds[places],
+                initial_seeds=initial[places],
                 num_inference_steps=args.num_inference_steps,
-                steps=steps[chunk],
+                steps=[steps[place] for place in places],
                 noise_steps=noise_steps,
                 noise_level=self.noise_level,
                 device=self._trajectory_device,
             )
-            samples += list(images)
-            trajectories.append(trajectory)
-        return samples, Trajectory.cat(trajectories)
+            check_count(images, len(places), self.pipe)
+            for number, place in enumerate(places):
+                samples[place], trajectories[place] = images[number], trajectory[[number]]
+        return samples, Recorded(trajectories)
 
     @property
     def _trajectory_device(self) -> Any:
@@ -581,7 +602,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         stems = [folder / f"step-{step:06d}" / f"{position:04d}" for position in positions.tolist()]
         return write_files(samples, stems, folder, self.args.fps, sampling_rate(self.pipe))
 
-    def _buffer_of(self, rows: list[dict], trajectory: Trajectory, found: Estimate, generation: int) -> RolloutBuffer:
+    def _buffer_of(self, rows: list[dict], trajectory: Recorded, found: Estimate, generation: int) -> RolloutBuffer:
         args, seed = self.args, sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
         self._kept = torch.arange(len(rows))
         if args.best_of_n is not None:
@@ -645,6 +666,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         datasets = dataset if isinstance(dataset, dict) else {"eval_dataset": dataset}
         for name, part in datasets.items():
             check_dataset(part, name)
+            self.inputs.columns(part).check(name)
         try:
             with self.averaged_weights():
                 metrics = evaluate_policy(self, datasets, metric_key_prefix, pipeline_kwargs)

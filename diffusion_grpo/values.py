@@ -191,6 +191,19 @@ def states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
     return torch.stack(columns, 1)
 
 
+def states_of_calls(samples: list[Trajectory], conditions: list[Tensor], calls: list[list[int]]) -> Tensor:
+    """`states` of samples that may differ in shape, in their own order.
+
+    Args:
+        samples: one trajectory a sample.
+        conditions: one tensor a pipeline call, see `recorded_conditions`.
+        calls: places of the samples of each call.
+    """
+    order = [place for places in calls for place in places]
+    found = dict(zip(order, torch.cat(conditions), strict=True))
+    return torch.cat([states(sample, found[place][None]) for place, sample in enumerate(samples)])
+
+
 @contextlib.contextmanager
 def recorded_conditions(policy: Policy) -> Iterator[list[Tensor]]:
     """Notes what the policy's networks are told beside the latents, in every rollout inside the context.

@@ -12,7 +12,6 @@ from tiny_runs import LORA, SETTINGS
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
 
 NAMES = sorted(set(tiny_pipelines.EVERY) - set(tiny_pipelines.PIPELINES))
-ONLY_CHECKED = {"wan_vace"}  # takes one prompt a call, and the trainer gives lists
 FEW = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 
 
@@ -32,8 +31,7 @@ def test_it_replays_and_trains(name, tmp_path):
     pipe, inputs = tiny_pipelines.build(name)
     report = check_pipeline(pipe, inputs, num_inference_steps=4)
     assert report.trains and report.max_ratio_error <= 1e-5 and report.steps >= 2, report
-    if name not in ONLY_CHECKED:
-        train(pipe, inputs, tmp_path, report.steps)
+    train(pipe, inputs, tmp_path, report.steps)
 
 
 def train(pipe, inputs, folder, steps):

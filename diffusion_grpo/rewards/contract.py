@@ -204,14 +204,18 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
             for name, parameter in reward.parameters.items()
             if parameter.default is parameter.empty and parameter.kind not in VARIADIC and name not in reward.arguments
         ]
-        given = {**_defaults(reward.function), **reward.arguments, **_attributes(reward.function)}
-        required += [value for name, value in given.items() if name.endswith("_column") and value is not None]
+        required += _columns_in_arguments(reward)
         for name in required:
             if name not in PROVIDED and name not in columns:
                 raise ValueError(
                     f"The reward {reward.name!r} needs the column {name!r}, which {dataset} lacks; it has "
                     f"{', '.join(columns)}."
                 )
+
+
+def asked_columns(reward: Reward) -> set[str]:
+    """Columns that a reward names: as a parameter, or by an argument `..._column`."""
+    return {*reward.parameters, *_columns_in_arguments(reward)}
 
 
 def check_groups(rewards: list[Reward], rollout_size: int, num_generations: int) -> None:
@@ -290,6 +294,11 @@ def _defaults(function: Callable) -> dict[str, Any]:
         if parameter.kind not in VARIADIC
         and (isinstance(function, type) or (parameter.default is not parameter.empty and name not in PROVIDED))
     }
+
+
+def _columns_in_arguments(reward: Reward) -> list[str]:
+    given = {**_defaults(reward.function), **reward.arguments, **_attributes(reward.function)}
+    return [value for name, value in given.items() if name.endswith("_column") and value is not None]
 
 
 def _attributes(function: Callable) -> dict[str, Any]:
