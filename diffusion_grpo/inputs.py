@@ -97,13 +97,21 @@ class PipelineInputs:
                 ", ".join(sorted(self.accepted)),
             )
 
-    def learn(self, policy: Policy, rows: list[dict[str, Any]], noise_level: float) -> None:
+    def learn(
+        self, policy: Policy, rows: list[dict[str, Any]], noise_level: float, args: DiffusionGRPOConfig | None = None
+    ) -> None:
         """Finds out, once for each set of columns, whether samples share a call; `parts` and `__call__` follow it.
+
+        Args:
+            policy: of the pipeline.
+            rows: of the dataset, decoded.
+            noise_level: of its process.
+            args: the training's sizes and steps, where the constructor was given other settings.
 
         Raises:
             Exception: what the pipeline raised, where it takes the rows in no form.
         """
-        args = self.args
+        args = args or self.args
         count = args.rollout_batch_size or args.per_device_train_batch_size
         start, stop = args.window
         for row in rows:

@@ -18,12 +18,13 @@ from tqdm import tqdm
 from . import records
 from .advantages import combine, compute_advantages
 from .hub import load_weights
-from .inputs import PipelineInputs
+from .inputs import PipelineInputs, check_count
 from .loading import load_pipeline, plain_pipeline
 from .media import samples_of, sampling_rate
 from .rewards import Reward, reward_weights, score
 from .rollout import Policy, call_arguments, rollout, sample_seed
 from .sample_settings import SampleSettings
+from .schedulers import DEFAULT_NOISE_LEVELS
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -102,10 +103,11 @@ def write_samples(
         for first in range(len(table) // count, len(dataset), step):
             prompts = range(first, min(first + step, len(dataset)))
             places = [prompt * count + turn for prompt in prompts for turn in range(count)]
-            rows = [dataset[place // count] for place in places]
+            rows = make.inputs.rows(dataset, [place // count for place in places])
             samples = make(rows, places)
             scores = _scores(rewards + judges, samples, rows, places, settings, sampling_rate(pipe))
-            table += _table_rows(samples, rows, places, scores, settings, sampling_rate(pipe))
+            as_written = [dataset[place // count] for place in places]  # files by their names
+            table += _table_rows(samples, as_written, places, scores, settings, sampling_rate(pipe))
             records.write_samples(path, _columns(table))
             bar.update(len(places))
     return _finish(table, rewards, judges, settings)
@@ -120,22 +122,28 @@ class Sampler:
     """
 
     def __init__(self, pipe: "DiffusionPipeline", settings: SampleSettings):
-        self.pipe, self.settings = pipe, settings
+        self.pipe, self.settings, train = pipe, settings, settings.train
         self.inputs = PipelineInputs(pipe, settings)
-        self.given = (
-            {} if settings.train else self.inputs.fixed
-        )  # what was given on the command line wins over columns
-        component = settings.train.train_component if settings.train else None
-        self.policy = Policy(pipe, component, settings.sde_type) if settings.noise_level != 0 else None
+        self.given = {} if train else self.inputs.fixed  # what was given on the command line wins over columns
+        component = train.train_component if train else None
+        self.policy = Policy(pipe, component, settings.sde_type) if train or settings.noise_level != 0 else None
         pipe.set_progress_bar_config(disable=True)
 
     def __call__(self, rows: list[dict[str, Any]], places: list[int]) -> list[Any]:
         """The samples of `rows`; `places` says which of the whole job they are."""
-        size, samples = self.settings.batch_size, []
-        for first in range(0, len(rows), size):
-            chunk = slice(first, first + size)
-            inputs = self.inputs(rows[chunk], **self.given)
-            samples += list((self._plain if self.policy is None else self._noisy)(inputs, places[chunk]))
+        settings, samples = self.settings, [None] * len(rows)
+        make = self._noisy if settings.noise_level != 0 else self._plain
+        if settings.train is not None:
+            level = settings.train.noise_level or DEFAULT_NOISE_LEVELS[self.policy.scheduler.process]
+            self.inputs.learn(self.policy, rows, level, settings.train)
+        for first in range(0, len(rows), settings.batch_size):
+            for part in self.inputs.parts(rows[first : first + settings.batch_size]):
+                chosen = [first + number for number in part]
+                inputs = self.inputs([rows[row] for row in chosen], **self.given)
+                made = make(inputs, [places[row] for row in chosen])
+                check_count(made, len(chosen), self.pipe)
+                for row, sample in zip(chosen, made, strict=True):
+                    samples[row] = sample
         return samples
 
     def _plain(self, inputs: dict[str, Any], places: list[int]) -> Any:

@@ -182,7 +182,7 @@ def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a fox", "image": "fox.png", "level": 3}\n')
     run(models / "sd3", "--prompts", tmp_path / "rows.jsonl", *SIZE, "--output_dir", tmp_path / "out")
     [row] = table_of(tmp_path / "out")
-    assert (row["input_image"], row["image"], row["level"]) == ("fox.png", "0000.png", 3)
+    assert (row["input_image"], row["image"], row["level"]) == (str(tmp_path / "fox.png"), "0000.png", 3)
 
 
 def test_options_and_settings_given_beside_the_file_win(training, models, tmp_path, capsys):
@@ -233,3 +233,24 @@ def test_the_job_is_written_down(models, prompts, tmp_path):
     run(models / "sd3", "--prompts", prompts, "--max_prompts", 1, *SIZE, "--output_dir", tmp_path / "out")
     job = json.loads((tmp_path / "out" / "sample.json").read_text())
     assert job["height"] == 16 and job["seed"] == 0 and job["model"] == str(models / "sd3")
+
+
+def test_pictures_of_several_sizes_are_read_and_told_apart(tmp_path, training):
+    pipe, inputs = tiny_pipelines.build("sd15_img2img")
+    pipe.save_pretrained(tmp_path / "model")
+    lines = []
+    for name, side in (("a", 16), ("b", 24), ("c", 16)):
+        Image.effect_noise((side, side), 80).convert("RGB").save(tmp_path / f"{name}.png")
+        lines.append(json.dumps({"prompt": "a fox", "image": f"{name}.png"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    run(
+        tmp_path / "model",
+        "--prompts",
+        tmp_path / "rows.jsonl",
+        "--output_dir",
+        tmp_path / "out",
+        "--num_inference_steps",
+        4,
+    )
+    sizes = [Image.open(tmp_path / "out" / row["image"]).size for row in table_of(tmp_path / "out")]
+    assert sizes == [(16, 16), (24, 24), (16, 16)]
