@@ -5,6 +5,7 @@ is the one state between rollout and update that a checkpoint has to keep.
 """
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .rollout import Trajectory, sample_seed
+from .tokens import TokenTrajectory
 from .values import ValueTargets
+
+KINDS = {kind.__name__: kind for kind in (Trajectory, TokenTrajectory)}
 
 
 class Recorded:
@@ -24,8 +28,8 @@ class Recorded:
         samples: one trajectory a sample, each of a batch of 1; all with the same number of trained steps.
     """
 
-    def __init__(self, samples: list[Trajectory]):
-        self.samples = samples
+    def __init__(self, samples: list[Trajectory] | list[TokenTrajectory]):
+        self.samples = samples[0].aligned(samples)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -35,9 +39,17 @@ class Recorded:
         rows = rows.cpu() if torch.is_tensor(rows) else rows
         return Recorded([self.samples[row] for row in torch.arange(len(self))[rows].tolist()])
 
-    def joined(self) -> Trajectory:
+    def joined(self) -> Trajectory | TokenTrajectory:
         """One trajectory of all samples, which must be of one shape."""
-        return Trajectory.cat(self.samples)
+        return self.samples[0].cat(self.samples)
+
+    def over_steps(self, values: Tensor) -> Tensor:
+        """(batch, ...) each sample's mean over its steps or tokens, of values like `log_probs`."""
+        return torch.cat([sample.over_steps(values[[place]]) for place, sample in enumerate(self.samples)])
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to log about the rollout: of tokens."""
+        return self.joined().metrics() if isinstance(self.samples[0], TokenTrajectory) else {}
 
     def _column(self, name: str) -> Tensor:
         return torch.cat([getattr(sample, name) for sample in self.samples])
@@ -61,13 +73,14 @@ class MicroBatch:
         trajectory: of these samples; `Recorded` in the whole micro-batch, a `Trajectory` in a part of it.
         advantages: (batch,) float32; (batch, rewards) for a loss that is summed over rewards; (batch, steps) with a
             value model.
-        old_log_probs: (batch, steps) float32, the ratio's denominator.
+        old_log_probs: (batch, steps) float32, the ratio's denominator; of tokens (batch, 1, tokens).
         targets: of the value model, where there is one.
-        log_ratio: (batch,) float32, mean log-ratio over a sample's trained steps, where the loss takes that one.
+        log_ratio: (batch,) float32, mean log-ratio over a sample's trained steps, where the loss takes that one; of
+            tokens (batch, 1).
     """
 
     rows: list[dict[str, Any]]
-    trajectory: Trajectory | Recorded
+    trajectory: Trajectory | TokenTrajectory | Recorded
     advantages: Tensor
     old_log_probs: Tensor
     targets: ValueTargets | None = None
@@ -152,14 +165,13 @@ class RolloutBuffer:
     def save(self, path: Path, kept: Tensor) -> None:
         """Writes all but the rows, which the dataset gives again; `kept` says which of them are here."""
         samples = enumerate(self.trajectory.samples)
-        tensors = {
-            f"{name}.{i}": getattr(sample, name).contiguous() for i, sample in samples for name in Trajectory.TENSORS
-        }
+        tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
         tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone(), "kept": kept}
         if self.targets is not None:
             tensors |= {f"targets.{name}": getattr(self.targets, name).contiguous() for name in ValueTargets.TENSORS}
-        settings = {name: str(getattr(self.trajectory, name)) for name in ("num_inference_steps", "noise_level")}
-        save_file(tensors, path, metadata=settings)
+        first = self.trajectory.samples[0]
+        kind = {"kind": type(first).__name__, "settings": json.dumps(first.settings())}
+        save_file(tensors, path, metadata=kind)
 
     @classmethod
     def load(
@@ -168,19 +180,17 @@ class RolloutBuffer:
         """What `save` wrote, with the rows of the whole rollout; and which of them were kept."""
         with safe_open(path, "pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            settings = file.metadata()
+            kind = file.metadata()
         kept, advantages, old = (tensors.pop(name) for name in ("kept", "advantages", "old_log_probs"))
         targets = {name: tensors[f"targets.{name}"] for name in ValueTargets.TENSORS if f"targets.{name}" in tensors}
         targets = ValueTargets(**targets) if targets else None
-        loop = dict(
-            num_inference_steps=int(settings["num_inference_steps"]), noise_level=float(settings["noise_level"])
-        )
-        samples = Recorded(
-            [
-                Trajectory(**{name: tensors[f"{name}.{i}"] for name in Trajectory.TENSORS}, **loop)
-                for i in range(len(kept))
-            ]
-        )
+        by_sample: list[dict[str, Tensor]] = [{} for _ in kept]
+        for name, tensor in tensors.items():
+            field, _, place = name.rpartition(".")
+            if field != "targets":
+                by_sample[int(place)][field] = tensor
+        settings = json.loads(kind["settings"])
+        samples = Recorded([KINDS[kind["kind"]](**sample, **settings) for sample in by_sample])
         buffer = cls([rows[i] for i in kept.tolist()], samples, advantages, micro_batch_size, seed, targets)
         buffer.old_log_probs = old
         return buffer, kept

@@ -156,6 +156,25 @@ class DiffusionGRPOConfig(TrainingArguments):
         default=False, metadata={"help": "No noise in steps outside the window (Flow-GRPO-Fast, MixGRPO)."}
     )
 
+    # Tokens, of pipelines in which a language model writes some
+    temperature: float | None = field(
+        default=None, metadata={"help": "Temperature of tokens; by default that of the model's generation config."}
+    )
+    top_k: int | None = field(
+        default=None,
+        metadata={
+            "help": "Draw tokens from the so many most probable ones; 0 for all. By default that of the model's "
+            "generation config, or where it has none transformers' 50."
+        },
+    )
+    top_p: float | None = field(
+        default=None,
+        metadata={
+            "help": "Draw tokens from the most probable ones that together have this probability; by default that of "
+            "the model's generation config."
+        },
+    )
+
     # Optimisation
     loss_type: str = field(default="grpo", metadata={"help": "grpo, or the dotted path of a loss function."})
     beta: float = field(default=0.0, metadata={"help": "Weight of the KL divergence to the reference model."})
@@ -173,7 +192,7 @@ class DiffusionGRPOConfig(TrainingArguments):
     importance_sampling_level: str = field(
         default="token",
         metadata={
-            "help": "token: each denoising step has its own ratio. sequence: all trained steps of a sample share the "
+            "help": "token: each denoising step or token has its own ratio. sequence: all those of a sample share the "
             "geometric mean of theirs (GSPO, https://huggingface.co/papers/2507.18071), at the price of one more "
             "forward pass a step where a rollout is trained on more than once."
         },
@@ -444,6 +463,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             "num_completions_to_log": 0,
             "save_samples_steps": 1,
             "validation_steps": 1,
+            "top_k": 0,
             "beta": 0,
             "epsilon": 0,
             "epsilon_high": 0,
@@ -453,7 +473,9 @@ class DiffusionGRPOConfig(TrainingArguments):
             if value is not None and value < least:
                 reason = "; one sample has no group to be better than" if name == "num_generations" else ""
                 raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
-        for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps"):
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}.")
+        for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value}.")

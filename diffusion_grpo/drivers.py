@@ -68,6 +68,7 @@ class Driver:
     Attributes:
         initial_seeds: (batch,) of the samples' initial latents.
         needs_network: whether the network must really run for the current step.
+        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote, or is to have written.
     """
 
     needs_network: bool
@@ -75,6 +76,7 @@ class Driver:
     def __init__(self, initial_seeds: Tensor, count: int, noise_level: float):
         self.initial_seeds, self.count, self.noise_level = initial_seeds, count, noise_level
         self.current = 0
+        self.tokens: Tensor | None = None
         self.taken: set[tuple[StochasticScheduler, int]] = set()
 
     def enter(self, scheduler: StochasticScheduler, index: int) -> None:
@@ -189,7 +191,10 @@ class Recorder(Driver):
             )
             for i in range(3)
         )
-        return Trajectory(latents, next_latents, log_probs, steps=self.trained_steps.clone(), **settings)
+        tokens = None if self.tokens is None else self.tokens.to(self.device)
+        return Trajectory(
+            latents, next_latents, log_probs, steps=self.trained_steps.clone(), tokens=tokens, **settings
+        )
 
 
 class StepScored(Exception):
@@ -199,8 +204,17 @@ class StepScored(Exception):
 class Teacher(Driver):
     """Drives a replay: hands back what was recorded up to the replayed step, and scores that one."""
 
-    def __init__(self, index: int, latents: Tensor, next_latents: Tensor, noise_level: float, initial_seeds: Tensor):
+    def __init__(
+        self,
+        index: int,
+        latents: Tensor,
+        next_latents: Tensor,
+        noise_level: float,
+        initial_seeds: Tensor,
+        tokens: Tensor | None = None,
+    ):
         super().__init__(initial_seeds, len(latents), noise_level)
+        self.tokens = tokens
         self.index = index
         self.latents, self.next_latents = latents, next_latents
         self.offsets = {"latents": 0, "next_latents": 0}

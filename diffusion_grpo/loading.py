@@ -17,9 +17,11 @@ import torch
 from diffusers import DiffusionPipeline
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import tiny
 from .config import DiffusionGRPOConfig
+from .pipelines import family_of
 from .rollout import POLICY_COMPONENTS, policy_component
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
@@ -56,7 +58,8 @@ def load_pipeline(
     kwargs = dict(args.model_init_kwargs or {})
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     if "torch_dtype" not in kwargs and half != torch.float32:
-        full = {name: torch.float32 for name in (*POLICY_COMPONENTS, args.train_component) if name}
+        trained = args.train_component.split(", ") if args.train_component else POLICY_COMPONENTS
+        full = dict.fromkeys(trained, torch.float32)
         kwargs["torch_dtype"] = {**full, "default": half} if is_full_training else half
     elif isinstance(kwargs.get("torch_dtype"), str):
         kwargs["torch_dtype"] = getattr(torch, kwargs["torch_dtype"].removeprefix("torch."))
@@ -118,6 +121,10 @@ def prepare_model(
             part.requires_grad_(False).eval()
     names = component.split(", ")
     models = {name: _prepared(getattr(pipe, name), args, peft_config) for name in names}
+    family = family_of(pipe)
+    if component == family.language_model:
+        for name in family.without_gradient:
+            getattr(pipe, component).get_submodule(name).requires_grad_(False)
     model = models[component] if len(names) == 1 else nn.ModuleDict(models).eval()
     # Trainer calls this method of transformers' models; diffusers' have another one, called above
     model.activation_checkpointing_enable = lambda **kwargs: None
@@ -157,11 +164,18 @@ def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any], share: flo
             f"activation_checkpointing_kwargs: {', '.join(sorted(unknown))} cannot be used with diffusers' networks; "
             "leave it out."
         )
+    kwargs = {"use_reentrant": False, **kwargs}
+    if getattr(network, "supports_gradient_checkpointing", False):  # transformers' name for it
+        network.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        layers = [layer for layer in network.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for place, layer in enumerate(layers):
+            layer.gradient_checkpointing = _is_chosen(place, share)
+        return
     if not getattr(network, "_supports_gradient_checkpointing", False):
         raise ValueError(
             f"{type(network).__name__} has no gradient checkpointing in diffusers; set gradient_checkpointing=False."
         )
-    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, **{"use_reentrant": False, **kwargs})
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, **kwargs)
     network.enable_gradient_checkpointing(gradient_checkpointing_func=_selective(checkpoint, share))
 
 
@@ -171,10 +185,13 @@ def _selective(checkpoint: Callable, share: float) -> Callable:
 
     def checkpointed(block: Callable, *args: Any, **kwargs: Any) -> Any:
         place = places.setdefault(block, len(places))
-        is_chosen = math.floor((place + 1) * share + 0.5) > math.floor(place * share + 0.5)
-        return checkpoint(block, *args, **kwargs) if is_chosen else block(*args, **kwargs)
+        return checkpoint(block, *args, **kwargs) if _is_chosen(place, share) else block(*args, **kwargs)
 
     return checkpointed
+
+
+def _is_chosen(place: int, share: float) -> bool:
+    return math.floor((place + 1) * share + 0.5) > math.floor(place * share + 0.5)
 
 
 def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:

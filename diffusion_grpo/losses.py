@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .tokens import masked_mean
+
 
 @dataclasses.dataclass(frozen=True)
 class LossInputs:
@@ -25,6 +27,9 @@ class LossInputs:
         mean: `(batch, ...)`, mean of the next latent under the policy, with gradient.
         std: standard deviation of the next latent, broadcastable to `mean`, greater than 0.
         ref_mean: `(batch, ...)`, mean of the next latent under the reference, or `None` where there is no reference.
+        mask: `(batch, tokens)` where the policy writes tokens, True for those that count. `log_prob` and
+            `old_log_prob` are then `(batch, tokens)` too, and `mean`, `std` and `ref_mean` are None.
+        ref_log_prob: of tokens, `(batch, tokens)` under the reference, or `None` where there is no reference.
         epsilon: the ratio is clipped below at `1 - epsilon`.
         epsilon_high: the ratio is clipped above at `1 + epsilon_high`.
         beta: weight of the KL divergence to the reference; without a reference it has no effect.
@@ -39,6 +44,8 @@ class LossInputs:
     epsilon: float
     epsilon_high: float
     beta: float
+    mask: torch.Tensor | None = None
+    ref_log_prob: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +79,20 @@ def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor)
     return ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)
 
 
+def token_kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
+    """TRL's estimate of the KL to the reference at each drawn token (k3 of http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        log_prob: `(batch, tokens)` under the policy, with gradient.
+        ref_log_prob: `(batch, tokens)` under the reference.
+
+    Returns:
+        `(batch, tokens)`, `exp(d) - d - 1` with `d = ref_log_prob - log_prob`; never negative, 0 where both agree.
+    """
+    difference = ref_log_prob - log_prob
+    return torch.exp(difference) - difference - 1
+
+
 def grpo(inputs: LossInputs) -> LossOutput:
     """GRPO's clipped objective and the KL to the reference (arXiv 2402.03300, for flows arXiv 2505.05470).
 
@@ -79,27 +100,47 @@ def grpo(inputs: LossInputs) -> LossOutput:
     `ratio = exp(log_prob - old_log_prob)`. Log-probabilities are averages over the dimensions of a latent, so that
     ratios stay within some 1e-4 of 1 and `epsilon` has to be as small.
 
+    Of tokens, means are over those of each sample that count and then over samples, the KL is
+    [`token_kl_divergence`], and `epsilon` is of the order of 0.2: their log-probabilities are no averages.
+
     Returns:
-        Metrics `ratio/mean`, and the shares of samples whose ratio left the interval on the side where the clip acts:
-        `clip_ratio/low_mean` (below, negative advantage), `clip_ratio/high_mean` (above, positive advantage),
-        `clip_ratio/region_mean` (either). With a reference also `kl`.
+        Metrics `ratio/mean`, and the shares of samples (or tokens) whose ratio left the interval on the side where
+        the clip acts: `clip_ratio/low_mean` (below, negative advantage), `clip_ratio/high_mean` (above, positive
+        advantage), `clip_ratio/region_mean` (either). With a reference also `kl`.
     """
     low, high = 1 - inputs.epsilon, 1 + inputs.epsilon_high
     ratio = torch.exp(inputs.log_prob - inputs.old_log_prob)
-    loss = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * ratio.clamp(low, high)).mean()
-    is_low = (ratio < low) & (inputs.advantages < 0)
-    is_high = (ratio > high) & (inputs.advantages > 0)
+    advantages = inputs.advantages
+    if advantages.ndim < ratio.ndim:
+        advantages = advantages[:, None]
+    loss = _mean(torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high)), inputs.mask)
+    is_low = (ratio < low) & (advantages < 0)
+    is_high = (ratio > high) & (advantages > 0)
     metrics = {
-        "ratio/mean": ratio.detach().mean(),
-        "clip_ratio/low_mean": is_low.float().mean(),
-        "clip_ratio/high_mean": is_high.float().mean(),
-        "clip_ratio/region_mean": (is_low | is_high).float().mean(),
+        "ratio/mean": _mean(ratio.detach(), inputs.mask),
+        "clip_ratio/low_mean": _mean(is_low.float(), inputs.mask),
+        "clip_ratio/high_mean": _mean(is_high.float(), inputs.mask),
+        "clip_ratio/region_mean": _mean((is_low | is_high).float(), inputs.mask),
     }
-    if inputs.ref_mean is not None:
-        kl = kl_divergence(inputs.mean, inputs.ref_mean, inputs.std).mean()
+    kl = _kl(inputs)
+    if kl is not None:
         loss = loss + inputs.beta * kl
         metrics["kl"] = kl.detach()
     return LossOutput(loss, metrics)
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Over samples; of tokens first over those of each sample, so that a long one counts as much as a short one."""
+    return (values if mask is None else masked_mean(values, mask)).mean()
+
+
+def _kl(inputs: LossInputs) -> torch.Tensor | None:
+    """The KL to the reference, a scalar with gradient; None without a reference."""
+    if inputs.ref_mean is not None:
+        return kl_divergence(inputs.mean, inputs.ref_mean, inputs.std).mean()
+    if inputs.ref_log_prob is not None:
+        return _mean(token_kl_divergence(inputs.log_prob, inputs.ref_log_prob), inputs.mask)
+    return None
 
 
 LOSSES: dict[str, Loss] = {"grpo": grpo}

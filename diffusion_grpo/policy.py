@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .drivers import Driver, UnsupportedPipeline
+from .language import Drawn, draw
+from .pipelines import family_of
+from .processes import DEFAULT_NOISE_LEVELS
 from .prompt_cache import PromptCache
-from .schedulers import stochastic_scheduler
+from .schedulers import StochasticScheduler, stochastic_scheduler
+from .tokens import Sampling
 
 POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
 
@@ -31,6 +35,8 @@ class Policy:
         sde_type: see [`~diffusion_grpo.schedulers.stochastic_scheduler`].
         forward_context: entered around each real call of the network, e.g. `accelerator.autocast`.
         is_mixed_precision: whether that context computes in another dtype than it is given.
+        sampling: how a language model in the pipeline's call draws tokens: `temperature`, `top_k` and `top_p` where
+            they are not to be those of its own generation config.
 
     Raises:
         ValueError: no such component, or an `sde_type` that does not fit.
@@ -45,26 +51,50 @@ class Policy:
         sde_type: str = "auto",
         forward_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         is_mixed_precision: bool = False,
+        sampling: dict[str, float | None] | None = None,
     ):
         self.pipe = pipe
-        original = getattr(pipe, "scheduler", None)
-        if original is None:
-            raise UnsupportedPipeline(
-                f"{type(pipe).__name__} has no scheduler, so it takes no denoising steps that could be trained."
-            )
         self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original under torch.no_grad
-        takes_latents = {"latents", "image_latents"} & set(inspect.signature(self.undecorated).parameters)
-        if hasattr(type(pipe), "invert") and not takes_latents:
-            raise UnsupportedPipeline(
-                f"{type(pipe).__name__} starts from what its method invert has read off a given image before; only "
-                "pipelines whose call alone makes a sample can be trained."
-            )
+        self.scheduler = self._make_scheduler(sde_type)
         self.component = policy_component(pipe, component)
-        self.scheduler = stochastic_scheduler(original, sde_type)
+        self.family = family_of(pipe)
+        self.sampling = self._make_sampling(sampling or {})
         self.forward_context = forward_context
         self.is_mixed_precision = is_mixed_precision
         self.prompts = PromptCache()
         self._blank_outputs: dict[Any, Any] = {}
+
+    def _make_scheduler(self, sde_type: str) -> StochasticScheduler | None:
+        original = getattr(self.pipe, "scheduler", None)
+        if original is None:
+            raise UnsupportedPipeline(
+                f"{type(self.pipe).__name__} has no scheduler, so it takes no denoising steps that could be trained."
+            )
+        takes_latents = {"latents", "image_latents"} & set(inspect.signature(self.undecorated).parameters)
+        if hasattr(type(self.pipe), "invert") and not takes_latents:
+            raise UnsupportedPipeline(
+                f"{type(self.pipe).__name__} starts from what its method invert has read off a given image before; "
+                "only pipelines whose call alone makes a sample can be trained."
+            )
+        return stochastic_scheduler(original, sde_type)
+
+    def _make_sampling(self, wanted: dict[str, float | None]) -> Sampling | None:
+        if self.writer is not None:
+            return Sampling.of(self.writer.generation_config, **wanted)
+        named = [name for name, value in wanted.items() if value is not None]
+        if named:
+            raise ValueError(f"{type(self.pipe).__name__} draws no tokens; leave out {', '.join(named)}.")
+        return None
+
+    @property
+    def writer(self) -> nn.Module | None:
+        """The language model that writes tokens in the pipeline's call; None where it has none, or was left out."""
+        return getattr(self.pipe, self.family.language_model or "", None)
+
+    @property
+    def default_noise_level(self) -> float | None:
+        """The usual noise of the process; None for a policy without one."""
+        return DEFAULT_NOISE_LEVELS[self.scheduler.process]
 
     @property
     def networks(self) -> list[nn.Module]:
@@ -91,25 +121,54 @@ class Policy:
         with contextlib.ExitStack() as stack:
             own = [network.forward for network in self.networks]
             for network, real in zip(self.networks, forwards or own, strict=True):
-                stack.enter_context(_replaced(network, "forward", self._gate(driver, network, real)))
+                stack.enter_context(replaced(network, "forward", self._gate(driver, network, real)))
             stack.enter_context(self.prompts.serving(pipe))
-            stack.enter_context(_seeded(driver.initial_seeds, pipe))
+            stack.enter_context(self._writing(driver))
+            stack.enter_context(seeded(driver.initial_seeds, pipe))
             # __dict__, not setattr: a pipeline's own __setattr__ would write our class into its config
             for holder in holders:
-                stack.enter_context(_replaced(holder, "scheduler", self.scheduler))
+                stack.enter_context(replaced(holder, "scheduler", self.scheduler))
             for holder in (pipe, *inner.values()):
-                stack.enter_context(_replaced(holder, "_progress_bar_config", {"disable": True}))
+                stack.enter_context(replaced(holder, "_progress_bar_config", {"disable": True}))
             for name, part in inner.items():
-                stack.enter_context(_replaced(pipe, name, _Undecorated(part)))
+                stack.enter_context(replaced(pipe, name, _Undecorated(part)))
             try:
                 yield
             finally:
                 self.scheduler.driver = None
 
+    @contextlib.contextmanager
+    def _writing(self, driver: Driver) -> Iterator[None]:
+        """What a language model writes is drawn once, from the initial seeds, and is the same in every replay."""
+        if self.writer is None:
+            yield
+            return
+
+        def generate(**call: Any) -> Tensor:
+            if driver.tokens is None:
+                driver.tokens = self.drawn(call, driver.initial_seeds).ids
+            return torch.cat([call["input_ids"], driver.tokens.to(call["input_ids"].device)], dim=1)
+
+        with self.family.bridged(self.pipe), replaced(self.writer, "generate", generate):
+            yield
+
+    def drawn(self, call: dict[str, Any], seeds: Tensor) -> Drawn:
+        """Tokens by the language model of the pipeline's family; `call` are the arguments of its `generate`."""
+        family = self.family
+        return draw(
+            self.writer,
+            call,
+            count=family.token_count(call),
+            vocabulary=family.vocabulary(self.pipe),
+            sampling=self.sampling,
+            seeds=seeds,
+        )
+
     def _gate(self, driver: Driver, network: nn.Module, real: Callable) -> Callable:
         """The network's forward, which does not run where its result is known already."""
 
         def gate(*args, **kwargs):
+            kwargs, must_run = self.family.network_call(kwargs)
             leaves = pytree.tree_leaves((args, kwargs))
             tensors = [x for x in leaves if torch.is_tensor(x)]
             key = (
@@ -117,7 +176,7 @@ class Policy:
                 tuple((x.shape, x.dtype) for x in tensors),
                 tuple(x for x in leaves if isinstance(x, (str, bool))),
             )
-            if not driver.needs_network and key in self._blank_outputs:
+            if not (driver.needs_network or must_run) and key in self._blank_outputs:
                 return self._blank_outputs[key]
             with self.forward_context():
                 output = real(*args, **kwargs)
@@ -181,7 +240,7 @@ def policy_component(pipe: DiffusionPipeline, component: str | None = None) -> s
 
 
 @contextlib.contextmanager
-def _seeded(seeds: Tensor, pipe: DiffusionPipeline) -> Iterator[None]:
+def seeded(seeds: Tensor, pipe: DiffusionPipeline) -> Iterator[None]:
     """What a pipeline draws from torch's global generator is the same in rollout and replay, and leaves no trace."""
     device = pipe._execution_device  # which is not where the first of its parts waits
     devices = [device] if device.type == "cuda" else []
@@ -191,7 +250,7 @@ def _seeded(seeds: Tensor, pipe: DiffusionPipeline) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
     """An instance attribute, put back afterwards exactly as it was: present or absent."""
     before = instance.__dict__.get(name)
     instance.__dict__[name] = value

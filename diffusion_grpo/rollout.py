@@ -16,14 +16,17 @@ from torch import Tensor
 
 from .drivers import Recorder, StepScored, Teacher, UnsupportedPipeline
 from .media import samples_of
+from .pipelines import family_of
 from .policy import POLICY_COMPONENTS, Policy, policy_component
-from .processes import DEFAULT_NOISE_LEVELS
+from .token_policy import TokenPolicy
+from .tokens import TokenDistribution, TokenTrajectory
 from .trajectory import StepDistribution, Trajectory, generators, sample_seed, trained_steps
 
 __all__ = [
     "POLICY_COMPONENTS",
     "Policy",
     "StepDistribution",
+    "TokenPolicy",
     "Trajectory",
     "UnsupportedPipeline",
     "policy_component",
@@ -47,8 +50,8 @@ def call_arguments(
     """
     drawn = generators(initial_seeds)
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
-    arguments = dict(inputs)
-    if num_inference_steps is not None:
+    arguments = dict(family_of(pipe).arguments(pipe, inputs))
+    if num_inference_steps is not None and "num_inference_steps" in parameters:  # who only writes tokens has no loop
         arguments["num_inference_steps"] = num_inference_steps
     if "generator" in parameters:  # not every pipeline takes a list
         arguments["generator"] = drawn if len(drawn) > 1 else drawn[0]
@@ -71,11 +74,12 @@ def rollout(
     noise_level: float | None = None,
     device: str | torch.device = "cpu",
     is_complete: bool = True,
-) -> tuple[Any, Trajectory | None]:
+) -> tuple[Any, Trajectory | TokenTrajectory | None]:
     """Calls the pipeline as a user would, with noise in its steps, and records the trained ones.
 
     Args:
-        policy: a [`Policy`], or a pipeline to make one of.
+        policy: a [`Policy`], or a pipeline to make one of. Of a [`TokenPolicy`] the tokens are the actions: `seeds`
+            fix those, `initial_seeds` what decodes them, and `steps` and `noise_steps` mean nothing.
         inputs: keyword arguments of the pipeline's `__call__` for one batch.
         seeds: one a sample. They fix the noise of its steps whatever else is in the batch.
         num_inference_steps: length of the loop.
@@ -83,7 +87,8 @@ def rollout(
             and the noise of the steps comes from seeds derived from them, so that the two are independent.
         steps: trained steps, one row of ascending indices a sample; all but the last by default. Empty: none.
         noise_steps: steps that draw noise, at least the trained ones; all but the last by default.
-        noise_level: of the process; its usual one by default. 0 samples deterministically and records nothing.
+        noise_level: of the process; its usual one by default. 0 samples deterministically and records nothing; tokens
+            are drawn at 0 as at any other.
         device: where the trajectory is kept.
         is_complete: False ends the call when the last trained step is recorded; there are no samples then.
 
@@ -96,7 +101,11 @@ def rollout(
     if initial_seeds is None:  # two streams: the same one twice would make the first noise the initial latent
         initial_seeds, seeds = seeds, torch.tensor([sample_seed(seed, "noise") for seed in seeds.tolist()])
     initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
-    noise_level = DEFAULT_NOISE_LEVELS[policy.scheduler.process] if noise_level is None else noise_level
+    if isinstance(policy, TokenPolicy):
+        arguments = call_arguments(policy.pipe, inputs, num_inference_steps, initial_seeds)
+        made = policy.rollout(arguments, seeds, initial_seeds, num_inference_steps, is_recorded=noise_level is None)
+        return made[0], made[1] and made[1].to(device)
+    noise_level = policy.default_noise_level if noise_level is None else noise_level
     rows = None
     if steps is not None:
         rows = torch.tensor([list(row) for row in steps], dtype=torch.int64).reshape(len(steps), -1)
@@ -116,21 +125,24 @@ def rollout(
 def replay(
     policy: Policy | DiffusionPipeline,
     inputs: dict[str, Any],
-    trajectory: Trajectory,
+    trajectory: Trajectory | TokenTrajectory,
     step: int,
     forward: Callable | Sequence[Callable] | None = None,
-) -> StepDistribution:
+) -> StepDistribution | TokenDistribution:
     """Scores one recorded step under the network as it is now. Gradients flow where torch's grad mode lets them.
 
     Args:
         policy: as in [`rollout`].
         inputs: the same keyword arguments for the same samples.
         trajectory: of these samples, each with `step` among its trained steps.
-        step: index of the step in the loop.
+        step: index of the step in the loop; of tokens the only one, 0.
         forward: in place of the network's own forward, e.g. a reference model's; one a network.
     """
     forwards = [forward] if callable(forward) else forward
     policy = policy if isinstance(policy, Policy) else Policy(policy)
+    arguments = call_arguments(policy.pipe, inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
+    if isinstance(policy, TokenPolicy):
+        return policy.replay(arguments, trajectory, forwards)
     rows, columns = (trajectory.steps == step).nonzero(as_tuple=True)
     if len(rows) != len(trajectory):
         raise ValueError(f"step {step} was recorded for {len(rows)} of {len(trajectory)} samples; select those first.")
@@ -140,8 +152,8 @@ def replay(
         trajectory.next_latents[rows, columns],
         trajectory.noise_level,
         trajectory.initial_seeds,
+        trajectory.tokens,
     )
-    arguments = call_arguments(policy.pipe, inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
     with policy.acting(teacher, forwards), contextlib.suppress(StepScored):
         policy.undecorated(policy.pipe, **arguments)
     if teacher.scored is None:

@@ -5,6 +5,7 @@ A module of its own because it needs no training: the pipeline's own scheduler, 
 trajectory. A job may take days, so what is done is never done again.
 """
 
+import contextlib
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,11 @@ from .hub import load_weights
 from .inputs import PipelineInputs, check_count
 from .loading import load_pipeline, plain_pipeline
 from .media import samples_of, sampling_rate
+from .pipelines import family_of
 from .rewards import Reward, reward_weights, score
 from .rollout import Policy, call_arguments, rollout, sample_seed
 from .sample_settings import SampleSettings
-from .schedulers import DEFAULT_NOISE_LEVELS
+from .token_policy import TokenPolicy, policy_for
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -126,15 +128,20 @@ class Sampler:
         self.inputs = PipelineInputs(pipe, settings)
         self.given = {} if train else self.inputs.fixed  # what was given on the command line wins over columns
         component = train.train_component if train else None
-        self.policy = Policy(pipe, component, settings.sde_type) if train or settings.noise_level != 0 else None
+        self.policy = None
+        if component is not None and component == family_of(pipe).language_model:
+            self.policy = policy_for(pipe, component, train, contextlib.nullcontext, is_mixed_precision=False)
+        elif train or settings.noise_level != 0:
+            self.policy = Policy(pipe, component, settings.sde_type)
         pipe.set_progress_bar_config(disable=True)
 
     def __call__(self, rows: list[dict[str, Any]], places: list[int]) -> list[Any]:
         """The samples of `rows`; `places` says which of the whole job they are."""
         settings, samples = self.settings, [None] * len(rows)
-        make = self._noisy if settings.noise_level != 0 else self._plain
+        # tokens are drawn, whatever the noise of the steps after them
+        make = self._noisy if settings.noise_level != 0 or isinstance(self.policy, TokenPolicy) else self._plain
         if settings.train is not None:
-            level = settings.train.noise_level or DEFAULT_NOISE_LEVELS[self.policy.scheduler.process]
+            level = settings.train.noise_level or self.policy.default_noise_level
             self.inputs.learn(self.policy, rows, level, settings.train)
         for first in range(0, len(rows), settings.batch_size):
             for part in self.inputs.parts(rows[first : first + settings.batch_size]):

@@ -57,8 +57,8 @@ from .rewards import (
     reward_weights,
     score,
 )
-from .rollout import Policy, StepDistribution, Trajectory, replay, rollout, sample_seed, trained_steps
-from .schedulers import DEFAULT_NOISE_LEVELS
+from .rollout import StepDistribution, Trajectory, replay, rollout, sample_seed, trained_steps
+from .token_policy import policy_for
 from .values import ValueCallback, ValueModel, recorded_conditions, states_of_calls
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
@@ -137,8 +137,8 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         self.component, model = prepare_model(pipe, args, peft_config)
         self.inputs = self.inputs or checked_inputs(type(pipe), args, *given)
         is_mixed_precision = args.bf16 or args.fp16
-        self.policy = Policy(pipe, self.component, args.sde_type, self._autocast, is_mixed_precision)
-        self.noise_level = args.noise_level or DEFAULT_NOISE_LEVELS[self.policy.scheduler.process]
+        self.policy = policy_for(pipe, self.component, args, self._autocast, is_mixed_precision)
+        self.noise_level = args.noise_level or self.policy.default_noise_level
         super().__init__(
             model=model,
             args=args,
@@ -324,7 +324,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
     def _step_loss(self, batch: MicroBatch, step: int, is_on_policy: bool) -> tuple[Tensor, float]:
         """The summed loss of the samples that train on `step`, and how far their first ratio is from 1."""
         inputs = self.inputs(batch.rows)
-        ref_mean = self._reference(inputs, batch.trajectory, step).mean if self.args.beta > 0 else None
+        reference = self._reference(inputs, batch.trajectory, step) if self.args.beta > 0 else None
         now = replay(self.policy, inputs, batch.trajectory, step)
         recorded = batch.trajectory.log_probs[batch.trajectory.steps == step].to(now.log_prob)
         old = batch.old_log_prob(step).to(now.log_prob)
@@ -337,9 +337,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
                 log_prob=now.log_prob,
                 old_log_prob=old,
                 advantages=batch.advantage(step).to(now.log_prob),
-                mean=now.mean,
-                std=now.std,
-                ref_mean=ref_mean,
+                **now.loss_inputs(reference),
                 epsilon=self.args.epsilon,
                 epsilon_high=self.args.epsilon_high,
                 beta=self.args.beta,
@@ -354,7 +352,7 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
     def _sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
         """(batch,) mean over each sample's trained steps of log-probability now minus then."""
         now = self._log_probs_now(batch)
-        return (now - batch.old_log_probs.to(now)).mean(1)
+        return batch.trajectory.over_steps(now - batch.old_log_probs.to(now))
 
     def _log_probs_now(self, batch: MicroBatch) -> Tensor:
         """(batch, steps) log-probabilities of the recorded steps under the policy as it is."""
@@ -468,11 +466,11 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         with observed as conditions:
             samples, trajectory = self._rollout(rows, generation, positions)
         divergences = self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
-        seen = (
-            None
-            if conditions is None
-            else states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
-        )
+        seen = None
+        if conditions is not None:
+            seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
+        for name, value in trajectory.metrics().items():
+            self._metrics[name].append(value)
         self._metrics["time/rollout"].append(time.perf_counter() - start)
 
         start = time.perf_counter()

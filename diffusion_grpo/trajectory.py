@@ -14,7 +14,47 @@ from torch import Tensor
 
 
 @dataclasses.dataclass
-class Trajectory:
+class Records:
+    """Tensors with a row a sample, beside settings that all samples share."""
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, rows: Any) -> "Records":
+        """The records of some samples; `rows` indexes the batch dimension."""
+        return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items()})
+
+    @classmethod
+    def cat(cls, parts: Sequence["Records"]) -> "Records":
+        """One out of several with the same settings."""
+        return dataclasses.replace(
+            parts[0], **{name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
+        )
+
+    @classmethod
+    def aligned(cls, samples: list["Records"]) -> list["Records"]:
+        """Samples as they are kept beside each other."""
+        return samples
+
+    def to(self, device: str | torch.device) -> "Records":
+        """The same on another device."""
+        return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that has a row a sample, by name."""
+        return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+
+    def settings(self) -> dict[str, int | float]:
+        """All that is the same for every sample, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to log about a rollout."""
+        return {}
+
+
+@dataclasses.dataclass
+class Trajectory(Records):
     """What a replay needs of a rollout: the trained steps, nothing else.
 
     Attributes:
@@ -28,6 +68,7 @@ class Trajectory:
         initial_seeds: (batch,) int64, seed of each sample's initial latent.
         num_inference_steps: length of the pipeline's loop.
         noise_level: of the process, at the trained steps.
+        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
     """
 
     latents: Tensor
@@ -38,22 +79,11 @@ class Trajectory:
     initial_seeds: Tensor
     num_inference_steps: int
     noise_level: float
+    tokens: Tensor | None = None
 
-    TENSORS = ("latents", "next_latents", "log_probs", "steps", "seeds", "initial_seeds")
-
-    def __len__(self) -> int:
-        return len(self.seeds)
-
-    def __getitem__(self, rows: Any) -> "Trajectory":
-        """The trajectory of some samples; `rows` indexes the batch dimension."""
-        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in self.TENSORS})
-
-    @classmethod
-    def cat(cls, parts: Sequence["Trajectory"]) -> "Trajectory":
-        """One trajectory out of several with the same settings."""
-        return dataclasses.replace(
-            parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in cls.TENSORS}
-        )
+    def over_steps(self, values: Tensor) -> Tensor:
+        """(batch,) mean of (batch, steps) values."""
+        return values.mean(1)
 
 
 @dataclasses.dataclass
@@ -69,6 +99,10 @@ class StepDistribution:
     mean: Tensor
     std: Tensor
     log_prob: Tensor
+
+    def loss_inputs(self, reference: "StepDistribution | None") -> dict[str, Tensor | None]:
+        """What a loss is given of the step beside its log-probability."""
+        return {"mean": self.mean, "std": self.std, "ref_mean": reference and reference.mean}
 
 
 def generators(seeds: Tensor) -> list[torch.Generator]:

@@ -11,14 +11,14 @@ import inspect
 import torch
 from diffusers import DiffusionPipeline
 
-from . import basic, conditioned, large, more, physical, sound
+from . import basic, conditioned, glm, large, more, physical, sound
 from .basic import clip_tokenizer, randomize
 
 __all__ = ["EVERY", "PIPELINES", "PROMPTS", "build", "clip_tokenizer", "policy", "randomize"]
 
 PROMPTS = ['the word "RAIN" in red', "a cat"]  # of different lengths, so that padding plays its part
 PIPELINES = basic.PIPELINES  # the plain ones
-GROUPS = (basic, conditioned, more, large, physical, sound)
+GROUPS = (basic, conditioned, more, large, physical, sound, glm)
 EVERY = {name: pipeline for group in GROUPS for name, pipeline in group.PIPELINES.items()}
 
 
