@@ -19,7 +19,7 @@ from .columns import Columns, is_media
 from .config import RESERVED, DiffusionGRPOConfig
 from .data import groups_by_shape, pipeline_inputs
 from .rewards.contract import Reward, asked_columns
-from .rollout import Policy, UnsupportedPipeline
+from .rollout import Policy, TokenPolicy, UnsupportedPipeline
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class PipelineInputs:
         Raises:
             Exception: what the pipeline raised, where it takes the rows in no form.
         """
-        if policy.scheduler is None:  # who writes tokens takes a list of prompts
+        if isinstance(policy, TokenPolicy):  # who writes tokens takes a list of prompts
             return
         args = args or self.args
         count = args.rollout_batch_size or args.per_device_train_batch_size

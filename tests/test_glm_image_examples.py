@@ -16,6 +16,7 @@ import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline
 from peft import PeftModel
+from PIL import Image
 from safetensors.torch import load_file
 from tiny_pipelines import glm
 from tiny_runs import brightness
@@ -26,8 +27,6 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli
 from diffusion_grpo.arguments import parse_train_arguments, read_yaml
 from diffusion_grpo.hub import LORA_WEIGHTS
 from diffusion_grpo.rewards import REWARDS
-
-pytest.importorskip("diffusion_grpo.columns", reason="paths of pictures in a file of prompts are not read yet")
 
 ROOT = Path(__file__).parent.parent
 FILES = {"glm_image_ar": "glm_image", "glm_image_dit": "glm_image", "glm_image_edit": "glm_image_edit"}
@@ -60,6 +59,14 @@ def at_root(monkeypatch):
     monkeypatch.setitem(REWARDS, "text", read)
 
 
+def shrunk(folder, dataset):
+    """A copy of a file of prompts whose pictures are as small as the tiny processor takes them."""
+    shutil.copytree(ROOT / "examples" / "data", folder)
+    for path in (folder / "pictures").glob("*.png"):
+        Image.open(path).resize((glm.SIZE, glm.SIZE)).save(path)
+    return folder / Path(dataset).name
+
+
 def flags(settings):
     """The command line's words for some settings."""
     return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()]
@@ -72,7 +79,8 @@ def test_the_file_runs(name, tmp_path, at_root, monkeypatch):
     file, model, run = f"examples/{name}.yaml", tmp_path / "model", tmp_path / "run"
     pipe, inputs = tiny_pipelines.build(FILES[name])
     pipe.save_pretrained(model)
-    changed = {**SMALL, "model": model, "output_dir": run}
+    data = shrunk(tmp_path / "data", read_yaml(file)["dataset"])
+    changed = {**SMALL, "model": model, "output_dir": run, "dataset": data, "eval_dataset": data}
 
     assert cli.main(["train", file, *flags(changed)]) == 0
     log = trainers[0].state.log_history

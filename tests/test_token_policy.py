@@ -15,7 +15,7 @@ from tiny_runs import SETTINGS, brightness, logged, trained_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.buffer import MicroBatch
+from diffusion_grpo.buffer import MicroBatch, Recorded
 from diffusion_grpo.language import draw, recomputing, score
 from diffusion_grpo.pipelines import FAMILIES, Family
 from diffusion_grpo.rollout import Policy, TokenPolicy, UnsupportedPipeline, replay, rollout
@@ -231,11 +231,12 @@ def test_the_level_of_the_ratio(painter, tmp_path, level):
     _, trajectory = rollout(trainer.policy, INPUTS, seeds=[0, 3], num_inference_steps=2)
     torch.manual_seed(0)
     advantages, old = torch.tensor([1.0, -0.5]), trajectory.log_probs + 0.3 * torch.randn(2, 1, LENGTH)
-    batch = MicroBatch([{"prompt": prompt} for prompt in INPUTS["prompt"]], trajectory, advantages, old)
+    recorded = Recorded([trajectory[[row]] for row in range(2)])
+    batch = MicroBatch([{"prompt": prompt} for prompt in INPUTS["prompt"]], recorded, advantages, old)
     if level == "sequence":
         batch.log_ratio = trainer._sequence_log_ratio(batch)
     parameters = [parameter for parameter in painter.writer.parameters() if parameter.requires_grad]
-    loss, _ = trainer._step_loss(batch, 0, is_on_policy=False)
+    loss, _ = trainer._step_loss(batch.part([0, 1]), 0, is_on_policy=False)
 
     log_ratio = replay(trainer.policy, INPUTS, trajectory, 0).log_prob - old[:, 0]
     count = trajectory.mask.sum(1)
