@@ -117,6 +117,7 @@ def _sample(trainer: "DiffusionGRPOTrainer", rows: list[dict], places: list[int]
             check_count(images, len(chosen), trainer.pipe)
             for row, image in zip(chosen, images, strict=True):
                 samples[row] = image
+    trainer.policy.prompts.clear()  # what was encoded beside other prompts differs in the last bits
     return samples
 
 

@@ -59,7 +59,11 @@ class PipelineInputs:
         return self._arguments(rows, form.name) | overrides
 
     def _arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
-        return {**self.fixed, **pipeline_inputs(rows, self.accepted, is_bare=form == SINGLE)}
+        fixed = self.fixed
+        if form != SINGLE:  # a negative prompt beside a list of prompts: one a sample, as not all pipelines spread it
+            texts = {name: value for name, value in fixed.items() if isinstance(value, str) and "prompt" in name}
+            fixed = fixed | {name: [value] * len(rows) for name, value in texts.items()}
+        return {**fixed, **pipeline_inputs(rows, self.accepted, is_bare=form == SINGLE)}
 
     def _given(self, row: dict[str, Any]) -> frozenset[str]:
         return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)

@@ -1,0 +1,34 @@
+"""Draws the pictures and masks that the datasets beside this file name, so that they come with no licence."""
+
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+FOLDER = Path(__file__).with_name("pictures")
+SIZE = 512
+
+
+def scene(sky: str, ground: str, thing: str, shape: str) -> Image.Image:
+    """A horizon with one thing on it: a `house`, a `ball` or a `tree`."""
+    picture = Image.new("RGB", (SIZE, SIZE), sky)
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle([0, 340, SIZE, SIZE], fill=ground)
+    if shape == "house":
+        draw.rectangle([176, 220, 336, 380], fill=thing)
+        draw.polygon([(156, 220), (356, 220), (256, 130)], fill="firebrick")
+    elif shape == "ball":
+        draw.ellipse([186, 240, 326, 380], fill=thing)
+    else:
+        draw.rectangle([242, 280, 270, 390], fill="saddlebrown")
+        draw.ellipse([166, 120, 346, 300], fill=thing)
+    return picture
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    scene("skyblue", "olivedrab", "linen", "house").save(FOLDER / "house.png", optimize=True)
+    scene("lightyellow", "sandybrown", "crimson", "ball").save(FOLDER / "ball.png", optimize=True)
+    scene("lightsteelblue", "darkseagreen", "forestgreen", "tree").save(FOLDER / "tree.png", optimize=True)
+    mask = Image.new("L", (SIZE, SIZE), 0)
+    ImageDraw.Draw(mask).rectangle([140, 110, 372, 400], fill=255)
+    mask.save(FOLDER / "mask.png", optimize=True)

@@ -1,0 +1,53 @@
+"""HunyuanVideo with two rewards, as hunyuan_video.yaml says, in Python."""
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.data import load_prompts
+
+args = DiffusionGRPOConfig(
+    output_dir="outputs/hunyuan-video",
+    num_generations=24,
+    best_of_n=8,
+    per_device_train_batch_size=1,
+    gradient_accumulation_steps=12,
+    steps_per_generation=24,
+    learning_rate=8e-06,
+    weight_decay=0.0001,
+    lr_scheduler_type="constant_with_warmup",
+    warmup_steps=10,
+    max_grad_norm=1.0,
+    bf16=True,
+    selective_checkpointing=0.5,
+    num_inference_steps=16,
+    guidance_scale=6.018,
+    scheduler_kwargs={"shift": 5.0},
+    height=480,
+    width=480,
+    num_frames=53,
+    fps=8,
+    sde_type="dance_sde",
+    noise_level=0.25,
+    same_initial_noise=True,
+    timestep_fraction=0.6,
+    permute_steps=True,
+    multi_objective_aggregation="loss_per_reward",
+    advantage_clip=5,
+    epsilon=0.0001,
+    beta=0.0,
+    save_samples_steps=10,
+    eval_strategy="steps",
+    eval_steps=50,
+    save_steps=50,
+    report_to="tensorboard",
+)
+trainer = DiffusionGRPOTrainer(
+    model="hunyuanvideo-community/HunyuanVideo",
+    reward_funcs=[
+        {"remote": {"url": "http://127.0.0.1:8000", "reward": "vq", "name": "vq", "weight": 1.0, "batch_size": 4}},
+        {"remote": {"url": "http://127.0.0.1:8000", "reward": "mq", "name": "mq", "weight": 1.0, "batch_size": 4}},
+    ],
+    args=args,
+    train_dataset=load_prompts("examples/data/videos.txt"),
+    eval_dataset=load_prompts("examples/data/videos.txt").select(range(4)),
+)
+trainer.train()
+trainer.save_model()

@@ -1,0 +1,44 @@
+"""Stable Diffusion XL by DDIM with noise, as sdxl.yaml says, in Python."""
+
+from peft import LoraConfig
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.data import load_prompts
+
+args = DiffusionGRPOConfig(
+    output_dir="outputs/sdxl",
+    num_generations=16,
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=32,
+    learning_rate=0.0001,
+    bf16=True,
+    num_inference_steps=20,
+    eval_num_inference_steps=30,
+    guidance_scale=5.0,
+    height=1024,
+    width=1024,
+    sde_type="ddim",
+    noise_level=1.0,
+    timestep_fraction=0.5,
+    permute_steps=True,
+    advantage_clip=5,
+    epsilon=0.0001,
+    eval_strategy="steps",
+    eval_steps=25,
+    save_steps=50,
+    report_to="tensorboard",
+)
+trainer = DiffusionGRPOTrainer(
+    model="stabilityai/stable-diffusion-xl-base-1.0",
+    reward_funcs={"colorfulness": 0.02, "jpeg_incompressibility": 1.0},
+    args=args,
+    train_dataset=load_prompts("examples/data/photos.txt"),
+    eval_dataset=load_prompts("examples/data/photos.txt"),
+    peft_config=LoraConfig(
+        r=16,
+        lora_alpha=32,
+        target_modules=["to_q", "to_k", "to_v", "to_out.0"],
+    ),
+)
+trainer.train()
+trainer.save_model()

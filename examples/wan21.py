@@ -1,0 +1,48 @@
+"""Wan 2.1 learns to write in videos, as wan21_ocr.yaml says, in Python."""
+
+from peft import LoraConfig
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.data import load_prompts
+
+args = DiffusionGRPOConfig(
+    output_dir="outputs/wan21-ocr",
+    num_generations=4,
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=8,
+    steps_per_generation=16,
+    num_batches_per_step=2,
+    learning_rate=0.0001,
+    bf16=True,
+    num_inference_steps=20,
+    eval_num_inference_steps=50,
+    guidance_scale=4.5,
+    height=240,
+    width=416,
+    num_frames=33,
+    fps=16,
+    sde_type="flow_sde",
+    noise_level=0.7,
+    epsilon=0.001,
+    beta=0.004,
+    ema_decay=0.9,
+    ema_update_interval=8,
+    eval_strategy="steps",
+    eval_steps=30,
+    save_steps=60,
+    report_to="tensorboard",
+)
+trainer = DiffusionGRPOTrainer(
+    model="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    reward_funcs=[{"text": {"scene": True, "match": "contains", "frames": 4, "ignore_case": True}}],
+    args=args,
+    train_dataset=load_prompts("examples/data/video_ocr.txt"),
+    eval_dataset=load_prompts("examples/data/video_ocr.txt").select(range(4)),
+    peft_config=LoraConfig(
+        r=32,
+        lora_alpha=64,
+        target_modules=["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"],
+    ),
+)
+trainer.train()
+trainer.save_model()

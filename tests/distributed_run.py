@@ -1,0 +1,37 @@
+"""One short training as each of several processes runs it: `torchrun ... distributed_run.py FOLDER SETTINGS_JSON`.
+
+The global batch is the same whatever the number of processes: `gradient_accumulation_steps` is given for one process.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import conftest  # noqa: F401
+import torch
+from safetensors.torch import save_file
+from tiny_runs import trained_weights, trainer_for
+
+if __name__ == "__main__":
+    folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    for name in ("gradient_accumulation_steps", "steps_per_generation"):
+        if name in settings:
+            settings[name] //= processes
+    trainer = trainer_for(folder, **settings)
+    trainer.train()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        logs = [entry for entry in trainer.state.log_history if "ratio/max_error" in entry]
+        report = {
+            "wrapper": type(trainer.model_wrapped).__name__,
+            "ratio": max(entry["ratio/max_error"] for entry in logs),
+            "rewards": [entry["reward"] for entry in logs],
+        }
+        (folder / "result.json").write_text(json.dumps(report))
+        save_file(trained_weights(trainer), folder / "weights.safetensors")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,284 @@
+"""The reference systems: each example file is run as it is written, on a tiny random pipeline of the same classes.
+
+Two updates, evaluations, a resume that gives the same weights, and what plain diffusers makes of what was saved. Only
+the model, its sizes and the number of samples are replaced; rewards that need weights or a server, or see nothing
+in pictures this small, answer with the brightness, under the arguments that the file gives them.
+"""
+
+import functools
+import inspect
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import ControlNetModel, DiffusionPipeline, StableDiffusionControlNetPipeline
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file
+
+import diffusion_grpo
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli
+from diffusion_grpo.arguments import parse_train_arguments, read_yaml
+from diffusion_grpo.rewards import REWARDS, RemoteReward
+
+ROOT = Path(__file__).parent.parent
+SYSTEMS = {  # file of settings: the tiny pipeline of its classes
+    "flux": "flux",
+    "flux_kontext": "flux_kontext",
+    "hunyuan_video": "hunyuan_video",
+    "qwen_image": "qwen_image",
+    "qwen_image_edit": "qwen_image_edit",
+    "sd15": "sd15",
+    "sd35_geneval": "sd3",
+    "sd35_ocr": "sd3",
+    "sd35_ocr_fast": "sd3",
+    "sdxl": "sdxl",
+    "sdxl_inpaint": "sdxl_inpaint",
+    "stable_audio": "stable_audio",
+    "wan21_gae": "wan",
+    "wan21_ocr": "wan",
+    "wan22_a14b": "wan_experts",
+    "wan22_image_to_video": "wan_image",
+    "wan22_ti2v_5b": "wan_ti2v",
+}
+PYTHON = {  # script: the file that says the same
+    "flux": "flux",
+    "hunyuan_video": "hunyuan_video",
+    "qwen_image": "qwen_image",
+    "sd35": "sd35_ocr",
+    "sdxl": "sdxl",
+    "wan21": "wan21_ocr",
+}
+SETTINGS = {setting.name for setting in DiffusionGRPOConfig.__dataclass_fields__.values()}
+SIZES = ("max_area", "audio_end_in_s")  # among the pipeline's own arguments
+SMALL = {
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,  # two updates a rollout: the resume falls within one
+    "num_inference_steps": 4,
+    "eval_num_inference_steps": 4,
+    "max_steps": 2,
+    "save_steps": 1,
+    "eval_steps": 1,
+    "validation_steps": 1,
+    "save_samples_steps": 1,
+    "eval_max_prompts": 2,
+    "per_device_eval_batch_size": 2,
+    "warmup_steps": 0,
+    "learning_rate": 1e-3,
+    "lora_r": 4,
+    "bf16": False,
+    "fp16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+def small(values, inputs):
+    """What is put over a file's settings: the model's sizes and few samples."""
+    changed = dict(SMALL) | {
+        key: value for key, value in inputs.items() if key in SETTINGS and key != "guidance_scale"
+    }
+    changed["num_generations"] = 4 if "best_of_n" in values else min(2, values["num_generations"])
+    changed["per_device_train_batch_size"] = min(2, values["per_device_train_batch_size"])
+    if "best_of_n" in values:
+        changed["best_of_n"] = 2
+    if "sde_window" in values:
+        changed["sde_window"] = [0, 2]
+    fixed = {key: value for key, value in inputs.items() if key not in SETTINGS and _is_plain(value)}
+    own = {key: value for key, value in values.get("pipeline_kwargs", {}).items() if key not in SIZES}
+    changed["pipeline_kwargs"] = fixed | own
+    return {key: value for key, value in changed.items() if key in values or key not in ("eval_max_prompts", "lora_r")}
+
+
+def _is_plain(value):
+    return isinstance(value, (str, int, float, bool))
+
+
+def shrunk(folder, dataset):
+    """A copy of a dataset whose pictures are small too."""
+    if not folder.exists():
+        shutil.copytree(ROOT / "examples" / "data", folder)
+        for path in (folder / "pictures").glob("*.png"):
+            Image.open(path).resize((32, 32)).save(path)
+    return str(folder / Path(dataset).name)
+
+
+def flags(changed):
+    """The command line's words for some settings."""
+    words = []
+    for key, value in changed.items():
+        if isinstance(value, list):
+            words += [f"--{key}", *map(str, value)]
+        else:
+            words.append(f"--{key}={json.dumps(value) if isinstance(value, (dict, bool)) else value}")
+    return words
+
+
+def brightness(samples):
+    """Mean of each sample's values, whatever it is: it differs between any two samples."""
+    frames = [sample if isinstance(sample, list) else [sample] for sample in samples]
+    return [float(np.mean([np.asarray(part, dtype=float).mean() for part in parts])) for parts in frames]
+
+
+@pytest.fixture
+def at_root(monkeypatch):
+    """The working directory of the examples; rewards without weights or servers, that tell tiny pictures apart."""
+    monkeypatch.chdir(ROOT)
+    for name in ("text", "geneval", "jpeg_compressibility"):
+        real = REWARDS[name]
+        if inspect.isclass(real):
+            monkeypatch.setattr(real, "__init__", functools.wraps(real.__init__)(lambda self, *args, **kwargs: None))
+            monkeypatch.setattr(real, "__call__", lambda self, images, **columns: brightness(images))
+        else:
+            monkeypatch.setitem(REWARDS, name, functools.wraps(real)(lambda images, **columns: brightness(images)))
+    monkeypatch.setattr(RemoteReward, "__call__", lambda self, completions, **columns: brightness(completions))
+
+
+def trained(folder):
+    """The trained weights of a run's folder, by file."""
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")])
+    names = ("pytorch_lora_weights", "adapter_model", "diffusion_pytorch_model")
+    return {str(path.relative_to(folder)): load_file(path) for path in files if path.name.startswith(names)}
+
+
+@pytest.mark.parametrize("name", sorted(SYSTEMS))
+def test_the_file_runs(name, tmp_path, at_root, monkeypatch):
+    trainers = []
+    build = cli.build_trainer
+    monkeypatch.setattr(cli, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
+    file, model, run = f"examples/{name}.yaml", tmp_path / "model", tmp_path / "run"
+    pipe, inputs = tiny_pipelines.build(SYSTEMS[name])
+    if name == "qwen_image_edit":  # its processor can only be saved beside torchvision
+        pipe.save_config(model)
+        monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: _built_again(name))
+    else:
+        pipe.save_pretrained(model)
+    values = read_yaml(file)
+    changed = {"model": str(model), "output_dir": str(run), **small(values, inputs)}
+    changed |= {key: shrunk(tmp_path / "data", values[key]) for key in ("dataset", "eval_dataset")}
+
+    assert cli.main(["train", file, *flags(changed)]) == 0
+    log = trainers[0].state.log_history
+    # steps drawn for each sample are replayed beside other samples than in the rollout, which moves the last bits
+    limit = 1e-5 if "permute_steps" in values else 0.0
+    assert max(entry["ratio/max_error"] for entry in log if "ratio/max_error" in entry) <= limit
+    assert sum("eval_reward" in entry for entry in log) == 2
+    unbroken = trained(run)
+    assert unbroken
+
+    shutil.rmtree(run / "checkpoint-2")
+    assert cli.main(["train", file, *flags(changed), "--resume_from_checkpoint=true"]) == 0
+    resumed = trained(run)
+    assert all(
+        torch.equal(resumed[path][key], value) for path, part in unbroken.items() for key, value in part.items()
+    )
+    assert_plain_diffusers_loads(trainers[-1], model, run, inputs)
+
+
+def _built_again(name):
+    return tiny_pipelines.build(SYSTEMS[name])[0]
+
+
+def assert_plain_diffusers_loads(trainer, model, run, inputs):
+    """A fresh pipeline with what was saved makes what the trainer's makes, and not what the untrained one makes."""
+    is_lora = any(run.glob("adapter_config.json")) or (run / "pytorch_lora_weights.safetensors").is_file()
+    plain = DiffusionPipeline.from_pretrained(model if is_lora else run)
+    if is_lora and not hasattr(plain, "load_lora_weights"):
+        PeftModel.from_pretrained(plain.transformer, run)
+    elif is_lora:
+        plain.load_lora_weights(run)
+        if (run / "transformer_2").is_dir():
+            plain.load_lora_weights(run / "transformer_2", load_into_transformer_2=True)
+    made = [sample(pipe, inputs) for pipe in (trainer.pipe, plain, DiffusionPipeline.from_pretrained(model))]
+    assert np.array_equal(made[0], made[1]) and not np.array_equal(made[0], made[2])
+
+
+def sample(pipe, inputs):
+    """What a pipeline makes by itself, in numbers."""
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        output = pipe(**inputs, num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="np")
+    return np.asarray(output[0], dtype=np.float64)
+
+
+@pytest.mark.parametrize("script", sorted(PYTHON))
+def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monkeypatch):
+    file = f"examples/{PYTHON[script]}.yaml"
+    values = read_yaml(file)
+    pipe, inputs = tiny_pipelines.build(SYSTEMS[PYTHON[script]])
+    given = {}
+
+    def config(**settings):
+        given["settings"] = settings
+        return DiffusionGRPOConfig(**settings | _settings_of(small(values, inputs)) | {"output_dir": str(tmp_path)})
+
+    def trainer(**arguments):
+        given.update(arguments)
+        given["trainer"] = DiffusionGRPOTrainer(**arguments | {"model": pipe, "peft_config": _small_lora(arguments)})
+        return given["trainer"]
+
+    monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOConfig", config)
+    monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOTrainer", trainer)
+    runpy.run_path(f"examples/{script}.py", run_name="__main__")
+
+    on_cpu = {"bf16": False, "fp16": False, "use_cpu": True}
+    said, lora, args = parse_train_arguments(file, flags(on_cpu))
+    assert DiffusionGRPOConfig(**given["settings"] | on_cpu).to_dict() == args.to_dict()
+    assert (given["model"], given["reward_funcs"]) == (said.model, values["reward_funcs"])
+    assert given["train_dataset"].to_dict() == cli.load_checked(said.dataset, "train", "dataset").to_dict()
+    if lora.use_peft:
+        mine, theirs = given["peft_config"], lora.peft_config()
+        assert (mine.r, mine.lora_alpha, mine.target_modules) == (theirs.r, theirs.lora_alpha, theirs.target_modules)
+    log = given["trainer"].state.log_history
+    assert max(entry["ratio/max_error"] for entry in log if "ratio/max_error" in entry) == 0.0
+    assert trained(tmp_path)
+
+
+def _settings_of(changed):
+    return {key: value for key, value in changed.items() if key in SETTINGS}
+
+
+def _small_lora(arguments):
+    lora = arguments.get("peft_config")
+    return lora and type(lora)(r=4, lora_alpha=8, target_modules=lora.target_modules)
+
+
+def test_the_controlnet_example_runs(tmp_path, at_root, monkeypatch):
+    """Put together in Python, so that it has no file of settings: run, resumed, and loaded into plain diffusers."""
+    run, trainers, resume = tmp_path / "run", [], []
+    pipe, inputs = tiny_pipelines.build("sd15_controlnet")
+    sizes = {"height": inputs["height"], "width": inputs["width"]}
+    values = {"per_device_train_batch_size": 4, "num_generations": 8, "eval_max_prompts": 2}
+    changed = _settings_of(small(values, {})) | sizes | {"output_dir": str(run)}
+
+    def trainer(**arguments):
+        trainers.append(DiffusionGRPOTrainer(**arguments | {"peft_config": _small_lora(arguments)}))
+        return trainers[-1]
+
+    def config(**settings):
+        return DiffusionGRPOConfig(**settings | changed | {"resume_from_checkpoint": bool(resume)})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlNetModel, "from_pretrained", lambda name: None)
+        tiny = lambda name, controlnet: tiny_pipelines.build("sd15_controlnet")[0]  # noqa: E731
+        patch.setattr(StableDiffusionControlNetPipeline, "from_pretrained", tiny)
+        patch.setattr(diffusion_grpo, "DiffusionGRPOConfig", config)
+        patch.setattr(diffusion_grpo, "DiffusionGRPOTrainer", trainer)
+        runpy.run_path("examples/sd15_controlnet.py")
+        unbroken = trained(run)
+        shutil.rmtree(run / "checkpoint-2")
+        resume.append(True)
+        runpy.run_path("examples/sd15_controlnet.py")
+    resumed = trained(run)
+    assert all(
+        torch.equal(resumed[path][key], value) for path, part in unbroken.items() for key, value in part.items()
+    )
+    log = trainers[0].state.log_history
+    assert max(entry["ratio/max_error"] for entry in log if "ratio/max_error" in entry) <= 1e-5  # permuted steps
+    pipe.save_pretrained(tmp_path / "model")
+    assert_plain_diffusers_loads(trainers[-1], tmp_path / "model", run, inputs)
