@@ -52,7 +52,7 @@ sweep: setup ## ask every pipeline of a diffusers checkout whether it trains (AR
 docs: setup ## regenerate docs/config.md from the settings' help texts and check every link in the docs
 	@$(BIN)/python docs/build.py $(ARGS)
 
-tiny-model: setup ## make the embedded model again from packages alone (half an hour or so on two cores)
+tiny-model: setup ## make the embedded model again from packages alone (within half an hour on two cores)
 	@$(OFFLINE) $(BIN)/python -m diffusion_grpo.tiny.train $(ARGS)
 
 clean: ## remove the environment, caches and build products (outputs/ is kept)

@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import math
 import random
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -16,12 +15,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from .advantages import AGGREGATIONS
-from .losses import get_loss
-from .schedulers import PROCESSES
+from .config_checks import check_settings
 
-# arguments of a pipeline's call that are the rollout's own
-RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
 WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # learning rates that follow the evaluations
 
 
@@ -363,11 +358,7 @@ class DiffusionGRPOConfig(TrainingArguments):
             self.steps_per_generation = self.gradient_accumulation_steps
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
-        self._check_choices()
-        self._check_numbers()
-        self._check_shares()
-        self._check_steps()
-        self._check_batches()
+        check_settings(self)
 
     def to_dict(self) -> dict[str, Any]:
         """`TrainingArguments.to_dict`, with tensors and pictures among the settings named by their kind and size."""
@@ -407,153 +398,6 @@ class DiffusionGRPOConfig(TrainingArguments):
             return start, stop
         start = random.Random(f"window {self.seed} {generation}").randint(start, stop - self.sde_window_size)
         return start, start + self.sde_window_size
-
-    def _check_choices(self) -> None:
-        choices = {
-            "sde_type": ["auto", *PROCESSES],
-            "scale_rewards": ["group", "batch", "none"],
-            "reward_baseline": ["group", "batch"],
-            "advantage_estimator": ["group", "gae"],
-            "multi_objective_aggregation": AGGREGATIONS,
-            "old_log_prob": ["rollout", "replay"],
-            "importance_sampling_level": ["token", "sequence"],
-        } | ({"offload_frozen": ["cpu"]} if self.offload_frozen is not None else {})
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                near = difflib.get_close_matches(str(value), known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
-        get_loss(self.loss_type)
-        if self.remove_unused_columns:
-            raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
-        if self.sync_ref_model and not self.needs_reference:
-            raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
-        if self.advantage_estimator == "gae" and self.multi_objective_aggregation == "loss_per_reward":
-            raise ValueError(
-                "advantage_estimator='gae' has one value for all rewards, so multi_objective_aggregation cannot be "
-                "'loss_per_reward'; use sum_then_normalize."
-            )
-        if self.selective_checkpointing < 1 and not self.activation_checkpointing:
-            raise ValueError("selective_checkpointing chooses blocks to recompute; set gradient_checkpointing=True.")
-        if self.ignore_data_skip:
-            raise ValueError("ignore_data_skip would pair resumed rollouts with other prompts; leave it False.")
-        if self.auto_find_batch_size:
-            raise ValueError("auto_find_batch_size would change the groups; set per_device_train_batch_size instead.")
-
-    def _check_numbers(self) -> None:
-        at_least = {
-            "num_generations": 1 if self.reward_baseline == "batch" or self.advantage_estimator == "gae" else 2,
-            "num_batches_per_step": 1,
-            "value_learning_rate": 0,
-            "kl_reward": 0,
-            "num_generations_eval": 1,
-            "per_device_train_batch_size": 1,
-            "per_device_eval_batch_size": 1,
-            "gradient_accumulation_steps": 1,
-            "learning_rate": 0,
-            "num_inference_steps": 2,
-            "eval_num_inference_steps": 1,
-            "rollout_batch_size": 1,
-            "sde_window_size": 1,
-            "num_iterations": 1,
-            "steps_per_generation": 1,
-            "ema_update_interval": 1,
-            "ref_model_sync_steps": 1,
-            "num_completions_to_log": 0,
-            "save_samples_steps": 1,
-            "validation_steps": 1,
-            "top_k": 0,
-            "beta": 0,
-            "epsilon": 0,
-            "epsilon_high": 0,
-        }
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                reason = "; one sample has no group to be better than" if name == "num_generations" else ""
-                raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}.")
-        for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be above 0, got {value}.")
-        if not all(math.isfinite(weight) for weight in self.reward_weights or []):
-            raise ValueError(f"reward_weights must be finite numbers, got {self.reward_weights}.")
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}.")
-        if self.sde_type in ("cps", "ddim", "ancestral") and self.noise_level is not None and self.noise_level > 1:
-            raise ValueError(f"noise_level of {self.sde_type} lies in (0, 1], got {self.noise_level}.")
-
-    def _check_shares(self) -> None:
-        for name in ("timestep_fraction", "selective_checkpointing"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}.")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}.")
-
-    def _check_steps(self) -> None:
-        self._check_pipeline_kwargs()
-        last = self.num_inference_steps - 1
-        window = list(self.sde_window or (0, last))
-        if len(window) != 2 or not 0 <= window[0] < window[1] <= last:
-            raise ValueError(
-                f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
-                "last has no noise and is never trained."
-            )
-        if self.sde_window_size is not None and self.sde_window_size > window[1] - window[0]:
-            raise ValueError(
-                f"sde_window_size={self.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
-                "that may be trained; make it smaller, or sde_window larger."
-            )
-
-    def _check_pipeline_kwargs(self) -> None:
-        for name in self.pipeline_kwargs or {}:
-            if name in RESERVED:
-                raise ValueError(f"pipeline_kwargs: {name} is the rollout's own and set by the trainer; leave it out.")
-            if name in ("num_images_per_prompt", "num_videos_per_prompt"):
-                raise ValueError(
-                    f"pipeline_kwargs: {name} would hide samples from the groups; set num_generations instead."
-                )
-
-    def _check_batches(self) -> None:
-        group, generations = self.samples_per_update_group, self.num_generations
-        if self.best_of_n is not None and (self.best_of_n % 2 or not 2 <= self.best_of_n <= generations):
-            raise ValueError(
-                f"best_of_n must be even, at least 2 and at most num_generations={generations}, got {self.best_of_n}."
-            )
-        if self.steps_per_generation % self.gradient_accumulation_steps:
-            raise ValueError(
-                f"steps_per_generation={self.steps_per_generation} must be a multiple of gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}, so that a rollout holds whole updates."
-            )
-        trained = self.per_device_train_batch_size * self.world_size * self.steps_per_generation
-        if trained % group:
-            name = "best_of_n" if self.best_of_n else "num_generations"
-            raise ValueError(
-                f"A rollout trains per_device_train_batch_size x processes x steps_per_generation = "
-                f"{self.per_device_train_batch_size} x {self.world_size} x {self.steps_per_generation} = {trained} "
-                f"samples, which {name}={group} does not divide; change one of them."
-            )
-        if trained // group * generations % self.world_size:
-            raise ValueError(
-                f"{trained // group} prompts x num_generations={generations} samples cannot be spread evenly over "
-                f"{self.world_size} processes; make their product a multiple of it."
-            )
-        if self.prompts_per_generation % self.num_batches_per_step:
-            raise ValueError(
-                f"num_batches_per_step={self.num_batches_per_step} does not divide the {self.prompts_per_generation} "
-                "prompts of a rollout; change it, or steps_per_generation."
-            )
-        if self.prompts_per_generation * generations // self.num_batches_per_step < 2:
-            raise ValueError("A batch of one sample has nothing to compare it with; lower num_batches_per_step.")
-        if self.best_of_n and self.rollout_size % generations:
-            raise ValueError(
-                f"best_of_n needs whole groups on each process, but each rolls out {self.rollout_size} samples, not a "
-                f"multiple of num_generations={generations}; change per_device_train_batch_size."
-            )
 
 
 def described(value: Any) -> Any:

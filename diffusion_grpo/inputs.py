@@ -16,7 +16,8 @@ from diffusers import DiffusionPipeline
 
 from .batching import BATCHED, SINGLE, Form, find_form
 from .columns import Columns, is_media
-from .config import RESERVED, DiffusionGRPOConfig
+from .config import DiffusionGRPOConfig
+from .config_checks import RESERVED
 from .data import groups_by_shape, pipeline_inputs
 from .rewards.contract import Reward, asked_columns
 from .rollout import Policy, TokenPolicy, UnsupportedPipeline

@@ -24,7 +24,6 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl.models.utils import _ForwardRedirection
 
-from .advantages import best_of_n
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .callbacks import (
     EMACallback,
@@ -35,31 +34,27 @@ from .callbacks import (
     SyncRefModelCallback,
     ValidationCallback,
 )
-from .checkpoints import CheckpointingTrainer
 from .config import DiffusionGRPOConfig
 from .data import GroupSampler, check_dataset, named_datasets
-from .estimators import Estimate, estimate
 from .evaluation import evaluate_policy, write_validation
+from .generation import GeneratingTrainer
 from .hub import lora_loader
-from .inputs import check_count, checked_inputs
+from .inputs import checked_inputs
 from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, pipeline_class, prepare_model
 from .losses import LossInputs, get_loss, kl_divergence, loss_per_reward
-from .media import sampling_rate
 from .offload import placed
-from .records import check_same_run, extra_column, run_record, write_files, write_json, write_samples
+from .records import check_same_run, run_record, write_json
 from .rewards import (
     RewardError,
     check_columns,
     check_groups,
     check_judges,
     load_rewards,
-    reward_name,
     reward_weights,
-    score,
 )
-from .rollout import StepDistribution, Trajectory, replay, rollout, sample_seed, trained_steps
+from .rollout import StepDistribution, Trajectory, replay
 from .token_policy import policy_for
-from .values import ValueCallback, ValueModel, recorded_conditions, states_of_calls
+from .values import ValueCallback, ValueModel
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
@@ -72,7 +67,7 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or infinite; the weights are those of the last update."""
 
 
-class DiffusionGRPOTrainer(CheckpointingTrainer):
+class DiffusionGRPOTrainer(GeneratingTrainer):
     """Trains a diffusers pipeline on rewards with GRPO (Flow-GRPO, https://huggingface.co/papers/2505.05470; DDPO,
     https://huggingface.co/papers/2305.13301).
 
@@ -371,6 +366,14 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         return torch.cat(parts)
 
     @torch.no_grad()
+    def _replayed_log_probs(self, buffer: RolloutBuffer) -> Tensor:
+        """(samples, steps) log-probabilities from replays, before any update; in the batches that are trained."""
+        log_probs = torch.empty_like(buffer.trajectory.log_probs)
+        for chunk in _chunks(len(buffer.rows), buffer.micro_batch_size):
+            log_probs[chunk] = self._log_probs_now(buffer.part(chunk))
+        return log_probs
+
+    @torch.no_grad()
     def _at_trained_steps(self, batch: MicroBatch, measure: Callable) -> Tensor:
         """(batch, steps) of what `measure` says of each trained step, given inputs, trajectory and step."""
         values = torch.empty_like(batch.old_log_probs)
@@ -438,203 +441,6 @@ class DiffusionGRPOTrainer(CheckpointingTrainer):
         if not self.args.fp16:  # its loss scaling skips such updates by itself
             self._refuse_non_finite(torch.as_tensor(grad_norm), "gradient norm")
         return grad_norm
-
-    # Rollout, rewards, advantages, buffer
-
-    def _next_batch(self, numbers: list[int]) -> tuple[MicroBatch, bool]:
-        """The next micro-batch, from a new rollout where the old one is used up.
-
-        Returns:
-            the batch, and whether the policy is still the one that rolled it out.
-        """
-        if self._update != self.state.global_step:
-            self._update, self._micro_step = self.state.global_step, 0
-        step = self.state.global_step * self.args.gradient_accumulation_steps + self._micro_step
-        self._micro_step += 1
-        generation, slot = divmod(step, self._slots)
-        if slot == 0 or self.buffer is None:
-            rows = self.inputs.rows(self.train_dataset, numbers)
-            self.inputs.learn(self.policy, rows, self.noise_level)
-            self.buffer = self._generate(rows, generation) if slot == 0 else self._restored_buffer(rows, generation)
-        return self.buffer.micro_batch(slot), slot < self.args.gradient_accumulation_steps
-
-    def _generate(self, rows: list[dict], generation: int) -> RolloutBuffer:
-        """One rollout: samples, rewards, advantages, and the buffer they end in."""
-        start = time.perf_counter()
-        positions = torch.arange(len(rows)) + self.accelerator.process_index * len(rows)
-        observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
-        with observed as conditions:
-            samples, trajectory = self._rollout(rows, generation, positions)
-        divergences = self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
-        seen = None
-        if conditions is not None:
-            seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
-        for name, value in trajectory.metrics().items():
-            self._metrics[name].append(value)
-        self._metrics["time/rollout"].append(time.perf_counter() - start)
-
-        start = time.perf_counter()
-        extra: dict[str, list] = {}
-        try:
-            groups = (positions // self.args.num_generations).tolist()
-            local = self._score(self.reward_funcs, samples, rows, self._metrics, groups, extra)
-        except RewardError:
-            self._save_before_stopping()
-            raise
-        rewards, divergences, seen = (self._gathered(part) for part in (local, divergences, seen))
-        self._metrics["time/reward"].append(time.perf_counter() - start)
-        self._images += len(rewards)
-
-        names = [reward.name for reward in self.reward_funcs]
-        found = estimate(self.args, self.reward_weights, names, rewards, positions, divergences, seen, self.values)
-        self._log_rewards(rewards, found)
-        files = self._sample_files(samples, positions)
-        if self.args.log_completions or files:
-            self._write_samples(rows, local, found.columns | {"seed": trajectory.seeds.tolist()} | files | extra)
-        return self._buffer_of(rows, trajectory, found, generation)
-
-    def _gathered(self, local: Tensor | None) -> Tensor | None:
-        """What every process has, in the order of the rollout; on the CPU."""
-        return None if local is None else self.accelerator.gather(local.to(self.args.device)).cpu()
-
-    @torch.no_grad()
-    def _rollout(self, rows: list[dict], generation: int, positions: Tensor) -> tuple[list, Recorded]:
-        """Samples and trajectories of `rows`, in chunks; what each gets depends on its place in the generation."""
-        args = self.args
-        self.policy.prompts.clear()
-        self.model.eval()
-        start, stop = window = args.window_of(generation)
-        groups = positions // args.num_generations
-        seeds = torch.tensor([sample_seed(args.seed, "noise", generation, place) for place in positions.tolist()])
-        places = groups if args.same_initial_noise else positions
-        initial = torch.tensor([sample_seed(args.seed, "initial", generation, place) for place in places.tolist()])
-        noise_steps = range(start, stop) if args.deterministic_outside_window else range(args.num_inference_steps - 1)
-        steps = trained_steps(
-            args.num_inference_steps, window, args.timestep_fraction, seeds if args.permute_steps else None
-        )
-        steps = steps if args.permute_steps else steps * len(rows)
-        samples, trajectories = [None] * len(rows), [None] * len(rows)
-        for places in self.inputs.calls(rows, self.accelerator):
-            images, trajectory = rollout(
-                self.policy,
-                self.inputs([rows[place] for place in places]),
-                seeds=seeds[places],
-                initial_seeds=initial[places],
-                num_inference_steps=args.num_inference_steps,
-                steps=[steps[place] for place in places],
-                noise_steps=noise_steps,
-                noise_level=self.noise_level,
-                device=self._trajectory_device,
-            )
-            check_count(images, len(places), self.pipe)
-            for number, place in enumerate(places):
-                samples[place], trajectories[place] = images[number], trajectory[[number]]
-        return samples, Recorded(trajectories)
-
-    @property
-    def _trajectory_device(self) -> Any:
-        return "cpu" if self.args.offload_trajectories else self.args.device
-
-    def _score(
-        self,
-        funcs: list[Callable],
-        samples: list,
-        rows: list[dict],
-        metrics: dict[str, list[float]],
-        groups: list[int],
-        extra: dict[str, list],
-    ) -> Tensor:
-        """(samples, functions) float32 rewards of this process, NaN for None.
-
-        What they log goes into `metrics`, the columns they add, one value a sample, into `extra`.
-        """
-        kind = "videos" if isinstance(samples[0], list) else "images"
-        columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-        return score(
-            funcs,
-            **{kind: samples},
-            prompts=[row["prompt"] for row in rows],
-            columns=columns,
-            groups=groups,
-            fps=self.args.fps,
-            sampling_rate=sampling_rate(self.pipe),
-            trainer_state=self.state,
-            log_metric=lambda name, value: metrics[name].append(float(value)),
-            log_extra=lambda name, values: extra.update({name: extra_column(name, values, len(samples))}),
-            failure_dir=Path(self.args.output_dir) / "failures",
-        )
-
-    def _save_before_stopping(self) -> None:
-        """A checkpoint of the last update, to go on from; several processes save together or not at all."""
-        if self.accelerator.num_processes == 1 and self.state.global_step > 0:
-            self._save_checkpoint(self.model, trial=None)
-
-    def _log_rewards(self, rewards: Tensor, found: Estimate) -> None:
-        metrics, result = self._metrics, found.result
-        for name, value in found.metrics.items():
-            metrics[name].append(value)
-        metrics["reward"].append(result.rewards.nanmean().item())
-        metrics["reward_std"].append(result.group_std.mean().item())
-        metrics["frac_reward_zero_std"].append(result.frac_reward_zero_std)
-        for func, column in zip(self.reward_funcs, rewards.T, strict=True):
-            known = column[~column.isnan()]
-            if len(known):
-                metrics[f"rewards/{reward_name(func)}/mean"].append(known.mean().item())
-                metrics[f"rewards/{reward_name(func)}/std"].append(known.std(correction=0).item())
-
-    def _write_samples(self, rows: list[dict], rewards: Tensor, columns: dict[str, list]) -> None:
-        names = [reward_name(func) for func in self.reward_funcs]
-        rank = f"-rank{self.accelerator.process_index}" if self.accelerator.num_processes > 1 else ""
-        path = Path(self.args.output_dir) / "samples" / f"step-{self.state.global_step:06d}{rank}.parquet"
-        table = {"step": [self.state.global_step] * len(rows), "prompt": [row["prompt"] for row in rows]}
-        table |= dict(zip(names, rewards.T.tolist(), strict=True))
-        write_samples(path, columns | table)
-
-    def _sample_files(self, samples: list, positions: Tensor) -> dict[str, list]:
-        """Columns that name the files of this rollout's samples; none where it is not its turn to be saved."""
-        every, step = self.args.save_samples_steps, self.state.global_step
-        # the first rollout at or after each multiple
-        if every is None or step % every >= self._slots // self.args.gradient_accumulation_steps:
-            return {}
-        folder = Path(self.args.output_dir) / "samples"
-        stems = [folder / f"step-{step:06d}" / f"{position:04d}" for position in positions.tolist()]
-        return write_files(samples, stems, folder, self.args.fps, sampling_rate(self.pipe))
-
-    def _buffer_of(self, rows: list[dict], trajectory: Recorded, found: Estimate, generation: int) -> RolloutBuffer:
-        args, seed = self.args, sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
-        self._kept = torch.arange(len(rows))
-        if args.best_of_n is not None:
-            generator = torch.Generator().manual_seed(sample_seed(seed, "best_of_n"))
-            groups = torch.arange(len(rows)) // args.num_generations
-            self._kept = best_of_n(found.ranking, groups, args.best_of_n, generator)
-            rows, trajectory = [rows[i] for i in self._kept.tolist()], trajectory[self._kept]
-        advantages = found.advantages[self._kept].to(args.device)
-        targets = None if found.targets is None else found.targets[self._kept]
-        buffer = RolloutBuffer(rows, trajectory, advantages, args.per_device_train_batch_size, seed, targets)
-        if args.old_log_prob == "replay" and self._slots > args.gradient_accumulation_steps:
-            buffer.old_log_probs = self._replayed_log_probs(buffer)
-        return buffer
-
-    @torch.no_grad()
-    def _replayed_log_probs(self, buffer: RolloutBuffer) -> Tensor:
-        """(samples, steps) log-probabilities from replays, before any update; in the batches that are trained."""
-        log_probs = torch.empty_like(buffer.trajectory.log_probs)
-        for chunk in _chunks(len(buffer.rows), buffer.micro_batch_size):
-            log_probs[chunk] = self._log_probs_now(buffer.part(chunk))
-        return log_probs
-
-    def _restored_buffer(self, rows: list[dict], generation: int) -> RolloutBuffer:
-        path = self._buffer_path(Path(self._resumed_from or ""))
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the checkpoint lies within a rollout and cannot be resumed exactly.")
-        seed = sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
-        buffer, self._kept = RolloutBuffer.load(
-            path, rows, self.args.per_device_train_batch_size, seed, self._trajectory_device
-        )
-        return buffer
-
-    def _buffer_path(self, folder: Path) -> Path:
-        return folder / f"rollout-rank{self.accelerator.process_index}.safetensors"
 
     # Evaluation
 

@@ -12,7 +12,7 @@ import sys
 import torch
 from tiny_runs import trainer_for
 
-from diffusion_grpo import hub, trainer
+from diffusion_grpo import generation, hub, trainer
 
 
 def kill_in(module, name, calls_before):
@@ -35,7 +35,7 @@ def main(folder: str, settings: str, kill_at: str | None = None) -> None:
     calls_before = settings.pop("kill_after", 0)
     run = trainer_for(folder, **settings)
     if kill_at == "rollout":
-        kill_in(trainer, "rollout", calls_before)
+        kill_in(generation, "rollout", calls_before)
     elif kill_at == "update":
         kill_in(trainer, "replay", calls_before)
     elif kill_at == "checkpoint":

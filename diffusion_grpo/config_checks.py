@@ -1,0 +1,184 @@
+"""What cannot work together among the settings: a `DiffusionGRPOConfig` enters, a ValueError or nothing leaves.
+
+A module of its own because these are the sentences that a user reads first, and none of them needs a model.
+"""
+
+import difflib
+import math
+from typing import TYPE_CHECKING
+
+from .advantages import AGGREGATIONS
+from .losses import get_loss
+from .schedulers import PROCESSES
+
+if TYPE_CHECKING:
+    from .config import DiffusionGRPOConfig
+
+# arguments of a pipeline's call that are the rollout's own
+RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
+
+
+def check_settings(args: "DiffusionGRPOConfig") -> None:
+    """Refuses settings that are out of range, unknown, or contradict each other.
+
+    Raises:
+        ValueError: one sentence: what was found, and what to change.
+    """
+    _check_choices(args)
+    _check_numbers(args)
+    _check_shares(args)
+    _check_steps(args)
+    _check_batches(args)
+
+
+def _check_choices(args: "DiffusionGRPOConfig") -> None:
+    choices = {
+        "sde_type": ["auto", *PROCESSES],
+        "scale_rewards": ["group", "batch", "none"],
+        "reward_baseline": ["group", "batch"],
+        "advantage_estimator": ["group", "gae"],
+        "multi_objective_aggregation": AGGREGATIONS,
+        "old_log_prob": ["rollout", "replay"],
+        "importance_sampling_level": ["token", "sequence"],
+    } | ({"offload_frozen": ["cpu"]} if args.offload_frozen is not None else {})
+    for name, known in choices.items():
+        value = getattr(args, name)
+        if value not in known:
+            near = difflib.get_close_matches(str(value), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
+    get_loss(args.loss_type)
+    if args.remove_unused_columns:
+        raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
+    if args.sync_ref_model and not args.needs_reference:
+        raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
+    if args.advantage_estimator == "gae" and args.multi_objective_aggregation == "loss_per_reward":
+        raise ValueError(
+            "advantage_estimator='gae' has one value for all rewards, so multi_objective_aggregation cannot be "
+            "'loss_per_reward'; use sum_then_normalize."
+        )
+    if args.selective_checkpointing < 1 and not args.activation_checkpointing:
+        raise ValueError("selective_checkpointing chooses blocks to recompute; set gradient_checkpointing=True.")
+    if args.ignore_data_skip:
+        raise ValueError("ignore_data_skip would pair resumed rollouts with other prompts; leave it False.")
+    if args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size would change the groups; set per_device_train_batch_size instead.")
+
+
+def _check_numbers(args: "DiffusionGRPOConfig") -> None:
+    at_least = {
+        "num_generations": 1 if args.reward_baseline == "batch" or args.advantage_estimator == "gae" else 2,
+        "num_batches_per_step": 1,
+        "value_learning_rate": 0,
+        "kl_reward": 0,
+        "num_generations_eval": 1,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0,
+        "num_inference_steps": 2,
+        "eval_num_inference_steps": 1,
+        "rollout_batch_size": 1,
+        "sde_window_size": 1,
+        "num_iterations": 1,
+        "steps_per_generation": 1,
+        "ema_update_interval": 1,
+        "ref_model_sync_steps": 1,
+        "num_completions_to_log": 0,
+        "save_samples_steps": 1,
+        "validation_steps": 1,
+        "top_k": 0,
+        "beta": 0,
+        "epsilon": 0,
+        "epsilon_high": 0,
+    }
+    for name, least in at_least.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            reason = "; one sample has no group to be better than" if name == "num_generations" else ""
+            raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {args.top_p}.")
+    for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be above 0, got {value}.")
+    if not all(math.isfinite(weight) for weight in args.reward_weights or []):
+        raise ValueError(f"reward_weights must be finite numbers, got {args.reward_weights}.")
+    if args.ema_decay is not None and not 0 < args.ema_decay < 1:
+        raise ValueError(f"ema_decay must lie between 0 and 1, got {args.ema_decay}.")
+    if args.sde_type in ("cps", "ddim", "ancestral") and args.noise_level is not None and args.noise_level > 1:
+        raise ValueError(f"noise_level of {args.sde_type} lies in (0, 1], got {args.noise_level}.")
+
+
+def _check_shares(args: "DiffusionGRPOConfig") -> None:
+    for name in ("timestep_fraction", "selective_checkpointing"):
+        if not 0 < getattr(args, name) <= 1:
+            raise ValueError(f"{name} must lie in (0, 1], got {getattr(args, name)}.")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], got {getattr(args, name)}.")
+
+
+def _check_steps(args: "DiffusionGRPOConfig") -> None:
+    _check_pipeline_kwargs(args)
+    last = args.num_inference_steps - 1
+    window = list(args.sde_window or (0, last))
+    if len(window) != 2 or not 0 <= window[0] < window[1] <= last:
+        raise ValueError(
+            f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
+            "last has no noise and is never trained."
+        )
+    if args.sde_window_size is not None and args.sde_window_size > window[1] - window[0]:
+        raise ValueError(
+            f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
+            "that may be trained; make it smaller, or sde_window larger."
+        )
+
+
+def _check_pipeline_kwargs(args: "DiffusionGRPOConfig") -> None:
+    for name in args.pipeline_kwargs or {}:
+        if name in RESERVED:
+            raise ValueError(f"pipeline_kwargs: {name} is the rollout's own and set by the trainer; leave it out.")
+        if name in ("num_images_per_prompt", "num_videos_per_prompt"):
+            raise ValueError(
+                f"pipeline_kwargs: {name} would hide samples from the groups; set num_generations instead."
+            )
+
+
+def _check_batches(args: "DiffusionGRPOConfig") -> None:
+    group, generations = args.samples_per_update_group, args.num_generations
+    if args.best_of_n is not None and (args.best_of_n % 2 or not 2 <= args.best_of_n <= generations):
+        raise ValueError(
+            f"best_of_n must be even, at least 2 and at most num_generations={generations}, got {args.best_of_n}."
+        )
+    if args.steps_per_generation % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"steps_per_generation={args.steps_per_generation} must be a multiple of gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}, so that a rollout holds whole updates."
+        )
+    trained = args.per_device_train_batch_size * args.world_size * args.steps_per_generation
+    if trained % group:
+        name = "best_of_n" if args.best_of_n else "num_generations"
+        raise ValueError(
+            f"A rollout trains per_device_train_batch_size x processes x steps_per_generation = "
+            f"{args.per_device_train_batch_size} x {args.world_size} x {args.steps_per_generation} = {trained} "
+            f"samples, which {name}={group} does not divide; change one of them."
+        )
+    if trained // group * generations % args.world_size:
+        raise ValueError(
+            f"{trained // group} prompts x num_generations={generations} samples cannot be spread evenly over "
+            f"{args.world_size} processes; make their product a multiple of it."
+        )
+    if args.prompts_per_generation % args.num_batches_per_step:
+        raise ValueError(
+            f"num_batches_per_step={args.num_batches_per_step} does not divide the {args.prompts_per_generation} "
+            "prompts of a rollout; change it, or steps_per_generation."
+        )
+    if args.prompts_per_generation * generations // args.num_batches_per_step < 2:
+        raise ValueError("A batch of one sample has nothing to compare it with; lower num_batches_per_step.")
+    if args.best_of_n and args.rollout_size % generations:
+        raise ValueError(
+            f"best_of_n needs whole groups on each process, but each rolls out {args.rollout_size} samples, not a "
+            f"multiple of num_generations={generations}; change per_device_train_batch_size."
+        )
