@@ -60,6 +60,7 @@ class Recorded:
     steps = property(lambda self: self._column("steps"))
     seeds = property(lambda self: self._column("seeds"))
     initial_seeds = property(lambda self: self._column("initial_seeds"))
+    tokens = property(lambda self: None if self.samples[0].tokens is None else self._column("tokens"))
     num_inference_steps = property(lambda self: self.samples[0].num_inference_steps)
     noise_level = property(lambda self: self.samples[0].noise_level)
 
