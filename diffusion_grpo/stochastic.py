@@ -124,6 +124,8 @@ class StochasticScheduler:
 
 
 class FlowSteps(StochasticScheduler):
+    """Latents are (1 - sigma) * data + sigma * noise: flow matching, with sigmas of the step or of each token."""
+
     def _sigmas(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         sigmas = self.sigmas.to(device=device, dtype=torch.float32)
         return sigmas[self.position], sigmas[self.position + 1], sigmas[1]
@@ -166,6 +168,8 @@ class FlowSteps(StochasticScheduler):
 
 
 class DDIMSteps(StochasticScheduler):
+    """Variance-preserving latents, written with alphas: DDIM for epsilon-, v- and sample-prediction."""
+
     begin_index = None
 
     def _prediction(self, prediction: Tensor, sample: Tensor) -> Tensor:
@@ -278,6 +282,7 @@ class SigmaSteps(StochasticScheduler):
 
 @functools.cache
 def stochastic_class(kind: type, base: type) -> type:
+    """The class of a scheduler that draws its steps: `kind`, a mixin of this module, over `base`, diffusers' class."""
     own = inspect.signature(base.set_timesteps).parameters
 
     @functools.wraps(base.set_timesteps)  # pipelines look at the signature for `sigmas`, `timesteps` and `mu`

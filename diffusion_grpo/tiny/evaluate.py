@@ -53,6 +53,7 @@ def measure(pictures: list, wanted: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Prints the table of the model's card."""
     parser = argparse.ArgumentParser(description="Measure the embedded model on held-out words.")
     parser.add_argument("--model", type=Path, default=PATH, help="folder of the pipeline")
     parser.add_argument("--prompts", type=int, default=192, help="number of held-out prompts")

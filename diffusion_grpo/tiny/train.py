@@ -258,6 +258,7 @@ def train(
 
 
 def main() -> None:
+    """Trains the model and writes its folder: `make tiny-model`."""
     parser = argparse.ArgumentParser(description="Train the embedded model.")
     parser.add_argument(
         "--output", type=Path, default=PATH, help="folder of the pipeline (default: the package's own)"
