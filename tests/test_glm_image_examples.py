@@ -23,7 +23,7 @@ from tiny_runs import brightness
 from transformers import GlmImageProcessor
 
 import diffusion_grpo
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli, commands
 from diffusion_grpo.arguments import parse_train_arguments, read_yaml
 from diffusion_grpo.hub import LORA_WEIGHTS
 from diffusion_grpo.rewards import REWARDS
@@ -74,8 +74,8 @@ def flags(settings):
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_the_file_runs(name, tmp_path, at_root, monkeypatch):
-    trainers, build = [], cli.build_trainer
-    monkeypatch.setattr(cli, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
+    trainers, build = [], commands.train.build_trainer
+    monkeypatch.setattr(commands.train, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
     file, model, run = f"examples/{name}.yaml", tmp_path / "model", tmp_path / "run"
     pipe, inputs = tiny_pipelines.build(FILES[name])
     pipe.save_pretrained(model)
@@ -132,7 +132,9 @@ def test_the_python_form_says_the_same(tmp_path, at_root, monkeypatch):
     script, lora, args = parse_train_arguments(file, ["--use_cpu=true"])
     assert DiffusionGRPOConfig(**given["settings"], use_cpu=True).to_dict() == args.to_dict()
     assert given["model"] == script.model and given["reward_funcs"] == read_yaml(file)["reward_funcs"]
-    assert given["train_dataset"].to_dict() == cli.load_checked(script.dataset, "train", "dataset").to_dict()
+    assert (
+        given["train_dataset"].to_dict() == commands.inputs.load_checked(script.dataset, "train", "dataset").to_dict()
+    )
     mine, theirs = given["peft_config"], lora.peft_config()
     assert (mine.r, mine.lora_alpha, mine.target_modules) == (theirs.r, theirs.lora_alpha, theirs.target_modules)
     assert given["trainer"].state.global_step == 2 and (tmp_path / "adapter_model.safetensors").is_file()

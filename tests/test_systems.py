@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import diffusion_grpo
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli, commands
 from diffusion_grpo.arguments import parse_train_arguments, read_yaml
 from diffusion_grpo.rewards import REWARDS, RemoteReward
 
@@ -149,8 +149,8 @@ def trained(folder):
 @pytest.mark.parametrize("name", sorted(SYSTEMS))
 def test_the_file_runs(name, tmp_path, at_root, monkeypatch):
     trainers = []
-    build = cli.build_trainer
-    monkeypatch.setattr(cli, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
+    build = commands.train.build_trainer
+    monkeypatch.setattr(commands.train, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
     file, model, run = f"examples/{name}.yaml", tmp_path / "model", tmp_path / "run"
     pipe, inputs = tiny_pipelines.build(SYSTEMS[name])
     if name == "qwen_image_edit":  # its processor can only be saved beside torchvision
@@ -230,7 +230,7 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
     said, lora, args = parse_train_arguments(file, flags(on_cpu))
     assert DiffusionGRPOConfig(**given["settings"] | on_cpu).to_dict() == args.to_dict()
     assert (given["model"], given["reward_funcs"]) == (said.model, values["reward_funcs"])
-    assert given["train_dataset"].to_dict() == cli.load_checked(said.dataset, "train", "dataset").to_dict()
+    assert given["train_dataset"].to_dict() == commands.inputs.load_checked(said.dataset, "train", "dataset").to_dict()
     if lora.use_peft:
         mine, theirs = given["peft_config"], lora.peft_config()
         assert (mine.r, mine.lora_alpha, mine.target_modules) == (theirs.r, theirs.lora_alpha, theirs.target_modules)

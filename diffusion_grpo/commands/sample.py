@@ -1,0 +1,38 @@
+"""`diffusion-grpo sample`: prompts and a pipeline go in; samples and their scores leave, without training."""
+
+import argparse
+
+from .. import sample_settings
+from .inputs import check_model_name, hide_loading_bars, load_checked, refusing
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Options of `sample`."""
+    sample_settings.add_sample_options(command)
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes samples, scores and a table, without training. Returns the exit code."""
+    from ..rewards import check_columns, load_rewards
+
+    settings = refusing(sample_settings.read_settings, arguments, arguments.overrides)
+    rewards = refusing(load_rewards, settings.reward_funcs)
+    judges = refusing(load_rewards, settings.eval_reward_funcs, "eval_reward_funcs")
+    judges = [judge for judge in judges if judge.name not in {reward.name for reward in rewards}]
+    dataset = refusing(load_checked, settings.prompts, settings.split, "--prompts")
+    refusing(check_columns, rewards + judges, dataset.column_names, "--prompts")
+    dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
+    refusing(check_model_name, settings.model)
+
+    from ..sample import check_folder, load_sampled, write_samples
+
+    refusing(check_folder, settings)
+    hide_loading_bars(settings.model)
+    pipe = refusing(load_sampled, settings)
+    summary = refusing(write_samples, pipe, dataset, rewards, judges, settings)
+    for name, (mean, error) in summary.items():
+        print(f"{name:<16} {mean:.3f} ± {error:.3f}")
+    made = len(dataset) * settings.num_generations
+    print(f"{made} samples of {len(dataset)} prompts and samples.parquet in {settings.output_dir}")
+    return 0
