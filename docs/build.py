@@ -59,18 +59,20 @@ def config_page() -> str:
 
 
 def groups(settings: type) -> Iterator[tuple[str, list[str]]]:
-    """Fields in the order of the source, under the comments that head them there."""
-    title, names = "", []
-    for line in inspect.getsource(settings).splitlines():
-        if heading := re.fullmatch(r"    # (.+)", line):
-            if names:
-                yield title, names
-            title, names = heading[1], []
-        elif (name := re.match(r"    (\w+): ", line)) and title:
-            names.append(name[1])
-        elif line.startswith("    def "):
-            break
-    yield title, names
+    """Fields in the order of the sources, those that only have another default first, under their headings there."""
+    ours = [base for base in settings.__mro__ if base.__module__.startswith("diffusion_grpo.")]
+    for source in [ours[0], *reversed(ours[1:])]:
+        title, names = "", []
+        for line in inspect.getsource(source).splitlines():
+            if heading := re.fullmatch(r"    # (.+)", line):
+                if names:
+                    yield title, names
+                title, names = heading[1], []
+            elif (name := re.match(r"    (\w+): ", line)) and title:
+                names.append(name[1])
+            elif line.startswith("    def "):
+                break
+        yield title, names
 
 
 def table(settings: list[dataclasses.Field]) -> str:

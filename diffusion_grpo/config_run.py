@@ -1,0 +1,59 @@
+"""Settings of the model, the data and what is written: a base of `DiffusionGRPOConfig`.
+
+In: nothing. Out: fields, each with a `help`; `config.py` checks them together. A theme of settings is a file.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunSettings:
+    """What is loaded, where it lies, and what a run leaves on disk."""
+
+    # Model, data, log
+    offload_frozen: str | None = field(
+        default=None,
+        metadata={
+            "help": "cpu: text encoders, image encoders and the VAE wait in CPU memory and are on the accelerator "
+            "only while they are used, never while the trained network is."
+        },
+    )
+    train_component: str | None = field(
+        default=None, metadata={"help": "Name of the trained network; by default transformer, unet, prior or decoder."}
+    )
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of DiffusionPipeline.from_pretrained."}
+    )
+    selective_checkpointing: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of the network's blocks, evenly spread, whose activations are recomputed; 0.5 is every "
+            "other one: more memory than all, less time."
+        },
+    )
+    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts in each epoch."})
+    log_completions: bool = field(
+        default=True, metadata={"help": "Write prompts, rewards and advantages of each rollout to a parquet file."}
+    )
+    num_completions_to_log: int = field(
+        default=16, metadata={"help": "Evaluation pictures that are saved and drawn in the grid."}
+    )
+    save_samples_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Every so many updates, save all samples of the rollout (PNG, MP4 or WAV) beside the table of its "
+            "prompts, rewards and advantages."
+        },
+    )
+    validation_prompts: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts that are sampled from fixed seeds every validation_steps, saved and sent to report_to, "
+            "and never scored."
+        },
+    )
+    validation_steps: int = field(
+        default=10,
+        metadata={"help": "Updates between two rounds of validation_prompts; the first is before training."},
+    )

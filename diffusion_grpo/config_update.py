@@ -1,0 +1,122 @@
+"""Settings of the update: loss, advantages, value model, reference: a base of `DiffusionGRPOConfig`.
+
+In: nothing. Out: fields, each with a `help`; `config.py` checks them together. A theme of settings is a file.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class UpdateSettings:
+    """How the policy is moved by rewards, and what it is held against."""
+
+    # Optimisation
+    loss_type: str = field(default="grpo", metadata={"help": "grpo, or the dotted path of a loss function."})
+    beta: float = field(default=0.0, metadata={"help": "Weight of the KL divergence to the reference model."})
+    kl_reward: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of the KL divergence to the reference, the mean over a sample's trained steps, that is "
+            "subtracted from its reward (Flow-GRPO's kl_reward); measured by two more forward passes a step."
+        },
+    )
+    epsilon: float = field(default=1e-4, metadata={"help": "The ratio is clipped below 1 - epsilon."})
+    epsilon_high: float | None = field(
+        default=None, metadata={"help": "The ratio is clipped above 1 + epsilon_high; by default epsilon."}
+    )
+    importance_sampling_level: str = field(
+        default="token",
+        metadata={
+            "help": "token: each denoising step or token has its own ratio. sequence: all those of a sample share the "
+            "geometric mean of theirs (GSPO, https://huggingface.co/papers/2507.18071), at the price of one more "
+            "forward pass a step where a rollout is trained on more than once."
+        },
+    )
+    num_iterations: int = field(default=1, metadata={"help": "How often each rollout is trained on."})
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata={
+            "help": "Micro-batches in one rollout, a multiple of gradient_accumulation_steps; by default equal to it, "
+            "which is one update a rollout."
+        },
+    )
+    scale_rewards: str = field(
+        default="group", metadata={"help": "Rewards are divided by the std of the group, of the batch, or none."}
+    )
+    reward_baseline: str = field(
+        default="group",
+        metadata={
+            "help": "Rewards are compared with the mean of the group or of the batch; with batch, num_generations may "
+            "be 1."
+        },
+    )
+    num_batches_per_step: int = field(
+        default=1,
+        metadata={
+            "help": "Batches in one rollout: what is taken over the batch (scale_rewards, reward_baseline, the scale "
+            "of gae) is taken over each by itself. It divides the prompts of a rollout."
+        },
+    )
+    reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "One weight a reward function; 1 each by default."}
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={
+            "help": "How several rewards become one advantage: sum_then_normalize, normalize_then_sum (GDPO), "
+            "min_then_normalize or product_then_normalize; with loss_per_reward each has its own, and the clipped "
+            "losses are summed (DanceGRPO's VQ and MQ)."
+        },
+    )
+    advantage_clip: float | None = field(default=5.0, metadata={"help": "Advantages are clamped to +- this."})
+    reward_threshold: float | None = field(
+        default=None, metadata={"help": "Groups whose mean reward is below it contribute nothing."}
+    )
+    old_log_prob: str = field(
+        default="rollout",
+        metadata={
+            "help": "Where the ratio's denominator comes from: the rollout, or the first replay (then the ratio is 1 "
+            "by construction and the drift between the two is only reported)."
+        },
+    )
+    max_ratio_error: float | None = field(
+        default=1e-4,
+        metadata={"help": "Stop where the first ratio after a rollout is further from 1. None never stops."},
+    )
+
+    # Value model
+    advantage_estimator: str = field(
+        default="group",
+        metadata={
+            "help": "group: rewards are compared within the group (GRPO). gae: with a value model that is trained "
+            "beside the policy, by generalized advantage estimation (PPO); num_generations may be 1."
+        },
+    )
+    value_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the value model."})
+    value_clip: float | None = field(
+        default=0.2,
+        metadata={
+            "help": "How far a value may move on one rollout (PPO's clipped value loss), in standard deviations of "
+            "the first rollout's rewards; null for no bound."
+        },
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount of a reward, for each trained step before it."})
+    gae_lambda: float = field(
+        default=0.95, metadata={"help": "GAE's lambda: 1 goes by the reward alone, 0 by the next step's value."}
+    )
+
+    # Reference and average
+    sync_ref_model: bool = field(
+        default=False, metadata={"help": "Move the reference towards the policy every ref_model_sync_steps updates."}
+    )
+    ref_model_mixup_alpha: float = field(
+        default=0.6, metadata={"help": "Share of the policy in the reference at each synchronisation."}
+    )
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Updates between two synchronisations."})
+    offload_ref_model: bool = field(
+        default=False, metadata={"help": "Keep a reference copy in CPU memory between its uses (full training)."}
+    )
+    ema_decay: float | None = field(
+        default=None, metadata={"help": "Keep a moving average of the policy, evaluate with it and save it."}
+    )
+    ema_update_interval: int = field(default=8, metadata={"help": "Updates between two steps of the average."})
