@@ -103,36 +103,23 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     ):
         model = str(model) if isinstance(model, Path) else model
         args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
-        self.reward_funcs = load_rewards(reward_funcs)
-        judges = load_rewards(eval_reward_funcs, "eval_reward_funcs")
-        check_judges(self.reward_funcs, judges)
-        trained = {reward.name for reward in self.reward_funcs}
-        self.eval_reward_funcs = [judge for judge in judges if judge.name not in trained]  # those are measured anyway
-        self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
-        check_groups(self.reward_funcs, args.rollout_size, args.num_generations)
-        self.loss = get_loss(args.loss_type)
-        if args.multi_objective_aggregation == "loss_per_reward":
-            self.loss = loss_per_reward(self.loss, self.reward_weights)
+        self._take_rewards(reward_funcs, eval_reward_funcs, args)
         check_peft_config(peft_config, args.beta or args.kl_reward)
         if args.sync_ref_model and peft_config is not None:
             raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
         self._check_datasets(args, train_dataset, eval_dataset)
         if args.learning_rate is None:
             args.learning_rate = 3e-4 if peft_config is not None else 1e-5
-        names = [[reward.name for reward in rewards] for rewards in (self.reward_funcs, self.eval_reward_funcs)]
-        self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
         given = named_datasets(train_dataset, eval_dataset), self.reward_funcs + self.eval_reward_funcs
         cls = pipeline_class(model, args)
         self.inputs = None if cls is None else checked_inputs(cls, args, *given)  # before the model is loaded
-        self.run["reward_options"] = {r.name: r.options() for r in self.reward_funcs + self.eval_reward_funcs}
-        check_same_run(args.output_dir, self.run)
+        self._describe_run(model, args, peft_config)
 
         pipe = load_pipeline(model, args, is_full_training=peft_config is None)
         set_seed(args.seed)  # a LoRA starts from random weights
         self.component, model = prepare_model(pipe, args, peft_config)
         self.inputs = self.inputs or checked_inputs(type(pipe), args, *given)
-        is_mixed_precision = args.bf16 or args.fp16
-        self.policy = policy_for(pipe, self.component, args, self._autocast, is_mixed_precision)
+        self.policy = policy_for(pipe, self.component, args, self._autocast, args.bf16 or args.fp16)
         self.noise_level = args.noise_level or self.policy.default_noise_level
         super().__init__(
             model=model,
@@ -143,27 +130,55 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        if args.n_gpu > 1:
-            raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
-        if isinstance(model, nn.ModuleDict) and self.accelerator.num_processes > 1:
-            raise ValueError(
-                f"{self.component} take turns, so each step leaves one of them without gradient, which several "
-                "processes cannot share; start one process, or name one network in train_component."
-            )
+        self._check_processes()
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
         self.offload = placed(pipe, self.policy.networks, args)
         self.values = self._value_model() if args.advantage_estimator == "gae" else None
         self._add_callbacks()
-        evaluations = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else eval_dataset
-        counts = {"train": len(train_dataset or []), "eval": sum(map(len, _as_list(evaluations)))}
-        self.run |= {"pipeline": type(pipe).__name__, "component": self.component, "prompts": counts}
-        self.run["loads_by"] = lora_loader(pipe, self.component)
+        self._describe_model(pipe)
         self.buffer: RolloutBuffer | None = None
         self._has_started = False
         self._micro_step, self._update = 0, -1
         self._resumed_from: str | None = None
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._images, self._logged_step = 0, None
+
+    def _take_rewards(self, reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionGRPOConfig) -> None:
+        """Rewards, judges, and the loss they are trained with."""
+        self.reward_funcs = load_rewards(reward_funcs)
+        judges = load_rewards(eval_reward_funcs, "eval_reward_funcs")
+        check_judges(self.reward_funcs, judges)
+        trained = {reward.name for reward in self.reward_funcs}
+        self.eval_reward_funcs = [judge for judge in judges if judge.name not in trained]  # those are measured anyway
+        self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
+        check_groups(self.reward_funcs, args.rollout_size, args.num_generations)
+        self.loss = get_loss(args.loss_type)
+        if args.multi_objective_aggregation == "loss_per_reward":
+            self.loss = loss_per_reward(self.loss, self.reward_weights)
+
+    def _describe_run(self, model: str | DiffusionPipeline, args: DiffusionGRPOConfig, peft_config: Any) -> None:
+        """What run.json says before the model is loaded; refuses a folder in which another run is."""
+        names = [[reward.name for reward in rewards] for rewards in (self.reward_funcs, self.eval_reward_funcs)]
+        self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
+        self.run["reward_options"] = {r.name: r.options() for r in self.reward_funcs + self.eval_reward_funcs}
+        check_same_run(args.output_dir, self.run)
+
+    def _describe_model(self, pipe: DiffusionPipeline) -> None:
+        """What run.json says of the model and the data."""
+        evaluations = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        counts = {"train": len(self.train_dataset or []), "eval": sum(len(part or []) for part in evaluations)}
+        self.run |= {"pipeline": type(pipe).__name__, "component": self.component, "prompts": counts}
+        self.run["loads_by"] = lora_loader(pipe, self.component)
+
+    def _check_processes(self) -> None:
+        """Refuses a layout of processes that cannot train this model."""
+        if self.args.n_gpu > 1:
+            raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
+        if isinstance(self.model, nn.ModuleDict) and self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"{self.component} take turns, so each step leaves one of them without gradient, which several "
+                "processes cannot share; start one process, or name one network in train_component."
+            )
 
     def _check_datasets(self, args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
         """Refuses datasets without prompts, or without a column that a reward asks for."""
