@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .rollout import Trajectory, sample_seed
+from .order import update_order
+from .rollout import Trajectory
 from .tokens import TokenTrajectory
 from .values import ValueTargets
-
-KINDS = {kind.__name__: kind for kind in (Trajectory, TokenTrajectory)}
 
 
 class Recorded:
@@ -117,15 +115,17 @@ class MicroBatch:
 
 
 class RolloutBuffer:
-    """All samples of one rollout on this process.
+    """All samples of one rollout that this process trains on.
 
     Args:
         rows: one dataset row a sample.
         trajectory: of the samples; their number is `micro_batch_size` times a whole number.
         advantages: (samples, ...) float32, as in `MicroBatch`.
         micro_batch_size: consecutive samples that are trained together, as they were rolled out.
-        seed: of the order of the micro-batches, which is another one in each iteration.
+        seed: of the order of the updates, which is another one in each iteration after the first.
         targets: of the value model, where there is one.
+        positions: (samples,) int64, where the samples are in the generation of all processes.
+        updates: that one iteration makes, each of as many micro-batches.
     """
 
     def __init__(
@@ -136,10 +136,13 @@ class RolloutBuffer:
         micro_batch_size: int,
         seed: int,
         targets: ValueTargets | None = None,
+        positions: Tensor | None = None,
+        updates: int = 1,
     ):
         self.rows, self.trajectory, self.advantages, self.targets = rows, trajectory, advantages, targets
         self.old_log_probs = trajectory.log_probs
-        self.micro_batch_size, self.seed = micro_batch_size, seed
+        self.micro_batch_size, self.seed, self.updates = micro_batch_size, seed, updates
+        self.positions = torch.arange(len(rows)) if positions is None else positions
 
     @property
     def micro_batches(self) -> int:
@@ -147,10 +150,11 @@ class RolloutBuffer:
         return len(self.rows) // self.micro_batch_size
 
     def range_of(self, slot: int) -> slice:
-        """The samples of a slot. Slots count on through the iterations."""
+        """The samples of a slot. Slots count on through the iterations, each of which makes the same updates."""
         iteration, place = divmod(slot, self.micro_batches)
-        generator = torch.Generator().manual_seed(sample_seed(self.seed, "order", iteration))
-        start = int(torch.randperm(self.micro_batches, generator=generator)[place]) * self.micro_batch_size
+        update, micro_batch = divmod(place, self.micro_batches // self.updates)
+        update = int(update_order(self.seed, iteration, self.updates)[update])
+        start = (update * (self.micro_batches // self.updates) + micro_batch) * self.micro_batch_size
         return slice(start, start + self.micro_batch_size)
 
     def micro_batch(self, slot: int) -> MicroBatch:
@@ -163,35 +167,14 @@ class RolloutBuffer:
         part = (self.trajectory[rows], self.advantages[rows], self.old_log_probs[rows])
         return MicroBatch(self.rows[rows], *part, targets)
 
-    def save(self, path: Path, kept: Tensor) -> None:
-        """Writes all but the rows, which the dataset gives again; `kept` says which of them are here."""
+    def save(self, path: Path, processes: int = 1) -> None:
+        """Writes all but the rows, which the dataset gives again; of `processes` each writes a file of its own."""
         samples = enumerate(self.trajectory.samples)
         tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
-        tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone(), "kept": kept}
+        tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone()}
+        tensors["positions"] = self.positions
         if self.targets is not None:
             tensors |= {f"targets.{name}": getattr(self.targets, name).contiguous() for name in ValueTargets.TENSORS}
         first = self.trajectory.samples[0]
         kind = {"kind": type(first).__name__, "settings": json.dumps(first.settings())}
-        save_file(tensors, path, metadata=kind)
-
-    @classmethod
-    def load(
-        cls, path: Path, rows: list[dict[str, Any]], micro_batch_size: int, seed: int, device: Any
-    ) -> tuple["RolloutBuffer", Tensor]:
-        """What `save` wrote, with the rows of the whole rollout; and which of them were kept."""
-        with safe_open(path, "pt", device=str(device)) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-            kind = file.metadata()
-        kept, advantages, old = (tensors.pop(name) for name in ("kept", "advantages", "old_log_probs"))
-        targets = {name: tensors[f"targets.{name}"] for name in ValueTargets.TENSORS if f"targets.{name}" in tensors}
-        targets = ValueTargets(**targets) if targets else None
-        by_sample: list[dict[str, Tensor]] = [{} for _ in kept]
-        for name, tensor in tensors.items():
-            field, _, place = name.rpartition(".")
-            if field != "targets":
-                by_sample[int(place)][field] = tensor
-        settings = json.loads(kind["settings"])
-        samples = Recorded([KINDS[kind["kind"]](**sample, **settings) for sample in by_sample])
-        buffer = cls([rows[i] for i in kept.tolist()], samples, advantages, micro_batch_size, seed, targets)
-        buffer.old_log_probs = old
-        return buffer, kept
+        save_file(tensors, path, metadata=kind | {"processes": str(processes), "updates": str(self.updates)})

@@ -21,14 +21,14 @@ from transformers.utils import PushInProgress, hf_api
 from . import hub
 from .records import refuse_used_folder
 from .report import write_curve
+from .restore import rollout_file
 
 
 class CheckpointingTrainer(Trainer):
     """transformers' `Trainer` with whole checkpoints in diffusers' layout.
 
     The trainer that inherits sets `pipe`, `component`, `run`, `ema`, `ref_model`, `values` (a value model, or None),
-    and `buffer` with `_kept`, the samples of the running rollout, and `_has_started` once the run in the output folder
-    is its own.
+    and `buffer`, the samples of the running rollout, and `_has_started` once the run in the output folder is its own.
     """
 
     @property
@@ -87,7 +87,8 @@ class CheckpointingTrainer(Trainer):
                 self.buffer is not None
                 and self.state.global_step * self.args.gradient_accumulation_steps % self._slots
             ):
-                self.buffer.save(self._buffer_path(staging), self._kept)
+                processes = self.accelerator.num_processes
+                self.buffer.save(rollout_file(staging, self.accelerator.process_index), processes)
         self._note_best(folder)
         if self.args.should_save:
             self._save_trainer_state(staging)

@@ -128,6 +128,23 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
         return self.prompts_per_generation * self.num_generations // self.world_size
 
     @property
+    def samples_per_share(self) -> int:
+        """Samples that one process trains on in one update."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples that all processes train on in one update."""
+        return self.samples_per_share * self.world_size
+
+    @property
+    def samples_side_by_side(self) -> int:
+        """Samples that one process rolls out of consecutive groups: all, or of several processes those of one update."""
+        if self.world_size == 1:
+            return self.rollout_size
+        return self.samples_per_share * self.num_generations // self.samples_per_update_group
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the KL divergence to a reference is measured."""
         return self.beta > 0 or self.kl_reward > 0

@@ -165,10 +165,11 @@ def _check_batches(args: "DiffusionGRPOConfig") -> None:
             f"{args.per_device_train_batch_size} x {args.world_size} x {args.steps_per_generation} = {trained} "
             f"samples, which {name}={group} does not divide; change one of them."
         )
-    if trained // group * generations % args.world_size:
+    if args.best_of_n and args.world_size > 1 and args.samples_per_share % group:
         raise ValueError(
-            f"{trained // group} prompts x num_generations={generations} samples cannot be spread evenly over "
-            f"{args.world_size} processes; make their product a multiple of it."
+            f"best_of_n={group} chooses among whole groups on each of several processes: per_device_train_batch_size "
+            f"x gradient_accumulation_steps = {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
+            "must be a multiple of it; change one of them."
         )
     if args.prompts_per_generation % args.num_batches_per_step:
         raise ValueError(
@@ -177,8 +178,3 @@ def _check_batches(args: "DiffusionGRPOConfig") -> None:
         )
     if args.prompts_per_generation * generations // args.num_batches_per_step < 2:
         raise ValueError("A batch of one sample has nothing to compare it with; lower num_batches_per_step.")
-    if args.best_of_n and args.rollout_size % generations:
-        raise ValueError(
-            f"best_of_n needs whole groups on each process, but each rolls out {args.rollout_size} samples, not a "
-            f"multiple of num_generations={generations}; change per_device_train_batch_size."
-        )

@@ -21,8 +21,7 @@ class Estimate:
 
     Attributes:
         result: of all samples of all processes, for the log.
-        ranking: `(samples,)` by which `best_of_n` chooses; here and below the samples of this process.
-        advantages: `(samples,)`; `(samples, rewards)` for a loss that is summed over rewards; `(samples, steps)` with
+        advantages: here and below of the samples of this process; `(samples,)`; `(samples, rewards)` for a loss that is summed over rewards; `(samples, steps)` with
             a value model.
         targets: of the value model, or `None`.
         columns: for the table of samples, one value a sample.
@@ -30,7 +29,6 @@ class Estimate:
     """
 
     result: Advantages
-    ranking: Tensor
     advantages: Tensor
     targets: ValueTargets | None
     columns: dict[str, list[float]]
@@ -52,8 +50,8 @@ def estimate(
     Args:
         args: of the run.
         weights, names: one a reward function.
-        rewards: `(samples, functions)` of all processes, in the order of the rollout: groups lie side by side.
-        positions: `(samples of this process,)` int64, where they lie in it.
+        rewards: `(samples, functions)` of all processes, by their position in the generation: groups side by side.
+        positions: `(samples of this process,)` int64, where they are in it.
         divergences: `(samples, steps)` KL divergence from the reference, where `kl_reward` is above 0.
         states: `(samples, steps, STATE_SIZE)`, with a value model.
         model: the value model; without one advantages are relative to the group.
@@ -73,8 +71,8 @@ def estimate(
         advantage_clip=args.advantage_clip,
         reward_threshold=args.reward_threshold,
     )
-    ranking = advantages = result.advantages[positions]
-    columns = {"reward": result.rewards[positions].tolist(), "advantage": ranking.tolist()}
+    advantages = result.advantages[positions]
+    columns = {"reward": result.rewards[positions].tolist(), "advantage": advantages.tolist()}
     metrics, targets = {}, None
     if divergences is not None:
         columns["kl"] = divergences.mean(1)[positions].tolist()
@@ -88,7 +86,7 @@ def estimate(
         advantages, targets = every[positions], targets[positions]
         columns["advantage"] = advantages.mean(1).tolist()
         columns["value"] = targets.values[:, 0].tolist()
-    return Estimate(result, ranking, advantages, targets, columns, metrics)
+    return Estimate(result, advantages, targets, columns, metrics)
 
 
 @torch.no_grad()

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .advantages import best_of_n
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .checkpoints import CheckpointingTrainer
 from .estimators import Estimate, estimate
 from .inputs import check_count
 from .media import sampling_rate
+from .order import RolloutOrder, inverse
 from .records import extra_column, write_files, write_samples
+from .restore import restored_buffer
 from .rewards import RewardError, reward_name, score
 from .rollout import rollout, sample_seed, trained_steps
 from .values import recorded_conditions, states_of_calls
@@ -44,15 +45,22 @@ class GeneratingTrainer(CheckpointingTrainer):
         self._micro_step += 1
         generation, slot = divmod(step, self._slots)
         if slot == 0 or self.buffer is None:
-            rows = self.inputs.rows(self.train_dataset, numbers)
-            self.inputs.learn(self.policy, rows, self.noise_level)
-            self.buffer = self._generate(rows, generation) if slot == 0 else self._restored_buffer(rows, generation)
+            everyone = self.accelerator.gather(torch.tensor(numbers, device=self.args.device)).tolist()
+            order = RolloutOrder(self.args, generation)
+            self.buffer = (self._generate if slot == 0 else self._restored_buffer)(order, everyone, generation)
         return self.buffer.micro_batch(slot), slot < self.args.gradient_accumulation_steps
 
-    def _generate(self, rows: list[dict], generation: int) -> RolloutBuffer:
+    def _rows_at(self, positions: list[int], numbers: list[int]) -> list[dict]:
+        """Dataset rows of samples by their position in a generation; `numbers` are those of all its rows."""
+        rows = self.inputs.rows(self.train_dataset, [numbers[position] for position in positions])
+        self.inputs.learn(self.policy, rows, self.noise_level)
+        return rows
+
+    def _generate(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
         """One rollout: samples, rewards, advantages, and the buffer they end in."""
         start = time.perf_counter()
-        positions = torch.arange(len(rows)) + self.accelerator.process_index * len(rows)
+        positions = order.of_process(order.rolled, self.accelerator.process_index)
+        rows = self._rows_at(positions.tolist(), numbers)
         observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
         with observed as conditions:
             samples, trajectory = self._rollout(rows, generation, positions)
@@ -72,7 +80,7 @@ class GeneratingTrainer(CheckpointingTrainer):
         except RewardError:
             self._save_before_stopping()
             raise
-        rewards, divergences, seen = (self._gathered(part) for part in (local, divergences, seen))
+        rewards, divergences, seen = (self._gathered(part, order) for part in (local, divergences, seen))
         self._metrics["time/reward"].append(time.perf_counter() - start)
         self._images += len(rewards)
 
@@ -82,11 +90,13 @@ class GeneratingTrainer(CheckpointingTrainer):
         files = self._sample_files(samples, positions)
         if self.args.log_completions or files:
             self._write_samples(rows, local, found.columns | {"seed": trajectory.seeds.tolist()} | files | extra)
-        return self._buffer_of(rows, trajectory, found, generation)
+        return self._buffer_of(rows, trajectory, found, order)
 
-    def _gathered(self, local: Tensor | None) -> Tensor | None:
-        """What every process has, in the order of the rollout; on the CPU."""
-        return None if local is None else self.accelerator.gather(local.to(self.args.device)).cpu()
+    def _gathered(self, local: Tensor | None, order: RolloutOrder) -> Tensor | None:
+        """What every process has, by position in the generation; on the CPU."""
+        if local is None:
+            return None
+        return self.accelerator.gather(local.to(self.args.device)).cpu()[inverse(order.by_process())]
 
     @torch.no_grad()
     def _rollout(self, rows: list[dict], generation: int, positions: Tensor) -> tuple[list, Recorded]:
@@ -191,30 +201,29 @@ class GeneratingTrainer(CheckpointingTrainer):
         stems = [folder / f"step-{step:06d}" / f"{position:04d}" for position in positions.tolist()]
         return write_files(samples, stems, folder, self.args.fps, sampling_rate(self.pipe))
 
-    def _buffer_of(self, rows: list[dict], trajectory: Recorded, found: Estimate, generation: int) -> RolloutBuffer:
-        args, seed = self.args, sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
-        self._kept = torch.arange(len(rows))
-        if args.best_of_n is not None:
-            generator = torch.Generator().manual_seed(sample_seed(seed, "best_of_n"))
-            groups = torch.arange(len(rows)) // args.num_generations
-            self._kept = best_of_n(found.ranking, groups, args.best_of_n, generator)
-            rows, trajectory = [rows[i] for i in self._kept.tolist()], trajectory[self._kept]
-        advantages = found.advantages[self._kept].to(args.device)
-        targets = None if found.targets is None else found.targets[self._kept]
-        buffer = RolloutBuffer(rows, trajectory, advantages, args.per_device_train_batch_size, seed, targets)
+    def _buffer_of(
+        self, rows: list[dict], trajectory: Recorded, found: Estimate, order: RolloutOrder
+    ) -> RolloutBuffer:
+        args, process = self.args, self.accelerator.process_index
+        positions = order.of_process(order.trained(found.result.advantages), process)
+        kept = inverse(order.of_process(order.rolled, process), len(order.rolled))[positions]
+        buffer = RolloutBuffer(
+            [rows[place] for place in kept.tolist()],
+            trajectory[kept],
+            found.advantages[kept].to(args.device),
+            args.per_device_train_batch_size,
+            order.seed,
+            None if found.targets is None else found.targets[kept],
+            positions,
+            order.updates,
+        )
         if args.old_log_prob == "replay" and self._slots > args.gradient_accumulation_steps:
             buffer.old_log_probs = self._replayed_log_probs(buffer)
         return buffer
 
-    def _restored_buffer(self, rows: list[dict], generation: int) -> RolloutBuffer:
-        path = self._buffer_path(Path(self._resumed_from or ""))
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the checkpoint lies within a rollout and cannot be resumed exactly.")
-        seed = sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
-        buffer, self._kept = RolloutBuffer.load(
-            path, rows, self.args.per_device_train_batch_size, seed, self._trajectory_device
-        )
-        return buffer
+    def _restored_buffer(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
+        def rows_at(positions: list[int]) -> list[dict]:
+            return self._rows_at(positions, numbers)
 
-    def _buffer_path(self, folder: Path) -> Path:
-        return folder / f"rollout-rank{self.accelerator.process_index}.safetensors"
+        folder, process = Path(self._resumed_from or ""), self.accelerator.process_index
+        return restored_buffer(folder, order, process, rows_at, self._trajectory_device)

@@ -151,7 +151,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         trained = {reward.name for reward in self.reward_funcs}
         self.eval_reward_funcs = [judge for judge in judges if judge.name not in trained]  # those are measured anyway
         self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
-        check_groups(self.reward_funcs, args.rollout_size, args.num_generations)
+        check_groups(self.reward_funcs, args.samples_side_by_side, args.num_generations)
         self.loss = get_loss(args.loss_type)
         if args.multi_objective_aggregation == "loss_per_reward":
             self.loss = loss_per_reward(self.loss, self.reward_weights)

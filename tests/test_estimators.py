@@ -106,10 +106,10 @@ def test_each_reward_has_its_own_advantage_and_best_of_n_goes_by_their_weighted_
     estimated = found(args, rewards, weights=(0.7, -0.2))
     alone = [found(settings(), [column]).advantages for column in rewards]
     close(estimated.advantages, torch.stack(alone, 1).clamp(-1, 1))
-    close(estimated.ranking, 0.7 * alone[0] - 0.2 * alone[1])  # before the clip, as DanceGRPO ranks
-    assert estimated.ranking.abs().max() > 0.9
+    close(estimated.result.advantages, 0.7 * alone[0] - 0.2 * alone[1])  # before the clip, as DanceGRPO ranks
+    assert estimated.result.advantages.abs().max() > 0.9
     assert estimated.columns["advantage/mq"] == pytest.approx(estimated.advantages[:, 1].tolist())
-    assert estimated.columns["advantage"] == pytest.approx(estimated.ranking.tolist())
+    assert estimated.columns["advantage"] == pytest.approx(estimated.result.advantages.tolist())
 
 
 # with a value model
@@ -178,7 +178,9 @@ def test_clip_threshold_and_missing_rewards_of_a_value_model():
 def test_best_of_n_goes_by_the_reward_with_a_value_model():
     (model, states), rewards = value_model(), random_rewards()
     estimated = found(settings(advantage_estimator="gae"), rewards, states=states, model=model)
-    assert torch.equal(estimated.ranking.view(4, 4).argsort(1), torch.tensor(rewards[0]).view(4, 4).argsort(1))
+    assert torch.equal(
+        estimated.result.advantages.view(4, 4).argsort(1), torch.tensor(rewards[0]).view(4, 4).argsort(1)
+    )
 
 
 def test_groups_of_equal_rewards_are_none_to_a_value_model():

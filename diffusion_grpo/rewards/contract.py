@@ -218,17 +218,23 @@ def asked_columns(reward: Reward) -> set[str]:
     return {*reward.parameters, *_columns_in_arguments(reward)}
 
 
-def check_groups(rewards: list[Reward], rollout_size: int, num_generations: int) -> None:
+def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> None:
     """Refuses groupwise rewards where a prompt's samples are spread over processes.
 
+    Args:
+        rewards: those of the training.
+        samples: consecutive samples that one process rolls out (`samples_side_by_side`).
+        num_generations: samples of a group.
+
     Raises:
-        ValueError: `rollout_size`, the samples of one process, holds no whole number of groups.
+        ValueError: `samples` holds no whole number of groups.
     """
     for reward in rewards:
-        if is_marked(reward.function, "is_groupwise") and rollout_size % num_generations:
+        if is_marked(reward.function, "is_groupwise") and samples % num_generations:
             raise ValueError(
-                f"The reward {reward.name!r} needs whole groups on each process, but each rolls out {rollout_size} "
-                f"samples, not a multiple of num_generations={num_generations}; change per_device_train_batch_size."
+                f"The reward {reward.name!r} needs whole groups on each process, but each rolls out {samples} samples "
+                f"side by side, not a multiple of num_generations={num_generations}; make per_device_train_batch_size "
+                "x gradient_accumulation_steps one."
             )
 
 
