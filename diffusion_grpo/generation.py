@@ -29,7 +29,7 @@ class GeneratingTrainer(CheckpointingTrainer):
     """The part of the trainer that makes what it trains on.
 
     The trainer that inherits sets `policy`, `inputs`, `noise_level`, `reward_funcs`, `reward_weights`, `values` and
-    `_metrics`, and has `_divergences` and `_replayed_log_probs`, which need the policy's replays.
+    `_metrics`, and has `_divergences` and `_replayed_log_probs`, which need the policy's replays, and `with_weights`.
     """
 
     def _next_batch(self, numbers: list[int]) -> tuple[MicroBatch, bool]:
@@ -45,7 +45,6 @@ class GeneratingTrainer(CheckpointingTrainer):
         generation, slot = divmod(step, self._slots)
         if slot == 0 or self.buffer is None:
             rows = self.inputs.rows(self.train_dataset, numbers)
-            self.inputs.learn(self.policy, rows, self.noise_level)
             self.buffer = self._generate(rows, generation) if slot == 0 else self._restored_buffer(rows, generation)
         return self.buffer.micro_batch(slot), slot < self.args.gradient_accumulation_steps
 
@@ -55,8 +54,7 @@ class GeneratingTrainer(CheckpointingTrainer):
         positions = torch.arange(len(rows)) + self.accelerator.process_index * len(rows)
         observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
         with observed as conditions:
-            samples, trajectory = self._rollout(rows, generation, positions)
-        divergences = self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
+            samples, trajectory, divergences = self.with_weights(self._rolled_out, rows, generation, positions)
         seen = None
         if conditions is not None:
             seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
@@ -87,6 +85,14 @@ class GeneratingTrainer(CheckpointingTrainer):
     def _gathered(self, local: Tensor | None) -> Tensor | None:
         """What every process has, in the order of the rollout; on the CPU."""
         return None if local is None else self.accelerator.gather(local.to(self.args.device)).cpu()
+
+    def _rolled_out(
+        self, rows: list[dict], generation: int, positions: Tensor
+    ) -> tuple[list, Recorded, Tensor | None]:
+        """What of a generation passes the network: samples, trajectories, and their divergences for `kl_reward`."""
+        self.inputs.learn(self.policy, rows, self.noise_level)
+        samples, trajectory = self._rollout(rows, generation, positions)
+        return samples, trajectory, self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
 
     @torch.no_grad()
     def _rollout(self, rows: list[dict], generation: int, positions: Tensor) -> tuple[list, Recorded]:
@@ -203,13 +209,14 @@ class GeneratingTrainer(CheckpointingTrainer):
         targets = None if found.targets is None else found.targets[self._kept]
         buffer = RolloutBuffer(rows, trajectory, advantages, args.per_device_train_batch_size, seed, targets)
         if args.old_log_prob == "replay" and self._slots > args.gradient_accumulation_steps:
-            buffer.old_log_probs = self._replayed_log_probs(buffer)
+            buffer.old_log_probs = self.with_weights(self._replayed_log_probs, buffer)
         return buffer
 
     def _restored_buffer(self, rows: list[dict], generation: int) -> RolloutBuffer:
         path = self._buffer_path(Path(self._resumed_from or ""))
         if not path.is_file():
             raise ValueError(f"{path} is missing: the checkpoint lies within a rollout and cannot be resumed exactly.")
+        self.with_weights(self.inputs.learn, self.policy, rows, self.noise_level)
         seed = sample_seed(self.args.seed, "buffer", generation, self.accelerator.process_index)
         buffer, self._kept = RolloutBuffer.load(
             path, rows, self.args.per_device_train_batch_size, seed, self._trajectory_device
