@@ -4,7 +4,7 @@ In: the trainer's events. Out: files in the run's folder, pictures, videos and s
 line in the terminal.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from diffusers.training_utils import EMAModel
 from PIL import Image, ImageDraw
-from torch import nn
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler, ProgressCallback
 
+from .distributed import TrainedWeights
 from .media import read_sound, read_video
 from .rewards.samples import frame_positions
 
@@ -28,39 +28,49 @@ class EMACallback(TrainerCallback):
     """Moving average of the trained parameters: decay as given, `(1 + n) / (10 + n)` while n is small.
 
     Args:
-        parameters: the trained ones, in a fixed order.
+        weights: the trained ones.
         decay: of the average.
         interval: updates between two steps of it.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], decay: float, interval: int):
-        self.parameters = list(parameters)
-        self.average = EMAModel(self.parameters, decay=decay)
+    def __init__(self, weights: TrainedWeights, decay: float, interval: int):
+        self.weights = weights
+        self.average = EMAModel(weights.parameters, decay=decay)
         self.interval = interval
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.average.shadow_params = self.weights.shares(self.average.shadow_params)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.interval == 0:
             self.average.optimization_step = state.global_step // self.interval - 1  # right after a resume too
-            self.average.step(self.parameters)
+            self.average.step([value.requires_grad_() for value in self.weights.exact()])
 
 
 class SyncRefModelCallback(TrainerCallback):
     """Moves the reference towards the policy, as TRL's callback of that name (https://huggingface.co/papers/2404.09656).
 
     Args:
-        model, ref_model: policy and reference, with the same parameters.
+        weights: of the policy.
+        ref_weights: gives those of the reference, as they are kept by then.
         alpha: share of the policy in the new reference.
         interval: updates between two synchronisations.
     """
 
-    def __init__(self, model: nn.Module, ref_model: nn.Module, alpha: float, interval: int):
-        self.model, self.ref_model, self.alpha, self.interval = model, ref_model, alpha, interval
+    def __init__(
+        self, weights: TrainedWeights, ref_weights: Callable[[], TrainedWeights], alpha: float, interval: int
+    ):
+        self.weights, self.ref_weights, self.alpha, self.interval = weights, ref_weights, alpha, interval
 
     @torch.no_grad()
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.interval == 0:
-            for ref, parameter in zip(self.ref_model.parameters(), self.model.parameters(), strict=True):
-                ref.lerp_(parameter.to(ref), self.alpha)
+            reference, values = self.ref_weights(), self.weights.exact()
+            if not reference.is_parted:
+                values = self.weights.joined(values)
+            for ref, value in zip(reference.used(), values, strict=True):
+                ref.lerp_(value.to(ref), self.alpha)
+            reference.refresh()
 
 
 class RewardProgressCallback(ProgressCallback):

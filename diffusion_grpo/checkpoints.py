@@ -6,29 +6,35 @@ trained.
 """
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import DeepSpeedSchedulerWrapper
 from torch import nn
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME, sort_checkpoints
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, sort_checkpoints
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.utils import PushInProgress, hf_api
 
-from . import hub
+from . import distributed, hub
 from .records import refuse_used_folder
 from .report import write_curve
 from .restore import rollout_file
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointingTrainer(Trainer):
     """transformers' `Trainer` with whole checkpoints in diffusers' layout.
 
-    The trainer that inherits sets `pipe`, `component`, `run`, `ema`, `ref_model`, `values` (a value model, or None),
-    and `buffer`, the samples of the running rollout, and `_has_started` once the run in the output folder is its own.
+    The trainer that inherits sets `pipe`, `component`, `run`, `weights`, `ema`, `ref_model`, `values` (a value model,
+    or None), and `buffer`, the samples of the running rollout, and `_has_started` once the run in the output folder is
+    its own.
     """
 
     @property
@@ -64,12 +70,15 @@ class CheckpointingTrainer(Trainer):
         if self.ema is None:
             yield
             return
-        self.ema.average.store(self.ema.parameters)
-        self.ema.average.copy_to(self.ema.parameters)
+        used = self.weights.used()
+        self.ema.average.store(used)
+        self.ema.average.copy_to(used)
+        self.weights.refresh()
         try:
             yield
         finally:
-            self.ema.average.restore(self.ema.parameters)
+            self.ema.average.restore(used)
+            self.weights.refresh()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
@@ -92,6 +101,7 @@ class CheckpointingTrainer(Trainer):
         self._note_best(folder)
         if self.args.should_save:
             self._save_trainer_state(staging)
+            distributed.write_mode(staging, self.accelerator)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             _replace_folder(staging, folder)
@@ -101,14 +111,16 @@ class CheckpointingTrainer(Trainer):
             self._push_from_checkpoint(str(folder))
 
     def _save_beside_model(self, folder: Path) -> None:
-        if not self.args.should_save:
-            return
-        model = self.accelerator.unwrap_model(self.model)
         if self.ema is not None:
-            with self.averaged_weights():
-                hub.save_policy(model, self.pipe, self.component, folder / "ema")
+            with self.weights.whole(self.ema.average.shadow_params, is_kept=self.args.should_save):
+                self._write(self.accelerator.unwrap_model(self.model), folder / "ema")
         if self.args.sync_ref_model:
-            hub.save_policy(self.ref_model, self.pipe, self.component, folder / "reference")
+            with self.ref_weights.whole(is_kept=self.args.should_save):
+                self._write(self.accelerator.unwrap_model(self.ref_model), folder / "reference")
+
+    def _write(self, model: nn.Module, folder: Path) -> None:
+        if self.args.should_save:
+            hub.save_policy(model, self.pipe, self.component, folder)
 
     def _note_best(self, folder: Path) -> None:
         if self.state.best_global_step:
@@ -136,6 +148,19 @@ class CheckpointingTrainer(Trainer):
             path.rename(aside)
             shutil.rmtree(aside)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """`Trainer`'s: weights that diffusers loads, in `output_dir` or the run's folder; every process calls it."""
+        folder = Path(output_dir or self.args.output_dir)
+        if self.is_deepspeed_enabled:
+            with self.weights.whole(is_kept=self.args.should_save):
+                self._save(str(folder))
+        else:
+            super().save_model(str(folder), _internal_call=True)
+        if self.ema is not None and folder.resolve() == Path(self.args.output_dir).resolve():
+            self._save_beside_model(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if not self.args.should_save:
             return
@@ -144,19 +169,59 @@ class CheckpointingTrainer(Trainer):
         is_final = folder.resolve() == Path(self.args.output_dir).resolve()
         hub.save_policy(model, self.pipe, self.component, folder, whole_pipeline=is_final)
         if is_final:
-            if self.ema is not None:
-                self._save_beside_model(folder)
             self.create_model_card()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_deepspeed_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
+        if self.args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """`Trainer`'s; weights in diffusers' layout go in before DeepSpeed parts them, its own state afterwards."""
+        if not self.is_deepspeed_enabled:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            self._load_from_checkpoint(resume_from_checkpoint)
+        with distributed.kept_buffers(self.model):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._part_reference()
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """`Trainer`'s; where another mode wrote the checkpoint, the optimizer starts anew and says so."""
+        folder = Path(checkpoint or "")
+        if self.is_deepspeed_enabled:
+            is_known = distributed.fits(folder, self.accelerator)
+            if is_known:
+                self.model_wrapped.load_checkpoint(str(folder), load_module_strict=False)
+        else:
+            is_known = checkpoint is None or self.is_fsdp_enabled or (folder / OPTIMIZER_NAME).is_file()
+        if is_known:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        logger.warning(
+            "%s was written %s, and its optimizer state cannot be read %s: weights and learning rate go on from there, "
+            "the optimizer starts anew.",
+            folder,
+            distributed.written_mode(folder),
+            distributed.mode(self.accelerator),
+        )
+        for _ in range(self.state.global_step):
+            getattr(self.lr_scheduler, "scheduler", self.lr_scheduler).step()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         if not (folder / TRAINER_STATE_NAME).is_file():
             raise ValueError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
-        unwrapped = self.accelerator.unwrap_model(self.model)
         self._load_average(folder)
         if self.args.sync_ref_model:
             hub.load_policy(self.ref_model, self.component, folder / "reference")
-        hub.load_policy(unwrapped, self.component, folder)
+        self._load_policy(folder)
         if self.values is not None:
             self.values.load(folder)
         self._resumed_from, self.buffer, self._update = str(folder), None, -1
@@ -165,13 +230,17 @@ class CheckpointingTrainer(Trainer):
         """Into the moving average; the model holds it afterwards too, until its own weights are loaded."""
         if self.ema is None:
             return
-        hub.load_policy(self.accelerator.unwrap_model(self.model), self.component, folder / "ema")
-        for average, parameter in zip(self.ema.average.shadow_params, self.ema.parameters, strict=True):
-            average.data.copy_(parameter.data)
+        self._load_policy(folder / "ema")
+        for average, value in zip(self.ema.average.shadow_params, self.weights.exact(), strict=True):
+            average.data.copy_(value)
+
+    def _load_policy(self, folder: Path) -> None:
+        with self.weights.rewritten():
+            hub.load_policy(self.accelerator.unwrap_model(self.model), self.component, folder)
 
     def _load_best_model(self) -> None:
         self._load_average(Path(self.state.best_model_checkpoint))
-        hub.load_policy(self.accelerator.unwrap_model(self.model), self.component, self.state.best_model_checkpoint)
+        self._load_policy(Path(self.state.best_model_checkpoint))
 
     # Hub
 

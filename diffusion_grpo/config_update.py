@@ -113,6 +113,13 @@ class UpdateSettings:
         default=0.6, metadata={"help": "Share of the policy in the reference at each synchronisation."}
     )
     ref_model_sync_steps: int = field(default=512, metadata={"help": "Updates between two synchronisations."})
+    ds3_gather_for_generation: bool = field(
+        default=True,
+        metadata={
+            "help": "Under DeepSpeed ZeRO-3, gather the whole network once for each rollout and evaluation, which is "
+            "fast and takes its memory; False gathers layer by layer."
+        },
+    )
     offload_ref_model: bool = field(
         default=False, metadata={"help": "Keep a reference copy in CPU memory between its uses (full training)."}
     )

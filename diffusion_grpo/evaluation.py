@@ -61,14 +61,14 @@ def evaluate_policy(
 def _part(
     trainer: "DiffusionGRPOTrainer", dataset: Dataset, pipeline_kwargs: dict, own_metrics: dict[str, list[float]]
 ) -> _Part:
-    args, accelerator = trainer.args, trainer.accelerator
-    count = args.num_generations_eval
+    count = trainer.args.num_generations_eval
     total = len(dataset) * count
-    prompts = range(accelerator.process_index, len(dataset), accelerator.num_processes)
+    prompts, own = _places(trainer, len(dataset))
     mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples side by side
     groups = [place // count for place in mine]
     rows = trainer.inputs.rows(dataset, groups)
-    samples = _sample(trainer, rows, mine, pipeline_kwargs)
+    samples = trainer.with_weights(_sample, trainer, rows, mine, pipeline_kwargs)
+    samples, rows, mine, groups = (part[: own * count] for part in (samples, rows, mine, groups))
     funcs, extra = trainer.reward_funcs + trainer.eval_reward_funcs, {}
     local = trainer._score(funcs, samples, rows, own_metrics, groups, extra) if rows else torch.empty(0, len(funcs))
     return _Part(samples, rows, mine, local, extra, _gathered(trainer, local, total))
@@ -83,13 +83,23 @@ def write_validation(trainer: "DiffusionGRPOTrainer") -> Path:
     """
     args, accelerator = trainer.args, trainer.accelerator
     trainer.model.eval()
-    places = list(range(accelerator.process_index, len(args.validation_prompts), accelerator.num_processes))
+    places, own = _places(trainer, len(args.validation_prompts))
+    rows = [{"prompt": args.validation_prompts[place]} for place in places]
     with trainer.averaged_weights():
-        samples = _sample(trainer, [{"prompt": args.validation_prompts[place]} for place in places], places, {})
+        samples = trainer.with_weights(_sample, trainer, rows, places, {})
+    samples, places = samples[:own], places[:own]
     folder = Path(args.output_dir) / "validation" / f"step-{trainer.state.global_step:06d}"
     write_files(samples, [folder / f"{place:04d}" for place in places], folder, args.fps, sampling_rate(trainer.pipe))
     accelerator.wait_for_everyone()
     return folder
+
+
+def _places(trainer: "DiffusionGRPOTrainer", total: int) -> tuple[list[int], int]:
+    """Which of all prompts this process samples, and how many of them are its own: the others only keep step."""
+    processes = trainer.accelerator.num_processes
+    own = list(range(trainer.accelerator.process_index, total, processes))
+    spare = math.ceil(total / processes) - len(own) if trainer.passes_together else 0
+    return own + [0] * spare, len(own)
 
 
 def _metrics(trainer: "DiffusionGRPOTrainer", prefix: str, rewards: Tensor) -> dict[str, float]:

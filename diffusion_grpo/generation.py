@@ -30,7 +30,7 @@ class GeneratingTrainer(CheckpointingTrainer):
     """The part of the trainer that makes what it trains on.
 
     The trainer that inherits sets `policy`, `inputs`, `noise_level`, `reward_funcs`, `reward_weights`, `values` and
-    `_metrics`, and has `_divergences` and `_replayed_log_probs`, which need the policy's replays.
+    `_metrics`, and has `_divergences` and `_replayed_log_probs`, which need the policy's replays, and `with_weights`.
     """
 
     def _next_batch(self, numbers: list[int]) -> tuple[MicroBatch, bool]:
@@ -52,9 +52,7 @@ class GeneratingTrainer(CheckpointingTrainer):
 
     def _rows_at(self, positions: list[int], numbers: list[int]) -> list[dict]:
         """Dataset rows of samples by their position in a generation; `numbers` are those of all its rows."""
-        rows = self.inputs.rows(self.train_dataset, [numbers[position] for position in positions])
-        self.inputs.learn(self.policy, rows, self.noise_level)
-        return rows
+        return self.inputs.rows(self.train_dataset, [numbers[position] for position in positions])
 
     def _generate(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
         """One rollout: samples, rewards, advantages, and the buffer they end in."""
@@ -63,8 +61,7 @@ class GeneratingTrainer(CheckpointingTrainer):
         rows = self._rows_at(positions.tolist(), numbers)
         observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
         with observed as conditions:
-            samples, trajectory = self._rollout(rows, generation, positions)
-        divergences = self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
+            samples, trajectory, divergences = self.with_weights(self._rolled_out, rows, generation, positions)
         seen = None
         if conditions is not None:
             seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
@@ -97,6 +94,14 @@ class GeneratingTrainer(CheckpointingTrainer):
         if local is None:
             return None
         return self.accelerator.gather(local.to(self.args.device)).cpu()[inverse(order.by_process())]
+
+    def _rolled_out(
+        self, rows: list[dict], generation: int, positions: Tensor
+    ) -> tuple[list, Recorded, Tensor | None]:
+        """What of a generation passes the network: samples, trajectories, and their divergences for `kl_reward`."""
+        self.inputs.learn(self.policy, rows, self.noise_level)
+        samples, trajectory = self._rollout(rows, generation, positions)
+        return samples, trajectory, self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
 
     @torch.no_grad()
     def _rollout(self, rows: list[dict], generation: int, positions: Tensor) -> tuple[list, Recorded]:
@@ -218,12 +223,14 @@ class GeneratingTrainer(CheckpointingTrainer):
             order.updates,
         )
         if args.old_log_prob == "replay" and self._slots > args.gradient_accumulation_steps:
-            buffer.old_log_probs = self._replayed_log_probs(buffer)
+            buffer.old_log_probs = self.with_weights(self._replayed_log_probs, buffer)
         return buffer
 
     def _restored_buffer(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
         def rows_at(positions: list[int]) -> list[dict]:
-            return self._rows_at(positions, numbers)
+            rows = self._rows_at(positions, numbers)
+            self.with_weights(self.inputs.learn, self.policy, rows, self.noise_level)
+            return rows
 
         folder, process = Path(self._resumed_from or ""), self.accelerator.process_index
         return restored_buffer(folder, order, process, rows_at, self._trajectory_device)

@@ -22,7 +22,6 @@ from transformers import TrainerCallback, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
-from trl.models.utils import _ForwardRedirection
 
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .callbacks import (
@@ -36,6 +35,20 @@ from .callbacks import (
 )
 from .config import DiffusionGRPOConfig
 from .data import GroupSampler, check_dataset, named_datasets
+from .distributed import (
+    TrainedWeights,
+    accumulating,
+    check_deepspeed,
+    fill_sizes,
+    gathered,
+    hide_deepspeed,
+    layered,
+    parted,
+    precision,
+    redirected,
+    set_learning_rate,
+    zero_stage,
+)
 from .evaluation import evaluate_policy, write_validation
 from .generation import GeneratingTrainer
 from .hub import lora_loader
@@ -109,7 +122,9 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
         self._check_datasets(args, train_dataset, eval_dataset)
         if args.learning_rate is None:
-            args.learning_rate = 3e-4 if peft_config is not None else 1e-5
+            set_learning_rate(args, 3e-4 if peft_config is not None else 1e-5)
+        check_deepspeed(args)
+        hide_deepspeed()
         given = named_datasets(train_dataset, eval_dataset), self.reward_funcs + self.eval_reward_funcs
         cls = pipeline_class(model, args)
         self.inputs = None if cls is None else checked_inputs(cls, args, *given)  # before the model is loaded
@@ -130,7 +145,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        hide_deepspeed()  # Trainer has made it known again
+        if self.is_deepspeed_enabled:
+            fill_sizes(self.accelerator, model)
         self._check_processes()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.weights = TrainedWeights(trained, zero_stage(self.accelerator))
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
         self.offload = placed(pipe, self.policy.networks, args)
         self.values = self._value_model() if args.advantage_estimator == "gae" else None
@@ -197,7 +217,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         return self.policy.pipe
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        return self.accelerator.autocast() if self.policy.is_mixed_precision else contextlib.nullcontext()
+        return precision(self.accelerator, self.args) if self.policy.is_mixed_precision else contextlib.nullcontext()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)
@@ -207,6 +227,36 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     def _reference_copy(self) -> nn.Module:
         ref_model = copy.deepcopy(self.model).requires_grad_(False).eval()
         return ref_model.to("cpu" if self.args.offload_ref_model else self.args.device)
+
+    def _part_reference(self) -> None:
+        """Under ZeRO-3 a reference copy is spread over the processes too, unless it waits in CPU memory."""
+        if self.ref_model is None or self.weights.stage != 3 or self.args.offload_ref_model:
+            return
+        if self.accelerator.unwrap_model(self.ref_model) is self.ref_model:
+            self.ref_model = parted(self.ref_model, self.accelerator)
+
+    @property
+    def ref_weights(self) -> TrainedWeights:
+        """The reference's parameters that the policy trains."""
+        pairs = zip(self.ref_model.parameters(), self.model.parameters(), strict=True)
+        return TrainedWeights([ref for ref, parameter in pairs if parameter.requires_grad], self.weights.stage)
+
+    @property
+    def passes_together(self) -> bool:
+        """Whether all processes must call the network equally often outside updates too: ZeRO-3, layer by layer."""
+        return self.weights.is_parted and not self.args.ds3_gather_for_generation
+
+    def with_weights(self, method: Callable, *args: Any) -> Any:
+        """Calls what passes the network outside an update: with gathered weights, where ZeRO-3 has parted them."""
+        if not self.weights.is_parted:
+            return method(*args)
+        if self.passes_together:
+            return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
+        with contextlib.ExitStack() as stack:
+            for engine in (self.model_wrapped, self.ref_model):
+                if engine is not None and self.accelerator.unwrap_model(engine) is not engine:
+                    stack.enter_context(gathered(engine))
+            return method(*args)
 
     def _value_model(self) -> ValueModel:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -234,12 +284,13 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         args = self.args
         self.ema = None
         if args.ema_decay is not None:
-            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self.ema = EMACallback(trained, args.ema_decay, args.ema_update_interval)
+            self.ema = EMACallback(self.weights, args.ema_decay, args.ema_update_interval)
             self.add_callback(self.ema)
         if args.sync_ref_model:
             self.add_callback(
-                SyncRefModelCallback(self.model, self.ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+                SyncRefModelCallback(
+                    self.weights, lambda: self.ref_weights, args.ref_model_mixup_alpha, args.ref_model_sync_steps
+                )
             )
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RewardProgressCallback)
@@ -312,12 +363,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         total = torch.zeros((), device=self.args.device)
         errors = []
         if self.args.importance_sampling_level == "sequence" and not is_on_policy:  # on policy all ratios are 1
-            batch.log_ratio = self._sequence_log_ratio(batch)
+            batch.log_ratio = self.with_weights(self._sequence_log_ratio, batch)
         parts = [batch.part(places) for places in self.inputs.parts(batch.rows)]  # as in the rollout
         passes = [(part, step) for part in parts for step in part.trajectory.steps.unique().tolist()]
         for number, (part, step) in enumerate(passes, start=1):
             is_last = number == len(passes)
-            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
+            with contextlib.nullcontext() if is_last else accumulating(self.accelerator, model):
                 loss, error = self._redirected(model, self._step_loss, part.at_step(step), step, is_on_policy)
                 loss = loss / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
                 self._refuse_non_finite(loss.detach(), "loss")
@@ -415,17 +466,21 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if self.ref_model is None:
             with disabled_adapter(self.accelerator.unwrap_model(self.model)):
                 return replay(self.policy, inputs, trajectory, step)
-        self.ref_model.to(self.args.device)
+        if self.args.offload_ref_model:
+            self.ref_model.to(self.args.device)
         try:
-            return replay(self.policy, inputs, trajectory, step, forward=_forwards(self.ref_model))
+            return replay(self.policy, inputs, trajectory, step, forward=self._reference_forwards())
         finally:
             if self.args.offload_ref_model:
                 self.ref_model.to("cpu")
 
+    def _reference_forwards(self) -> list[Callable]:
+        """One forward a network, with the hooks that gather its weights."""
+        model = self.accelerator.unwrap_model(self.ref_model)
+        return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
+
     def _redirected(self, model: nn.Module, method: Callable, *args: Any) -> Any:
-        """Calls `method` inside the forward of whatever wraps the model (DDP, DeepSpeed), so that its hooks run."""
-        unwrapped = self.accelerator.unwrap_model(model)
-        return method(*args) if model is unwrapped else _ForwardRedirection()(model, unwrapped, method, *args)
+        return redirected(model, self.accelerator.unwrap_model(model), method, *args)
 
     def _backward(self, loss: Tensor) -> None:
         kwargs = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
@@ -524,11 +579,6 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             metrics["images_per_second"] = self._images / (sum(metrics[name] for name in totals) * updates)
         self._images, self._logged_step = 0, self.state.global_step
         return metrics
-
-
-def _forwards(model: nn.Module) -> list[Callable]:
-    """One forward a network."""
-    return [part.forward for part in (model.values() if isinstance(model, nn.ModuleDict) else [model])]
 
 
 def _as_list(value: Any) -> list:

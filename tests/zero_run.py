@@ -1,0 +1,68 @@
+"""Short trainings one after the other, as each of several processes runs them: `zero_run.py FOLDER RUNS_JSON`.
+
+RUNS_JSON maps names to settings; `resume` names a run and the step of its checkpoint to go on from, `stop_at` the
+update after which to stop. Starting Python and DeepSpeed takes longer than the trainings, so many share a start.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import conftest  # noqa: F401
+import torch
+from tiny_runs import trainer_for
+
+from diffusion_grpo.distributed import zero_stage
+
+
+def deepspeed_config(stage: int, **zero) -> dict:
+    """A usual configuration; the tiny networks' larger weights are above the threshold, so that they are parted."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 100, "reduce_bucket_size": "auto", **zero}
+    names = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
+    return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(names.split(), "auto")}
+
+
+def partitioning(trainer) -> dict:
+    """What of the weights this process holds."""
+    parted = [p for p in trainer.model.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist]
+    return {
+        "stage": zero_stage(trainer.accelerator),
+        "empty": sum(p.numel() == 0 for p in parted),
+        "held": sum(p.ds_tensor.numel() for p in parted),
+        "all": sum(p.ds_numel for p in parted),
+        "kept": sum(getattr(p, "ds_persist", False) for p in trainer.model.parameters()),
+        "frozen_whole": all(p.numel() and not hasattr(p, "ds_id") for p in trainer.pipe.text_encoder.parameters()),
+    }
+
+
+def run(folder: Path, name: str, settings: dict) -> None:
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    for setting in ("gradient_accumulation_steps", "steps_per_generation"):
+        if setting in settings:
+            settings[setting] //= processes
+    if stage := settings.pop("stage", 0):
+        settings["deepspeed"] = deepspeed_config(stage, **settings.pop("zero", {})) | settings.pop("more", {})
+    settings.pop("zero", None)
+    resume = settings.pop("resume", None)
+    trainer = trainer_for(folder / name, **settings)
+    trainer.train(resume_from_checkpoint=resume and str(folder / resume))
+    trainer.save_model()
+    report = {"wrapper": type(trainer.model_wrapped).__name__, **partitioning(trainer)}
+    for key in ("ratio/max_error", "reward", "eval_reward", "grad_norm", "kl"):
+        report[key] = [entry[key] for entry in trainer.state.log_history if key in entry]
+    report["auto"] = None if not stage else trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    rank = trainer.accelerator.process_index
+    (folder / name / f"result-{rank}.json").write_text(json.dumps(report, default=str))
+    trainer.accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    runs = json.loads(sys.argv[2])
+    for name, settings in runs.items():
+        run(Path(sys.argv[1]), name, settings)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
