@@ -205,8 +205,8 @@ class CheckpointingTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         logger.warning(
-            "%s was written %s, and its optimizer state cannot be read %s: weights and learning rate go on from there, "
-            "the optimizer starts anew.",
+            "%s was written %s, and its optimizer state cannot be read %s: weights and learning rate go on from "
+            "there, the optimizer starts anew.",
             folder,
             distributed.written_mode(folder),
             distributed.mode(self.accelerator),

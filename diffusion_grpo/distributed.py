@@ -67,8 +67,8 @@ def check_deepspeed(args: DiffusionGRPOConfig) -> None:
     for name in ("bf16", "fp16"):
         if getattr(args, name) and not (config.is_true(f"{name}.enabled") or config.is_true("torch_autocast.enabled")):
             raise ValueError(
-                f'{name}=True, but the DeepSpeed configuration says nothing of it; add "{name}": {{"enabled": "auto"}}, '
-                f"or set {name}=False."
+                f"{name}=True, but the DeepSpeed configuration says nothing of it; add "
+                f'"{name}": {{"enabled": "auto"}}, or set {name}=False.'
             )
 
 
@@ -311,7 +311,7 @@ def fits(folder: Path, accelerator: Accelerator) -> bool:
 
 @contextlib.contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """DeepSpeed casts a network's buffers (tables of positions) to half precision with its weights: those stay exact."""
+    """DeepSpeed casts a network's buffers (tables of positions) to half precision with its weights: not here."""
     buffers = [
         (module, name, buffer)
         for module in model.modules()
