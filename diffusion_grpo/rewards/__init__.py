@@ -27,6 +27,7 @@ from .contract import (
     takes_tensors,
 )
 from .geneval import GenEval
+from .hpsv3 import HPSv3
 from .jpeg import jpeg_compressibility, jpeg_incompressibility
 from .pictures import colorfulness, sharpness
 from .remote import RemoteReward
@@ -35,6 +36,7 @@ from .similarity import psnr, ssim
 from .tesseract import tesseract
 from .text import text
 from .video import flicker, motion, smoothness
+from .videoalign import VideoAlign
 
 __all__ = [
     "REWARDS",
@@ -68,6 +70,8 @@ REWARDS: dict[str, Callable] = {
     "smoothness": smoothness,
     "motion": motion,
     "geneval": GenEval,
+    "hpsv3": HPSv3,
+    "videoalign": VideoAlign,
     "remote": RemoteReward,
 }
 
