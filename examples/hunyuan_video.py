@@ -42,8 +42,8 @@ args = DiffusionGRPOConfig(
 trainer = DiffusionGRPOTrainer(
     model="hunyuanvideo-community/HunyuanVideo",
     reward_funcs=[
-        {"remote": {"url": "http://127.0.0.1:8000", "reward": "vq", "name": "vq", "weight": 1.0, "batch_size": 4}},
-        {"remote": {"url": "http://127.0.0.1:8000", "reward": "mq", "name": "mq", "weight": 1.0, "batch_size": 4}},
+        {"videoalign": {"dimension": "VQ", "name": "vq", "weight": 1.0}},
+        {"videoalign": {"dimension": "MQ", "name": "mq", "weight": 1.0}},
     ],
     args=args,
     train_dataset=load_prompts("examples/data/videos.txt"),

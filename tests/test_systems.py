@@ -25,6 +25,8 @@ import diffusion_grpo
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli, commands
 from diffusion_grpo.arguments import parse_train_arguments, read_yaml
 from diffusion_grpo.rewards import REWARDS, RemoteReward
+from diffusion_grpo.rewards.hpsv3 import HPSv3
+from diffusion_grpo.rewards.videoalign import VideoAlign
 
 ROOT = Path(__file__).parent.parent
 SYSTEMS = {  # file of settings: the tiny pipeline of its classes
@@ -136,6 +138,8 @@ def at_root(monkeypatch):
             monkeypatch.setattr(real, "__call__", lambda self, images, **columns: brightness(images))
         else:
             monkeypatch.setitem(REWARDS, name, functools.wraps(real)(lambda images, **columns: brightness(images)))
+    monkeypatch.setattr(HPSv3, "__call__", lambda self, images, **columns: brightness(images))
+    monkeypatch.setattr(VideoAlign, "__call__", lambda self, videos, **columns: brightness(videos))
     monkeypatch.setattr(RemoteReward, "__call__", lambda self, completions, **columns: brightness(completions))
 
 

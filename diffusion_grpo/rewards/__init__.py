@@ -37,6 +37,7 @@ from .tesseract import tesseract
 from .text import text
 from .video import flicker, motion, smoothness
 from .videoalign import VideoAlign
+from .vlm_judge import UnifiedReward, VlmJudge
 
 __all__ = [
     "REWARDS",
@@ -72,6 +73,8 @@ REWARDS: dict[str, Callable] = {
     "geneval": GenEval,
     "hpsv3": HPSv3,
     "videoalign": VideoAlign,
+    "vlm_judge": VlmJudge,
+    "unified_reward": UnifiedReward,
     "remote": RemoteReward,
 }
 

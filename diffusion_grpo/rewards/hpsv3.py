@@ -1,7 +1,7 @@
 """HPSv3, a score of human preference by a vision-language model: pictures and prompts in, scores out.
 
-Qwen2-VL 7B reads the picture, an instruction and the prompt; a small head at the token <|Reward|> gives the mean of the
-score and the logarithm of its standard deviation. https://huggingface.co/papers/2508.03789
+Qwen2-VL 7B reads the picture, an instruction and the prompt; a small head at the token <|Reward|> gives the mean of
+the score and the logarithm of its standard deviation. https://huggingface.co/papers/2508.03789
 """
 
 import dataclasses

@@ -14,6 +14,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from .http import FailedRequest, json_object, seconds_to_wait, sentence, transport_errors
 from .score import RewardError
 from .wire import write_request
 
@@ -155,10 +156,10 @@ class RemoteReward:
                 if response.status_code in BUSY:
                     if time.monotonic() > patience:
                         raise _Broken(f"its queue was full for {self.timeout:g} seconds")
-                    await asyncio.sleep(_seconds(response.headers.get("Retry-After"), self.backoff))
+                    await asyncio.sleep(seconds_to_wait(response.headers.get("Retry-After"), self.backoff))
                     continue
                 return _scores(response, count)
-            except (_Failed, *_transport_errors()) as error:
+            except (FailedRequest, *transport_errors()) as error:
                 reason = str(error) or type(error).__name__
                 if attempt == self.retries:
                     raise _Broken(f"{attempt + 1} requests failed, the last with: {reason}") from error
@@ -168,10 +169,10 @@ class RemoteReward:
     async def _only_reward(self, client: httpx2.AsyncClient, server: _Server) -> str:
         response = await client.get(f"{server.url}/health")
         if response.status_code in REFUSALS:
-            raise RewardError(f"was refused by {server.url}: {_sentence(response)}")
-        names = _json(response).get("rewards")
+            raise RewardError(f"was refused by {server.url}: {sentence(response)}")
+        names = json_object(response).get("rewards")
         if not isinstance(names, list) or not names:
-            raise _Failed(f"/health answered {response.text[:200]!r}")
+            raise FailedRequest(f"/health answered {response.text[:200]!r}")
         if len(names) > 1:
             raise RewardError(f"has no `reward`, and {server.url} serves several: {', '.join(map(str, names))}")
         return str(names[0])
@@ -180,7 +181,7 @@ class RemoteReward:
         """Takes a server in again that answers."""
         try:
             response = await client.get(f"{server.url}/health", timeout=CONNECT_SECONDS)
-        except _transport_errors():
+        except transport_errors():
             return
         server.is_alive = response.status_code == 200
 
@@ -198,10 +199,6 @@ class RemoteReward:
         raise RewardError(f"has no server left ({reasons}); start one with `diffusion-grpo rewards serve`")
 
 
-class _Failed(Exception):
-    """One request did not give a usable answer."""
-
-
 async def _all_or_first_error(workers: list) -> None:
     tasks = [asyncio.ensure_future(worker) for worker in workers]
     try:
@@ -212,50 +209,18 @@ async def _all_or_first_error(workers: list) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _transport_errors() -> tuple:
-    import httpx2
-
-    return (httpx2.TransportError, httpx2.DecodingError, httpx2.InvalidURL)
-
-
 def _scores(response: httpx2.Response, count: int) -> list[float | None]:
-    """The checked scores of an answer; RewardError for a refusal, `_Failed` for everything else that is none."""
+    """The checked scores of an answer; RewardError for a refusal, `FailedRequest` for everything else that is none."""
     if response.status_code in REFUSALS:
-        raise RewardError(f"was refused by {response.url} ({response.status_code}): {_sentence(response)}")
+        raise RewardError(f"was refused by {response.url} ({response.status_code}): {sentence(response)}")
     if response.status_code != 200:
-        raise _Failed(f"status {response.status_code}, {_sentence(response)}")
-    scores = _json(response).get("scores")
+        raise FailedRequest(f"status {response.status_code}, {sentence(response)}")
+    scores = json_object(response).get("scores")
     if not isinstance(scores, list) or len(scores) != count:
         found = f"{len(scores)} scores" if isinstance(scores, list) else f"{response.text[:200]!r}"
-        raise _Failed(f"it answered {found}, expected {count} scores")
+        raise FailedRequest(f"it answered {found}, expected {count} scores")
     for value in scores:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (is_number and math.isfinite(value)):
-            raise _Failed(f"it answered the score {value!r}, expected a finite number or null")
+            raise FailedRequest(f"it answered the score {value!r}, expected a finite number or null")
     return scores
-
-
-def _json(response: httpx2.Response) -> dict[str, Any]:
-    try:
-        content = response.json()
-    except ValueError as error:
-        raise _Failed(f"it answered no JSON: {response.text[:200]!r}") from error
-    if not isinstance(content, dict):
-        raise _Failed(f"it answered {response.text[:200]!r}, expected an object")
-    return content
-
-
-def _sentence(response: httpx2.Response) -> str:
-    """What a server says about its refusal or failure."""
-    try:
-        return str(_json(response)["error"])[:500]
-    except (_Failed, KeyError):
-        return response.text[:200]
-
-
-def _seconds(text: str | None, default: float) -> float:
-    """The seconds of a Retry-After header, at most 10, or `default` where there are none."""
-    try:
-        return min(10.0, max(0.0, float(text)))
-    except (TypeError, ValueError):
-        return default

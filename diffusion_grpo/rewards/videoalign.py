@@ -111,8 +111,8 @@ class VideoAlign(ModelReward):
         if any(".lora_A." in name for name in body):
             _add_lora(backbone, body, settings["peft_lora_config"])
         # PEFT keeps adapters in float32 beside a network in half precision, and so did the original
-        body = {name: value.to(torch.float32 if ".lora_" in name else self.torch_dtype) for name, value in body.items()}
-        assign(backbone, body, self.model)
+        dtypes = {name: torch.float32 if ".lora_" in name else self.torch_dtype for name in body}
+        assign(backbone, {name: value.to(dtypes[name]) for name, value in body.items()}, self.model)
         outputs = len(head.get("weight", DIMENSIONS))  # 3, or 1 that stands for what its token asks
         linear = nn.Linear(config.text_config.hidden_size, outputs, bias=False)
         assign(linear, {name: value.float() for name, value in head.items()}, self.model)
