@@ -144,7 +144,7 @@ def _parts(length: int, count: int) -> list[slice]:
 
 
 def write_video(
-    frames: list[Image.Image], target: str | Path | BinaryIO, fps: float, quality: int = 18
+    frames: list[Image.Image], target: str | Path | BinaryIO, fps: float, quality: int = 18, is_lossless: bool = False
 ) -> str | Path | BinaryIO:
     """Writes an MP4 (H.264, and AAC for the sound of a [`VideoWithSound`]) that any browser plays.
 
@@ -153,6 +153,7 @@ def write_video(
         target: a path that ends in `.mp4`, or an open file.
         fps: frames a second.
         quality: x264's constant rate factor; 18 looks like the frames, each 6 more halve the file.
+        is_lossless: the very same pixels, in a file for programs: few browsers play it, and it is far larger.
 
     Returns:
         the target.
@@ -165,11 +166,14 @@ def write_video(
         raise ValueError(f"A video needs frames of one size, got {sizes or 'no frames'}.")
     width, height = sizes[0]
     with _opened(target) as file:
-        stream = file.add_stream("libx264", rate=fractions.Fraction(fps).limit_denominator(1001))
+        encoder = "libx264rgb" if is_lossless else "libx264"
+        stream = file.add_stream(encoder, rate=fractions.Fraction(fps).limit_denominator(1001))
         stream.width, stream.height = width, height
         # players want 4:2:0, which halves the colour and so needs even sides
         stream.pix_fmt = "yuv444p" if width % 2 or height % 2 else "yuv420p"
         stream.options = {"crf": str(quality)}
+        if is_lossless:
+            stream.pix_fmt, stream.options = "rgb24", {"qp": "0", "preset": "ultrafast"}
         sound = _sound_stream(file, frames) if isinstance(frames, VideoWithSound) else []
         for frame in frames:
             file.mux(stream.encode(av.VideoFrame.from_image(frame.convert("RGB"))))

@@ -13,11 +13,15 @@ import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2
+import numpy as np
 import pytest
+import torch
 import uvicorn
 from PIL import Image
+from tiny_runs import brightness, trained_weights, trainer_for
 
 from diffusion_grpo import cli
+from diffusion_grpo.media import VideoWithSound
 from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, groupwise, load_rewards, score
 from diffusion_grpo.rewards.serve import create_app
 from diffusion_grpo.rewards.wire import WireError, read_request, write_request
@@ -135,6 +139,59 @@ def test_videos_arrive_with_their_rate(serve) -> None:
     assert table[:, 0].tolist() == pytest.approx([12.5 / 255, 37.5 / 255])
 
 
+@pytest.mark.parametrize("body", ["png", "mp4", "mp4_lossy", "safetensors"])
+def test_bodies_of_every_kind(body, serve) -> None:
+    """The same pixels but for lossy videos; sizes may be odd."""
+    seen = []
+
+    def look(completions, prompts, goal, fps=None, sampling_rate=None):
+        seen.append((completions, prompts, goal, fps))
+        return [1.0] * len(completions)
+
+    remote = RemoteReward(serve(look), columns=["goal"], body=body, batch_size=2)
+    draw = np.random.default_rng(0)
+    smooth = np.add.outer(np.arange(15), np.arange(21))[..., None] * [3, 5, 7] % 250
+    frames = [Image.fromarray((smooth + draw.integers(0, 5, smooth.shape)).astype(np.uint8)) for _ in range(5)]
+    columns = {"goal": [frames[0], frames[1]]}
+    score([remote], images=frames[:2], prompts=["a", "b"], columns=columns)
+    pictures, prompts, goals, _ = seen.pop()
+    assert prompts == ["a", "b"] and [one.tobytes() for one in pictures + goals] == 2 * [
+        f.tobytes() for f in frames[:2]
+    ]
+    sound = draw.uniform(-1, 1, (2, 100)).astype(np.float32)
+    videos = [frames[:2], VideoWithSound(frames, sound, 16000)]
+    score([remote], videos=videos, prompts=["a", "b"], columns=columns, fps=6)
+    (short, long), _, _, fps = seen.pop()
+    assert fps == 6 and len(short) == 2 and len(long) == 5
+    errors = [np.abs(np.asarray(a, int) - np.asarray(b, int)) for a, b in zip(short + long, videos[0] + videos[1])]
+    assert (np.max(errors) == 0) == (body != "mp4_lossy") and np.mean(errors) < 8
+    assert np.array_equal(long.sound, sound) and long.sampling_rate == 16000 and not hasattr(short, "sound")
+
+
+def test_sounds_and_tensors_go_as_safetensors(serve) -> None:
+    def loudness(completions, sampling_rate):
+        assert sampling_rate == 8000 and all(isinstance(one, torch.Tensor) for one in completions)
+        return [one.float().abs().mean().item() for one in completions]
+
+    url = serve(loudness)
+    for sounds in (
+        [np.full((2, 30), 0.25, np.float32), np.full((1, 9), -0.5)],
+        [torch.full((2, 3), 0.25).bfloat16(), torch.full((7, 3), 0.5).T],
+    ):
+        options = {"images": sounds, "prompts": ["a", "b"], "sampling_rate": 8000}
+        assert score([RemoteReward(url, body="safetensors")], **options)[:, 0].tolist() == [0.25, 0.5]
+        with pytest.raises(RewardError, match="no picture or video; send it as safetensors"):
+            score([RemoteReward(url)], **options)
+
+
+def test_frames_of_videos_for_a_reward_of_pictures(serve) -> None:
+    url = serve({"brightness": {"frames": "all"}})
+    video = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in (255, 102, 153, 51, 0)]
+    for count, expected in ((1, 1.0), (3, (1 + 0.6 + 0) / 3), (None, 2.2 / 5)):
+        remote = RemoteReward(url, num_frames=count)
+        assert score([remote], videos=[video], prompts=["a"], fps=2).item() == pytest.approx(expected)
+
+
 def test_groups_are_sent_whole(serve) -> None:
     @groupwise
     def size(images):
@@ -244,8 +301,42 @@ def test_a_slow_server_is_given_up(serve) -> None:
         return [1.0] * len(images)
 
     remote = RemoteReward([serve(slow)], retries=0, timeout=0.3, concurrency=1)
-    with pytest.warns(UserWarning, match="ReadTimeout"), pytest.raises(RewardError, match="no server left"):
+    with (
+        pytest.warns(UserWarning, match="no answer within 0.3 seconds"),
+        pytest.raises(RewardError, match="no server left"),
+    ):
         scores_of(remote)
+
+
+@pytest.mark.parametrize(("piece", "said"), [(b" ", "no answer within 0.5 seconds"), (b" " * 2**20, "more than")])
+def test_a_server_that_never_comes_to_an_end_is_given_up(piece, said) -> None:
+    """A byte now and then keeps httpx's own time-outs from striking; a flood fills the memory."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.end_headers()
+            try:
+                for _ in range(40):
+                    self.wfile.write(piece)
+                    time.sleep(0.05)
+            except OSError:
+                pass
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    remote = RemoteReward(
+        f"http://127.0.0.1:{server.server_address[1]}", "x", retries=0, timeout=0.5 if piece == b" " else 9.0
+    )
+    start = time.monotonic()
+    with pytest.warns(UserWarning, match=said), pytest.raises(RewardError, match="no server left"):
+        scores_of(remote)
+    assert time.monotonic() - start < 2
+    server.shutdown()
+    server.server_close()
 
 
 def test_nobody_there(serve) -> None:
@@ -268,6 +359,35 @@ def test_waits_for_a_server_to_come_back(serve) -> None:
     remote = Restarted(closed_port(), "brightness", retries=0, wait=20.0, **FAST)
     with pytest.warns(UserWarning, match="waiting up to 20 s"):
         assert scores_of(remote) == pytest.approx(SHADES)
+
+
+def test_a_run_whose_servers_are_gone_stops_with_its_state_saved(serve, tmp_path) -> None:
+    """And goes on, with another server, to the weights of a run that was never stopped."""
+    calls = []
+
+    def shade(images):
+        calls.append(len(images))
+        if len(calls) == 3:
+            raise MemoryError("of the scorer")
+        return brightness(images)
+
+    def run(folder, url, **options):
+        settings = {"url": url, "name": "shade", "retries": 0, "body": "safetensors", **options}
+        return trainer_for(tmp_path / folder, rewards={"remote": settings}, max_steps=4)
+
+    good = serve({"brightness": {}})
+    unbroken = run("unbroken", good)
+    unbroken.train()
+    with (
+        pytest.warns(UserWarning, match="taken out"),
+        pytest.raises(RewardError, match="no server left .*MemoryError"),
+    ):
+        run("broken", serve(shade)).train()
+    assert calls == [8, 8, 8] and [one.name for one in (tmp_path / "broken").glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = run("broken", good)
+    resumed.train(resume_from_checkpoint=True)
+    for name, weight in trained_weights(unbroken).items():
+        assert torch.equal(weight, trained_weights(resumed)[name]), name
 
 
 def test_tokens(serve, monkeypatch) -> None:
@@ -318,6 +438,11 @@ def test_a_column_that_is_not_there() -> None:
         ({"columns": {"a": [{"png": "AAAA"}, 1]}}, "no PNG"),
         ({"groups": ["a", "b"]}, "whole numbers"),
         ({"fps": -1}, "above 0"),
+        ({"sampling_rate": "1"}, "above 0"),
+        ({"samples": [{"mp4": "AAAA"}, {"mp4": "AAAA"}]}, "no MP4"),
+        ({"samples": [{"tensor": "x"}, {"tensor": "x"}]}, "names the tensor 'x'"),
+        ({"samples": [7, 7]}, "all pictures"),
+        ({"sounds": [None, None]}, "for each video"),
     ],
     ids=str,
 )
@@ -338,12 +463,56 @@ def test_many_pixels_in_few_bytes_are_refused_before_they_are_decoded() -> None:
     assert read_request(body, max_pixels=9_000_000)["samples"][0].size == (3000, 3000)
 
 
+def test_many_frames_in_few_bytes_are_refused() -> None:
+    """H.264 of a still and plain video is next to nothing; so is one huge frame."""
+    video = [Image.new("RGB", (64, 64))] * 300
+    for kind in ("mp4", "mp4_lossy", "safetensors"):
+        body = write_request([video], ["a"], {}, None, 8, kind)
+        options = {"is_safetensors": kind == "safetensors"}
+        assert kind == "safetensors" or len(body) < 30_000
+        with pytest.raises(WireError, match="too many pixels") as caught:
+            read_request(body, max_pixels=64 * 64 * 299, **options)
+        assert caught.value.is_too_large
+        assert len(read_request(body, max_pixels=64 * 64 * 300, **options)["samples"][0]) == 300
+    body = write_request([[Image.new("RGB", (3000, 3000))]], ["a"], {}, None, 8, "mp4")
+    assert len(body) < 100_000
+    with pytest.raises(WireError, match="no MP4|larger ones"):  # by the decoder, before it has made the picture
+        read_request(body, max_pixels=8_999_999)
+
+
+def test_safetensors_that_are_not_of_the_form() -> None:
+    from safetensors.torch import save
+
+    def body(samples, **tensors):
+        text = json.dumps({"samples": samples, "prompts": ["a"] * len(samples)}).encode()
+        return save({"request": torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors})
+
+    picture = torch.zeros(4, 4, 3, dtype=torch.uint8)
+    for wrong, said in (
+        (b"\x80\x04K\x01.", "no file of safetensors"),  # a pickle
+        (b'{"samples": []}', "no file of safetensors"),
+        (save({"x": picture}), "not JSON"),
+        (body([{"picture": "x"}]), "names the tensor 'x', which the body does not hold"),
+        (body([{"picture": "x"}], x=picture.float()), "expected bytes"),
+        (body([{"picture": "x"}], x=picture[None]), "expected bytes"),
+        (body([{"video": "x"}], x=picture), "expected bytes"),
+        (body([{"video": "x"}], x=picture[None][:0]), "expected bytes"),
+        (body([{"tensor": "x"}, {"picture": "x"}], x=picture), "all pictures .* or all tensors"),
+        (body([{"pickle": "x"}], x=picture), "all pictures"),
+    ):
+        with pytest.raises(WireError, match=said):
+            read_request(wrong, is_safetensors=True)
+    assert read_request(body([{"picture": "x"}], x=picture), is_safetensors=True)["samples"][0].size == (4, 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"url": []}, "http://host:port"),
         ({"url": "localhost:8000"}, "http://host:port"),
         ({"url": "http://a", "batch_size": 0}, "batch_size"),
+        ({"url": "http://a", "num_frames": 0}, "num_frames"),
+        ({"url": "http://a", "body": "pickle"}, "expected Literal"),
         ({"url": "http://a", "timeout": 0.0}, "timeout"),
         ({"url": "http://a", "token_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
     ],

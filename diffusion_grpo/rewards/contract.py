@@ -282,8 +282,12 @@ def _load(reward: Any, options: dict[str, Any]) -> Reward:
     kept = {"name": name, **{key: value for key, value in options.items() if key in OPTIONS}}
     if isinstance(function, type):
         _check_required(name, function, arguments)
-        return Reward(function(**arguments), made_with=arguments, **kept)
-    return Reward(function, arguments=arguments, **kept)
+        made = Reward(function(**arguments), made_with=arguments, **kept)
+    else:
+        made = Reward(function, arguments=arguments, **kept)
+    if "frames" in kept and not made.reads_frames:
+        raise ValueError(f"The reward {name!r} has frames={made.frames!r}, but is given whole videos; take it out.")
+    return made
 
 
 def _check_required(name: str, cls: type, arguments: dict[str, Any]) -> None:

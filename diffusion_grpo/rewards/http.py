@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import httpx2
 
+CONNECT_SECONDS = 5.0
 LONGEST_WAIT = 10.0  # seconds that a server may ask to be left alone
+MAX_ANSWER = 2**22  # bytes: no server of scores has more to say
 
 
 class FailedRequest(Exception):
     """One request did not give a usable answer; the next may."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a server sent back."""
+
+    status: int
+    headers: dict[str, str]
+    text: str
+
+
+async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float, **request: Any) -> Answer:
+    """One request, of which the answer must be there, whole, within `timeout` seconds.
+
+    httpx's own time-outs are of silence: a server that sends a byte now and then would hold a training for ever.
+
+    Raises:
+        FailedRequest: it was not, or it is longer than `MAX_ANSWER`.
+    """
+    import httpx2
+
+    content, limit = bytearray(), httpx2.Timeout(None, connect=min(CONNECT_SECONDS, timeout))
+    try:
+        async with asyncio.timeout(timeout), client.stream(method, url, timeout=limit, **request) as response:
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > MAX_ANSWER:
+                    raise FailedRequest(f"it answered more than {MAX_ANSWER} bytes")
+    except TimeoutError as error:
+        raise FailedRequest(f"no answer within {timeout:g} seconds") from error
+    return Answer(response.status_code, dict(response.headers), content.decode("utf-8", "replace"))
 
 
 def transport_errors() -> tuple:
@@ -21,23 +57,23 @@ def transport_errors() -> tuple:
     return (httpx2.TransportError, httpx2.DecodingError, httpx2.InvalidURL)
 
 
-def json_object(response: httpx2.Response) -> dict[str, Any]:
-    """The object that a response holds; FailedRequest where there is none."""
+def json_object(answer: Answer) -> dict[str, Any]:
+    """The object that an answer holds; FailedRequest where there is none."""
     try:
-        content = response.json()
+        content = json.loads(answer.text)
     except (ValueError, RecursionError) as error:
-        raise FailedRequest(f"it answered no JSON: {response.text[:200]!r}") from error
+        raise FailedRequest(f"it answered no JSON: {answer.text[:200]!r}") from error
     if not isinstance(content, dict):
-        raise FailedRequest(f"it answered {response.text[:200]!r}, expected an object")
+        raise FailedRequest(f"it answered {answer.text[:200]!r}, expected an object")
     return content
 
 
-def sentence(response: httpx2.Response) -> str:
+def sentence(answer: Answer) -> str:
     """What a server says about its refusal or failure."""
     try:
-        said = json_object(response)["error"]
+        said = json_object(answer)["error"]
     except (FailedRequest, KeyError):
-        return response.text[:200]
+        return answer.text[:200]
     return str(said.get("message", said) if isinstance(said, dict) else said)[:500]
 
 

@@ -14,14 +14,15 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from .http import FailedRequest, json_object, seconds_to_wait, sentence, transport_errors
+from .http import Answer, FailedRequest, ask, json_object, seconds_to_wait, sentence, transport_errors
+from .samples import frame_positions
 from .score import RewardError
-from .wire import write_request
+from .wire import CONTENT_TYPES, Body, write_request
 
 if TYPE_CHECKING:
     import httpx2
 
-CONNECT_SECONDS = 5.0
+HEALTH_SECONDS = 5.0  # for an answer that needs no scoring
 POLL_SECONDS = 2.0  # between looks for a server that is back
 BUSY = (429, 503)
 REFUSALS = (400, 401, 403, 404, 413)  # asking again would not help
@@ -53,6 +54,10 @@ class RemoteReward:
         wait: seconds to wait for a server to come back when all are gone; 0 stops the run.
         token_env: name of the environment variable with the token that the servers ask for.
         groupwise: the reward there compares the samples of a prompt: they are sent together, one prompt a request.
+        body: how samples are sent. `png` and `mp4` (lossless) and `safetensors` (as they are, also sound and tensors)
+            give the scores of the same pixels, `mp4_lossy` those of videos as a player shows them, in few bytes.
+        num_frames: of each video, evenly spaced with the first and the last, for a reward of pictures; 1 sends the
+            first alone. All by default.
 
     Raises:
         ValueError: no url, or a number out of its range.
@@ -72,6 +77,8 @@ class RemoteReward:
         wait: float = 0.0,
         token_env: str | None = None,
         groupwise: bool = False,
+        body: Body = "png",
+        num_frames: int | None = None,
     ):
         urls = [url] if isinstance(url, str) else list(url)
         if not urls or not all(isinstance(one, str) and one.startswith(("http://", "https://")) for one in urls):
@@ -82,9 +89,12 @@ class RemoteReward:
             ("retries", retries, 0),
             ("backoff", backoff, 0),
             ("wait", wait, 0),
+            ("num_frames", 1 if num_frames is None else num_frames, 1),
         ):
             if value < least:
                 raise ValueError(f"remote: {name} is {value}; use at least {least}.")
+        if body not in CONTENT_TYPES:
+            raise ValueError(f"remote: body is {body!r}; use {', '.join(CONTENT_TYPES)}.")
         if timeout <= 0:
             raise ValueError(f"remote: timeout is {timeout}; it must be above 0 seconds.")
         if token_env is not None and not os.environ.get(token_env):
@@ -93,12 +103,17 @@ class RemoteReward:
         self.reward, self.columns, self.token_env = reward, list(columns or []), token_env
         self.batch_size, self.concurrency = batch_size, concurrency
         self.timeout, self.retries, self.backoff, self.wait = timeout, retries, backoff, wait
-        self.is_groupwise = groupwise
+        self.is_groupwise, self.body, self.num_frames = groupwise, body, num_frames
 
     async def __call__(
-        self, completions: list, prompts: list[str], fps: float | None = None, **columns
+        self,
+        completions: list,
+        prompts: list[str],
+        fps: float | None = None,
+        sampling_rate: int | None = None,
+        **columns,
     ) -> list[float | None]:
-        """Scores pictures or videos; see the class."""
+        """Scores pictures, videos or sounds; see the class."""
         import httpx2
 
         for name in self.columns:
@@ -112,11 +127,10 @@ class RemoteReward:
         def body(rows: range) -> bytes:
             sent = {name: [columns[name][row] for row in rows] for name in self.columns}
             groups = [0] * len(rows) if self.is_groupwise else None
-            return write_request([completions[r] for r in rows], [prompts[r] for r in rows], sent, groups, fps)
+            samples = [self._chosen(completions[row]) for row in rows]
+            return write_request(samples, [prompts[r] for r in rows], sent, groups, fps, self.body, sampling_rate)
 
-        headers = {"Authorization": f"Bearer {os.environ[self.token_env]}"} if self.token_env else {}
-        limit = httpx2.Timeout(self.timeout, connect=min(CONNECT_SECONDS, self.timeout))
-        async with httpx2.AsyncClient(headers=headers, timeout=limit, trust_env=False) as client:
+        async with httpx2.AsyncClient(headers=self._headers(), trust_env=False) as client:
             await asyncio.gather(*(self._look(client, server) for server in self.servers if not server.is_alive))
             while pending:
                 alive = [server for server in self.servers if server.is_alive]
@@ -125,6 +139,16 @@ class RemoteReward:
                 workers = [self._work(client, server, pending, body, scores) for server in alive * self.concurrency]
                 await _all_or_first_error(workers)
         return scores
+
+    def _headers(self) -> dict[str, str]:
+        token = {"Authorization": f"Bearer {os.environ[self.token_env]}"} if self.token_env else {}
+        return {"Content-Type": CONTENT_TYPES[self.body], "Accept-Encoding": "identity", **token}
+
+    def _chosen(self, sample: Any) -> Any:
+        """The frames of a video that are sent; a picture as it is."""
+        if self.num_frames is None or not isinstance(sample, list):
+            return sample
+        return [sample[place] for place in frame_positions(self.num_frames, len(sample))]
 
     async def _work(
         self, client: httpx2.AsyncClient, server: _Server, pending: list[range], body: Any, scores: list
@@ -152,13 +176,13 @@ class RemoteReward:
         while True:
             try:
                 name = self.reward or await self._only_reward(client, server)
-                response = await client.post(f"{server.url}/score/{name}", content=body)
-                if response.status_code in BUSY:
+                answer = await ask(client, "POST", f"{server.url}/score/{name}", self.timeout, content=body)
+                if answer.status in BUSY:
                     if time.monotonic() > patience:
                         raise _Broken(f"its queue was full for {self.timeout:g} seconds")
-                    await asyncio.sleep(seconds_to_wait(response.headers.get("Retry-After"), self.backoff))
+                    await asyncio.sleep(seconds_to_wait(answer.headers.get("retry-after"), self.backoff))
                     continue
-                return _scores(response, count)
+                return _scores(answer, count, server.url)
             except (FailedRequest, *transport_errors()) as error:
                 reason = str(error) or type(error).__name__
                 if attempt == self.retries:
@@ -167,12 +191,12 @@ class RemoteReward:
                 attempt += 1
 
     async def _only_reward(self, client: httpx2.AsyncClient, server: _Server) -> str:
-        response = await client.get(f"{server.url}/health")
-        if response.status_code in REFUSALS:
-            raise RewardError(f"was refused by {server.url}: {sentence(response)}")
-        names = json_object(response).get("rewards")
+        answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
+        if answer.status in REFUSALS:
+            raise RewardError(f"was refused by {server.url}: {sentence(answer)}")
+        names = json_object(answer).get("rewards")
         if not isinstance(names, list) or not names:
-            raise FailedRequest(f"/health answered {response.text[:200]!r}")
+            raise FailedRequest(f"/health answered {answer.text[:200]!r}")
         if len(names) > 1:
             raise RewardError(f"has no `reward`, and {server.url} serves several: {', '.join(map(str, names))}")
         return str(names[0])
@@ -180,10 +204,10 @@ class RemoteReward:
     async def _look(self, client: httpx2.AsyncClient, server: _Server) -> None:
         """Takes a server in again that answers."""
         try:
-            response = await client.get(f"{server.url}/health", timeout=CONNECT_SECONDS)
-        except transport_errors():
+            answer = await ask(client, "GET", f"{server.url}/health", HEALTH_SECONDS)
+        except (FailedRequest, *transport_errors()):
             return
-        server.is_alive = response.status_code == 200
+        server.is_alive = answer.status == 200
 
     async def _wait_for_any(self, client: httpx2.AsyncClient) -> None:
         """Returns when a server is back; RewardError when none is after `wait` seconds."""
@@ -209,15 +233,15 @@ async def _all_or_first_error(workers: list) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _scores(response: httpx2.Response, count: int) -> list[float | None]:
+def _scores(answer: Answer, count: int, url: str) -> list[float | None]:
     """The checked scores of an answer; RewardError for a refusal, `FailedRequest` for everything else that is none."""
-    if response.status_code in REFUSALS:
-        raise RewardError(f"was refused by {response.url} ({response.status_code}): {sentence(response)}")
-    if response.status_code != 200:
-        raise FailedRequest(f"status {response.status_code}, {sentence(response)}")
-    scores = json_object(response).get("scores")
+    if answer.status in REFUSALS:
+        raise RewardError(f"was refused by {url} ({answer.status}): {sentence(answer)}")
+    if answer.status != 200:
+        raise FailedRequest(f"status {answer.status}, {sentence(answer)}")
+    scores = json_object(answer).get("scores")
     if not isinstance(scores, list) or len(scores) != count:
-        found = f"{len(scores)} scores" if isinstance(scores, list) else f"{response.text[:200]!r}"
+        found = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer.text[:200]!r}"
         raise FailedRequest(f"it answered {found}, expected {count} scores")
     for value in scores:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,8 +1,9 @@
 """A server of rewards: `diffusion-grpo rewards serve NAME`. Pictures and prompts come in over HTTP, scores go out.
 
-For scorers that are too heavy, or need other packages, than the training. Bodies are JSON with PNG pictures in base64:
-nothing that arrives is executed or unpickled. One thread scores, one request after the other; so many more may wait,
-and what comes on top is sent away at once (503) for the client to come again. `remote.py` is the client.
+For scorers that are too heavy, or need other packages, than the training. Bodies are JSON with PNGs and MP4s in
+base64, or safetensors: nothing that arrives is executed or unpickled. One thread scores, one request after the other;
+so many more may wait, and what comes on top is sent away at once (503) for the client to come again. `remote.py` is
+the client.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from PIL import Image
 
 from .contract import Reward
 from .score import RewardError, score
-from .wire import MAX_PIXELS, WireError, read_request
+from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
 
 MAX_BYTES = 256 * 2**20
 FPS = 16.0  # of videos that come without
@@ -71,8 +71,9 @@ def create_app(
             body = await _body(request, max_bytes)
             if body is None:
                 return _refusal(413, f"The request is larger than {max_bytes} bytes; send fewer samples at once.")
+            is_safetensors = request.headers.get("content-type") == CONTENT_TYPES["safetensors"]
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(scorer, _scored, served[name], body, max_pixels)
+            return await loop.run_in_executor(scorer, _scored, served[name], body, max_pixels, is_safetensors)
         finally:
             queue.leave()
 
@@ -119,10 +120,10 @@ async def _body(request: Request, max_bytes: int) -> bytes | None:
     return b"".join(parts)
 
 
-def _scored(reward: Reward, body: bytes, max_pixels: int) -> JSONResponse:
+def _scored(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) -> JSONResponse:
     """In the scoring thread: decode, score, answer."""
     try:
-        samples = read_request(body, max_pixels)
+        samples = read_request(body, max_pixels, is_safetensors)
     except WireError as error:
         return _refusal(413 if error.is_too_large else 400, str(error))
     try:
@@ -134,7 +135,7 @@ def _scored(reward: Reward, body: bytes, max_pixels: int) -> JSONResponse:
 
 def score_request(reward: Reward, samples: dict[str, Any]) -> list[float | None]:
     """The scores of one decoded request, None where the reward leaves a sample out."""
-    kind = "images" if isinstance(samples["samples"][0], Image.Image) else "videos"
+    kind = "videos" if isinstance(samples["samples"][0], list) else "images"
     values = score(
         [reward],
         **{kind: samples["samples"]},
@@ -142,5 +143,6 @@ def score_request(reward: Reward, samples: dict[str, Any]) -> list[float | None]
         columns=samples["columns"],
         groups=samples["groups"],
         fps=samples["fps"] or FPS,
+        sampling_rate=samples["sampling_rate"],
     )
     return [None if value != value else value for value in values[:, 0].tolist()]

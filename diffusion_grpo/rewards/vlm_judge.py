@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from PIL import Image
 
-from .http import FailedRequest, json_object, seconds_to_wait, sentence, transport_errors
+from .http import Answer, FailedRequest, ask, json_object, seconds_to_wait, sentence, transport_errors
 from .qwen_vl import template as published
 from .samples import frame_positions
 from .score import RewardError
@@ -118,7 +118,7 @@ class VlmJudge:
                 body = await asyncio.to_thread(self._body, completions[row], {**values, "prompt": prompts[row]})
                 return await self._ask(client, body)
 
-        async with httpx2.AsyncClient(headers=headers, timeout=self.timeout) as client:
+        async with httpx2.AsyncClient(headers=headers) as client:
             tasks = [asyncio.ensure_future(judged(row)) for row in range(len(completions))]
             try:
                 found = await asyncio.gather(*tasks)
@@ -152,13 +152,14 @@ class VlmJudge:
         for attempt in range(self.retries + 1):
             wait = self.backoff * 2**attempt
             try:
-                response = await client.post(f"{self.url}/chat/completions", json=body["request"])
-                if response.status_code == 200:
-                    return self._read(_choice(response), body["is_video"])
-                reason = f"status {response.status_code}, {sentence(response)}"
-                if response.status_code < 500 and response.status_code not in PASSING:
+                url = f"{self.url}/chat/completions"
+                answer = await ask(client, "POST", url, self.timeout, json=body["request"])
+                if answer.status == 200:
+                    return self._read(_choice(answer), body["is_video"])
+                reason = f"status {answer.status}, {sentence(answer)}"
+                if answer.status < 500 and answer.status not in PASSING:
                     raise RewardError(f"was refused by {self.url}: {reason}")
-                wait = seconds_to_wait(response.headers.get("Retry-After"), wait)
+                wait = seconds_to_wait(answer.headers.get("retry-after"), wait)
             except (FailedRequest, *transport_errors()) as error:
                 reason = str(error) or type(error).__name__
             if attempt < self.retries:
@@ -234,11 +235,11 @@ def _data_url(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _choice(response: httpx2.Response) -> dict[str, Any]:
-    """The first reply of a response; FailedRequest where there is none."""
-    choices = json_object(response).get("choices")
+def _choice(answer: Answer) -> dict[str, Any]:
+    """The first reply of an answer; FailedRequest where there is none."""
+    choices = json_object(answer).get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise FailedRequest(f"it answered {response.text[:200]!r}, expected choices")
+        raise FailedRequest(f"it answered {answer.text[:200]!r}, expected choices")
     return choices[0]
 
 
