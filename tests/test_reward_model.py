@@ -100,6 +100,8 @@ def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
 def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match="batch_size=0 for tiny; give 1 or more"):
         load_rewards({"test_reward_model.Doubled": {"batch_size": 0}})
+    with pytest.raises(ValueError, match="no folder ./missing with a reward's weights; a Hub id is `owner/name`"):
+        load_rewards({"test_reward_model.Doubled": {"model": "./missing"}})
     with pytest.raises(ValueError, match="expected Literal"):
         load_rewards({"test_reward_model.Doubled": {"dtype": "int8"}})
     with pytest.raises(ValueError, match="expected bool"):

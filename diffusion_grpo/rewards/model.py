@@ -36,7 +36,7 @@ class ModelReward(abc.ABC):
         offload: the network lies in the host's memory between calls.
 
     Raises:
-        ValueError: `batch_size` is below 1.
+        ValueError: `batch_size` is below 1, or `model` is written as a folder that there is not.
     """
 
     model: str
@@ -49,6 +49,8 @@ class ModelReward(abc.ABC):
     def __post_init__(self):
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} for {self.model}; give 1 or more.")
+        if self.model.startswith((".", "/", "~")) and not Path(self.model).expanduser().exists():
+            raise ValueError(f"There is no folder {self.model} with a reward's weights; a Hub id is `owner/name`.")
         self._network: nn.Module | None = None
         self._lock = threading.Lock()  # calls may come from several threads; the network moves between devices
 
@@ -169,3 +171,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not isinstance(weights, dict):
         raise ValueError(f"{path} holds a {type(weights).__name__}, not a mapping from names to weights.")
     return weights.get("state_dict", weights)
+
+
+def built(cls: Any, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """A model of transformers with these weights, all of them and no others.
+
+    Raises:
+        ValueError: weights that the model lacks, or that lack to it.
+    """
+    model, found = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
+    wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(wrong.values()):
+        raise ValueError(f"The checkpoint does not fit {cls.__name__}: {wrong}.")
+    return model
