@@ -14,7 +14,8 @@ from .commands.inputs import Refusal
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns 0; 1 where `check` finds that a pipeline does not train; 2 where input is refused."""
+    """Runs one command. Returns 0; 1 where a check fails (a pipeline does not train, a score is not the
+    published one); 2 where input is refused."""
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:
         sys.path.append("")  # rewards and losses named by dotted path may lie in the working directory
@@ -56,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         (check, "check", "tell in seconds whether a pipeline can be trained, and how exactly it replays"),
         (sample, "sample", "make pictures, videos or sound and score them, without training"),
         (report, "report", "write report.html and summary.json of a run again"),
-        (rewards, "rewards", "serve rewards to trainings in other processes or on other machines"),
+        (rewards, "rewards", "list rewards, verify their weights, serve them to trainings elsewhere"),
     ):
         description = f"{purpose[0].upper()}{purpose[1:]}."
         formatter = argparse.RawDescriptionHelpFormatter

@@ -35,10 +35,10 @@ args = DiffusionGRPOConfig(
 trainer = DiffusionGRPOTrainer(
     model="zai-org/GLM-Image",
     reward_funcs={
-        "examples.glm_image_rewards.perceptual": 0.4,
+        "lpips": 0.4,
         "ssim": 0.2,
         "text": {"scene": True, "match": "contains", "ignore_case": True, "weight": 0.3},
-        "examples.glm_image_rewards.aesthetic": 0.1,
+        "aesthetic": {"std": 10, "weight": 0.1},
     },
     args=args,
     train_dataset=load_prompts("examples/data/posters.jsonl"),

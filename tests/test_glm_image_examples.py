@@ -1,8 +1,8 @@
 """GLM-Image's example files, each run as it is written, on a tiny random pipeline of the same classes.
 
 Two updates of one rollout, evaluations, a resume in its middle that gives the same weights, and the saved LoRA in a
-pipeline that knows nothing of the training. Only the model, sizes and the number of samples are replaced; the text
-reward, which reads nothing in pictures this small, answers with a brightness under the arguments that the file gives.
+pipeline that knows nothing of the training. Only the model, sizes and the number of samples are replaced; rewards that
+need weights, or read nothing in pictures this small, answer with a brightness under the arguments that the file gives.
 """
 
 import functools
@@ -57,6 +57,8 @@ def at_root(monkeypatch):
     monkeypatch.setattr(GlmImageProcessor, "_get_target_shape", staticmethod(glm._target_shape))
     read = functools.wraps(REWARDS["text"])(lambda images, **columns: brightness(images))
     monkeypatch.setitem(REWARDS, "text", read)
+    for name in ("lpips", "aesthetic"):
+        monkeypatch.setattr(REWARDS[name], "__call__", lambda self, images, **columns: brightness(images))
 
 
 def shrunk(folder, dataset):

@@ -14,7 +14,9 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 
+from .aesthetic import Aesthetic
 from .brightness import brightness
+from .clip import ClipScore, ClipSimilarity, PickScore
 from .color import color
 from .contract import (
     Reward,
@@ -26,11 +28,17 @@ from .contract import (
     reward_weights,
     takes_tensors,
 )
+from .dino import DinoSimilarity
 from .geneval import GenEval
+from .hpsv2 import HPSv2
 from .hpsv3 import HPSv3
+from .imagereward import ImageReward
 from .jpeg import jpeg_compressibility, jpeg_incompressibility
+from .lpips import LPIPS
 from .pictures import colorfulness, sharpness
+from .read_by_model import ModelText
 from .remote import RemoteReward
+from .safety import NsfwFilter
 from .score import RewardError, score
 from .similarity import psnr, ssim
 from .tesseract import tesseract
@@ -58,6 +66,7 @@ __all__ = [
 
 REWARDS: dict[str, Callable] = {
     "text": text,
+    "text_by_model": ModelText,
     "color": color,
     "tesseract": tesseract,
     "brightness": brightness,
@@ -70,6 +79,15 @@ REWARDS: dict[str, Callable] = {
     "flicker": flicker,
     "smoothness": smoothness,
     "motion": motion,
+    "clip_score": ClipScore,
+    "pickscore": PickScore,
+    "hpsv2": HPSv2,
+    "imagereward": ImageReward,
+    "aesthetic": Aesthetic,
+    "lpips": LPIPS,
+    "dino_similarity": DinoSimilarity,
+    "clip_similarity": ClipSimilarity,
+    "nsfw_filter": NsfwFilter,
     "geneval": GenEval,
     "hpsv3": HPSv3,
     "videoalign": VideoAlign,

@@ -3,7 +3,7 @@
 In: pictures, and prompts with a text in double quotes. Out: scores in [0, 1]. The reader is the PP-OCR recognition
 network in the `rapidocr` wheel, called in batches through onnxruntime: no detection, no retries and no state,
 unlike rapidocr's own interface, so that the same picture always gets the same score. That is for pictures of one line;
-text somewhere in a scene is found first by rapidocr's own interface (`scene=True`).
+text somewhere in a scene is found first by rapidocr's own interface (`scene=True`), or by PaddleOCR.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -24,6 +24,7 @@ HEIGHT = 48  # pixels, what PP-OCR's recognition networks were trained on
 BATCH = 64
 
 Match = Literal["edit", "exact", "contains"]
+Engine = Literal["rapidocr", "paddleocr"]
 
 
 def text(
@@ -34,6 +35,7 @@ def text(
     ignore_case: bool = True,
     ignore_spaces: bool = False,
     scene: bool = False,
+    engine: Engine = "rapidocr",
     **columns,
 ) -> list[float | None]:
     """How well what is read agrees with what is wanted, in [0, 1]. Of a video, frames are read (`Reward.frames`).
@@ -47,15 +49,20 @@ def text(
         ignore_spaces: blanks are left out on both sides; outer ones always are.
         scene: lines of text are first searched in the picture, and joined with blanks in the order of reading;
             otherwise the picture is one line of text.
+        engine: the reader, `"rapidocr"` or `"paddleocr"` (3.x, which always searches, and is what Flow-GRPO reads
+            with). A model of transformers reads in the reward `text_by_model`.
 
     Returns:
         `None` for a prompt without a quoted text, or an empty column.
 
     Raises:
-        ImportError: rapidocr or onnxruntime is missing.
+        ImportError: the engine is not installed.
     """
     wanted = columns[target_column] if target_column else [quoted(prompt) for prompt in prompts]
-    readings = read_scenes(images) if scene else read(images)
+    if engine == "paddleocr":
+        readings = read_with_paddle(images)
+    else:
+        readings = read_scenes(images) if scene else read(images)
     return spelling_scores(readings, wanted, match, ignore_case, ignore_spaces)
 
 
@@ -136,6 +143,29 @@ def read_scenes(images: list[Image.Image]) -> list[str]:
         found = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # blue, green, red, as OpenCV's pictures are
         readings.append(" ".join(found.txts or ()))
     return readings
+
+
+def read_with_paddle(images: list[Image.Image]) -> list[str]:
+    """What PaddleOCR finds and reads on each picture, lines joined with blanks, in its own order."""
+    engine = _paddle_reader()
+    readings = []
+    for image in images:
+        (found,) = engine.predict(np.asarray(image.convert("RGB"))[:, :, ::-1])  # blue, green, red
+        readings.append(" ".join(found["rec_texts"]))
+    return readings
+
+
+@cache
+def _paddle_reader() -> Any:
+    try:
+        import paddleocr
+    except ImportError as error:
+        raise ImportError(
+            'The "text" reward with engine: paddleocr needs PaddleOCR 3; pip install paddleocr paddlepaddle '
+            "(or paddlepaddle-gpu), or leave the engine at rapidocr."
+        ) from error
+    off = ("use_doc_orientation_classify", "use_doc_unwarping", "use_textline_orientation")
+    return paddleocr.PaddleOCR(lang="en", **dict.fromkeys(off, False))
 
 
 @cache

@@ -1,0 +1,66 @@
+"""Pictures as networks were trained on them: PIL pictures go in, tensors `(batch, 3, height, width)` leave.
+
+A module of its own because scorers were trained through torchvision's transforms, whose roundings are repeated here
+once, with Pillow and without torchvision: another resize or a crop one pixel off is another score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def opened(picture: Image.Image | str | Path) -> Image.Image:
+    """A picture, or the one in a file."""
+    return Image.open(picture) if isinstance(picture, (str, Path)) else picture
+
+
+def short_side(image: Image.Image, size: int) -> Image.Image:
+    """Resized (bicubic, antialiased) so that the shorter side is `size`; the longer is rounded down."""
+    width, height = image.size
+    if min(width, height) == size:
+        return image
+    resized = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+    return image.resize(resized, Image.Resampling.BICUBIC)
+
+
+def center_crop(image: Image.Image, size: int) -> Image.Image:
+    """The square in the middle; a half pixel is rounded to the even one."""
+    left, top = round((image.width - size) / 2), round((image.height - size) / 2)
+    return image.crop((left, top, left + size, top + size))
+
+
+def as_pixels(images: list[Image.Image]) -> Tensor:
+    """`(batch, 3, height, width)` float32 in [0, 1] of pictures of one size."""
+    pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+
+
+def normalized(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """`(pixels - mean) / std`, a number a channel."""
+    return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+
+
+def squares(
+    images: list[Image.Image], resize: int, crop: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Tensor:
+    """`(batch, 3, crop, crop)`: the shorter side brought to `resize`, the middle cut out, normalised."""
+    cut = [center_crop(short_side(image.convert("RGB"), resize), crop) for image in images]
+    return normalized(as_pixels(cut), mean, std)
+
+
+def against(
+    similarity: Callable[[list, list], list[float]], images: list[Image.Image], targets: list
+) -> list[float | None]:
+    """`similarity(images, others)` of the pictures that have another to be compared with, None for the rest."""
+    pairs = [(image, opened(target)) for image, target in zip(images, targets, strict=True) if target is not None]
+    found = iter(similarity([image for image, _ in pairs], [other for _, other in pairs]))
+    return [None if target is None else next(found) for target in targets]

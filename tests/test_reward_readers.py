@@ -1,0 +1,98 @@
+"""Readers beside rapidocr: models of transformers (tiny and random) and PaddleOCR (a stand-in with its interface)."""
+
+import random
+import sys
+import types
+
+import pytest
+import torch
+import transformers as tf
+from PIL import Image
+from tiny_scorers import IMAGES, got_ocr, trocr
+
+from diffusion_grpo.rewards import REWARDS, load_rewards, score
+from diffusion_grpo.rewards.text import _paddle_reader, similarity
+from diffusion_grpo.tiny.render import draw_word
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [trocr, got_ocr], ids=lambda make: make.__name__)
+def test_a_model_reads(make, tmp_path) -> None:
+    """What it reads is what generate gives for the picture alone."""
+    make(tmp_path)
+    model = tf.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    processor = tf.AutoProcessor.from_pretrained(tmp_path)
+    images, expected = IMAGES[: 4 if make is trocr else 2], []
+    for image in images:
+        inputs = processor(images=image, return_tensors="pt")
+        tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
+        tokens = tokens if make is trocr else tokens[inputs["input_ids"].shape[1] :]
+        turn = (tokens == 2).nonzero()[:1] if make is got_ocr else torch.empty(0)
+        tokens = tokens[: int(turn[0])] if len(turn) else tokens
+        expected.append(" ".join(processor.tokenizer.decode(tokens, skip_special_tokens=True).split()))
+    reward = REWARDS["text_by_model"](str(tmp_path), device="cpu", batch_size=3, max_new_tokens=12)
+    assert reward.in_batches(reward.read, images) == expected and all(expected)
+    assert len(set(expected)) > 1 or make is got_ocr
+    with reward.network() as network:  # GOT-OCR's configuration does not say that a turn ends with <|im_end|>
+        assert reward._ends(network) == (2 if make is trocr else [2, 0])
+    columns = {"word": [expected[0].swapcase(), *["other"] * (len(images) - 2), None]}
+    options = {"model": str(tmp_path), "max_new_tokens": 12, "target_column": "word", "device": "cpu"}
+    values = score(
+        load_rewards({"text_by_model": options}), images=images, prompts=[""] * len(images), columns=columns
+    )
+    assert values[0] == 1 and values[-1].isnan()
+    if len(images) > 2:
+        assert values[1].item() == pytest.approx(similarity(expected[1].upper(), "OTHER"))
+
+
+def test_what_counts_as_a_match_is_as_of_text(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(REWARDS["text_by_model"], "load", lambda self: torch.nn.Module())
+    monkeypatch.setattr(REWARDS["text_by_model"], "read", lambda self, network, images: ["Old town"] * len(images))
+
+    def value(wanted, **options):
+        rewards = load_rewards({"text_by_model": {"device": "cpu", **options}})
+        return score(rewards, images=IMAGES[:1], prompts=[f'the words "{wanted}"']).item()
+
+    assert value("OLD TOWN") == 1 and value("OLD TOWNS") == pytest.approx(8 / 9)
+    assert value("old", match="contains") == 1 and value("old", match="exact") == 0
+    assert value("OldTown", match="exact", ignore_spaces=True) == 1 and value("OldTown", match="exact") == 0
+    assert value("old town", match="exact", ignore_case=False) == 0
+
+
+@pytest.fixture
+def paddle(monkeypatch):
+    """PaddleOCR 3 as its interface is: an array of blue, green, red goes in, one result with `rec_texts` comes out."""
+    made = []
+
+    class PaddleOCR:
+        def __init__(self, **options):
+            made.append(options)
+
+        def predict(self, input):
+            assert input.shape == (32, 96, 3) and input[0, 0].tolist() == [30, 20, 10]
+            return [{"rec_texts": ["NEW", "York"], "rec_scores": [0.9, 0.8]}]
+
+    monkeypatch.setitem(sys.modules, "paddleocr", types.SimpleNamespace(PaddleOCR=PaddleOCR))
+    _paddle_reader.cache_clear()
+    yield made
+    _paddle_reader.cache_clear()
+
+
+def test_paddleocr_reads(paddle) -> None:
+    pictures = [Image.new("RGB", (96, 32), (10, 20, 30))] * 2
+    rewards = load_rewards({"text": {"engine": "paddleocr"}})
+    for _ in range(2):
+        values = score(rewards, images=pictures, prompts=['"new york"', '"NEW YORT"'])
+        assert values[:, 0].tolist() == pytest.approx([1.0, 7 / 8])
+    off = ("use_doc_orientation_classify", "use_doc_unwarping", "use_textline_orientation")
+    assert paddle == [{"lang": "en", **dict.fromkeys(off, False)}]
+
+
+def test_a_missing_paddleocr_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "paddleocr", None)
+    _paddle_reader.cache_clear()
+    picture = draw_word("WORD", "red", random.Random(0))
+    with pytest.raises(ImportError, match="pip install paddleocr paddlepaddle"):
+        REWARDS["text"](images=[picture], prompts=['"WORD"'], engine="paddleocr")
+    with pytest.raises(ValueError, match="has engine='easyocr'; expected"):
+        load_rewards({"text": {"engine": "easyocr"}})
