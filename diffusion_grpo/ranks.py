@@ -41,6 +41,7 @@ class Ranks:
         self.accelerator, self.timeout = accelerator, timeout
         self.kinds = {kind.__name__: kind for kind in kinds}
         self._turn = 0
+        self._apart: str | None = None  # the turn of which this process is inside of `apart`
         self._task, self._since = "", time.monotonic()
 
     @property
@@ -51,6 +52,8 @@ class Ranks:
     def announce(self, task: str) -> None:
         """Says what this process does now, for those who come to wait for it."""
         self._task, self._since = task, time.monotonic()
+        if self._apart is not None:
+            self._give_sign(self._apart)
 
     @contextlib.contextmanager
     def apart(self, task: str) -> Iterator[None]:
@@ -65,12 +68,14 @@ class Ranks:
             yield
             return
         turn, stop = self._next_turn(), threading.Event()
+        self._apart = turn
         life = threading.Thread(target=self._live, args=(turn, stop), daemon=True)
         life.start()
         try:
             try:
                 yield
             finally:
+                self._apart = None
                 stop.set()
                 life.join()
         except Exception as error:
@@ -102,13 +107,14 @@ class Ranks:
     def _live(self, turn: str, stop: threading.Event) -> None:
         """Signs of life, until the work is done."""
         while True:
-            state = {"task": self._task, "seconds": time.monotonic() - self._since}
-            try:
-                self._store.set(f"{turn}/life/{self.accelerator.process_index}", json.dumps(state))
-            except distributed.DistError:  # who meets the others at the end of the work says so
-                return
+            self._give_sign(turn)
             if stop.wait(BEAT):
                 return
+
+    def _give_sign(self, turn: str) -> None:
+        state = {"task": self._task, "seconds": time.monotonic() - self._since}
+        with contextlib.suppress(distributed.DistError):  # this process says so when it comes to meet the others
+            self._store.set(f"{turn}/life/{self.accelerator.process_index}", json.dumps(state))
 
     def _meet(self, turn: str, error: Exception | None) -> None:
         """Waits for all, and raises what another one failed with where this one did not."""
