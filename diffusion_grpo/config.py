@@ -139,7 +139,7 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
 
     @property
     def samples_side_by_side(self) -> int:
-        """Samples that one process rolls out of consecutive groups: all; of several processes, those of an update."""
+        """Consecutive samples that one process rolls out: all, or of several processes its share of an update."""
         if self.world_size == 1:
             return self.rollout_size
         return self.samples_per_share * self.num_generations // self.samples_per_update_group

@@ -21,7 +21,7 @@ class Estimate:
 
     Attributes:
         result: of all samples of all processes, for the log.
-        advantages: here and below of the samples of this process; `(samples,)`; `(samples, rewards)` for a loss that
+        advantages: here and below of the samples of this process. `(samples,)`; `(samples, rewards)` for a loss that
             is summed over rewards; `(samples, steps)` with a value model.
         targets: of the value model, or `None`.
         columns: for the table of samples, one value a sample.

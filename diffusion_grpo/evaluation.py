@@ -18,6 +18,7 @@ from torch import Tensor
 from .advantages import combine
 from .inputs import check_count
 from .media import sampling_rate
+from .ranks import gathered_means
 from .records import write_files, write_samples
 from .rewards import reward_name
 from .rollout import rollout, sample_seed
@@ -50,7 +51,8 @@ def evaluate_policy(
     metrics = _metrics(trainer, prefix, torch.cat([part.every for part in parts.values()]))
     for name, part in parts.items() if len(parts) > 1 else ():
         metrics |= _metrics(trainer, f"{prefix}_{name}", part.every)
-    metrics |= {f"{prefix}_{name}": sum(values) / len(values) for name, values in own_metrics.items()}
+    own = gathered_means(trainer.accelerator, own_metrics)
+    metrics |= {f"{prefix}_{name}": value for name, value in own.items()}
     metrics[f"{prefix}_runtime"] = time.perf_counter() - start
     if prefix == "eval":
         _keep(trainer, parts)
@@ -66,11 +68,14 @@ def _part(
     prompts, own = _places(trainer, len(dataset))
     mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples side by side
     groups = [place // count for place in mine]
-    rows = trainer.inputs.rows(dataset, groups)
-    samples = trainer.with_weights(_sample, trainer, rows, mine, pipeline_kwargs)
-    samples, rows, mine, groups = (part[: own * count] for part in (samples, rows, mine, groups))
     funcs, extra = trainer.reward_funcs + trainer.eval_reward_funcs, {}
-    local = trainer._score(funcs, samples, rows, own_metrics, groups, extra) if rows else torch.empty(0, len(funcs))
+    with trainer.ranks.apart("samples for the evaluation"):
+        rows = trainer.inputs.rows(dataset, groups)
+        samples = trainer.with_weights(_sample, trainer, rows, mine, pipeline_kwargs)
+        samples, rows, mine, groups = (part[: own * count] for part in (samples, rows, mine, groups))
+        local = torch.empty(0, len(funcs))
+        if rows:
+            local = trainer._score(funcs, samples, rows, own_metrics, groups, extra)
     return _Part(samples, rows, mine, local, extra, _gathered(trainer, local, total))
 
 

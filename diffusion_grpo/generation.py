@@ -29,8 +29,9 @@ from .values import recorded_conditions, states_of_calls
 class GeneratingTrainer(CheckpointingTrainer):
     """The part of the trainer that makes what it trains on.
 
-    The trainer that inherits sets `policy`, `inputs`, `noise_level`, `reward_funcs`, `reward_weights`, `values` and
-    `_metrics`, and has `_divergences` and `_replayed_log_probs`, which need the policy's replays, and `with_weights`.
+    The trainer that inherits sets `policy`, `inputs`, `noise_level`, `reward_funcs`, `reward_weights`, `values`,
+    `ranks` and `_metrics`, and has `_divergences` and `_replayed_log_probs`, which need the policy's replays, and
+    `with_weights`.
     """
 
     def _next_batch(self, numbers: list[int]) -> tuple[MicroBatch, bool]:
@@ -56,29 +57,19 @@ class GeneratingTrainer(CheckpointingTrainer):
 
     def _generate(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
         """One rollout: samples, rewards, advantages, and the buffer they end in."""
-        start = time.perf_counter()
         positions = order.of_process(order.rolled, self.accelerator.process_index)
-        rows = self._rows_at(positions.tolist(), numbers)
-        observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
-        with observed as conditions:
-            samples, trajectory, divergences = self.with_weights(self._rolled_out, rows, generation, positions)
-        seen = None
-        if conditions is not None:
-            seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
-        for name, value in trajectory.metrics().items():
-            self._metrics[name].append(value)
-        self._metrics["time/rollout"].append(time.perf_counter() - start)
-
-        start = time.perf_counter()
-        extra: dict[str, list] = {}
         try:
-            groups = (positions // self.args.num_generations).tolist()
-            local = self._score(self.reward_funcs, samples, rows, self._metrics, groups, extra)
+            with self.ranks.apart("rolls out"):
+                rows = self._rows_at(positions.tolist(), numbers)
+                samples, trajectory, *parts = self._observed_rollout(rows, generation, positions)
+                start, extra = time.perf_counter(), {}
+                groups = (positions // self.args.num_generations).tolist()
+                local = self._score(self.reward_funcs, samples, rows, self._metrics, groups, extra)
+                self._metrics["time/reward"].append(time.perf_counter() - start)
         except RewardError:
             self._save_before_stopping()
             raise
-        rewards, divergences, seen = (self._gathered(part, order) for part in (local, divergences, seen))
-        self._metrics["time/reward"].append(time.perf_counter() - start)
+        rewards, divergences, seen = (self._gathered(part, order) for part in (local, *parts))
         self._images += len(rewards)
 
         names = [reward.name for reward in self.reward_funcs]
@@ -88,6 +79,22 @@ class GeneratingTrainer(CheckpointingTrainer):
         if self.args.log_completions or files:
             self._write_samples(rows, local, found.columns | {"seed": trajectory.seeds.tolist()} | files | extra)
         return self._buffer_of(rows, trajectory, found, order)
+
+    def _observed_rollout(
+        self, rows: list[dict], generation: int, positions: Tensor
+    ) -> tuple[list, Recorded, Tensor | None, Tensor | None]:
+        """Samples, trajectories, and of the trained steps what the settings ask for: KL divergences, states."""
+        start = time.perf_counter()
+        observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
+        with observed as conditions:
+            samples, trajectory, divergences = self.with_weights(self._rolled_out, rows, generation, positions)
+        seen = None
+        if conditions is not None:
+            seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
+        for name, value in trajectory.metrics().items():
+            self._metrics[name].append(value)
+        self._metrics["time/rollout"].append(time.perf_counter() - start)
+        return samples, trajectory, divergences, seen
 
     def _gathered(self, local: Tensor | None, order: RolloutOrder) -> Tensor | None:
         """What every process has, by position in the generation; on the CPU."""
@@ -168,11 +175,12 @@ class GeneratingTrainer(CheckpointingTrainer):
             log_metric=lambda name, value: metrics[name].append(float(value)),
             log_extra=lambda name, values: extra.update({name: extra_column(name, values, len(samples))}),
             failure_dir=Path(self.args.output_dir) / "failures",
+            announce=lambda names: self.ranks.announce(f"computes the reward {names}"),
         )
 
     def _save_before_stopping(self) -> None:
-        """A checkpoint of the last update, to go on from; several processes save together or not at all."""
-        if self.accelerator.num_processes == 1 and self.state.global_step > 0:
+        """A checkpoint of the last update, to go on from; all processes save it together."""
+        if self.state.global_step > 0:
             self._save_checkpoint(self.model, trial=None)
 
     def _log_rewards(self, rewards: Tensor, found: Estimate) -> None:

@@ -6,7 +6,6 @@ Without family names: arguments are compared by value, tensors by content.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -16,13 +15,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-
-@dataclasses.dataclass
-class _Encoded:
-    """What one call of the encoder returned, and which of its rows belongs to which prompt."""
-
-    rows: dict[tuple[str, ...], int]
-    result: Any
+Prompts = tuple[str, ...]  # of one sample: `prompt`, and what else the pipeline takes beside it
 
 
 class PromptCache:
@@ -30,8 +23,10 @@ class PromptCache:
 
     def __init__(self):
         self.calls: dict[Any, Any] = {}  # whole calls, by all their arguments
-        # by the arguments that are not prompts; None where the embeddings do not lie sample by sample
-        self.encoded: dict[Any, list[_Encoded] | None] = {}
+        # by the arguments that are not prompts, then by the prompts of one call of the encoder
+        self.encoded: dict[Any, dict[tuple[Prompts, ...], Any]] = {}
+        # by the arguments that are not prompts; HiDream's layers come before its samples
+        self.is_by_sample: dict[Any, bool] = {}
 
     def clear(self) -> None:
         """Forget everything: the prompts of the next rollout are others."""
@@ -60,33 +55,47 @@ class PromptCache:
                 return found
         key = _by_value(arguments)
         if key not in self.calls:
-            # copies: Z-Image writes its chat template into the caller's list
-            own = {name: list(value) if isinstance(value, list) else value for name, value in arguments.items()}
-            with torch.no_grad():
-                self.calls[key] = encode(**own)
+            self.calls[key] = _called(encode, arguments)
         return self.calls[key]
 
     def _by_prompt(self, encode: Callable, arguments: dict[str, Any], names: list[str]) -> Any:
-        """The embeddings, each distinct prompt encoded once; None where they do not lie sample by sample."""
+        """The embeddings, each distinct prompt encoded alone; None where they do not lie sample by sample.
+
+        Beside other prompts they would differ in the last bits, and so from one batch, process or resumed run to the
+        next. Only prompts that the encoder pads to the longest of a call are encoded together, those of one call.
+        """
         wanted = list(zip(*(arguments[name] for name in names), strict=True))
-        settings = {name: value for name, value in arguments.items() if name not in names}
-        key = _by_value(settings)
-        parts = self.encoded.setdefault(key, [])
-        if parts is None:
+        key = _by_value({name: value for name, value in arguments.items() if name not in names})
+        if self.is_by_sample.get(key) is False:
             return None
-        for new in (_missing(wanted, parts), list(dict.fromkeys(wanted))):
-            if new:  # the second time all of them, where the new ones alone have another shape than those there are
-                columns = dict(zip(names, map(list, zip(*new, strict=True)), strict=True))
-                with torch.no_grad():
-                    result = encode(**(arguments | columns))
-                if not _is_by_sample(result, len(new)):
-                    self.encoded[key] = None
-                    return None
-                parts.append(_Encoded({row: place for place, row in enumerate(new)}, result))
-            gathered = _gathered(wanted, parts)
-            if gathered is not None:
-                return gathered[0]
-        return None
+        parts = self.encoded.setdefault(key, {})
+
+        def encoded(rows: tuple[Prompts, ...]) -> Any:
+            if rows not in parts:
+                columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+                parts[rows] = _called(encode, arguments | columns)
+            return parts[rows]
+
+        distinct = tuple(sorted(set(wanted)))
+        try:
+            result = _joined([_spread(encoded((row,)), 1, [0]) for row in wanted])
+        except _DoNotFit:
+            result = _spread(encoded(distinct), len(distinct), [distinct.index(row) for row in wanted])
+        if key not in self.is_by_sample and len(wanted) > 1:  # once: is it what the pipeline would have got?
+            self.is_by_sample[key] = _shapes(result) == _shapes(_called(encode, arguments))
+        return result if self.is_by_sample.get(key, True) else None
+
+
+def _called(encode: Callable, arguments: dict[str, Any]) -> Any:
+    """With copies of lists: Z-Image writes its chat template into the caller's."""
+    with torch.no_grad():
+        return encode(**{name: list(value) if isinstance(value, list) else value for name, value in arguments.items()})
+
+
+def _shapes(result: Any) -> Any:
+    if torch.is_tensor(result):
+        return result.shape
+    return [_shapes(item) for item in result] if isinstance(result, (tuple, list)) else type(result)
 
 
 def _names_of_prompts(arguments: dict[str, Any]) -> list[str] | None:
@@ -104,23 +113,6 @@ def _names_of_prompts(arguments: dict[str, Any]) -> list[str] | None:
     if not all(_is_setting(value) for value in others) or any(_has_length(value, len(prompts)) for value in others):
         return None
     return names
-
-
-def _missing(wanted: list[tuple[str, ...]], parts: list[_Encoded]) -> list[tuple[str, ...]]:
-    """The distinct prompts that are in none of the parts."""
-    return [row for row in dict.fromkeys(wanted) if not any(row in part.rows for part in parts)]
-
-
-def _gathered(wanted: list[tuple[str, ...]], parts: list[_Encoded]) -> tuple[Any] | None:
-    """The wanted rows (in a tuple of one) out of a part that has them all, else joined; None if they do not fit."""
-    for part in reversed(parts):
-        if all(row in part.rows for row in wanted):
-            return (_spread(part.result, len(part.rows), [part.rows[row] for row in wanted]),)
-    places = [next((part, part.rows[row]) for part in reversed(parts) if row in part.rows) for row in wanted]
-    try:
-        return (_joined([_spread(part.result, len(part.rows), [place]) for part, place in places]),)
-    except _DoNotFit:
-        return None
 
 
 class _DoNotFit(Exception):
@@ -144,15 +136,6 @@ def _joined(results: list[Any]) -> Any:
     if any(result != first for result in results):
         raise _DoNotFit
     return first
-
-
-def _is_by_sample(result: Any, count: int) -> bool:
-    """Whether every embedding has the distinct prompts as its first dimension (HiDream's layers come first)."""
-    if torch.is_tensor(result):
-        return result.ndim < 3 or len(result) == count
-    if isinstance(result, (tuple, list)):
-        return all(_is_by_sample(item, count) for item in result) or len(result) == count
-    return True
 
 
 def _is_list_of(kind: type, value: Any) -> bool:

@@ -82,8 +82,8 @@ class _Part:
     def __init__(self, path: Path, device: Any):
         if not path.is_file():
             raise ValueError(f"{path} is missing: the checkpoint lies within a rollout and cannot be resumed exactly.")
-        with safe_open(path, "pt", device=str(device)) as file:
-            self.tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}
+        with safe_open(path, "pt") as file:  # torch's "cpu:0", of several processes on CPUs, is no device to it
+            self.tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}
             about = file.metadata()
         if "processes" not in about:
             raise ValueError(

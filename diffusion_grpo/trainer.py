@@ -56,6 +56,7 @@ from .inputs import checked_inputs
 from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, pipeline_class, prepare_model
 from .losses import LossInputs, get_loss, kl_divergence, loss_per_reward
 from .offload import placed
+from .ranks import Ranks, gathered_means
 from .records import check_same_run, run_record, write_json
 from .rewards import (
     RewardError,
@@ -151,6 +152,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._check_processes()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.weights = TrainedWeights(trained, zero_stage(self.accelerator))
+        self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
         self.offload = placed(pipe, self.policy.networks, args)
         self.values = self._value_model() if args.advantage_estimator == "gae" else None
@@ -162,6 +164,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._resumed_from: str | None = None
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._images, self._logged_step = 0, None
+        self._failure: Exception | None = None
 
     def _take_rewards(self, reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionGRPOConfig) -> None:
         """Rewards, judges, and the loss they are trained with."""
@@ -342,6 +345,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         """
         self.buffer, self._update, self._logged_step = None, -1, None  # a second call starts with its own rollout
         self._metrics.clear()
+        self._failure = None
         resume_from_checkpoint = self._resume_point(resume_from_checkpoint or self.args.resume_from_checkpoint)
         self.accelerator.wait_for_everyone()  # the others have looked for a run before this one writes its own
         self._has_started = True
@@ -364,6 +368,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         errors = []
         if self.args.importance_sampling_level == "sequence" and not is_on_policy:  # on policy all ratios are 1
             batch.log_ratio = self.with_weights(self._sequence_log_ratio, batch)
+        if batch.targets is not None:
+            self._train_values(batch)
         parts = [batch.part(places) for places in self.inputs.parts(batch.rows)]  # as in the rollout
         passes = [(part, step) for part in parts for step in part.trajectory.steps.unique().tolist()]
         for number, (part, step) in enumerate(passes, start=1):
@@ -371,16 +377,25 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             with contextlib.nullcontext() if is_last else accumulating(self.accelerator, model):
                 loss, error = self._redirected(model, self._step_loss, part.at_step(step), step, is_on_policy)
                 loss = loss / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
-                self._refuse_non_finite(loss.detach(), "loss")
+                errors.append(error)
+                self._or_later(self._refuse_non_finite, loss.detach(), "loss")
+                if is_last and is_on_policy:
+                    self._or_later(self._check_ratio, max(errors))
+                if is_last and self.accelerator.sync_gradients:
+                    self.ranks.agree(self._failure)
                 self._backward(loss)
             total += loss.detach()
-            errors.append(error)
-        if batch.targets is not None:
-            self._train_values(batch)
-        if is_on_policy:
-            self._check_ratio(max(errors))
         self._metrics["time/update"].append(time.perf_counter() - start)
         return total
+
+    def _or_later(self, check: Callable, *args: Any) -> None:
+        """Alone, a process refuses at once; several do so together, before their gradients meet."""
+        try:
+            check(*args)
+        except (NonFiniteError, RatioError) as error:
+            if self.ranks.is_alone:
+                raise
+            self._failure = self._failure or error
 
     def _step_loss(self, batch: MicroBatch, step: int, is_on_policy: bool) -> tuple[Tensor, float]:
         """The summed loss of the samples that train on `step`, and how far their first ratio is from 1."""
@@ -457,7 +472,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     def _train_values(self, batch: MicroBatch) -> None:
         """One backward pass of the value model, which shares nothing with the policy."""
         loss = self.values.loss(batch.targets, self.args.value_clip)
-        self._refuse_non_finite(loss.detach(), "value loss")
+        self._or_later(self._refuse_non_finite, loss.detach(), "value loss")
         self._backward(loss / self.current_gradient_accumulation_steps)
         self._metrics["value/loss"].append(loss.item())
 
@@ -562,19 +577,10 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         super().log(logs, start_time)
 
     def _gathered_metrics(self) -> dict[str, float]:
-        metrics = {name: sum(values) / len(values) for name, values in self._metrics.items() if values}
-        totals = {name: sum(self._metrics[name]) for name in ("time/rollout", "time/reward", "time/update")}
+        totals = ("time/rollout", "time/reward", "time/update")
         updates = max(1, self.state.global_step - self._logged_step)
-        metrics |= {name: total / updates for name, total in totals.items()}
-        if self._metrics["ratio/max_error"]:
-            metrics["ratio/max_error"] = max(self._metrics["ratio/max_error"])
-        if self.accelerator.num_processes > 1:
-            names = sorted(metrics)
-            mine = torch.tensor([metrics[name] for name in names], device=self.args.device)
-            every = self.accelerator.gather(mine[None])
-            largest = dict(zip(names, every.amax(0).tolist(), strict=True))
-            metrics = dict(zip(names, every.mean(0).tolist(), strict=True))
-            metrics |= {name: largest[name] for name in names if name == "ratio/max_error" or name in totals}
+        measured = self._metrics | {name: [sum(self._metrics[name]) / updates] for name in totals}
+        metrics = gathered_means(self.accelerator, measured, largest=("ratio/max_error", *totals))
         if self._images:
             metrics["images_per_second"] = self._images / (sum(metrics[name] for name in totals) * updates)
         self._images, self._logged_step = 0, self.state.global_step

@@ -49,6 +49,7 @@ def score(
     log_metric: Callable | None = None,
     log_extra: Callable | None = None,
     failure_dir: Path | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> Tensor:
     """Score every sample by every function.
 
@@ -68,6 +69,7 @@ def score(
         sampling_rate: samples a second of the sounds.
         log_extra: called once for each name that functions log, with one value a sample (None where not logged).
         failure_dir: where the sample of a failed call is saved.
+        announce: called with the name of each function before it, with several names before all async ones.
 
     Returns:
         `(samples, functions)` float32, NaN for `None`.
@@ -89,9 +91,11 @@ def score(
     rewards = [func if isinstance(func, Reward) else _unnamed(func) for func in reward_funcs]
     extras: dict[str, list] = {}
     calls = [_calls(reward, batch) for reward in rewards]
+    announce = announce or (lambda names: None)
     for call in itertools.chain(*calls):
+        announce(call.reward.name)
         call.answer = _answer(call, batch, shared, extras if log_extra else None)
-    _await_all(list(itertools.chain(*calls)))
+    _await_all(list(itertools.chain(*calls)), announce)
     values = torch.empty(len(samples), len(rewards), dtype=torch.float32)
     for position, own in enumerate(calls):
         values[:, position] = torch.tensor(_values(own, batch, failure_dir), dtype=torch.float32)
@@ -203,7 +207,7 @@ def _answer(call: _Call, batch: _Batch, shared: dict, extras: dict | None) -> ob
         return error
 
 
-def _await_all(calls: list[_Call]) -> None:
+def _await_all(calls: list[_Call], announce: Callable[[str], None]) -> None:
     """Replace the awaitables among the answers by their results, awaited together.
 
     In a thread with a loop of its own, so that it also works where a loop runs already (a notebook).
@@ -211,6 +215,7 @@ def _await_all(calls: list[_Call]) -> None:
     waiting = [call for call in calls if inspect.isawaitable(call.answer)]
     if not waiting:
         return
+    announce(", ".join(dict.fromkeys(call.reward.name for call in waiting)))
 
     async def gather() -> list:
         with torch.no_grad():  # which is a thread's own

@@ -1,0 +1,229 @@
+"""Processes that wait for each other outside of collectives, and end together where one of them fails.
+
+In: what each process does by itself, for however long (a rollout, its rewards), and the error it ended in, if any.
+Out: that error on every process. A module of its own because a collective in which one process is missing runs into a
+time-out that names nobody; torch's key-value store, through which processes find each other, has no such limit.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import distributed
+
+logger = logging.getLogger(__name__)
+NOTICE = 60.0  # seconds between two lines about those who are waited for
+BEAT = 2.0  # seconds between two signs of life
+
+
+class RankError(RuntimeError):
+    """Another process failed, or gave no sign of life for the time-out of the process group."""
+
+
+class Ranks:
+    """The processes of a run.
+
+    Args:
+        accelerator: which this process is, and how many there are.
+        timeout: seconds without a sign of life after which a process counts as dead (`ddp_timeout`).
+        kinds: errors that are raised as what they are on the other processes too; of any other these get a
+            `RankError` with its message.
+    """
+
+    def __init__(self, accelerator: Accelerator, timeout: float, kinds: tuple[type[Exception], ...]):
+        self.accelerator, self.timeout = accelerator, timeout
+        self.kinds = {kind.__name__: kind for kind in kinds}
+        self._turn = 0
+        self._apart: str | None = None  # the turn of which this process is inside of `apart`
+        self._task, self._since = "", time.monotonic()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.accelerator.num_processes == 1
+
+    def announce(self, task: str) -> None:
+        """Says what this process does now, for those who come to wait for it."""
+        self._task, self._since = task, time.monotonic()
+        if self._apart is not None:
+            self._give_sign(self._apart)
+
+    @contextlib.contextmanager
+    def apart(self, task: str) -> Iterator[None]:
+        """What is done inside may take each process another time; all leave together, or with the same error.
+
+        Raises:
+            Exception: this process' own.
+            RankError: another one's, unless it is one of `kinds`; or another process died.
+        """
+        self.announce(task)
+        if self.is_alone:
+            yield
+            return
+        turn, stop = self._next_turn(), threading.Event()
+        self._apart = turn
+        life = threading.Thread(target=self._live, args=(turn, stop), daemon=True)
+        life.start()
+        try:
+            try:
+                yield
+            finally:
+                self._apart = None
+                stop.set()
+                life.join()
+        except Exception as error:
+            self._meet(turn, error)
+            raise
+        self._meet(turn, None)
+
+    def agree(self, error: Exception | None) -> None:
+        """Raises on all processes where one has an error: a collective that all of them come to.
+
+        Raises:
+            Exception: as `apart` does.
+        """
+        if not self.is_alone:
+            failed = torch.tensor([int(error is not None)], device=self.accelerator.device)
+            if self.accelerator.gather(failed).any():
+                self._meet(self._next_turn(), error)
+        if error is not None:
+            raise error
+
+    def _next_turn(self) -> str:
+        self._turn += 1
+        return str(self._turn)
+
+    @property
+    def _store(self) -> distributed.Store:
+        return distributed.PrefixStore("diffusion_grpo", distributed.distributed_c10d._get_default_store())
+
+    def _live(self, turn: str, stop: threading.Event) -> None:
+        """Signs of life, until the work is done."""
+        while True:
+            self._give_sign(turn)
+            if stop.wait(BEAT):
+                return
+
+    def _give_sign(self, turn: str) -> None:
+        state = {"task": self._task, "seconds": time.monotonic() - self._since}
+        with contextlib.suppress(distributed.DistError):  # this process says so when it comes to meet the others
+            self._store.set(f"{turn}/life/{self.accelerator.process_index}", json.dumps(state))
+
+    def _meet(self, turn: str, error: Exception | None) -> None:
+        """Waits for all, and raises what another one failed with where this one did not."""
+        try:
+            failures = self._exchange(turn, error)
+        except distributed.DistError as lost:
+            raise RankError(
+                f"The processes lost touch ({lost}); the one that holds their store has ended, and its "
+                "output says why."
+            ) from lost
+        if error is None and failures:
+            process, (kind, message) = next(iter(failures.items()))
+            where = f"Process {process} of {self.accelerator.num_processes} failed"
+            if kind in self.kinds:
+                raise self.kinds[kind](f"{where}: {message}")
+            raise RankError(f"{where} with {kind}: {message}")
+
+    def _exchange(self, turn: str, error: Exception | None) -> dict[int, list[str]]:
+        """Kind and message of each process' error."""
+        store, own = self._store, self.accelerator.process_index
+        told = None if error is None else [type(error).__name__, str(error)]
+        store.set(f"{turn}/end/{own}", json.dumps(told))
+        store.add(f"{turn}/failed", int(error is not None))
+        store.add(f"{turn}/arrived", 1)
+        self._wait_for_all(store, turn)
+        store.delete_key(f"{int(turn) - 1}/life/{own}")  # all have left the turn before
+        store.delete_key(f"{int(turn) - 1}/end/{own}")
+        if own == 0:
+            store.delete_key(f"{int(turn) - 1}/failed")
+            store.delete_key(f"{int(turn) - 1}/arrived")
+        if not store.add(f"{turn}/failed", 0):
+            return {}
+        ends = {process: json.loads(store.get(f"{turn}/end/{process}")) for process in self._others()}
+        return {process: end for process, end in ends.items() if end is not None}
+
+    def _others(self) -> list[int]:
+        own = self.accelerator.process_index
+        return [process for process in range(self.accelerator.num_processes) if process != own]
+
+    def _wait_for_all(self, store: distributed.Store, turn: str) -> None:
+        """Asks one counter; only where that takes long, who is missing."""
+        watch = _Watch(self.timeout, time.monotonic())
+        pause = 1e-3
+        while store.add(f"{turn}/arrived", 0) < self.accelerator.num_processes:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+            if watch.is_due():
+                missing = [process for process in self._others() if not store.check([f"{turn}/end/{process}"])]
+                watch.look(missing, lambda process: _read(store, f"{turn}/life/{process}"))
+
+
+def gathered_means(
+    accelerator: Accelerator, metrics: dict[str, list[float]], largest: tuple[str, ...] = ()
+) -> dict[str, float]:
+    """Means over the values of all processes, each of which may have measured something else.
+
+    Args:
+        accelerator: a collective of all its processes.
+        metrics: values by name.
+        largest: names of which the largest value is given instead.
+    """
+    own = {name: (sum(values), len(values), max(values)) for name, values in metrics.items() if values}
+    found = {}
+    every = [own] if accelerator.num_processes == 1 else gather_object([own])
+    for name in sorted(set().union(*every)):
+        parts = [each[name] for each in every if name in each]
+        total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        found[name] = max(part[2] for part in parts) if name in largest else total / count
+    return found
+
+
+class _Watch:
+    """Those who are waited for: says who they are, and when one is taken for dead."""
+
+    def __init__(self, timeout: float, now: float):
+        self.timeout, self.start, self.looked, self.told = timeout, now, now, now
+        self.signs: dict[int, tuple[str | None, float]] = {}
+
+    def is_due(self) -> bool:
+        """Whether it is time to look again."""
+        return time.monotonic() - self.looked >= min(NOTICE, self.timeout) / 4
+
+    def look(self, missing: list[int], sign_of: Callable[[int], str | None]) -> None:
+        """Raises `RankError` for the first without a new sign of life."""
+        now = self.looked = time.monotonic()
+        is_telling = now - self.told >= NOTICE
+        self.told = now if is_telling else self.told
+        for process in missing:
+            sign = sign_of(process)
+            before, since = self.signs.setdefault(process, (sign, self.start))
+            if sign != before:
+                since = now
+                self.signs[process] = (sign, now)
+            doing = _described(sign)
+            if now - since > self.timeout:
+                raise RankError(
+                    f"Process {process} gave no sign of life for {now - since:.0f} s (ddp_timeout={self.timeout:g}); "
+                    f"it {doing} last, and has been killed or hangs."
+                )
+            if is_telling:
+                logger.warning("Waiting for process %d, which %s.", process, doing)
+
+
+def _described(sign: str | None) -> str:
+    if sign is None:
+        return "has not begun"
+    state: dict[str, Any] = json.loads(sign)
+    return f"{state['task']} since {state['seconds']:.0f} s"
+
+
+def _read(store: distributed.Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None

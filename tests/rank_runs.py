@@ -1,0 +1,125 @@
+"""What each process of a test with several does; see `ranks_server.py`."""
+
+import json
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import conftest  # noqa: F401
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from tiny_runs import brightness, trained_weights, trainer_for
+
+from diffusion_grpo import generation, hub, ranks, trainer
+
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def kill_in(module, name, calls_before=0):
+    """The process dies inside the call number `calls_before` + 1 of `module.name`, after it has begun its work."""
+    real, calls = getattr(module, name), []
+
+    def deadly(*args, **kwargs):
+        calls.append(None)
+        result = real(*args, **kwargs)
+        if len(calls) > calls_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(module, name, deadly)
+
+
+def uneven(images, log_metric, **columns):
+    """A reward that logs a metric of dark pictures only, so perhaps on one process alone."""
+    values = brightness(images)
+    for value in values:
+        if value < 0.5:
+            log_metric("dark", value)
+    log_metric(f"of_rank_{rank()}", 1.0 + rank())
+    return values
+
+
+def built(folder, settings, rewards=brightness):
+    """A trainer; sizes in `settings` are as for one process, `rows` the columns of the dataset."""
+    settings, processes = dict(settings), int(os.environ.get("WORLD_SIZE", 1))
+    for name in ("gradient_accumulation_steps", "steps_per_generation"):
+        if name in settings:
+            assert settings[name] % processes == 0
+            settings[name] //= processes
+    rows, held_out = settings.pop("rows", None), settings.pop("held_out", None)
+    own = trainer_for(folder, rewards=rewards, **settings)
+    if rows:
+        own.train_dataset = Dataset.from_dict(rows)
+    if held_out:
+        own.eval_dataset = Dataset.from_dict({"prompt": held_out})
+    return own
+
+
+def train(folder, settings, rewards="brightness", resume=None):
+    """One training; process 0 writes what it logged and the weights it ended with."""
+    own = built(folder, settings, globals()[rewards])
+    own.train(resume_from_checkpoint=resume)
+    own.save_model()
+    if own.is_world_process_zero():
+        report = {"wrapper": type(own.model_wrapped).__name__, "log": own.state.log_history}
+        (Path(folder) / "result.json").write_text(json.dumps(report))
+        save_file(trained_weights(own), Path(folder) / "weights.safetensors")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def first_weights(settings):
+    """The trained weights before any update."""
+    with tempfile.TemporaryDirectory() as folder:
+        return trained_weights(built(folder, settings))
+
+
+def fail(folder, settings, where):
+    """Process 1 goes wrong; `where` says how."""
+    real = trainer.DiffusionGRPOTrainer._step_loss
+
+    def judge(images, **columns):
+        if rank() == 1 and where == "reward" and own.state.global_step == 1:
+            raise ValueError("the judge is out")
+        if rank() == 1 and where in ("slow", "dead"):
+            if where == "dead":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(6)
+        return brightness(images)
+
+    def step_loss(self, batch, step, is_on_policy):
+        loss, error = real(self, batch, step, is_on_policy)
+        if rank() == 1 and where == "loss" and self.state.global_step == 1:
+            loss = loss * float("nan")
+        return loss, 0.5 if rank() == 1 and where == "ratio" else error
+
+    trainer.DiffusionGRPOTrainer._step_loss = step_loss
+    ranks.NOTICE, ranks.BEAT = 1.0, 0.5
+    own = built(folder, settings, judge)
+    own.train()
+
+
+def die(folder, settings, moment, calls):
+    """Process 1 is killed in a rollout, a reward, an update or while a checkpoint is written."""
+    if moment == "reward":
+        return fail(folder, settings, "dead")
+    if rank() == (0 if moment == "checkpoint" else 1):  # process 0 is the one that writes
+        place = {"rollout": (generation, "rollout"), "update": (trainer, "replay"), "checkpoint": (hub, "save_policy")}
+        kill_in(*place[moment], calls)
+    ranks.BEAT = 0.5
+    built(folder, settings).train()
+
+
+def evaluate(folder, settings):
+    """An evaluation without training, by a reward that logs."""
+    own = built(folder, settings, uneven)
+    metrics = own.evaluate()
+    if own.is_world_process_zero():
+        (Path(folder) / "result.json").write_text(json.dumps(metrics))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

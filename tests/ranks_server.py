@@ -1,0 +1,81 @@
+"""Several processes as a launcher starts them, forked from a server that has imported everything already.
+
+A launcher's own processes each take seconds to import what they need; these do not, so that many runs fit into a test
+session. Nobody watches over them: where one dies the others are on their own, as on a cluster whose launcher is slow.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["rank_runs"])
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def child(rank, processes, port, output, function, args):
+    """The environment that torchrun gives; what the process says goes into a file."""
+    known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in known.items()} if processes > 1 else {})
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import torch
+
+    torch.set_num_threads(1)
+    function(*args)
+    sys.stdout.flush()
+
+
+class Ended:
+    """How each process ended: `codes` (-9 where it was killed), `said`, `seconds` from the first end to the last."""
+
+    def __init__(self, codes, said, seconds):
+        self.codes, self.said, self.seconds = codes, said, seconds
+
+
+def start(folder, processes, function, *args):
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    port, outputs = free_port(), [folder / f"output-{rank}.txt" for rank in range(processes)]
+    own = [
+        SERVER.Process(target=child, args=(rank, processes, port, outputs[rank], function, args))
+        for rank in range(processes)
+    ]
+    for process in own:
+        process.start()
+    return own, outputs
+
+
+def run(folder, processes, function, *args, limit=240):
+    """Runs `function(*args)` on so many processes; after `limit` seconds those left are killed, which is -15."""
+    own, outputs = start(folder, processes, function, *args)
+    deadline, first = time.monotonic() + limit, None
+    while any(process.is_alive() for process in own) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        if first is None and not all(process.is_alive() for process in own):
+            first = time.monotonic()
+    seconds = time.monotonic() - (first or deadline)
+    for process in own:
+        if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+        process.join(10)
+    return Ended([process.exitcode for process in own], [path.read_text() for path in outputs], seconds)
+
+
+def succeed(folder, processes, function, *args):
+    ended = run(folder, processes, function, *args)
+    assert ended.codes == [0] * processes, "\n".join(said[-3000:] for said in ended.said)
+    return ended

@@ -1,0 +1,109 @@
+"""Where one of several processes fails, all end with its error and soon; a checkpoint is left to go on from."""
+
+import json
+import re
+import signal
+import time
+import types
+
+import pytest
+import rank_runs
+import ranks_server
+import torch
+
+from diffusion_grpo import ranks
+
+SMALL = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_generations": 4,
+    "num_inference_steps": 3,
+    "max_steps": 3,
+    "ddp_timeout": 15,
+}
+LIMIT = 60  # seconds within which the others must end, on a busy machine
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("reward", "RewardError: .*'judge' raised ValueError: the judge is out"),
+        ("loss", "NonFiniteError: .*The loss of update 2 is nan; the weights were not updated"),
+        ("ratio", "RatioError: .*The first ratio after a rollout is off by 5.0e-01"),
+    ],
+)
+def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL, where)
+    assert ended.codes == [1, 1] and ended.seconds < LIMIT
+    assert all(re.search(words, said) for said in ended.said)
+    assert "Process 1 of 2 failed" in ended.said[0] and "Process 1 of 2" not in ended.said[1]
+    if where == "reward":  # what was trained until then is kept
+        assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()
+
+
+def test_a_slow_reward_is_named_and_outlasts_the_time_out(tmp_path):
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL | {"ddp_timeout": 4}, "slow")
+    assert ended.codes == [0, 0], [said[-1500:] for said in ended.said]
+    assert "Waiting for process 1, which computes the reward judge since" in ended.said[0]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "reward",
+        pytest.param("rollout", marks=pytest.mark.distributed),
+        pytest.param("update", marks=pytest.mark.distributed),
+        pytest.param("checkpoint", marks=pytest.mark.distributed),
+    ],
+)
+def test_a_killed_process_ends_the_others_soon_and_the_run_resumes_exactly(tmp_path, moment):
+    settings = SMALL | {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 8, "max_steps": 4}
+    calls = {"rollout": 4, "update": 7, "checkpoint": 2, "reward": 0}[moment]
+    run = tmp_path / "run"
+    ended = ranks_server.run(tmp_path, 2, rank_runs.die, run, settings, moment, calls)
+    assert -signal.SIGKILL in ended.codes and 1 in ended.codes and ended.seconds < LIMIT, ended.said
+    (last,) = [said for code, said in zip(ended.codes, ended.said, strict=True) if code == 1]
+    assert re.search("RankError|RuntimeError|DistBackendError|DistNetworkError", last)
+    if moment == "reward":
+        assert "Process 1 gave no sign of life" in last and "computes the reward judge since" in last
+        return
+    assert list(run.glob("checkpoint-*"))
+    ranks_server.succeed(tmp_path / "again", 2, rank_runs.train, run, settings, "brightness", True)
+    ranks_server.succeed(tmp_path / "unbroken", 2, rank_runs.train, tmp_path / "whole", settings)
+    one, other = (ranks_weights(folder) for folder in (run, tmp_path / "whole"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def ranks_weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "weights.safetensors")
+
+
+def test_one_process_waits_for_nobody():
+    alone = ranks.Ranks(types.SimpleNamespace(num_processes=1), 1.0, (KeyError,))
+    with pytest.raises(KeyError), alone.apart("x"):
+        raise KeyError("x")
+    with pytest.raises(ValueError, match="y"):
+        alone.agree(ValueError("y"))
+    alone.agree(None)
+    assert ranks.gathered_means(alone.accelerator, {"a": [1.0, 2.0], "b": [1.0, 3.0], "c": []}, ("b",)) == {
+        "a": 1.5,
+        "b": 3.0,
+    }
+
+
+def test_silence_is_death_and_any_sign_is_life(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch = ranks._Watch(10.0, 0.0)
+    for second in (4, 8, 12, 16):  # each time another sign
+        now[0] = float(second)
+        watch.look([3], lambda process, second=second: json.dumps({"task": "rolls out", "seconds": second}))
+    now[0] = 25.0
+    watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
+    now[0] = 27.0
+    with pytest.raises(ranks.RankError, match="Process 3 gave no sign of life for 11 s .ddp_timeout=10.*rolls out"):
+        watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
+    with pytest.raises(ranks.RankError, match="it has not begun last"):
+        ranks._Watch(10.0, 0.0).look([1], lambda process: None)
