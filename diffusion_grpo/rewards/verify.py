@@ -117,8 +117,9 @@ PUBLISHED: dict[str, Published] = {
         options={"filename": "HPS_v2_compressed.pt"},
         files=(f"{HPSV2}/raw/master/hpsv2/assets/demo_image.jpg",),
     ),
-    "hpsv3": Published(  # of the authors' own example; by others, who ran their code and reported the scores
-        f"{HPSV3}#simple-inference-example",
+    "hpsv3": Published(  # of the example in the authors' README, by others who ran the authors' code
+        "https://github.com/Andrei3223/HPSv3_xai/blob/"
+        "e8d29edfe84ef469f16a209554828930f3ca4eae/results/xai_24135564/REPORT.md",
         scores=(10.823, 7.163),
         tolerance=0.2,  # bfloat16, and another way of resizing perhaps
         prompts=(FOX,) * 2,
