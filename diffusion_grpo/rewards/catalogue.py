@@ -53,6 +53,14 @@ CATALOGUE: dict[str, Entry] = {
         "cosine to another picture by CLIP", "-1 to 1", f"{TARGET}; openai/clip-vit-large-patch14"
     ),
     "nsfw_filter": Entry("1 - probability that it is not safe to show", "0 to 1", "Falconsai/nsfw_image_detection"),
+    "hpsv3": Entry("preferred by people, Human Preference Score v3", "about 0 to 15", "MizzenAI/HPSv3, 16 GB"),
+    "videoalign": Entry(
+        "videos: how good they look, move, fit the prompt, or all", "about -3 to 3", "KwaiVGI/VideoReward"
+    ),
+    "vlm_judge": Entry("what a vision-language model answers to a question", "as asked", "a server of such a model"),
+    "unified_reward": Entry(
+        "UnifiedReward's score", "1 to 5, videos 1 to 10", "a server of CodeGoat24/UnifiedReward-qwen-7b"
+    ),
     "geneval": Entry("objects, counts, colours and positions are as asked", "0 to 1", "a detector, GenEval's columns"),
     "remote": Entry(
         "what a server of rewards answers", "as the reward there", "a running `diffusion-grpo rewards serve`"

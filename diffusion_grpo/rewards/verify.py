@@ -79,6 +79,8 @@ TORCHMETRICS = (
 IMAGEREWARD = "https://github.com/THUDM/ImageReward"
 HPSV2 = "https://github.com/tgxs002/HPSv2"
 CALIBRATION = "https://github.com/chaofengc/IQA-PyTorch/tree/main/ResultsCalibra"
+HPSV3 = "https://github.com/MizzenAI/HPSv3"
+FOX = "cute chibi anime cartoon fox, smiling wagging tail with a small cartoon heart above sticker"
 PAIRS = ("I03", "I04", "I06", "I08", "I19")
 SEA = "a painting of an ocean with clouds and birds, day time, low depth field effect"
 
@@ -114,6 +116,14 @@ PUBLISHED: dict[str, Published] = {
         prompts=("A cat with two horns on its head",),
         options={"filename": "HPS_v2_compressed.pt"},
         files=(f"{HPSV2}/raw/master/hpsv2/assets/demo_image.jpg",),
+    ),
+    "hpsv3": Published(  # of the example in the authors' README, by others who ran the authors' code
+        "https://github.com/Andrei3223/HPSv3_xai/blob/"
+        "e8d29edfe84ef469f16a209554828930f3ca4eae/results/xai_24135564/REPORT.md",
+        scores=(10.823, 7.163),
+        tolerance=0.2,  # bfloat16, and another way of resizing perhaps
+        prompts=(FOX,) * 2,
+        files=tuple(f"{HPSV3}/raw/main/assets/example{number}.png" for number in (1, 2)),
     ),
     "lpips": Published(
         f"{CALIBRATION}/results_original.csv",
