@@ -58,7 +58,7 @@ def test_scores_of_pictures_that_are_made_here(shift, tmp_path, monkeypatch, cap
 
 
 def test_scores_of_pictures_that_the_user_fetched(tmp_path, monkeypatch, capsys) -> None:
-    from test_reward_models import lpips_files
+    from test_reward_lpips import lpips_files
 
     lpips_files(tmp_path, "alex")
     options = f"{{lpips: {{model: {tmp_path}, target_column: other}}}}"

@@ -1,0 +1,47 @@
+"""What published scorers do to pictures and states, in float64: the part that the tests of several rewards need.
+
+In: PIL pictures, states. Out: tensors of float64. `scored` is what a run makes of a reward.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from tiny_scorers import IMAGES, MEAN, PROMPTS, STD
+
+from diffusion_grpo.rewards import load_rewards, score
+
+
+def scored(name, options, images=IMAGES, prompts=PROMPTS, **columns):
+    """What a run makes of it; three at a time, so that batches are cut."""
+    rewards = load_rewards({name: {"device": "cpu", "batch_size": 3, **options}})
+    return score(rewards, images=images, prompts=prompts, columns=columns)[:, 0].double()
+
+
+def tensor64(image):
+    return torch.from_numpy(np.asarray(image.convert("RGB")).astype(np.float64) / 255).permute(2, 0, 1)
+
+
+def normal(pixels, mean=MEAN, std=STD):
+    return (pixels - torch.tensor(mean).double()[:, None, None]) / torch.tensor(std).double()[:, None, None]
+
+
+def torchvision_square(image, resize, crop, mean=MEAN, std=STD):
+    """Resize(resize, BICUBIC), CenterCrop(crop), ToTensor, Normalize."""
+    short, long = sorted(image.size)
+    sides = {short: resize, long: int(resize * long / short)}
+    image = image.convert("RGB").resize((sides[image.width], sides[image.height]), Image.Resampling.BICUBIC)
+    top, left = (int(round((side - crop) / 2.0)) for side in (image.height, image.width))
+    return normal(tensor64(image)[:, top : top + crop, left : left + crop], mean, std)
+
+
+def unit(vectors):
+    return vectors / vectors.norm(dim=-1, keepdim=True)
+
+
+def norm(states, weights, name, eps=1e-5):
+    return F.layer_norm(states, states.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], eps)
+
+
+def linear(states, weights, name):
+    return F.linear(states, weights[f"{name}.weight"], weights[f"{name}.bias"])

@@ -1,0 +1,94 @@
+"""LPIPS against its formula, written out in float64, from files with the names of torchvision's and the authors'."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from formulas import scored, tensor64
+from PIL import Image
+from tiny_scorers import IMAGES, PROMPTS
+
+ALEX = {0: (64, 3, 11), 3: (192, 64, 5), 6: (384, 192, 3), 8: (256, 384, 3), 10: (256, 256, 3)}
+VGG_PLACES = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
+VGG_WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+
+
+def lpips_files(folder, net):
+    torch.manual_seed(3)
+    widths = (3, *VGG_WIDTHS)
+    shapes = ALEX if net == "alex" else {p: (b, a, 3) for p, a, b in zip(VGG_PLACES, widths, VGG_WIDTHS)}
+    features = {}
+    for place, (outer, inner, side) in shapes.items():
+        features[f"features.{place}.weight"] = torch.randn(outer, inner, side, side) / (inner * side * side / 2) ** 0.5
+        features[f"features.{place}.bias"] = torch.randn(outer) / 10
+    features["classifier.1.weight"] = torch.zeros(1)
+    name = {"alex": "alexnet-owt-7be5be79.pth", "vgg": "vgg16-397923af.pth"}[net]
+    torch.save(features, folder / name)
+    tapped = {"alex": (64, 192, 384, 256, 256), "vgg": (64, 128, 256, 512, 512)}[net]
+    linear = {f"lin{n}.model.1.weight": torch.rand(1, width, 1, 1) for n, width in enumerate(tapped)}
+    torch.save(linear, folder / f"{net}.pth")
+    return {key: each.double() for key, each in features.items()}, [
+        each.double()[0, :, 0, 0] for each in linear.values()
+    ]
+
+
+def lpips_maps(image, net, w):
+    x = (
+        2 * tensor64(image)[None] - 1 - torch.tensor([-0.030, -0.088, -0.188]).double()[:, None, None]
+    ) / torch.tensor([0.458, 0.448, 0.450]).double()[:, None, None]
+
+    def conv(x, place, **how):
+        return F.relu(F.conv2d(x, w[f"features.{place}.weight"], w[f"features.{place}.bias"], **how))
+
+    if net == "alex":
+        maps = [conv(x, 0, stride=4, padding=2)]
+        maps.append(conv(F.max_pool2d(maps[-1], 3, 2), 3, padding=2))
+        maps.append(conv(F.max_pool2d(maps[-1], 3, 2), 6, padding=1))
+        maps.append(conv(maps[-1], 8, padding=1))
+        return [*maps, conv(maps[-1], 10, padding=1)]
+    maps = []
+    for places in ((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28)):
+        x = F.max_pool2d(maps[-1], 2, 2) if maps else x
+        for place in places:
+            x = conv(x, place, padding=1)
+        maps.append(x)
+    return maps
+
+
+def lpips_distance(one, two, net, w, linear):
+    distance = 0
+    for a, b, own in zip(lpips_maps(one, net, w), lpips_maps(two, net, w), linear):
+        a, b = (x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10) for x in (a, b))
+        distance += ((a - b).square() * own[:, None, None]).sum(1).mean()
+    return distance
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("net", ["alex", "vgg"])
+def test_lpips(tmp_path, net) -> None:
+    weights, linear = lpips_files(tmp_path, net)
+    pictures = [image.resize((48, 40)) for image in IMAGES[:2]] + [IMAGES[2]]
+    others = [pictures[1], IMAGES[3], None]  # the second has another size
+    fitted = [others[0], others[1].resize((48, 40), Image.Resampling.LANCZOS)]
+    expected = [1 - lpips_distance(a, b, net, weights, linear) for a, b in zip(pictures, fitted)]
+    options = {"model": str(tmp_path), "net": net}
+    found = scored("lpips", options, pictures, PROMPTS[:3], target=others)
+    torch.testing.assert_close(found[:2], torch.stack(expected), rtol=0, atol=1e-4)
+    assert found[2].isnan() and expected[0] < 0.99
+    assert scored("lpips", options, pictures, PROMPTS[:3], target=pictures).tolist() == [1, 1, 1]
+    with pytest.raises(RuntimeError, match="at least 32 x 32 pixels"):
+        scored("lpips", options, [IMAGES[0].resize((64, 16))], PROMPTS[:1], target=[IMAGES[0]])
+
+
+def test_lpips_downloads_the_official_files_once(tmp_path, monkeypatch) -> None:
+    asked = []
+    lpips_files(tmp_path, "alex")
+
+    def download(url, path, progress):
+        asked.append(url)
+        torch.save(torch.load(tmp_path / url.rpartition("/")[2]), path)
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    for _ in range(2):
+        assert scored("lpips", {}, IMAGES[:1], PROMPTS[:1], target=IMAGES[:1]).tolist() == [1]
+    assert [url.rpartition("/")[2] for url in asked] == ["alexnet-owt-7be5be79.pth", "alex.pth"]
