@@ -63,6 +63,8 @@ class Policy:
         self.is_mixed_precision = is_mixed_precision
         self.prompts = PromptCache()
         self._blank_outputs: dict[Any, Any] = {}
+        # entered where the network runs for the shape of its output alone
+        self.shapes_only: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     def _make_scheduler(self, sde_type: str) -> StochasticScheduler | None:
         original = getattr(self.pipe, "scheduler", None)
@@ -176,19 +178,30 @@ class Policy:
                 tuple((x.shape, x.dtype) for x in tensors),
                 tuple(x for x in leaves if isinstance(x, (str, bool))),
             )
-            if not (driver.needs_network or must_run) and key in self._blank_outputs:
+            is_skipped = not (driver.needs_network or must_run)
+            if is_skipped and key not in self._blank_outputs:
+                with torch.no_grad(), self.shapes_only():
+                    self._remember(key, self._passed(real, tensors, args, kwargs))
+            if is_skipped and key in self._blank_outputs:
                 return self._blank_outputs[key]
-            with self.forward_context():
-                output = real(*args, **kwargs)
-            if self.is_mixed_precision:
-                # autocast leaves half precision behind; the pipeline gets back the dtype of the latents it gave
-                dtype = next(x.dtype for x in tensors if x.is_floating_point())
-                output = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
-            if all(_is_blankable(leaf) for leaf in pytree.tree_leaves(output)):
-                self._blank_outputs[key] = _blank(output)
+            output = self._passed(real, tensors, args, kwargs)
+            self._remember(key, output)
             return output
 
         return gate
+
+    def _passed(self, real: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The network's output, in the dtype of the latents that the pipeline gave: autocast leaves half precision."""
+        with self.forward_context():
+            output = real(*args, **kwargs)
+        if not self.is_mixed_precision:
+            return output
+        dtype = next(x.dtype for x in tensors if x.is_floating_point())
+        return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+
+    def _remember(self, key: Any, output: Any) -> None:
+        if all(_is_blankable(leaf) for leaf in pytree.tree_leaves(output)):
+            self._blank_outputs[key] = _blank(output)
 
 
 class _Undecorated:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import conftest  # noqa: F401
 import torch
-from tiny_runs import trainer_for
+from tiny_runs import first_frame_brightness, trainer_for
 
 from diffusion_grpo.distributed import zero_stage
 
@@ -47,6 +47,8 @@ def run(folder: Path, name: str, settings: dict) -> None:
         settings["deepspeed"] = deepspeed_config(stage, **settings.pop("zero", {})) | settings.pop("more", {})
     settings.pop("zero", None)
     resume = settings.pop("resume", None)
+    if settings.get("name", "").startswith("wan"):
+        settings["rewards"] = first_frame_brightness
     trainer = trainer_for(folder / name, **settings)
     trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     trainer.save_model()
