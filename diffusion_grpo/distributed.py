@@ -23,7 +23,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 from trl.models.utils import _ForwardRedirection, add_hooks, remove_hooks
 
 from .config import DiffusionGRPOConfig
-from .policy import replaced
+from .policy import HOOKS, replaced
 
 MODE_FILE = "processes.json"  # in a checkpoint: how it was written
 logger = logging.getLogger(__name__)
@@ -73,13 +73,12 @@ def check_deepspeed(args: DiffusionGRPOConfig) -> None:
             )
 
 
-def fill_sizes(accelerator: Accelerator, model: nn.Module) -> None:
+def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
     """Buckets that are "auto": as transformers fills them in, from the width of the network.
 
     A diffusers config has no `hidden_size`; the width is the one that most of the weights of linear layers and
     convolutions read.
     """
-    config = accelerator.state.deepspeed_plugin.hf_ds_config
     weights: collections.Counter[int] = collections.Counter()
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
@@ -188,7 +187,7 @@ def without_weights(model: nn.Module) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            for hooks in HOOKS:
                 stack.enter_context(replaced(module, hooks, collections.OrderedDict()))
             if module._parameters:
                 stack.enter_context(replaced(module._parameters, "_in_forward", False))

@@ -152,12 +152,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         )
         hide_deepspeed()  # Trainer has made it known again
         if self.is_deepspeed_enabled:
-            fill_sizes(self.accelerator, model)
+            fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, model)
         self._check_processes()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.weights = TrainedWeights(trained, zero_stage(self.accelerator), ", " in self.component)
         if self.weights.stage == 3:
-            self.policy.shapes_only = lambda: without_weights(self.model)
+            self.policy.shapes_only, self.policy.skips_hooks = lambda: without_weights(self.model), True
         self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
         self.offload = placed(pipe, self.policy.networks, args)
@@ -260,6 +260,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     def with_weights(self, method: Callable, *args: Any) -> Any:
         """Calls what passes the network outside an update: with gathered weights, where ZeRO-3 has parted them."""
         if not self.weights.is_parted:
+            for network in self.policy.networks if self.weights.stage == 3 else []:
+                network.to(self.args.device)  # before training they wait where they were loaded
             return method(*args)
         if self.passes_together:
             return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
