@@ -8,6 +8,7 @@ trained.
 import contextlib
 import logging
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from accelerate.utils import DeepSpeedSchedulerWrapper
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, sort_checkpoints
 from transformers.trainer_callback import ExportableState
@@ -211,8 +213,11 @@ class CheckpointingTrainer(Trainer):
             distributed.written_mode(folder),
             distributed.mode(self.accelerator),
         )
-        for _ in range(self.state.global_step):
-            getattr(self.lr_scheduler, "scheduler", self.lr_scheduler).step()
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if isinstance(schedule, LambdaLR):  # others follow the evaluations, not the updates
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # of an optimizer without steps
+                for _ in range(self.state.global_step):
+                    schedule.step()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from trl.models.utils import _ForwardRedirection, add_hooks, remove_hooks
 
 from .config import DiffusionGRPOConfig
+from .policy import HOOKS, replaced
 
 MODE_FILE = "processes.json"  # in a checkpoint: how it was written
 logger = logging.getLogger(__name__)
@@ -72,13 +73,12 @@ def check_deepspeed(args: DiffusionGRPOConfig) -> None:
             )
 
 
-def fill_sizes(accelerator: Accelerator, model: nn.Module) -> None:
+def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
     """Buckets that are "auto": as transformers fills them in, from the width of the network.
 
     A diffusers config has no `hidden_size`; the width is the one that most of the weights of linear layers and
     convolutions read.
     """
-    config = accelerator.state.deepspeed_plugin.hf_ds_config
     weights: collections.Counter[int] = collections.Counter()
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
@@ -88,6 +88,28 @@ def fill_sizes(accelerator: Accelerator, model: nn.Module) -> None:
     config.fill_only("zero_optimization.reduce_bucket_size", width * width)
     config.fill_only("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * width * width))
     config.fill_only("zero_optimization.stage3_param_persistence_threshold", 10 * width)
+
+
+def check_experts(component: str, accelerator: Accelerator, args: DiffusionGRPOConfig) -> None:
+    """Refuses experts that take turns (Wan 2.2 A14B) where processes cannot share their gradients.
+
+    Raises:
+        ValueError: FSDP; ZeRO-2 or 3 with steps that each sample draws for itself; ZeRO-3 with an offloaded optimizer.
+    """
+    if ", " not in component or accelerator.num_processes == 1:
+        return
+    stage = zero_stage(accelerator)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        reason, change = "FSDP waits for both at once", "use DeepSpeed or DDP"
+    elif stage >= 2 and args.permute_steps:
+        reason, change = "with permute_steps processes would train different ones at once", "set permute_steps=False"
+    elif stage == 3 and accelerator.state.deepspeed_plugin.hf_ds_config.get_value(
+        "zero_optimization.offload_optimizer"
+    ):
+        reason, change = "ZeRO-3 offloads gradients of one of them only", "leave out offload_optimizer, or use ZeRO-2"
+    else:
+        return
+    raise ValueError(f"{component} take turns, and {reason}; {change}, or name one network in train_component.")
 
 
 # Passes
@@ -121,6 +143,26 @@ def redirected(wrapper: nn.Module, model: nn.Module, method: Callable, *args: An
     return method(*args) if wrapper is model else _ForwardRedirection()(wrapper, model, method, *args)
 
 
+def as_many_everywhere(accelerator: Accelerator, passes: list[tuple]) -> list[tuple]:
+    """Passes by which all processes keep step: the last one is repeated, with weight 0, on those that have fewer.
+
+    Args:
+        passes: tuples that end in a weight.
+    """
+    count = torch.tensor([len(passes)], device=accelerator.device)
+    most = int(accelerator.gather(count).max())
+    return passes + [(*passes[-1][:-1], 0.0)] * (most - len(passes))
+
+
+def clear_gradients(optimizer: Any, weights: "TrainedWeights") -> None:
+    """Before an update under ZeRO-3, whose first backward pass overwrites the last update's gradients.
+
+    It does so only for the parameters that this pass reaches; those of another expert would be added to old ones.
+    """
+    if weights.is_parted:
+        optimizer.optimizer.grad_partitions_flat_buffer.zero_()
+
+
 @contextlib.contextmanager
 def gathered(engine: nn.Module) -> Iterator[None]:
     """Whole ZeRO-3 parameters on each process, without the hooks that would part them again after each layer.
@@ -135,6 +177,29 @@ def gathered(engine: nn.Module) -> Iterator[None]:
             yield
         finally:
             add_hooks(engine)
+
+
+@contextlib.contextmanager
+def without_weights(model: nn.Module) -> Iterator[None]:
+    """Zeros that take no memory in place of parted weights: enough for the shape of an output, and no process waits.
+
+    Which processes meet a new shape is chance (each sample may draw its own steps), so none may gather for it.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            for hooks in HOOKS:
+                stack.enter_context(replaced(module, hooks, collections.OrderedDict()))
+            if module._parameters:
+                stack.enter_context(replaced(module._parameters, "_in_forward", False))
+        parted = [parameter for parameter in model.parameters() if not parameter.numel()]
+        empty = [parameter.data for parameter in parted]
+        for parameter in parted:
+            parameter.data = parameter.new_zeros(()).expand(parameter.ds_shape)
+        try:
+            yield
+        finally:
+            for parameter, data in zip(parted, empty, strict=True):
+                parameter.data = data
 
 
 def layered(engine: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
@@ -173,10 +238,11 @@ class TrainedWeights:
     Args:
         parameters: the trained ones, in a fixed order.
         stage: ZeRO's, 0 without DeepSpeed.
+        has_experts: whether they belong to several networks that take turns.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], stage: int):
-        self.parameters, self.stage = parameters, stage
+    def __init__(self, parameters: list[nn.Parameter], stage: int, has_experts: bool = False):
+        self.parameters, self.stage, self.has_experts = parameters, stage, has_experts
 
     @property
     def is_parted(self) -> bool:
@@ -204,6 +270,15 @@ class TrainedWeights:
         if kept:
             kept[0].partition(kept)
             kept[0].all_gather(kept)
+
+    @property
+    def are_shared_out(self) -> bool:
+        """Whether each pass leaves some whole parameters without gradient, for which other processes would wait."""
+        return self.stage < 3 and self.has_experts
+
+    def nothing(self) -> Tensor:
+        """0, with a gradient of 0 for every parameter."""
+        return 0.0 * sum(parameter.sum() for parameter in self.parameters)
 
     def shares(self, values: list[Tensor]) -> list[Tensor]:
         """This process' shares of whole values; the values themselves where it has all."""

@@ -17,6 +17,11 @@ from .config import DiffusionGRPOConfig
 
 def placed(pipe: DiffusionPipeline, networks: list[nn.Module], args: DiffusionGRPOConfig) -> "FrozenOffload | None":
     """Moves the pipeline to the device of the training; its frozen parts only when needed, with `offload_frozen`."""
+    if args.offload_frozen is None and args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
+        for part in pipe.components.values():  # DeepSpeed takes the trained networks in parts from where they are
+            if isinstance(part, nn.Module) and not any(part is network for network in networks):
+                part.to(args.device)
+        return None
     if args.offload_frozen is None:
         pipe.to(args.device)
         return None

@@ -6,6 +6,7 @@ while a driver decides what each step does. The pipeline itself is left as it wa
 
 import contextlib
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from .prompt_cache import PromptCache
 from .schedulers import StochasticScheduler, stochastic_scheduler
 from .tokens import Sampling
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
 
 
@@ -63,6 +65,10 @@ class Policy:
         self.is_mixed_precision = is_mixed_precision
         self.prompts = PromptCache()
         self._blank_outputs: dict[Any, Any] = {}
+        # for ZeRO-3, whose hooks gather weights: entered where a network runs for the shape of its output alone, and
+        # whether its hooks stay out of the calls that are skipped
+        self.shapes_only: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+        self.skips_hooks = False
 
     def _make_scheduler(self, sde_type: str) -> StochasticScheduler | None:
         original = getattr(self.pipe, "scheduler", None)
@@ -119,9 +125,12 @@ class Policy:
         holders = [holder for holder in (pipe, *inner.values()) if getattr(holder, "scheduler", None) is original]
         self.scheduler.driver = driver
         with contextlib.ExitStack() as stack:
-            own = [network.forward for network in self.networks]
-            for network, real in zip(self.networks, forwards or own, strict=True):
-                stack.enter_context(replaced(network, "forward", self._gate(driver, network, real)))
+            for number, network in enumerate(self.networks):
+                real = forwards[number] if forwards else network.forward
+                run = _with_hooks(network, real) if self.skips_hooks and not forwards else real
+                stack.enter_context(replaced(network, "forward", self._gate(driver, network, real, run)))
+                for hooks in HOOKS if self.skips_hooks else ():
+                    stack.enter_context(replaced(network, hooks, OrderedDict()))
             stack.enter_context(self.prompts.serving(pipe))
             stack.enter_context(self._writing(driver))
             stack.enter_context(seeded(driver.initial_seeds, pipe))
@@ -164,8 +173,8 @@ class Policy:
             seeds=seeds,
         )
 
-    def _gate(self, driver: Driver, network: nn.Module, real: Callable) -> Callable:
-        """The network's forward, which does not run where its result is known already."""
+    def _gate(self, driver: Driver, network: nn.Module, real: Callable, run: Callable) -> Callable:
+        """The network's forward, which does not run where its result is known already; `run` has its hooks too."""
 
         def gate(*args, **kwargs):
             kwargs, must_run = self.family.network_call(kwargs)
@@ -176,19 +185,43 @@ class Policy:
                 tuple((x.shape, x.dtype) for x in tensors),
                 tuple(x for x in leaves if isinstance(x, (str, bool))),
             )
-            if not (driver.needs_network or must_run) and key in self._blank_outputs:
+            is_skipped = not (driver.needs_network or must_run)
+            if is_skipped and key not in self._blank_outputs:
+                with torch.no_grad(), self.shapes_only():
+                    self._remember(key, self._passed(real, tensors, args, kwargs))
+            if is_skipped and key in self._blank_outputs:
                 return self._blank_outputs[key]
-            with self.forward_context():
-                output = real(*args, **kwargs)
-            if self.is_mixed_precision:
-                # autocast leaves half precision behind; the pipeline gets back the dtype of the latents it gave
-                dtype = next(x.dtype for x in tensors if x.is_floating_point())
-                output = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
-            if all(_is_blankable(leaf) for leaf in pytree.tree_leaves(output)):
-                self._blank_outputs[key] = _blank(output)
+            output = self._passed(run, tensors, args, kwargs)
+            self._remember(key, output)
             return output
 
         return gate
+
+    def _passed(self, real: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The network's output, in the dtype of the latents that the pipeline gave: autocast leaves half precision."""
+        with self.forward_context():
+            output = real(*args, **kwargs)
+        if not self.is_mixed_precision:
+            return output
+        dtype = next(x.dtype for x in tensors if x.is_floating_point())
+        return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+
+    def _remember(self, key: Any, output: Any) -> None:
+        if all(_is_blankable(leaf) for leaf in pytree.tree_leaves(output)):
+            self._blank_outputs[key] = _blank(output)
+
+
+def _with_hooks(network: nn.Module, forward: Callable) -> Callable:
+    """The network's call as it is now, hooks and all."""
+    hooks = [(name, network.__dict__[name]) for name in HOOKS]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name, value in [*hooks, ("forward", forward)]:
+                stack.enter_context(replaced(network, name, value))
+            return network(*args, **kwargs)
+
+    return run
 
 
 class _Undecorated:

@@ -31,7 +31,6 @@ IDENTITY_SETTINGS = (
     "sde_window",
     "sde_window_size",
     "scheduler_kwargs",
-    "steps_per_generation",
     "num_iterations",
     "best_of_n",
     "advantage_estimator",
@@ -55,6 +54,7 @@ def run_record(
         "reward_funcs": reward_funcs,
         "eval_reward_funcs": eval_reward_funcs,
         "reward_weights": reward_weights,
+        "prompts_per_rollout": args.prompts_per_generation,  # over all processes, however many there are
         "settings": changed_settings(args),
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
@@ -109,6 +109,8 @@ def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
     other = json.loads(path.read_text(encoding="utf-8"))
     differences = [(key, other[key], run[key]) for key in IDENTITY]
     differences += [(key, other["settings"].get(key), run["settings"].get(key)) for key in IDENTITY_SETTINGS]
+    here = run["prompts_per_rollout"]
+    differences.append(("prompts_per_rollout", other.get("prompts_per_rollout", here), here))
     for key, there, here in differences:
         if there != here:
             there, here = ("the default" if value is None else repr(value) for value in (there, here))

@@ -38,7 +38,10 @@ from .data import GroupSampler, check_dataset, named_datasets
 from .distributed import (
     TrainedWeights,
     accumulating,
+    as_many_everywhere,
     check_deepspeed,
+    check_experts,
+    clear_gradients,
     fill_sizes,
     gathered,
     hide_deepspeed,
@@ -47,6 +50,7 @@ from .distributed import (
     precision,
     redirected,
     set_learning_rate,
+    without_weights,
     zero_stage,
 )
 from .evaluation import evaluate_policy, write_validation
@@ -67,7 +71,7 @@ from .rewards import (
     reward_weights,
 )
 from .rollout import StepDistribution, Trajectory, replay
-from .token_policy import policy_for
+from .token_policy import TokenPolicy, policy_for
 from .values import ValueCallback, ValueModel
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
@@ -148,10 +152,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         )
         hide_deepspeed()  # Trainer has made it known again
         if self.is_deepspeed_enabled:
-            fill_sizes(self.accelerator, model)
+            fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, model)
         self._check_processes()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.weights = TrainedWeights(trained, zero_stage(self.accelerator))
+        self.weights = TrainedWeights(trained, zero_stage(self.accelerator), ", " in self.component)
+        if self.weights.stage == 3:
+            self.policy.shapes_only, self.policy.skips_hooks = lambda: without_weights(self.model), True
         self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
         self.offload = placed(pipe, self.policy.networks, args)
@@ -197,10 +203,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         """Refuses a layout of processes that cannot train this model."""
         if self.args.n_gpu > 1:
             raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
-        if isinstance(self.model, nn.ModuleDict) and self.accelerator.num_processes > 1:
+        check_experts(self.component, self.accelerator, self.args)
+        tokens = isinstance(self.policy, TokenPolicy)
+        if tokens and zero_stage(self.accelerator) == 3 and not self.args.ds3_gather_for_generation:
             raise ValueError(
-                f"{self.component} take turns, so each step leaves one of them without gradient, which several "
-                "processes cannot share; start one process, or name one network in train_component."
+                "ds3_gather_for_generation=False gathers each layer anew for every token, and processes that end "
+                "early would be waited for; set it to True."
             )
 
     def _check_datasets(self, args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
@@ -252,6 +260,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     def with_weights(self, method: Callable, *args: Any) -> Any:
         """Calls what passes the network outside an update: with gathered weights, where ZeRO-3 has parted them."""
         if not self.weights.is_parted:
+            for network in self.policy.networks if self.weights.stage == 3 else []:
+                network.to(self.args.device)  # before training they wait where they were loaded
             return method(*args)
         if self.passes_together:
             return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
@@ -371,12 +381,18 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if batch.targets is not None:
             self._train_values(batch)
         parts = [batch.part(places) for places in self.inputs.parts(batch.rows)]  # as in the rollout
-        passes = [(part, step) for part in parts for step in part.trajectory.steps.unique().tolist()]
-        for number, (part, step) in enumerate(passes, start=1):
+        if self._micro_step == 1:
+            clear_gradients(self.optimizer, self.weights)
+        passes = [(part, step, 1.0) for part in parts for step in part.trajectory.steps.unique().tolist()]
+        if self.weights.stage >= 2:  # each backward pass is shared
+            passes = as_many_everywhere(self.accelerator, passes)
+        for number, (part, step, weight) in enumerate(passes, start=1):
             is_last = number == len(passes)
             with contextlib.nullcontext() if is_last else accumulating(self.accelerator, model):
                 loss, error = self._redirected(model, self._step_loss, part.at_step(step), step, is_on_policy)
-                loss = loss / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
+                loss = loss * weight / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
+                if is_last and self.weights.are_shared_out:
+                    loss = loss + self.weights.nothing()
                 errors.append(error)
                 self._or_later(self._refuse_non_finite, loss.detach(), "loss")
                 if is_last and is_on_policy:

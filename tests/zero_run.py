@@ -1,7 +1,8 @@
 """Short trainings one after the other, as each of several processes runs them: `zero_run.py FOLDER RUNS_JSON`.
 
-RUNS_JSON maps names to settings; `resume` names a run and the step of its checkpoint to go on from, `stop_at` the
-update after which to stop. Starting Python and DeepSpeed takes longer than the trainings, so many share a start.
+RUNS_JSON maps names to settings: `stage` is ZeRO's, `zero` goes into that part of DeepSpeed's configuration, `more`
+beside it, `resume` is the checkpoint to go on from, in FOLDER. Numbers of micro-batches are given for one process.
+Starting Python and DeepSpeed takes longer than the trainings, so many share a start.
 """
 
 import json
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import conftest  # noqa: F401
 import torch
-from tiny_runs import trainer_for
+from tiny_runs import first_frame_brightness, trainer_for
 
 from diffusion_grpo.distributed import zero_stage
 
@@ -34,6 +35,7 @@ def partitioning(trainer) -> dict:
         "held": sum(p.ds_tensor.numel() for p in parted),
         "all": sum(p.ds_numel for p in parted),
         "kept": sum(getattr(p, "ds_persist", False) for p in trainer.model.parameters()),
+        "dtype": str(next(trainer.model.parameters()).dtype),
         "frozen_whole": all(p.numel() and not hasattr(p, "ds_id") for p in trainer.pipe.text_encoder.parameters()),
     }
 
@@ -47,6 +49,8 @@ def run(folder: Path, name: str, settings: dict) -> None:
         settings["deepspeed"] = deepspeed_config(stage, **settings.pop("zero", {})) | settings.pop("more", {})
     settings.pop("zero", None)
     resume = settings.pop("resume", None)
+    if settings.get("name", "").startswith("wan"):
+        settings["rewards"] = first_frame_brightness
     trainer = trainer_for(folder / name, **settings)
     trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     trainer.save_model()
