@@ -117,6 +117,27 @@ def test_what_fails_in_every_form_is_the_pipelines_own_error(tmp_path):
         learned(FluxKontextPipeline, tmp_path, {"prompt": "a", "image": {"no": "picture"}})
 
 
+class Moody(FirstOnly):
+    """Ignores all pictures of a list but the first, and cannot read dark ones."""
+
+    def read(self, image):
+        if not isinstance(image, list) and np.asarray(image).mean() < 100:
+            raise OSError("this picture is too dark to read")
+        return super().read(image)
+
+
+@pytest.mark.parametrize("shade", [200, 50])
+def test_what_fails_beside_the_form_is_the_pipelines_own_error(tmp_path, shade):
+    """A picture that is too dark, or is when it is turned around, is no answer to how pictures are given."""
+    row = {"prompt": "a red cat", "image": Image.new("RGB", (16, 16), (shade,) * 3)}
+    if shade < 100:  # not taken bare, and in a list of one, which shows that a batch ignores it
+        inputs, _ = learned(Moody, tmp_path, row)
+        assert [form.name for form in inputs.forms.values()] == ["listed"]
+        return
+    with pytest.raises(OSError, match="this picture is too dark to read"):
+        learned(Moody, tmp_path, row)
+
+
 def test_memory_that_runs_out_is_no_answer(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("full")
