@@ -22,6 +22,7 @@ READERS = {
     ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
     ".csv": lambda path: datasets.Dataset.from_csv(str(path)),
 }
+NUMBERS_OF_SAMPLES = ("class_labels",)  # numbers that are one a sample, as a prompt is; others are one a call
 
 
 def lines(path: Path) -> list[str]:
@@ -169,8 +170,8 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
 
     Returns:
         Each accepted column: a scalar where it holds numbers (`height`, `guidance_scale`), which a pipeline takes once
-        a call, else a list with one value a sample (`prompt`, `image`), or one tensor (batch, ...) where it holds
-        tensors or arrays. A column that is None in all rows is left out.
+        a call (all but `class_labels`), else a list with one value a sample (`prompt`, `image`), or one tensor
+        (batch, ...) where it holds tensors or arrays. A column that is None in all rows is left out.
 
     Raises:
         ValueError: the numbers of one call differ, or a column is None in some rows only.
@@ -180,6 +181,7 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
         if name not in accepted:
             continue
         values = [row[name] for row in rows]
+        is_setting = name not in NUMBERS_OF_SAMPLES and all(isinstance(value, bool | int | float) for value in values)
         missing = sum(value is None for value in values)
         if missing == len(values):
             continue
@@ -188,7 +190,7 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
                 f"The column '{name}' is None in {missing} of the {len(values)} rows of one pipeline call; fill it in "
                 "all rows or in none."
             )
-        if not all(isinstance(value, bool | int | float) for value in values):
+        if not is_setting:
             inputs[name] = values[0] if is_bare else _together(values)
             continue
         if len(set(values)) > 1:
@@ -208,7 +210,11 @@ def groups_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list
     """
     groups: dict[tuple, list[int]] = {}
     for place, row in enumerate(rows):
-        key = tuple((name, _shape(value)) for name, value in row.items() if name in accepted)
+        key = tuple(
+            (name, _shape(value, is_item=name in NUMBERS_OF_SAMPLES))
+            for name, value in row.items()
+            if name in accepted
+        )
         groups.setdefault(key, []).append(place)
     return list(groups.values())
 

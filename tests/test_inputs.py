@@ -173,6 +173,22 @@ def test_another_number_of_samples_is_refused():
         check_count([1], 2, pipe)
 
 
+def test_classes_are_given_sample_by_sample(tmp_path):
+    """Those of different prompts share a call, and each sample is of its own class."""
+    pipe, inputs = tiny_pipelines.build("dit")
+    rows = {"prompt": ["a cat", "a dog", "a tree", "the sea"], "class_labels": [3, 7, 1, 5]}
+    own = {"num_generations": 2, "guidance_scale": inputs["guidance_scale"], "max_steps": 1}
+    trainer = trainer_of(tmp_path, pipe, {}, rows, **own)
+    seen = []
+    pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["class_labels"].tolist()), with_kwargs=True
+    )
+    trainer.train()
+    assert logged(trainer, "ratio/max_error") == [0.0]
+    assert all(len(labels) == 8 and labels[4:] == [1000] * 4 for labels in seen)
+    assert {label for labels in seen for label in labels[:4]} == {3, 7, 1, 5}
+
+
 def trainer_of(folder, pipe, fixed, rows, rewards=brightness, **changes):
     args = settings(folder, pipeline_kwargs=fixed, **changes)
     data = Dataset.from_dict(rows)
