@@ -109,6 +109,8 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         num_generations: samples of each prompt, side by side.
         prompts_per_generation: prompts in a chunk; distinct ones unless the dataset has fewer.
         repeat_count: how often each chunk comes before the next one.
+        processes: that part each chunk among themselves, in equal shares.
+        copies: processes that get the same share.
         shuffle: a new permutation in each epoch, else the dataset's own order.
         seed: not negative.
 
@@ -124,6 +126,8 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         repeat_count: int,
         shuffle: bool = True,
         seed: int = 0,
+        processes: int = 1,
+        copies: int = 1,
     ) -> None:
         sizes = {
             "num_rows": num_rows,
@@ -140,6 +144,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         self.repeat_count = repeat_count
         self.shuffle = shuffle
         self.seed = seed
+        self.processes, self.copies = processes, copies
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -148,7 +153,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         chunks = -(-self.num_rows // self.prompts_per_generation)
-        return chunks * self.prompts_per_generation * self.num_generations * self.repeat_count
+        return chunks * self.prompts_per_generation * self.num_generations * self.repeat_count * self.copies
 
     def __iter__(self) -> Iterator[int]:
         rows = np.arange(self.num_rows)
@@ -157,7 +162,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         chunks = -(-self.num_rows // self.prompts_per_generation)
         chunks = np.resize(rows, (chunks, self.prompts_per_generation))  # goes round where the rows do not suffice
         order = chunks.repeat(self.num_generations, axis=1).repeat(self.repeat_count, axis=0)
-        yield from order.flatten().tolist()
+        yield from order.reshape(len(order) * self.processes, -1).repeat(self.copies, axis=0).flatten().tolist()
 
 
 def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:

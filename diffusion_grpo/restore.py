@@ -44,7 +44,7 @@ def restored_buffer(
     """
     args = order.args
     parts = [_Part(rollout_file(folder, process), device)]
-    if parts[0].processes != args.world_size:
+    if parts[0].processes != args.data_processes:
         parts = [_Part(rollout_file(folder, number), device) for number in range(parts[0].processes)]
         trained = torch.stack([part.positions.view(part.updates, -1) for part in parts], 1).flatten()
         positions = order.of_process(trained, process)

@@ -34,6 +34,7 @@ from .callbacks import (
     ValidationCallback,
 )
 from .config import DiffusionGRPOConfig
+from .context import spread_over_context
 from .data import GroupSampler, check_dataset, named_datasets
 from .distributed import (
     TrainedWeights,
@@ -154,6 +155,9 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self.weights = TrainedWeights(trained, zero_stage(self.accelerator))
         self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
+        if args.context_parallel_size > 1:
+            reference = [] if self.ref_model is None else [self.ref_model]
+            spread_over_context([*self.policy.networks, *reference], args)
         self.offload = placed(pipe, self.policy.networks, args)
         self.values = self._value_model() if args.advantage_estimator == "gae" else None
         self._add_callbacks()
@@ -202,6 +206,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                 f"{self.component} take turns, so each step leaves one of them without gradient, which several "
                 "processes cannot share; start one process, or name one network in train_component."
             )
+        if self.args.context_parallel_size > 1 and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
 
     def _check_datasets(self, args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
         """Refuses datasets without prompts, or without a column that a reward asks for."""
@@ -326,6 +332,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             repeat_count=self._slots,
             shuffle=self.args.shuffle_dataset,
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+            processes=self.args.data_processes,
+            copies=self.args.context_parallel_size,
         )
         return self._sampler
 
@@ -383,7 +391,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                     self._or_later(self._check_ratio, max(errors))
                 if is_last and self.accelerator.sync_gradients:
                     self.ranks.agree(self._failure)
-                self._backward(loss)
+                self._backward(loss * self.args.context_parallel_size)  # DDP takes the mean, a group makes the sum
             total += loss.detach()
         self._metrics["time/update"].append(time.perf_counter() - start)
         return total
