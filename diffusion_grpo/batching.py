@@ -56,7 +56,8 @@ def find_form(
             steps of one sample.
 
     Raises:
-        Exception: what the pipeline raised, where it takes the row in no form.
+        Exception: what the pipeline raised, where it takes the row in no form, or where it takes the row in one but
+            fails on the same row with another value in it.
     """
     probe = _Probe(policy, row, arguments, count, settings)
     refusals: list[str | Exception] = []
@@ -67,6 +68,8 @@ def find_form(
             raise
         except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
             reason = error
+        else:
+            reason = reason or probe.what_is_lost()
         if reason is None:
             return Form(form, " ".join(str(refusals[0]).split()).rstrip(".") if refusals else None)
         refusals.append(reason)
@@ -81,6 +84,7 @@ class _Probe:
         self.steps = settings.pop("steps")
         self.settings = settings
         self.changed = {name: other for name, value in row.items() if (other := _changed(value)) is not None}
+        self.idle: list[str] = []  # inputs of the last sample of a batch that change nothing there
 
     def why_not(self, form: str) -> str | None:
         """Why the form is not how samples are given; None where it is.
@@ -88,26 +92,39 @@ class _Probe:
         Raises:
             Exception: the pipeline's own.
         """
-        plain = self.latents(form)
+        self.idle, plain = [], self.latents(form)
         for name in self.changed if form == BATCHED else ():
             moved = (self.latents(form, name) - plain).abs().amax(1)
             own, others = moved[-1], moved[:-1].max() if self.count > 1 else 0.0
             if not _is_text(self.row[name]) and others > LEAST_SHARE * own:
                 return f"in a batch, '{name}' of one sample changes other samples"
-            if own == 0 and self.count > 1 and self.matters_alone(name):
-                return f"in a batch, '{name}' of the last sample is not used"
+            if own == 0 and self.count > 1:
+                self.idle.append(name)
         return None
 
+    def what_is_lost(self) -> str | None:
+        """Which input a batch ignores and a sample on its own does not; None where there is none.
+
+        Raises:
+            Exception: the pipeline's own.
+        """
+        lost = next((name for name in self.idle if self.matters_alone(name)), None)
+        return lost and f"in a batch, '{lost}' of the last sample is not used"
+
     def matters_alone(self, name: str) -> bool:
-        """Whether an input makes a difference to a sample on its own, in a form that the pipeline takes."""
-        for form in (SINGLE, LISTED):
-            try:
-                return not torch.equal(self.latents(form, name), self.latents(form))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # not in this form
-                continue
-        return False
+        """Whether an input makes a difference to a sample on its own, in a form that the pipeline takes.
+
+        Raises:
+            Exception: the pipeline's own, where it takes the row in a list of one no more than by itself, or fails on
+                the changed row in the form in which it takes the row as it is.
+        """
+        try:
+            form, plain = SINGLE, self.latents(SINGLE)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # the row as it is, not in this form
+            form, plain = LISTED, self.latents(LISTED)
+        return not torch.equal(self.latents(form, name), plain)
 
     def latents(self, form: str, change: str | None = None) -> Tensor:
         """(batch, numbers) what the steps leave; in a batch with one input of the last sample changed, or alone."""

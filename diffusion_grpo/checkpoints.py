@@ -96,10 +96,10 @@ class CheckpointingTrainer(Trainer):
             self._save_rng_state(str(staging))
             if (
                 self.buffer is not None
+                and self.args.writes_samples
                 and self.state.global_step * self.args.gradient_accumulation_steps % self._slots
             ):
-                processes = self.accelerator.num_processes
-                self.buffer.save(rollout_file(staging, self.accelerator.process_index), processes)
+                self.buffer.save(rollout_file(staging, self.args.data_process), self.args.data_processes)
         self._note_best(folder)
         if self.args.should_save:
             self._save_trainer_state(staging)

@@ -117,15 +117,30 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
         return self.best_of_n or self.num_generations
 
     @property
+    def data_processes(self) -> int:
+        """Processes with samples of their own; those of a context-parallel group have the same and count as one."""
+        return self.world_size // self.context_parallel_size
+
+    @property
+    def data_process(self) -> int:
+        """Number of this process, or of its context-parallel group, among `data_processes`."""
+        return self.process_index // self.context_parallel_size
+
+    @property
+    def writes_samples(self) -> bool:
+        """Whether this process writes what it has of samples: one of each context-parallel group does."""
+        return self.process_index % self.context_parallel_size == 0
+
+    @property
     def prompts_per_generation(self) -> int:
         """Prompts in one rollout, over all processes."""
-        trained = self.per_device_train_batch_size * self.world_size * self.steps_per_generation
+        trained = self.per_device_train_batch_size * self.data_processes * self.steps_per_generation
         return trained // self.samples_per_update_group
 
     @property
     def rollout_size(self) -> int:
         """Samples that one process rolls out for one generation."""
-        return self.prompts_per_generation * self.num_generations // self.world_size
+        return self.prompts_per_generation * self.num_generations // self.data_processes
 
     @property
     def samples_per_share(self) -> int:
@@ -135,12 +150,12 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
     @property
     def samples_per_update(self) -> int:
         """Samples that all processes train on in one update."""
-        return self.samples_per_share * self.world_size
+        return self.samples_per_share * self.data_processes
 
     @property
     def samples_side_by_side(self) -> int:
         """Consecutive samples that one process rolls out: all, or of several processes its share of an update."""
-        if self.world_size == 1:
+        if self.data_processes == 1:
             return self.rollout_size
         return self.samples_per_share * self.num_generations // self.samples_per_update_group
 

@@ -28,6 +28,7 @@ def check_settings(args: "DiffusionGRPOConfig") -> None:
     _check_numbers(args)
     _check_shares(args)
     _check_steps(args)
+    _check_context(args)
     _check_batches(args)
 
 
@@ -40,6 +41,7 @@ def _check_choices(args: "DiffusionGRPOConfig") -> None:
         "multi_objective_aggregation": AGGREGATIONS,
         "old_log_prob": ["rollout", "replay"],
         "importance_sampling_level": ["token", "sequence"],
+        "context_parallel_type": ["ulysses", "ring"],
     } | ({"offload_frozen": ["cpu"]} if args.offload_frozen is not None else {})
     for name, known in choices.items():
         value = getattr(args, name)
@@ -69,6 +71,7 @@ def _check_numbers(args: "DiffusionGRPOConfig") -> None:
     at_least = {
         "num_generations": 1 if args.reward_baseline == "batch" or args.advantage_estimator == "gae" else 2,
         "num_batches_per_step": 1,
+        "context_parallel_size": 1,
         "value_learning_rate": 0,
         "kl_reward": 0,
         "num_generations_eval": 1,
@@ -146,6 +149,16 @@ def _check_pipeline_kwargs(args: "DiffusionGRPOConfig") -> None:
             )
 
 
+def _check_context(args: "DiffusionGRPOConfig") -> None:
+    if args.world_size % args.context_parallel_size:
+        raise ValueError(
+            f"context_parallel_size={args.context_parallel_size} does not divide the number of processes, "
+            f"{args.world_size}; start a multiple of it."
+        )
+    if args.context_parallel_size > 1 and args.advantage_estimator == "gae":
+        raise ValueError("advantage_estimator='gae' is not known to work with context_parallel_size; leave one out.")
+
+
 def _check_batches(args: "DiffusionGRPOConfig") -> None:
     group, generations = args.samples_per_update_group, args.num_generations
     if args.best_of_n is not None and (args.best_of_n % 2 or not 2 <= args.best_of_n <= generations):
@@ -157,15 +170,15 @@ def _check_batches(args: "DiffusionGRPOConfig") -> None:
             f"steps_per_generation={args.steps_per_generation} must be a multiple of gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}, so that a rollout holds whole updates."
         )
-    trained = args.per_device_train_batch_size * args.world_size * args.steps_per_generation
+    trained = args.per_device_train_batch_size * args.data_processes * args.steps_per_generation
     if trained % group:
         name = "best_of_n" if args.best_of_n else "num_generations"
         raise ValueError(
             f"A rollout trains per_device_train_batch_size x processes x steps_per_generation = "
-            f"{args.per_device_train_batch_size} x {args.world_size} x {args.steps_per_generation} = {trained} "
+            f"{args.per_device_train_batch_size} x {args.data_processes} x {args.steps_per_generation} = {trained} "
             f"samples, which {name}={group} does not divide; change one of them."
         )
-    if args.best_of_n and args.world_size > 1 and args.samples_per_share % group:
+    if args.best_of_n and args.data_processes > 1 and args.samples_per_share % group:
         raise ValueError(
             f"best_of_n={group} chooses among whole groups on each of several processes: per_device_train_batch_size "
             f"x gradient_accumulation_steps = {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "

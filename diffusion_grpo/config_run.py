@@ -19,6 +19,20 @@ class RunSettings:
             "only while they are used, never while the trained network is."
         },
     )
+    context_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Processes that share the sequence of each sample, for videos too long for one; a divisor of the "
+            "number of processes, and samples and batches count as if each such group were one process."
+        },
+    )
+    context_parallel_type: str = field(
+        default="ulysses",
+        metadata={
+            "help": "How they share it: ulysses (each has some of the heads, whose number the size divides) or ring "
+            "(keys and values go round; CUDA in half precision)."
+        },
+    )
     train_component: str | None = field(
         default=None, metadata={"help": "Name of the trained network; by default transformer, unet, prior or decoder."}
     )

@@ -20,7 +20,13 @@ class UpdateSettings:
             "subtracted from its reward (Flow-GRPO's kl_reward); measured by two more forward passes a step."
         },
     )
-    epsilon: float = field(default=1e-4, metadata={"help": "The ratio is clipped below 1 - epsilon."})
+    epsilon: float = field(
+        default=1e-4,
+        metadata={
+            "help": "The ratio is clipped below 1 - epsilon. The default is for denoising steps; for tokens (a "
+            "language model in train_component) take the order of 0.2."
+        },
+    )
     epsilon_high: float | None = field(
         default=None, metadata={"help": "The ratio is clipped above 1 + epsilon_high; by default epsilon."}
     )

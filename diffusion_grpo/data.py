@@ -22,6 +22,7 @@ READERS = {
     ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
     ".csv": lambda path: datasets.Dataset.from_csv(str(path)),
 }
+NUMBERS_OF_SAMPLES = ("class_labels",)  # numbers that are one a sample, as a prompt is; others are one a call
 
 
 def lines(path: Path) -> list[str]:
@@ -108,6 +109,8 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         num_generations: samples of each prompt, side by side.
         prompts_per_generation: prompts in a chunk; distinct ones unless the dataset has fewer.
         repeat_count: how often each chunk comes before the next one.
+        processes: that part each chunk among themselves, in equal shares.
+        copies: processes that get the same share.
         shuffle: a new permutation in each epoch, else the dataset's own order.
         seed: not negative.
 
@@ -123,6 +126,8 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         repeat_count: int,
         shuffle: bool = True,
         seed: int = 0,
+        processes: int = 1,
+        copies: int = 1,
     ) -> None:
         sizes = {
             "num_rows": num_rows,
@@ -139,6 +144,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         self.repeat_count = repeat_count
         self.shuffle = shuffle
         self.seed = seed
+        self.processes, self.copies = processes, copies
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -147,7 +153,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         chunks = -(-self.num_rows // self.prompts_per_generation)
-        return chunks * self.prompts_per_generation * self.num_generations * self.repeat_count
+        return chunks * self.prompts_per_generation * self.num_generations * self.repeat_count * self.copies
 
     def __iter__(self) -> Iterator[int]:
         rows = np.arange(self.num_rows)
@@ -156,7 +162,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         chunks = -(-self.num_rows // self.prompts_per_generation)
         chunks = np.resize(rows, (chunks, self.prompts_per_generation))  # goes round where the rows do not suffice
         order = chunks.repeat(self.num_generations, axis=1).repeat(self.repeat_count, axis=0)
-        yield from order.flatten().tolist()
+        yield from order.reshape(len(order) * self.processes, -1).repeat(self.copies, axis=0).flatten().tolist()
 
 
 def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
@@ -169,8 +175,8 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
 
     Returns:
         Each accepted column: a scalar where it holds numbers (`height`, `guidance_scale`), which a pipeline takes once
-        a call, else a list with one value a sample (`prompt`, `image`), or one tensor (batch, ...) where it holds
-        tensors or arrays. A column that is None in all rows is left out.
+        a call (all but `class_labels`), else a list with one value a sample (`prompt`, `image`), or one tensor
+        (batch, ...) where it holds tensors or arrays. A column that is None in all rows is left out.
 
     Raises:
         ValueError: the numbers of one call differ, or a column is None in some rows only.
@@ -180,6 +186,7 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
         if name not in accepted:
             continue
         values = [row[name] for row in rows]
+        is_setting = name not in NUMBERS_OF_SAMPLES and all(isinstance(value, bool | int | float) for value in values)
         missing = sum(value is None for value in values)
         if missing == len(values):
             continue
@@ -188,7 +195,7 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
                 f"The column '{name}' is None in {missing} of the {len(values)} rows of one pipeline call; fill it in "
                 "all rows or in none."
             )
-        if not all(isinstance(value, bool | int | float) for value in values):
+        if not is_setting:
             inputs[name] = values[0] if is_bare else _together(values)
             continue
         if len(set(values)) > 1:
@@ -208,7 +215,11 @@ def groups_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list
     """
     groups: dict[tuple, list[int]] = {}
     for place, row in enumerate(rows):
-        key = tuple((name, _shape(value)) for name, value in row.items() if name in accepted)
+        key = tuple(
+            (name, _shape(value, is_item=name in NUMBERS_OF_SAMPLES))
+            for name, value in row.items()
+            if name in accepted
+        )
         groups.setdefault(key, []).append(place)
     return list(groups.values())
 

@@ -16,6 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from .advantages import combine
+from .context import one_a_group
 from .inputs import check_count
 from .media import sampling_rate
 from .ranks import gathered_means
@@ -55,7 +56,8 @@ def evaluate_policy(
     metrics |= {f"{prefix}_{name}": value for name, value in own.items()}
     metrics[f"{prefix}_runtime"] = time.perf_counter() - start
     if prefix == "eval":
-        _keep(trainer, parts)
+        if trainer.args.writes_samples:
+            _keep(trainer, parts)
         trainer.accelerator.wait_for_everyone()
     return metrics
 
@@ -92,7 +94,7 @@ def write_validation(trainer: "DiffusionGRPOTrainer") -> Path:
     rows = [{"prompt": args.validation_prompts[place]} for place in places]
     with trainer.averaged_weights():
         samples = trainer.with_weights(_sample, trainer, rows, places, {})
-    samples, places = samples[:own], places[:own]
+    samples, places = (part[: own if args.writes_samples else 0] for part in (samples, places))
     folder = Path(args.output_dir) / "validation" / f"step-{trainer.state.global_step:06d}"
     write_files(samples, [folder / f"{place:04d}" for place in places], folder, args.fps, sampling_rate(trainer.pipe))
     accelerator.wait_for_everyone()
@@ -101,8 +103,8 @@ def write_validation(trainer: "DiffusionGRPOTrainer") -> Path:
 
 def _places(trainer: "DiffusionGRPOTrainer", total: int) -> tuple[list[int], int]:
     """Which of all prompts this process samples, and how many of them are its own: the others only keep step."""
-    processes = trainer.accelerator.num_processes
-    own = list(range(trainer.accelerator.process_index, total, processes))
+    processes = trainer.args.data_processes
+    own = list(range(trainer.args.data_process, total, processes))
     spare = math.ceil(total / processes) - len(own) if trainer.passes_together else 0
     return own + [0] * spare, len(own)
 
@@ -138,12 +140,12 @@ def _sample(trainer: "DiffusionGRPOTrainer", rows: list[dict], places: list[int]
 
 def _gathered(trainer: "DiffusionGRPOTrainer", local: Tensor, total: int) -> Tensor:
     """(total, functions) rewards of all processes, in the order of the samples."""
-    count, each = trainer.accelerator.num_processes, trainer.args.num_generations_eval
+    count, each = trainer.args.data_processes, trainer.args.num_generations_eval
     if count == 1:
         return local
     padded = torch.full((math.ceil(total / each / count) * each, local.shape[1]), float("nan"))
     padded[: len(local)] = local
-    every = trainer.accelerator.gather(padded.to(trainer.args.device)).cpu()
+    every = one_a_group(trainer.accelerator.gather(padded.to(trainer.args.device)), trainer.args).cpu()
     every = every.reshape(count, -1, each, local.shape[1]).transpose(0, 1)  # (processes, prompts, samples, functions)
     return every.reshape(-1, local.shape[1])[:total]
 
@@ -188,5 +190,5 @@ def _keep(trainer: "DiffusionGRPOTrainer", parts: dict[str, _Part]) -> None:
             columns[name] += [None] * (done - len(columns[name])) + values
     for values in columns.values():
         values += [None] * (len(columns["step"]) - len(values))
-    rank = f"-rank{trainer.accelerator.process_index}" if trainer.accelerator.num_processes > 1 else ""
+    rank = f"-rank{trainer.args.data_process}" if trainer.args.data_processes > 1 else ""
     write_samples(folder / f"{step}{rank}.parquet", dict(columns))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .checkpoints import CheckpointingTrainer
+from .context import one_a_group
 from .estimators import Estimate, estimate
 from .inputs import check_count
 from .media import sampling_rate
@@ -46,7 +47,8 @@ class GeneratingTrainer(CheckpointingTrainer):
         self._micro_step += 1
         generation, slot = divmod(step, self._slots)
         if slot == 0 or self.buffer is None:
-            everyone = self.accelerator.gather(torch.tensor(numbers, device=self.args.device)).tolist()
+            everyone = self.accelerator.gather(torch.tensor(numbers, device=self.args.device))
+            everyone = one_a_group(everyone, self.args).tolist()
             order = RolloutOrder(self.args, generation)
             self.buffer = (self._generate if slot == 0 else self._restored_buffer)(order, everyone, generation)
         return self.buffer.micro_batch(slot), slot < self.args.gradient_accumulation_steps
@@ -57,7 +59,7 @@ class GeneratingTrainer(CheckpointingTrainer):
 
     def _generate(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
         """One rollout: samples, rewards, advantages, and the buffer they end in."""
-        positions = order.of_process(order.rolled, self.accelerator.process_index)
+        positions = order.of_process(order.rolled, self.args.data_process)
         try:
             with self.ranks.apart("rolls out"):
                 rows = self._rows_at(positions.tolist(), numbers)
@@ -100,7 +102,8 @@ class GeneratingTrainer(CheckpointingTrainer):
         """What every process has, by position in the generation; on the CPU."""
         if local is None:
             return None
-        return self.accelerator.gather(local.to(self.args.device)).cpu()[inverse(order.by_process())]
+        every = one_a_group(self.accelerator.gather(local.to(self.args.device)), self.args)
+        return every.cpu()[inverse(order.by_process())]
 
     def _rolled_out(
         self, rows: list[dict], generation: int, positions: Tensor
@@ -197,8 +200,10 @@ class GeneratingTrainer(CheckpointingTrainer):
                 metrics[f"rewards/{reward_name(func)}/std"].append(known.std(correction=0).item())
 
     def _write_samples(self, rows: list[dict], rewards: Tensor, columns: dict[str, list]) -> None:
+        if not self.args.writes_samples:
+            return
         names = [reward_name(func) for func in self.reward_funcs]
-        rank = f"-rank{self.accelerator.process_index}" if self.accelerator.num_processes > 1 else ""
+        rank = f"-rank{self.args.data_process}" if self.args.data_processes > 1 else ""
         path = Path(self.args.output_dir) / "samples" / f"step-{self.state.global_step:06d}{rank}.parquet"
         table = {"step": [self.state.global_step] * len(rows), "prompt": [row["prompt"] for row in rows]}
         table |= dict(zip(names, rewards.T.tolist(), strict=True))
@@ -210,6 +215,8 @@ class GeneratingTrainer(CheckpointingTrainer):
         # the first rollout at or after each multiple
         if every is None or step % every >= self._slots // self.args.gradient_accumulation_steps:
             return {}
+        if not self.args.writes_samples:
+            return {}
         folder = Path(self.args.output_dir) / "samples"
         stems = [folder / f"step-{step:06d}" / f"{position:04d}" for position in positions.tolist()]
         return write_files(samples, stems, folder, self.args.fps, sampling_rate(self.pipe))
@@ -217,7 +224,7 @@ class GeneratingTrainer(CheckpointingTrainer):
     def _buffer_of(
         self, rows: list[dict], trajectory: Recorded, found: Estimate, order: RolloutOrder
     ) -> RolloutBuffer:
-        args, process = self.args, self.accelerator.process_index
+        args, process = self.args, self.args.data_process
         positions = order.of_process(order.trained(found.result.advantages), process)
         kept = inverse(order.of_process(order.rolled, process), len(order.rolled))[positions]
         buffer = RolloutBuffer(
@@ -240,5 +247,5 @@ class GeneratingTrainer(CheckpointingTrainer):
             self.with_weights(self.inputs.learn, self.policy, rows, self.noise_level)
             return rows
 
-        folder, process = Path(self._resumed_from or ""), self.accelerator.process_index
+        folder, process = Path(self._resumed_from or ""), self.args.data_process
         return restored_buffer(folder, order, process, rows_at, self._trajectory_device)

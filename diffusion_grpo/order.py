@@ -51,13 +51,13 @@ class RolloutOrder:
 
     def of_process(self, positions: Tensor, process: int) -> Tensor:
         """(positions / processes,) those of one process, out of all in the order of the updates."""
-        if self.args.world_size == 1:
+        if self.args.data_processes == 1:
             return positions
-        return positions.view(self.updates, self.args.world_size, -1)[:, process].flatten()
+        return positions.view(self.updates, self.args.data_processes, -1)[:, process].flatten()
 
     def by_process(self) -> Tensor:
         """(samples,) positions as the processes have them, one process after the other."""
-        return torch.cat([self.of_process(self.rolled, process) for process in range(self.args.world_size)])
+        return torch.cat([self.of_process(self.rolled, process) for process in range(self.args.data_processes)])
 
     def trained(self, ranking: Tensor) -> Tensor:
         """All positions that are trained on, in the order of the updates.

@@ -45,7 +45,7 @@ def restored_buffer(
     args = order.args
     own = rollout_file(folder, process)
     parts = [_Part(own if own.is_file() else rollout_file(folder, 0), device)]  # there were fewer processes, perhaps
-    if parts[0].processes != args.world_size:
+    if parts[0].processes != args.data_processes:
         parts = [_Part(rollout_file(folder, number), device) for number in range(parts[0].processes)]
         trained = torch.stack([part.positions.view(part.updates, -1) for part in parts], 1).flatten()
         positions = order.of_process(trained, process)

@@ -156,7 +156,8 @@ class Sampler:
     def _plain(self, inputs: dict[str, Any], places: list[int]) -> Any:
         seeds = torch.tensor([self.settings.seed + place for place in places])
         arguments = call_arguments(self.pipe, inputs, self.settings.num_inference_steps, seeds)
-        return samples_of(self.pipe, self.pipe(**arguments))
+        with family_of(self.pipe).bridged(self.pipe):
+            return samples_of(self.pipe, self.pipe(**arguments))
 
     def _noisy(self, inputs: dict[str, Any], places: list[int]) -> Any:
         settings, count = self.settings, self.settings.num_generations

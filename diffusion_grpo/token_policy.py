@@ -7,6 +7,7 @@ rollout its `generate` draws, in the replay it scores what was drawn, and the ca
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from .media import samples_of
 from .pipelines import family_of
 from .policy import Policy, replaced, seeded
 from .tokens import TokenDistribution, TokenTrajectory, packed, unpacked
+
+logger = logging.getLogger(__name__)
 
 
 class TokenPolicy(Policy):
@@ -152,7 +155,7 @@ def policy_for(
 
 
 def check_token_settings(args: DiffusionGRPOConfig) -> None:
-    """Refuses settings of denoising steps where tokens are trained.
+    """Refuses settings of denoising steps where tokens are trained, and warns of their clip range.
 
     Raises:
         ValueError: a setting that would have no effect or has no meaning, or a loss of Gaussian steps.
@@ -168,3 +171,9 @@ def check_token_settings(args: DiffusionGRPOConfig) -> None:
             )
     if "." not in args.loss_type and args.loss_type != "grpo":
         raise ValueError(f"loss_type={args.loss_type!r} is of denoising steps; tokens are trained with grpo.")
+    if args.epsilon <= type(args).epsilon:
+        logger.warning(
+            "epsilon=%g is a clip range of denoising steps, whose log-probabilities are means over a latent; ratios "
+            "of tokens leave it at once, and nearly all of them would be clipped. Set epsilon to the order of 0.2.",
+            args.epsilon,
+        )

@@ -34,6 +34,7 @@ from .callbacks import (
     ValidationCallback,
 )
 from .config import DiffusionGRPOConfig
+from .context import spread_over_context
 from .data import GroupSampler, check_dataset, named_datasets
 from .distributed import (
     TrainedWeights,
@@ -160,6 +161,9 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             self.policy.shapes_only, self.policy.skips_hooks = lambda: without_weights(self.model), True
         self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
+        if args.context_parallel_size > 1:
+            reference = [] if self.ref_model is None else [self.ref_model]
+            spread_over_context([*self.policy.networks, *reference], args)
         self.offload = placed(pipe, self.policy.networks, args)
         self.values = self._value_model() if args.advantage_estimator == "gae" else None
         self._add_callbacks()
@@ -210,6 +214,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                 "ds3_gather_for_generation=False gathers each layer anew for every token, and processes that end "
                 "early would be waited for; set it to True."
             )
+        if self.args.context_parallel_size > 1 and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
 
     def _check_datasets(self, args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
         """Refuses datasets without prompts, or without a column that a reward asks for."""
@@ -336,6 +342,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             repeat_count=self._slots,
             shuffle=self.args.shuffle_dataset,
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+            processes=self.args.data_processes,
+            copies=self.args.context_parallel_size,
         )
         return self._sampler
 
@@ -399,7 +407,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                     self._or_later(self._check_ratio, max(errors))
                 if is_last and self.accelerator.sync_gradients:
                     self.ranks.agree(self._failure)
-                self._backward(loss)
+                self._backward(loss * self.args.context_parallel_size)  # DDP takes the mean, a group makes the sum
             total += loss.detach()
         self._metrics["time/update"].append(time.perf_counter() - start)
         return total

@@ -13,15 +13,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conftest  # noqa: F401
 import torch
 from safetensors.torch import save_file
-from tiny_runs import trained_weights, trainer_for
+from tiny_runs import brightness, first_frame_brightness, trained_weights, trainer_for
 
 if __name__ == "__main__":
     folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    processes = int(os.environ.get("WORLD_SIZE", 1)) // settings.get("context_parallel_size", 1)
     for name in ("gradient_accumulation_steps", "steps_per_generation"):
         if name in settings:
             settings[name] //= processes
-    trainer = trainer_for(folder, **settings)
+    rewards = first_frame_brightness if settings.get("name", "").startswith("wan") else brightness
+    trainer = trainer_for(folder, rewards=rewards, **settings)
     trainer.train()
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -30,6 +31,7 @@ if __name__ == "__main__":
             "wrapper": type(trainer.model_wrapped).__name__,
             "ratio": max(entry["ratio/max_error"] for entry in logs),
             "rewards": [entry["reward"] for entry in logs],
+            "grad_norm": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
         }
         (folder / "result.json").write_text(json.dumps(report))
         save_file(trained_weights(trainer), folder / "weights.safetensors")

@@ -20,6 +20,7 @@ from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
 from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
 from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from tiny_pipelines import glm
 from tiny_pipelines.basic import clip_tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
@@ -318,6 +319,7 @@ STAND_INS: list[tuple[str, str, Callable]] = [
     ("AutoProcessor", "Qwen", _qwen_processor),
     ("Qwen2VLProcessor", "", _qwen_processor),
     ("Qwen3VLProcessor", "", _qwen_processor),
+    ("GlmImageProcessor", "", lambda cls, **kwargs: glm.processor()),
     ("Qwen2VLForConditionalGeneration", "", _qwen_vl),
     ("Qwen3VLForConditionalGeneration", "", _qwen3_vl),
     ("Gemma3ForConditionalGeneration", "", _gemma3),

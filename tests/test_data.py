@@ -8,7 +8,7 @@ from collections import Counter
 import datasets
 import pytest
 
-from diffusion_grpo.data import GroupSampler, check_dataset, load_prompts, pipeline_inputs
+from diffusion_grpo.data import GroupSampler, check_dataset, groups_by_shape, load_prompts, pipeline_inputs
 from diffusion_grpo.rewards.geneval import requirements
 
 PROMPTS = ["a cat", "snow on the Zugspitze, août", 'the word "RAIN", in red']
@@ -185,6 +185,12 @@ def test_accepted_columns_become_keyword_arguments():
         "height": 64,
         "image": [[1, 2], [3, 4]],
     }
+
+
+def test_classes_are_one_a_sample_where_other_numbers_are_one_a_call():
+    rows = [{"class_labels": label, "guidance_scale": 4.0} for label in (3, 7)]
+    assert groups_by_shape(rows, set(rows[0])) == [[0, 1]]
+    assert pipeline_inputs(rows, set(rows[0])) == {"class_labels": [3, 7], "guidance_scale": 4.0}
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,27 @@ def test_what_fails_in_every_form_is_the_pipelines_own_error(tmp_path):
         learned(FluxKontextPipeline, tmp_path, {"prompt": "a", "image": {"no": "picture"}})
 
 
+class Moody(FirstOnly):
+    """Ignores all pictures of a list but the first, and cannot read dark ones."""
+
+    def read(self, image):
+        if not isinstance(image, list) and np.asarray(image).mean() < 100:
+            raise OSError("this picture is too dark to read")
+        return super().read(image)
+
+
+@pytest.mark.parametrize("shade", [200, 50])
+def test_what_fails_beside_the_form_is_the_pipelines_own_error(tmp_path, shade):
+    """A picture that is too dark, or is when it is turned around, is no answer to how pictures are given."""
+    row = {"prompt": "a red cat", "image": Image.new("RGB", (16, 16), (shade,) * 3)}
+    if shade < 100:  # not taken bare, and in a list of one, which shows that a batch ignores it
+        inputs, _ = learned(Moody, tmp_path, row)
+        assert [form.name for form in inputs.forms.values()] == ["listed"]
+        return
+    with pytest.raises(OSError, match="this picture is too dark to read"):
+        learned(Moody, tmp_path, row)
+
+
 def test_memory_that_runs_out_is_no_answer(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("full")
@@ -150,6 +171,22 @@ def test_another_number_of_samples_is_refused():
     check_count([1, 2], 2, pipe)
     with pytest.raises(UnsupportedPipeline, match="Blend returned 1 samples where 2 were asked for"):
         check_count([1], 2, pipe)
+
+
+def test_classes_are_given_sample_by_sample(tmp_path):
+    """Those of different prompts share a call, and each sample is of its own class."""
+    pipe, inputs = tiny_pipelines.build("dit")
+    rows = {"prompt": ["a cat", "a dog", "a tree", "the sea"], "class_labels": [3, 7, 1, 5]}
+    own = {"num_generations": 2, "guidance_scale": inputs["guidance_scale"], "max_steps": 1}
+    trainer = trainer_of(tmp_path, pipe, {}, rows, **own)
+    seen = []
+    pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["class_labels"].tolist()), with_kwargs=True
+    )
+    trainer.train()
+    assert logged(trainer, "ratio/max_error") == [0.0]
+    assert all(len(labels) == 8 and labels[4:] == [1000] * 4 for labels in seen)
+    assert {label for labels in seen for label in labels[:4]} == {3, 7, 1, 5}
 
 
 def trainer_of(folder, pipe, fixed, rows, rewards=brightness, **changes):

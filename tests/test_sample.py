@@ -254,3 +254,15 @@ def test_pictures_of_several_sizes_are_read_and_told_apart(tmp_path, training):
     )
     sizes = [Image.open(tmp_path / "out" / row["image"]).size for row in table_of(tmp_path / "out")]
     assert sizes == [(16, 16), (24, 24), (16, 16)]
+
+
+def test_what_a_pipeline_needs_in_these_versions_is_there_without_a_training(tmp_path, monkeypatch):
+    """GLM-Image's image-to-image, whose plain call fails in diffusers 0.42."""
+    pipe, inputs = tiny_pipelines.build("glm_image_edit")
+    monkeypatch.setattr(sample, "load_sampled", lambda settings: pipe)
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "GlmImagePipeline"}))
+    inputs["image"][0][0].save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a fox", "image": "a.png"}))
+    size = ["--height", 64, "--width", 64, "--num_inference_steps", 2]
+    run(tmp_path, "--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", *size)
+    assert Image.open(tmp_path / "out" / table_of(tmp_path / "out")[0]["image"]).size == (64, 64)

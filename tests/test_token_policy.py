@@ -3,6 +3,8 @@
 Its texts end where the model says so, so that samples have different lengths.
 """
 
+import logging
+
 import pytest
 import tiny_pipelines
 import torch
@@ -192,6 +194,14 @@ def test_settings_of_denoising_steps_are_refused(painter, tmp_path):
     for setting in ({name: value} for name, value in plain.items()):
         with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* is of denoising steps"):
             trainer_of(painter, tmp_path, **setting)
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.2])
+def test_the_clip_range_of_denoising_steps_is_warned_of(painter, tmp_path, caplog, epsilon):
+    given = {} if epsilon is None else {"epsilon": epsilon}
+    with caplog.at_level(logging.WARNING, "diffusion_grpo"):
+        trainer_of(painter, tmp_path, **given)
+    assert ("epsilon=0.0001 is a clip range of denoising steps" in caplog.text) == (epsilon is None)
 
 
 def test_settings_of_tokens_are_refused_where_there_are_none():
