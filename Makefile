@@ -13,7 +13,7 @@ QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench sweep docs tiny-model clean
+.PHONY: help setup demo test test-all lint format bench bench-rewards sweep docs tiny-model clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ format: setup ## rewrite the sources in the project's style
 
 bench: setup ## time one GRPO step against the bare network, and print peak memory
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/step.py $(ARGS)
+
+bench-rewards: setup ## images a second of each reward, and the share of an update that the demo waits for its own
+	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/rewards.py $(ARGS)
 
 sweep: setup ## ask every pipeline of a diffusers checkout whether it trains (ARGS="--diffusers PATH")
 	@$(OFFLINE) $(QUIET) OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py $(ARGS)

@@ -4,6 +4,7 @@ In: the trainer's events. Out: files in the run's folder, pictures, videos and s
 line in the terminal.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.trainer_callback import CallbackHandler, ProgressCallback
 from .distributed import TrainedWeights
 from .media import read_sound, read_video
 from .rewards.samples import frame_positions
+from .watch import collapse
 
 GRID_CELL = 256  # pixels, the longest side of a picture in the grid
 STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in a picture that shows its motion
@@ -212,6 +214,19 @@ def _log_to_tensorboard(writer: Any, name: str, videos: list[Path], sounds: list
     for path in sounds:
         sound, rate = read_sound(path)
         writer.add_audio(f"{name}/{path.stem}", sound.mean(axis=0), step, sample_rate=rate)
+
+
+class CollapseCallback(TrainerCallback):
+    """Warns, once a run, when the trained reward rises while the samples of a prompt become alike."""
+
+    def __init__(self):
+        self.is_said = False
+
+    def on_log(self, args, state, control, **kwargs):
+        found = None if self.is_said or not state.is_world_process_zero else collapse(state.log_history)
+        if found is not None:
+            self.is_said = True
+            warnings.warn(f"Update {state.global_step}: {found}", stacklevel=2)
 
 
 class ReportCallback(TrainerCallback):

@@ -71,3 +71,17 @@ class RunSettings:
         default=10,
         metadata={"help": "Updates between two rounds of validation_prompts; the first is before training."},
     )
+    overlap_rewards: bool = field(
+        default=True,
+        metadata={
+            "help": "Score the samples of a prompt while those of the next ones are made. The results are the same "
+            "either way. False where a reward's network and the rollout do not fit into memory together."
+        },
+    )
+    watch_rewards: list[str] | None = field(
+        default_factory=lambda: ["auto"],
+        metadata={
+            "help": "Rewards that evaluations measure beside the trained ones and the judges, to notice what is paid "
+            "for them: names, or auto for cheap ones that fit what the pipeline makes. null for none."
+        },
+    )

@@ -197,6 +197,33 @@ class Recorder(Driver):
         )
 
 
+class Finisher(Driver):
+    """Drives a call that repeats a rollout from its end, without the network: the last step leaves what it left.
+
+    Args:
+        recorder: of that rollout.
+
+    Raises:
+        UnsupportedPipeline: the steps move several latents (video and sound).
+    """
+
+    needs_network = False
+
+    def __init__(self, recorder: Recorder):
+        super().__init__(recorder.initial_seeds, recorder.count, recorder.noise_level)
+        self.tokens, self.last = recorder.tokens, recorder.loop_length - 1
+        if len(recorder.left) != 1:
+            raise UnsupportedPipeline(
+                f"The pipeline's steps move {len(recorder.left)} latents at once (video and sound), and a reward that "
+                "takes latents gets one; use a reward that takes what is made of them."
+            )
+        (self.left,) = recorder.left.values()
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        return self.left.clone() if index == self.last else sample
+
+
 class StepScored(Exception):
     """Leaves the pipeline: the replayed step is scored, the steps after it and the decoder are not needed."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor
 
@@ -21,8 +22,18 @@ from .inputs import check_count
 from .media import sampling_rate
 from .ranks import gathered_means
 from .records import write_files, write_samples
-from .rewards import reward_name
+from .rewards import Reward
 from .rollout import rollout, sample_seed
+from .watch import (
+    cosine_distance,
+    diversity,
+    embedders,
+    embeddings,
+    kind_of,
+    pixel_distance,
+    thumbnails,
+    watched_rewards,
+)
 
 if TYPE_CHECKING:
     from .trainer import DiffusionGRPOTrainer
@@ -30,7 +41,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Part:
-    """What one process made of one dataset: `rewards` (samples, functions) are its own, `every` those of all."""
+    """What one process made of one dataset: `rewards` (samples, functions) are its own, `every` those of all.
+
+    Their last columns are those of the `watched` rewards.
+    """
 
     samples: list[Any]
     rows: list[dict]
@@ -38,6 +52,8 @@ class _Part:
     rewards: Tensor
     extra: dict[str, list]
     every: Tensor
+    watched: list[Reward]
+    diversity: dict[str, float]
 
 
 @torch.no_grad()
@@ -49,9 +65,13 @@ def evaluate_policy(
     trainer.model.eval()
     own_metrics: dict[str, list[float]] = defaultdict(list)  # not among those of the training
     parts = {name: _part(trainer, dataset, pipeline_kwargs or {}, own_metrics) for name, dataset in datasets.items()}
-    metrics = _metrics(trainer, prefix, torch.cat([part.every for part in parts.values()]))
+    watched = next(iter(parts.values())).watched
+    metrics = _metrics(trainer, prefix, torch.cat([part.every for part in parts.values()]), watched)
     for name, part in parts.items() if len(parts) > 1 else ():
-        metrics |= _metrics(trainer, f"{prefix}_{name}", part.every)
+        metrics |= _metrics(trainer, f"{prefix}_{name}", part.every, watched)
+    for key in dict.fromkeys(key for part in parts.values() for key in part.diversity):
+        found = [part.diversity[key] for part in parts.values() if key in part.diversity]
+        metrics[f"{prefix}_{key}"] = sum(found) / len(found)
     own = gathered_means(trainer.accelerator, own_metrics)
     metrics |= {f"{prefix}_{name}": value for name, value in own.items()}
     metrics[f"{prefix}_runtime"] = time.perf_counter() - start
@@ -71,14 +91,39 @@ def _part(
     mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples side by side
     groups = [place // count for place in mine]
     funcs, extra = trainer.reward_funcs + trainer.eval_reward_funcs, {}
+    kind, points, local = None, {}, None
     with trainer.ranks.apart("samples for the evaluation"):
         rows = trainer.inputs.rows(dataset, groups)
-        samples = trainer.with_weights(_sample, trainer, rows, mine, pipeline_kwargs)
+        latents = [None] * len(rows) if trainer._takes_latents(funcs) else None
+        samples = trainer.with_weights(_sample, trainer, rows, mine, pipeline_kwargs, latents)
         samples, rows, mine, groups = (part[: own * count] for part in (samples, rows, mine, groups))
-        local = torch.empty(0, len(funcs))
         if rows:
-            local = trainer._score(funcs, samples, rows, own_metrics, groups, extra)
-    return _Part(samples, rows, mine, local, extra, _gathered(trainer, local, total))
+            kind = kind_of(samples)
+            looked_at = funcs + watched_rewards(trainer.args.watch_rewards, kind, funcs)
+            latents = latents and latents[: own * count]
+            local = trainer._score(looked_at, samples, rows, own_metrics, groups, extra, latents)
+            points = _points(funcs, samples) if count > 1 and kind is not None else {}
+    (kind,) = broadcast_object_list([kind])  # the first process has samples
+    watched = watched_rewards(trainer.args.watch_rewards, kind, funcs)
+    local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
+    every = _gathered(trainer, local, total)
+    return _Part(samples, rows, mine, local, extra, every, watched, _diversity(trainer, points, total))
+
+
+def _points(funcs: list[Reward], samples: list[Any]) -> dict[str, Tensor]:
+    """Of this process' samples, what their distances are taken between: to the eye, and to rewards that embed them."""
+    embedded = {f"diversity/{reward.name}": embeddings(reward, samples) for reward in embedders(funcs)}
+    return {"diversity": thumbnails(samples).float()} | embedded
+
+
+def _diversity(trainer: "DiffusionGRPOTrainer", points: dict[str, Tensor], total: int) -> dict[str, float]:
+    """How different the samples of a prompt are, wherever they were made."""
+    groups, found = torch.arange(total) // trainer.args.num_generations_eval, {}
+    (widths,) = broadcast_object_list([{key: own.shape[1] for key, own in points.items()}])
+    for key, width in widths.items():
+        every = _gathered(trainer, points.get(key, torch.empty(0, width)), total)
+        found[key] = diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)
+    return found
 
 
 @torch.no_grad()
@@ -109,31 +154,44 @@ def _places(trainer: "DiffusionGRPOTrainer", total: int) -> tuple[list[int], int
     return own + [0] * spare, len(own)
 
 
-def _metrics(trainer: "DiffusionGRPOTrainer", prefix: str, rewards: Tensor) -> dict[str, float]:
+def _metrics(trainer: "DiffusionGRPOTrainer", prefix: str, rewards: Tensor, watched: list[Reward]) -> dict[str, float]:
     """Means and standard errors of (samples, functions) rewards; what no function scored is left out."""
     metrics = _mean_and_error(f"{prefix}_reward", _combined(trainer, rewards))
-    for func, column in zip(trainer.reward_funcs + trainer.eval_reward_funcs, rewards.T, strict=True):
-        metrics |= _mean_and_error(f"{prefix}_rewards/{reward_name(func)}", column, "/mean", "/std_error")
+    names = [f"rewards/{reward.name}" for reward in trainer.reward_funcs + trainer.eval_reward_funcs]
+    names += [f"watch/{reward.name}" for reward in watched]
+    for name, column in zip(names, rewards.T, strict=True):
+        metrics |= _mean_and_error(f"{prefix}_{name}", column, "/mean", "/std_error")
     return metrics
 
 
-def _sample(trainer: "DiffusionGRPOTrainer", rows: list[dict], places: list[int], pipeline_kwargs: dict) -> list[Any]:
+def _sample(
+    trainer: "DiffusionGRPOTrainer",
+    rows: list[dict],
+    places: list[int],
+    pipeline_kwargs: dict,
+    latents: list[Tensor | None] | None = None,
+) -> list[Any]:
+    """What the pipeline makes of each row; and into `latents`, where given, the latents it is made from."""
     args, samples = trainer.args, [None] * len(rows)
     trainer.inputs.learn(trainer.policy, rows, trainer.noise_level)
     for first in range(0, len(rows), args.per_device_eval_batch_size):
         trainer.policy.prompts.clear()
         for part in trainer.inputs.parts(rows[first : first + args.per_device_eval_batch_size]):
             chosen = [first + number for number in part]
+            own = None if latents is None else []
             images, _ = rollout(
                 trainer.policy,
                 trainer.inputs([rows[row] for row in chosen], **pipeline_kwargs),
                 seeds=[sample_seed(args.seed, "evaluation", places[row]) for row in chosen],
                 num_inference_steps=args.eval_num_inference_steps or args.num_inference_steps,
                 noise_level=0.0,
+                latents=own,
             )
             check_count(images, len(chosen), trainer.pipe)
-            for row, image in zip(chosen, images, strict=True):
-                samples[row] = image
+            for number, row in enumerate(chosen):
+                samples[row] = images[number]
+                if latents is not None:
+                    latents[row] = own[number]
     trainer.policy.prompts.clear()  # what was encoded beside other prompts differs in the last bits
     return samples
 
@@ -169,7 +227,8 @@ def _keep(trainer: "DiffusionGRPOTrainer", parts: dict[str, _Part]) -> None:
     folder = Path(trainer.args.output_dir) / "evaluations"
     step = f"step-{trainer.state.global_step:06d}"
     (folder / step).mkdir(parents=True, exist_ok=True)
-    names = [reward_name(func) for func in trainer.reward_funcs + trainer.eval_reward_funcs]
+    names = [reward.name for reward in trainer.reward_funcs + trainer.eval_reward_funcs]
+    names += [reward.name for reward in next(iter(parts.values())).watched]
     shown = math.ceil(trainer.args.num_completions_to_log / len(parts))
     columns: dict[str, list] = defaultdict(list)
     for dataset, part in parts.items():

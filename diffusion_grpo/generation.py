@@ -6,7 +6,6 @@ module of its own because nothing here takes a gradient.
 
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,22 @@ import torch
 from torch import Tensor
 
 from .buffer import MicroBatch, Recorded, RolloutBuffer
-from .checkpoints import CheckpointingTrainer
 from .context import one_a_group
 from .estimators import Estimate, estimate
 from .inputs import check_count
 from .media import sampling_rate
 from .order import RolloutOrder, inverse
-from .records import extra_column, write_files, write_samples
+from .records import write_files, write_samples
 from .restore import restored_buffer
-from .rewards import RewardError, reward_name, score
+from .rewards import RewardError, reward_name
+from .rewards.overlap import RolloutScoring
 from .rollout import rollout, sample_seed, trained_steps
+from .scoring import ScoringTrainer, only_takes_latents
 from .values import recorded_conditions, states_of_calls
+from .watch import diversity, thumbnails
 
 
-class GeneratingTrainer(CheckpointingTrainer):
+class GeneratingTrainer(ScoringTrainer):
     """The part of the trainer that makes what it trains on.
 
     The trainer that inherits sets `policy`, `inputs`, `noise_level`, `reward_funcs`, `reward_weights`, `values`,
@@ -58,16 +59,17 @@ class GeneratingTrainer(CheckpointingTrainer):
         return self.inputs.rows(self.train_dataset, [numbers[position] for position in positions])
 
     def _generate(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
-        """One rollout: samples, rewards, advantages, and the buffer they end in."""
+        """One rollout, its rewards (which are computed while it is made), advantages, and the buffer they end in."""
         positions = order.of_process(order.rolled, self.args.data_process)
+        groups, extra = (positions // self.args.num_generations).tolist(), {}
         try:
             with self.ranks.apart("rolls out"):
                 rows = self._rows_at(positions.tolist(), numbers)
-                samples, trajectory, *parts = self._observed_rollout(rows, generation, positions)
-                start, extra = time.perf_counter(), {}
-                groups = (positions // self.args.num_generations).tolist()
-                local = self._score(self.reward_funcs, samples, rows, self._metrics, groups, extra)
-                self._metrics["time/reward"].append(time.perf_counter() - start)
+                with self._rollout_scoring(rows, groups) as scoring:
+                    samples, trajectory, *parts = self._observed_rollout(rows, generation, positions, scoring)
+                    start = time.perf_counter()
+                    local = self._rewards_of(scoring, extra)
+                    self._metrics["time/reward"].append(time.perf_counter() - start + scoring.waited)
         except RewardError:
             self._save_before_stopping()
             raise
@@ -77,25 +79,28 @@ class GeneratingTrainer(CheckpointingTrainer):
         names = [reward.name for reward in self.reward_funcs]
         found = estimate(self.args, self.reward_weights, names, rewards, positions, divergences, seen, self.values)
         self._log_rewards(rewards, found)
+        self._log_diversity(samples, order)
         files = self._sample_files(samples, positions)
         if self.args.log_completions or files:
             self._write_samples(rows, local, found.columns | {"seed": trajectory.seeds.tolist()} | files | extra)
         return self._buffer_of(rows, trajectory, found, order)
 
     def _observed_rollout(
-        self, rows: list[dict], generation: int, positions: Tensor
+        self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring
     ) -> tuple[list, Recorded, Tensor | None, Tensor | None]:
         """Samples, trajectories, and of the trained steps what the settings ask for: KL divergences, states."""
         start = time.perf_counter()
         observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
         with observed as conditions:
-            samples, trajectory, divergences = self.with_weights(self._rolled_out, rows, generation, positions)
+            samples, trajectory, divergences = self.with_weights(
+                self._rolled_out, rows, generation, positions, scoring
+            )
         seen = None
         if conditions is not None:
             seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
         for name, value in trajectory.metrics().items():
             self._metrics[name].append(value)
-        self._metrics["time/rollout"].append(time.perf_counter() - start)
+        self._metrics["time/rollout"].append(time.perf_counter() - start - scoring.waited)
         return samples, trajectory, divergences, seen
 
     def _gathered(self, local: Tensor | None, order: RolloutOrder) -> Tensor | None:
@@ -106,15 +111,17 @@ class GeneratingTrainer(CheckpointingTrainer):
         return every.cpu()[inverse(order.by_process())]
 
     def _rolled_out(
-        self, rows: list[dict], generation: int, positions: Tensor
+        self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring
     ) -> tuple[list, Recorded, Tensor | None]:
         """What of a generation passes the network: samples, trajectories, and their divergences for `kl_reward`."""
         self.inputs.learn(self.policy, rows, self.noise_level)
-        samples, trajectory = self._rollout(rows, generation, positions)
+        samples, trajectory = self._rollout(rows, generation, positions, scoring)
         return samples, trajectory, self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
 
     @torch.no_grad()
-    def _rollout(self, rows: list[dict], generation: int, positions: Tensor) -> tuple[list, Recorded]:
+    def _rollout(
+        self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring
+    ) -> tuple[list, Recorded]:
         """Samples and trajectories of `rows`, in chunks; what each gets depends on its place in the generation."""
         args = self.args
         self.policy.prompts.clear()
@@ -129,8 +136,11 @@ class GeneratingTrainer(CheckpointingTrainer):
             args.num_inference_steps, window, args.timestep_fraction, seeds if args.permute_steps else None
         )
         steps = steps if args.permute_steps else steps * len(rows)
-        samples, trajectories = [None] * len(rows), [None] * len(rows)
+        trajectories = [None] * len(rows)
+        takes_latents = self._takes_latents(self.reward_funcs)
+        is_decoded = self._is_saving or not all(map(only_takes_latents, self.reward_funcs))
         for places in self.inputs.calls(rows, self.accelerator):
+            latents = [] if takes_latents else None
             images, trajectory = rollout(
                 self.policy,
                 self.inputs([rows[place] for place in places]),
@@ -141,50 +151,18 @@ class GeneratingTrainer(CheckpointingTrainer):
                 noise_steps=noise_steps,
                 noise_level=self.noise_level,
                 device=self._trajectory_device,
+                latents=latents,
+                is_decoded=is_decoded,
             )
-            check_count(images, len(places), self.pipe)
+            check_count(latents if images is None else images, len(places), self.pipe)
+            scoring.add(places, images, latents)
             for number, place in enumerate(places):
-                samples[place], trajectories[place] = images[number], trajectory[[number]]
-        return samples, Recorded(trajectories)
+                trajectories[place] = trajectory[[number]]
+        return scoring.samples, Recorded(trajectories)
 
     @property
     def _trajectory_device(self) -> Any:
         return "cpu" if self.args.offload_trajectories else self.args.device
-
-    def _score(
-        self,
-        funcs: list[Callable],
-        samples: list,
-        rows: list[dict],
-        metrics: dict[str, list[float]],
-        groups: list[int],
-        extra: dict[str, list],
-    ) -> Tensor:
-        """(samples, functions) float32 rewards of this process, NaN for None.
-
-        What they log goes into `metrics`, the columns they add, one value a sample, into `extra`.
-        """
-        kind = "videos" if isinstance(samples[0], list) else "images"
-        columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-        return score(
-            funcs,
-            **{kind: samples},
-            prompts=[row["prompt"] for row in rows],
-            columns=columns,
-            groups=groups,
-            fps=self.args.fps,
-            sampling_rate=sampling_rate(self.pipe),
-            trainer_state=self.state,
-            log_metric=lambda name, value: metrics[name].append(float(value)),
-            log_extra=lambda name, values: extra.update({name: extra_column(name, values, len(samples))}),
-            failure_dir=Path(self.args.output_dir) / "failures",
-            announce=lambda names: self.ranks.announce(f"computes the reward {names}"),
-        )
-
-    def _save_before_stopping(self) -> None:
-        """A checkpoint of the last update, to go on from; all processes save it together."""
-        if self.state.global_step > 0:
-            self._save_checkpoint(self.model, trial=None)
 
     def _log_rewards(self, rewards: Tensor, found: Estimate) -> None:
         metrics, result = self._metrics, found.result
@@ -193,11 +171,22 @@ class GeneratingTrainer(CheckpointingTrainer):
         metrics["reward"].append(result.rewards.nanmean().item())
         metrics["reward_std"].append(result.group_std.mean().item())
         metrics["frac_reward_zero_std"].append(result.frac_reward_zero_std)
+        if self.args.advantage_clip is not None:
+            reached = result.advantages.abs() >= self.args.advantage_clip
+            metrics["frac_advantage_clipped"].append(reached.float().mean().item())
         for func, column in zip(self.reward_funcs, rewards.T, strict=True):
             known = column[~column.isnan()]
             if len(known):
                 metrics[f"rewards/{reward_name(func)}/mean"].append(known.mean().item())
                 metrics[f"rewards/{reward_name(func)}/std"].append(known.std(correction=0).item())
+
+    def _log_diversity(self, samples: list, order: RolloutOrder) -> None:
+        """How different the samples of a prompt are, wherever they were made."""
+        points = None if samples[0] is None else thumbnails(samples)  # None: only latents are looked at
+        if points is not None:
+            points = self._gathered(points, order)
+            found = diversity(points, torch.arange(len(points)) // self.args.num_generations)
+            self._metrics["diversity"] += [] if found is None else [found]
 
     def _write_samples(self, rows: list[dict], rewards: Tensor, columns: dict[str, list]) -> None:
         if not self.args.writes_samples:
@@ -209,15 +198,20 @@ class GeneratingTrainer(CheckpointingTrainer):
         table |= dict(zip(names, rewards.T.tolist(), strict=True))
         write_samples(path, columns | table)
 
+    @property
+    def _is_saving(self) -> bool:
+        """Whether it is this rollout's turn to be saved: the first at or after each multiple of save_samples_steps."""
+        every = self.args.save_samples_steps
+        updates = self._slots // self.args.gradient_accumulation_steps
+        return every is not None and self.state.global_step % every < updates
+
     def _sample_files(self, samples: list, positions: Tensor) -> dict[str, list]:
         """Columns that name the files of this rollout's samples; none where it is not its turn to be saved."""
-        every, step = self.args.save_samples_steps, self.state.global_step
-        # the first rollout at or after each multiple
-        if every is None or step % every >= self._slots // self.args.gradient_accumulation_steps:
+        if not self._is_saving:
             return {}
         if not self.args.writes_samples:
             return {}
-        folder = Path(self.args.output_dir) / "samples"
+        folder, step = Path(self.args.output_dir) / "samples", self.state.global_step
         stems = [folder / f"step-{step:06d}" / f"{position:04d}" for position in positions.tolist()]
         return write_files(samples, stems, folder, self.args.fps, sampling_rate(self.pipe))
 

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class Policy:
         sampling: how a language model in the pipeline's call draws tokens: `temperature`, `top_k` and `top_p` where
             they are not to be those of its own generation config.
 
+    Attributes:
+        draws_globally: whether a call has drawn from torch's global generator so far.
+
     Raises:
         ValueError: no such component, or an `sde_type` that does not fit.
         UnsupportedPipeline: it has no network or no scheduler to train.
@@ -64,6 +68,7 @@ class Policy:
         self.forward_context = forward_context
         self.is_mixed_precision = is_mixed_precision
         self.prompts = PromptCache()
+        self.draws_globally = False
         self._blank_outputs: dict[Any, Any] = {}
         # for ZeRO-3, whose hooks gather weights: entered where a network runs for the shape of its output alone, and
         # whether its hooks stay out of the calls that are skipped
@@ -133,7 +138,7 @@ class Policy:
                     stack.enter_context(replaced(network, hooks, OrderedDict()))
             stack.enter_context(self.prompts.serving(pipe))
             stack.enter_context(self._writing(driver))
-            stack.enter_context(seeded(driver.initial_seeds, pipe))
+            stack.enter_context(seeded(driver.initial_seeds, self))
             # __dict__, not setattr: a pipeline's own __setattr__ would write our class into its config
             for holder in holders:
                 stack.enter_context(replaced(holder, "scheduler", self.scheduler))
@@ -273,13 +278,22 @@ def policy_component(pipe: DiffusionPipeline, component: str | None = None) -> s
 
 
 @contextlib.contextmanager
-def seeded(seeds: Tensor, pipe: DiffusionPipeline) -> Iterator[None]:
-    """What a pipeline draws from torch's global generator is the same in rollout and replay, and leaves no trace."""
-    device = pipe._execution_device  # which is not where the first of its parts waits
+def seeded(seeds: Tensor, policy: Policy) -> Iterator[None]:
+    """What a pipeline draws from torch's global generator is the same in rollout and replay, and leaves no trace.
+
+    Whether it does is noted in `policy.draws_globally`.
+    """
+    device = policy.pipe._execution_device  # which is not where the first of its parts waits
     devices = [device] if device.type == "cuda" else []
+    states = [torch.get_rng_state, *(partial(torch.cuda.get_rng_state, device) for device in devices)]
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int(seeds[0]))
-        yield
+        before = [state() for state in states]
+        try:
+            yield
+        finally:
+            after = [state() for state in states]
+            policy.draws_globally |= not all(map(torch.equal, before, after))
 
 
 @contextlib.contextmanager

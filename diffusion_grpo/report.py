@@ -16,6 +16,7 @@ import PIL.Image
 import yaml
 
 from .run_folder import Run, read_run, summarise
+from .watch import collapse
 
 if TYPE_CHECKING:
     from .plots import Curve
@@ -33,6 +34,8 @@ DIAGNOSTICS = {
     "clip_ratio/region_mean": "Share of samples whose ratio was clipped. 0 with one update a rollout.",
     "frac_reward_zero_std": "Share of groups whose samples all got the same reward: they teach nothing.",
     "reward_std": "Spread of the rewards within a group. What GRPO learns from; collapses when it is done.",
+    "diversity": "Mean distance of two samples of a prompt, seen small: 0 where all are the same picture.",
+    "frac_advantage_clipped": "Share of advantages that advantage_clip cut off.",
     "kl": "Distance to the reference model.",
     "loss": "The policy loss. Its value says little, its sudden jumps do.",
     "grad_norm": "Norm of the gradient before clipping.",
@@ -86,6 +89,7 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         gains={name: gain(run, name) for name in ["reward", *run.reward_names]},
         results=results_table(run),
         findings=findings(run),
+        watched=watched_table(run),
         curves=curves(run),
         pictures=pictures(run),
         film=film(run),
@@ -149,6 +153,20 @@ def results_table(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
+def watched_table(run: Run) -> list[tuple[str, float, float, float, float]]:
+    """Name, mean and standard error before and after of each reward that was only looked at, and the diversity."""
+    if len(run.evaluations) < 2:
+        return []
+    first, last = run.evaluations[0], run.evaluations[-1]
+    rows = []
+    for key in first:
+        if key.startswith("eval_watch/") and key.endswith("/mean") and key in last:
+            error = key.removesuffix("/mean") + "/std_error"
+            name = key.removeprefix("eval_watch/").removesuffix("/mean")
+            rows.append((name, first[key], first[error], last[key], last[error]))
+    return rows
+
+
 def findings(run: Run) -> list[str]:
     """What a careful reader would notice, in words: replay errors, groups without signal, a judge that disagrees."""
     found = []
@@ -161,6 +179,8 @@ def findings(run: Run) -> list[str]:
     silent = [entry["frac_reward_zero_std"] for entry in run.train[-5:] if "frac_reward_zero_std" in entry]
     if silent and sum(silent) / len(silent) > 0.5:
         found.append("In the last updates more than half of the groups had equal rewards and taught nothing.")
+    collapsed = collapse(run.train)
+    found += [] if collapsed is None else [collapsed]
     if len(run.evaluations) < 2:
         found.append("There are fewer than two held-out evaluations, so nothing can be said about what was learned.")
         return found

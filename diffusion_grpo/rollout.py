@@ -14,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from .drivers import Recorder, StepScored, Teacher, UnsupportedPipeline
+from .drivers import Finisher, Recorder, StepScored, Teacher, UnsupportedPipeline
 from .media import samples_of
 from .pipelines import family_of
 from .policy import POLICY_COMPONENTS, Policy, policy_component
@@ -74,6 +74,8 @@ def rollout(
     noise_level: float | None = None,
     device: str | torch.device = "cpu",
     is_complete: bool = True,
+    latents: list[Tensor] | None = None,
+    is_decoded: bool = True,
 ) -> tuple[Any, Trajectory | TokenTrajectory | None]:
     """Calls the pipeline as a user would, with noise in its steps, and records the trained ones.
 
@@ -91,16 +93,25 @@ def rollout(
             are drawn at 0 as at any other.
         device: where the trajectory is kept.
         is_complete: False ends the call when the last trained step is recorded; there are no samples then.
+        latents: a list to which the samples' denoised latents are added, one each: those that a call with
+            `output_type="latent"` returns.
+        is_decoded: False decodes nothing; latents are all there is then.
 
     Returns:
         the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
-        [`~media.VideoWithSound`] where it returns sound too) and the trajectory, or None where nothing is recorded.
+        [`~media.VideoWithSound`] where it returns sound too), or None where nothing was decoded; and the trajectory,
+        or None where nothing is recorded.
+
+    Raises:
+        UnsupportedPipeline: the pipeline does not return latents when asked.
     """
     policy = policy if isinstance(policy, Policy) else Policy(policy)
     seeds = torch.as_tensor(seeds, dtype=torch.int64)
     if initial_seeds is None:  # two streams: the same one twice would make the first noise the initial latent
         initial_seeds, seeds = seeds, torch.tensor([sample_seed(seed, "noise") for seed in seeds.tolist()])
     initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
+    if latents is not None:
+        check_latents(policy)
     if isinstance(policy, TokenPolicy):
         arguments = call_arguments(policy.pipe, inputs, num_inference_steps, initial_seeds)
         made = policy.rollout(arguments, seeds, initial_seeds, num_inference_steps, is_recorded=noise_level is None)
@@ -113,13 +124,54 @@ def rollout(
         noise_steps, rows = noise_steps if noise_level > 0 else (), torch.empty(len(seeds), 0, dtype=torch.int64)
     noises = None if noise_steps is None else set(noise_steps)
     recorder = Recorder(seeds, initial_seeds, noises, rows, noise_level, device, is_complete)
-    arguments = call_arguments(policy.pipe, inputs, num_inference_steps, initial_seeds)
+    shown = inputs if is_decoded else inputs | {"output_type": "latent"}
+    arguments = call_arguments(policy.pipe, shown, num_inference_steps, initial_seeds)
     samples = None
     with policy.acting(recorder), contextlib.suppress(StepScored):
         samples = samples_of(policy.pipe, policy.pipe(**arguments))
+    if latents is not None:
+        found = samples if not is_decoded else _latents_again(policy, inputs, num_inference_steps, recorder)
+        latents += _checked_latents(policy, found, recorder)
+        samples = samples if is_decoded else None
     settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
     record = noise_level > 0 and (rows is None or rows.numel() > 0)
     return samples, recorder.trajectory(seeds=seeds, initial_seeds=initial_seeds, **settings) if record else None
+
+
+def _latents_again(policy: Policy, inputs: dict[str, Any], num_inference_steps: int, recorder: Recorder) -> Any:
+    """What the same call returns when asked for latents; neither the network nor the decoder runs for it."""
+    inputs = inputs | {"output_type": "latent"}
+    arguments = call_arguments(policy.pipe, inputs, num_inference_steps, recorder.initial_seeds)
+    with policy.acting(Finisher(recorder)):
+        return policy.pipe(**arguments)[0]
+
+
+def check_latents(policy: Policy) -> None:
+    """Refuses a pipeline that has no denoised latents to give.
+
+    Raises:
+        UnsupportedPipeline: its call has no `output_type`, or its tokens are what is trained.
+    """
+    has_type = "output_type" in inspect.signature(policy.undecorated).parameters
+    if isinstance(policy, TokenPolicy) or not has_type:
+        why = "its policy writes tokens" if has_type else "its call has no output_type"
+        raise UnsupportedPipeline(
+            f"A reward takes latents, but {type(policy.pipe).__name__} gives none: {why}; use rewards that take what "
+            "it makes."
+        )
+
+
+def _checked_latents(policy: Policy, found: Any, recorder: Recorder) -> list[Tensor]:
+    """One float32 tensor a sample; refuses what is no latents, or more of them than the steps moved."""
+    left = Finisher(recorder).left
+    is_tensor = torch.is_tensor(found) and found.ndim > 1 and len(found) == recorder.count
+    if not is_tensor or found[0].numel() > left[0].numel():
+        shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
+        raise UnsupportedPipeline(
+            f'{type(policy.pipe).__name__} returned {shape} for output_type="latent" where its last step left '
+            f"{tuple(left.shape)}; use rewards that take what it makes."
+        )
+    return list(found.float().unbind())
 
 
 def replay(

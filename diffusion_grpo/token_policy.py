@@ -40,7 +40,7 @@ class TokenPolicy(Policy):
         """The pipeline with `generate` in place of its language model's; restored on leaving."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.prompts.serving(self.pipe))
-            stack.enter_context(seeded(initial_seeds, self.pipe))
+            stack.enter_context(seeded(initial_seeds, self))
             stack.enter_context(self.family.bridged(self.pipe))
             stack.enter_context(replaced(self.pipe, "_progress_bar_config", {"disable": True}))
             stack.enter_context(replaced(self.network, "generate", generate))

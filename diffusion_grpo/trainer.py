@@ -25,6 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .callbacks import (
+    CollapseCallback,
     EMACallback,
     PipelineTensorBoardCallback,
     ReportCallback,
@@ -71,9 +72,10 @@ from .rewards import (
     load_rewards,
     reward_weights,
 )
-from .rollout import StepDistribution, Trajectory, replay
-from .token_policy import TokenPolicy, policy_for
+from .rollout import StepDistribution, TokenPolicy, Trajectory, replay
+from .token_policy import policy_for
 from .values import ValueCallback, ValueModel
+from .watch import watched_rewards
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
@@ -142,6 +144,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self.inputs = self.inputs or checked_inputs(type(pipe), args, *given)
         self.policy = policy_for(pipe, self.component, args, self._autocast, args.bf16 or args.fp16)
         self.noise_level = args.noise_level or self.policy.default_noise_level
+        self._takes_latents(self.reward_funcs + self.eval_reward_funcs)  # refuses a pipeline that gives none
         super().__init__(
             model=model,
             args=args,
@@ -183,6 +186,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         check_judges(self.reward_funcs, judges)
         trained = {reward.name for reward in self.reward_funcs}
         self.eval_reward_funcs = [judge for judge in judges if judge.name not in trained]  # those are measured anyway
+        watched_rewards(args.watch_rewards, None, self.reward_funcs)  # refuses unknown names
         self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
         check_groups(self.reward_funcs, args.samples_side_by_side, args.num_generations)
         self.loss = get_loss(args.loss_type)
@@ -316,6 +320,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if self.pop_callback(TensorBoardCallback) is not None:
             self.add_callback(PipelineTensorBoardCallback)
         self.add_callback(SampleGridCallback(self.callback_handler))
+        self.add_callback(CollapseCallback)
         if args.validation_prompts:
             self.add_callback(ValidationCallback(lambda: write_validation(self), self.callback_handler))
         self.add_callback(ReportCallback)
@@ -460,15 +465,27 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
 
     def _divergences(self, rows: list[dict], trajectory: Recorded) -> Tensor:
         """(samples, steps) KL divergence of the policy as it is from the reference, in the rollout's batches."""
-
-        def measure(*replayed: Any) -> Tensor:
-            now = replay(self.policy, *replayed)
-            return kl_divergence(now.mean, self._reference(*replayed).mean, now.std)
-
         recorded = RolloutBuffer(rows, trajectory, trajectory.log_probs, len(rows), seed=0)
         size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
-        parts = [self._at_trained_steps(recorded.part(chunk), measure) for chunk in _chunks(len(rows), size)]
+        parts = [self._at_trained_steps(recorded.part(chunk), self._divergence) for chunk in _chunks(len(rows), size)]
         return torch.cat(parts)
+
+    def _divergence(self, *replayed: Any) -> Tensor:
+        """(batch,) KL divergence of the policy as it is from the reference, given inputs, trajectory and step."""
+        now = replay(self.policy, *replayed)
+        return kl_divergence(now.mean, self._reference(*replayed).mean, now.std)
+
+    def _distance_to_reference(self) -> dict[str, float]:
+        """The KL divergence at the trained steps of one micro-batch of the last rollout, whatever beta is.
+
+        Nothing before the first rollout, for tokens, and where no reference is kept: full training with beta=0 would
+        need a second copy of the weights for it.
+        """
+        has_reference = self.ref_model is not None or self.run["trains_by"] != "full"
+        if self.buffer is None or not has_reference or isinstance(self.policy, TokenPolicy):
+            return {}
+        local = self.with_weights(self._at_trained_steps, self.buffer.micro_batch(0), self._divergence).mean()
+        return {"kl": self.accelerator.gather(local.to(self.args.device)).mean().item()}
 
     @torch.no_grad()
     def _replayed_log_probs(self, buffer: RolloutBuffer) -> Tensor:
@@ -571,7 +588,9 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
 
         Returns:
             `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`; of
-            several datasets these are over all of them, and `{prefix}_{dataset}_...` over each.
+            several datasets these are over all of them, and `{prefix}_{dataset}_...` over each. Of rewards that are
+            only looked at (`watch_rewards`) `{prefix}_watch/{name}/mean` and `/std_error`; with `num_generations_eval`
+            above 1 `{prefix}_diversity`; after a rollout with a reference `{prefix}_kl`.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
@@ -582,10 +601,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             self.inputs.columns(part).check(name)
         try:
             with self.averaged_weights():
+                distance = self._distance_to_reference() if metric_key_prefix.startswith("eval") else {}
                 metrics = evaluate_policy(self, datasets, metric_key_prefix, pipeline_kwargs)
         except RewardError:
             self._save_before_stopping()
             raise
+        metrics |= {f"{metric_key_prefix}_{name}": value for name, value in distance.items()}
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

@@ -219,6 +219,8 @@ def recorded_conditions(policy: Policy) -> Iterator[list[Tensor]]:
     def note(network: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal last
         driver = policy.scheduler.driver
+        if not driver.needs_network:  # a call that only asks for the latents of the rollout
+            return
         if driver is not last:
             last = driver
             calls.clear()

@@ -20,12 +20,14 @@ from .clip import ClipScore, ClipSimilarity, PickScore
 from .color import color
 from .contract import (
     Reward,
+    batchwise,
     check_columns,
     check_groups,
     check_judges,
     groupwise,
     load_rewards,
     reward_weights,
+    takes_latents,
     takes_tensors,
 )
 from .dino import DinoSimilarity
@@ -52,6 +54,7 @@ __all__ = [
     "RemoteReward",
     "Reward",
     "RewardError",
+    "batchwise",
     "check_columns",
     "check_groups",
     "check_judges",
@@ -61,6 +64,7 @@ __all__ = [
     "reward_name",
     "reward_weights",
     "score",
+    "takes_latents",
     "takes_tensors",
 ]
 

@@ -47,6 +47,10 @@ class ClipReward(ModelReward):
         pixels = pixels["pixel_values"].to(network.device, network.dtype)
         return _unit(network.visual_projection(network.vision_model(pixels).pooler_output))
 
+    def embed(self, images: list[Image.Image]) -> list[list[float]]:
+        """The same of any number of pictures, as lists: how different they are is measured between these."""
+        return self.in_batches(self.seen, images)
+
     def said(self, network: CLIPModel, prompts: list[str]) -> Tensor:
         """`(batch, features)` float32: embeddings of prompts, of length 1; each distinct prompt is encoded once."""
         distinct = list(dict.fromkeys(prompts))

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-PROVIDED = ("prompts", "completions", "images", "videos", "fps", "sampling_rate", "trainer_state")
+PROVIDED = ("prompts", "completions", "images", "videos", "latents", "fps", "sampling_rate", "trainer_state")
 PROVIDED += ("log_metric", "log_extra")
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
@@ -37,7 +37,29 @@ def takes_tensors(function: Callable) -> Callable:
     return function
 
 
-def is_marked(function: Callable, mark: Literal["is_groupwise", "takes_tensors"]) -> bool:
+def takes_latents(function: Callable) -> Callable:
+    """Marks a reward that gets `latents` (also as `completions`) in place of pictures: `(batch, ...)` float32.
+
+    What the last denoising step left, as a call of the pipeline with `output_type="latent"` returns it, on the device
+    of the rollout and shared with the other rewards, so it must not be written to. Where nothing else needs pixels,
+    nothing is decoded.
+    """
+    function.takes_latents = True
+    return function
+
+
+def batchwise(function: Callable) -> Callable:
+    """Marks a reward that is called once, with all samples of this process's rollout, when the last one is made.
+
+    For what compares prompts with each other. Others may be called with whole groups as these are finished.
+    """
+    function.is_batchwise = True
+    return function
+
+
+def is_marked(
+    function: Callable, mark: Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents"]
+) -> bool:
     """Whether a function, the function in a `partial`, or an object or its class carries the mark."""
     if isinstance(function, functools.partial):
         return is_marked(function.func, mark)
@@ -105,11 +127,9 @@ class Reward:
     @property
     def reads_frames(self) -> bool:
         """Whether the function asks for pictures, so that of a video it is given frames."""
-        return (
-            "images" in self.parameters
-            and "videos" not in self.parameters
-            and not is_marked(self.function, "takes_tensors")
-        )
+        marks = ("takes_tensors", "takes_latents")
+        is_other = "videos" in self.parameters or any(is_marked(self.function, mark) for mark in marks)
+        return "images" in self.parameters and not is_other
 
     def value(self, answer: float) -> float:
         """What one number that the function returned comes to; NaN stays NaN."""

@@ -1,21 +1,20 @@
-"""Calls reward functions and checks what they return.
+"""Calls reward functions.
 
-In: pictures or videos with their prompts and dataset columns, and reward functions, sync or async. Out: a float32
-tensor `(samples, functions)`, NaN where a function returned `None`. A module of its own because a user's reward is the
-least tested code of a run: everything that can be wrong with its answer is found here, with the sample at hand.
+In: pictures, videos or latents with their prompts and dataset columns, and reward functions, sync or async. Out: a
+float32 tensor `(samples, functions)`, NaN where a function returned `None`. A module of its own because it is the one
+place where a user's code runs: what it gets, what it may not change, and when it is called are decided here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import itertools
-import json
 import math
-import numbers
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,23 +22,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
+from .answers import Failure, RewardError, checked
 from .contract import Reward, is_marked
 from .samples import as_pictures, as_tensor, frame_positions
 
+SETTINGS = (  # of torch, for the whole process: how each is read and written
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
 
-class RewardError(RuntimeError):
-    """A reward function failed or returned something that is no reward; the cause, if any, is chained."""
 
-
-@torch.no_grad()
 def score(
     reward_funcs: list[Callable | Reward],
     *,
     images: list | None = None,
     videos: list | None = None,
+    latents: list[Tensor] | None = None,
     prompts: list[str],
     columns: dict[str, list] | None = None,
     groups: list[int] | None = None,
@@ -57,16 +59,20 @@ def score(
     again), `fps` (with videos), `sampling_rate` (with sound), `trainer_state`, `log_metric`, `log_extra` and every
     column, as far as it accepts them. Async functions run concurrently. A function that asks for `images` and gets
     videos is called with frames of them, and the mean over a video's frames is its value (`Reward.frames`). A function
-    marked `groupwise` is called once a group, one marked `takes_tensors` gets a tensor.
+    marked `groupwise` is called once a group, one marked `takes_tensors` gets a tensor, one marked `takes_latents` the
+    latents under that name. None sees gradients, and what it changes of torch's settings is put back after each call.
 
     Args:
         reward_funcs: each returns one `float | None` a sample.
-        images: PIL images, or `videos`: lists of frames; arrays are turned into PIL once. Exactly one of the two.
+        images: PIL images, or `videos`: lists of frames; arrays are turned into PIL once. At most one of the two; none
+            where all functions take latents.
+        latents: what the last denoising step left of each sample.
         prompts: one a sample.
         columns: further dataset columns, one value a sample each.
         groups: the group of each sample, for groupwise functions; by default samples of equal prompts are a group.
         fps: frames a second of the videos.
         sampling_rate: samples a second of the sounds.
+        log_metric: called with each name and number that functions log, in the order of the functions.
         log_extra: called once for each name that functions log, with one value a sample (None where not logged).
         failure_dir: where the sample of a failed call is saved.
         announce: called with the name of each function before it, with several names before all async ones.
@@ -78,43 +84,145 @@ def score(
         RewardError: a function raised, returned the wrong number of values, NaN, infinity or something that is not a
             number, or asks for videos where there are images. The message names the function, the prompt and where
             the sample was saved.
-        ValueError: both or neither of `images` and `videos` are given.
+        ValueError: both `images` and `videos` are given, or no samples at all.
     """
-    if (images is None) == (videos is None):
-        raise ValueError("score needs exactly one of images and videos.")
-    kind, samples = ("images", images) if videos is None else ("videos", videos)
-    batch = _Batch(kind, as_pictures(samples), prompts, columns or {}, groups or _equal_prompts(prompts))
-    shared = {"trainer_state": trainer_state, "log_metric": log_metric or _unlogged} | (
-        {"fps": fps} if kind == "videos" else {}
-    )
-    shared |= {"sampling_rate": sampling_rate} if sampling_rate is not None else {}
-    rewards = [func if isinstance(func, Reward) else _unnamed(func) for func in reward_funcs]
-    extras: dict[str, list] = {}
-    calls = [_calls(reward, batch) for reward in rewards]
-    announce = announce or (lambda names: None)
-    for call in itertools.chain(*calls):
-        announce(call.reward.name)
-        call.answer = _answer(call, batch, shared, extras if log_extra else None)
-    _await_all(list(itertools.chain(*calls)), announce)
-    values = torch.empty(len(samples), len(rewards), dtype=torch.float32)
-    for position, own in enumerate(calls):
-        values[:, position] = torch.tensor(_values(own, batch, failure_dir), dtype=torch.float32)
-    for name, column in extras.items():
-        log_extra(name, column)
-    if rewards and values.isnan().all(dim=1).any():
-        _warn_unscored()
-    return values
+    given = {"images": images, "videos": videos, "latents": latents, "prompts": prompts, "columns": columns}
+    shared = {"fps": fps, "sampling_rate": sampling_rate, "trainer_state": trainer_state}
+    scoring = Scoring(reward_funcs, **given, groups=groups, **shared)
+    score_here([scoring], announce)
+    return scoring.values(failure_dir, log_metric, log_extra)
+
+
+class Scoring:
+    """The calls that score some samples: made by `answer`, awaited by `wait`, checked and read by `values`.
+
+    In three steps because the first two may happen in other threads and at the same time as those of other samples.
+    What functions log is kept until `values`, and then comes in the order of the functions, whoever was ready first.
+
+    Args:
+        reward_funcs, images, videos, latents, prompts, columns, groups, fps, sampling_rate, trainer_state: as in
+            `score`.
+        places: the number of each sample in whatever they are a part of, for what is said of a failure.
+
+    Attributes:
+        doing: name of the function that is called, or names of those that are awaited.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: list[Callable | Reward],
+        *,
+        images: list | None = None,
+        videos: list | None = None,
+        latents: list[Tensor] | None = None,
+        prompts: list[str],
+        columns: dict[str, list] | None = None,
+        groups: list[int] | None = None,
+        fps: float | None = None,
+        sampling_rate: int | None = None,
+        trainer_state: object | None = None,
+        places: list[int] | None = None,
+    ):
+        if images is not None and videos is not None:
+            raise ValueError("score needs exactly one of images and videos, not both.")
+        kind, samples = ("images", images) if videos is None else ("videos", videos)
+        kind, samples = ("latents", latents) if samples is None else (kind, as_pictures(samples))
+        if samples is None:
+            raise ValueError("score needs exactly one of images and videos, or latents.")
+        places = list(range(len(samples))) if places is None else places
+        groups = groups or _equal_prompts(prompts)
+        self.batch = _Batch(kind, samples, latents, prompts, columns or {}, groups, places)
+        self.shared = {"trainer_state": trainer_state} | ({"fps": fps} if kind == "videos" else {})
+        self.shared |= {"sampling_rate": sampling_rate} if sampling_rate is not None else {}
+        self.rewards = [func if isinstance(func, Reward) else _unnamed(func) for func in reward_funcs]
+        self.calls: list[list[_Call]] = []
+        self.doing = ", ".join(reward.name for reward in self.rewards)
+
+    def answer(self, announce: Callable[[str], None] | None = None) -> None:
+        """Calls all functions, one after the other; raises nothing that they raise."""
+        with torch.no_grad():
+            self.calls = [_calls(reward, self.batch) for reward in self.rewards]
+            for call in itertools.chain(*self.calls):
+                self.doing = call.reward.name
+                if announce is not None:
+                    announce(self.doing)
+                call.answer = _answer(call, self.batch, self.shared)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a function was async."""
+        return bool(self.awaited)
+
+    @property
+    def awaited(self) -> list[str]:
+        """Names of the async functions."""
+        return [call.reward.name for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
+
+    async def wait(self) -> None:
+        """Replaces the awaitables among the answers by their results, awaited together.
+
+        Several scorings wait in one thread and take turns there, so gradients are turned off for the thread, not here.
+        """
+        waiting = [call for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
+        self.doing = ", ".join(dict.fromkeys(self.awaited))
+        results = await asyncio.gather(*(_awaited(call.answer) for call in waiting))
+        for call, result in zip(waiting, results, strict=True):
+            call.answer = result
+
+    def values(
+        self, failure_dir: Path | None = None, log_metric: Callable | None = None, log_extra: Callable | None = None
+    ) -> Tensor:
+        """`(samples, functions)` float32; see `score`."""
+        values = torch.empty(len(self.batch.samples), len(self.rewards), dtype=torch.float32)
+        for position, own in enumerate(self.calls):
+            values[:, position] = torch.tensor(_values(own, self.batch, failure_dir), dtype=torch.float32)
+        extras: dict[str, list] = {}
+        for call in itertools.chain(*self.calls):
+            for name, value in call.metrics if log_metric else ():
+                log_metric(name, value)
+            for name, column in call.extras.items():
+                whole = extras.setdefault(name, [None] * len(self.batch.samples))
+                for row, value in zip(call.rows, column):
+                    whole[row] = value
+        for name, column in extras.items() if log_extra else ():
+            log_extra(name, column)
+        if self.rewards and values.isnan().all(dim=1).any():
+            _warn_unscored()
+        return values
+
+
+def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None = None) -> None:
+    """Makes the calls in this thread, and awaits those that are async together.
+
+    In a thread with a loop of its own, so that it also works where a loop runs already (a notebook).
+    """
+    for scoring in scorings:
+        scoring.answer(announce)
+    waiting = [scoring for scoring in scorings if scoring.is_waiting]
+    if not waiting:
+        return
+    if announce is not None:
+        announce(", ".join(dict.fromkeys(name for scoring in waiting for name in scoring.awaited)))
+
+    async def gather() -> None:
+        with torch.no_grad(), unchanged_settings():
+            await asyncio.gather(*(scoring.wait() for scoring in waiting))
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pool.submit(asyncio.run, gather()).result()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """All samples of one scoring, with one value a sample in `prompts`, `columns` and `groups`."""
+    """All samples of one scoring, with one value a sample in all lists; `places` number them for messages."""
 
     kind: str
     samples: list
+    latents: list[Tensor] | None
     prompts: list[str]
     columns: dict[str, list]
     groups: list[int]
+    places: list[int]
 
     @cached_property
     def tensor(self) -> Tensor:
@@ -122,6 +230,18 @@ class _Batch:
             return as_tensor(self.samples)
         except ValueError as error:
             raise RewardError(str(error)) from error
+
+    @cached_property
+    def stacked_latents(self) -> Tensor:
+        if self.latents is None:
+            raise RewardError("A reward asks for latents, which only a training has; name one that takes pictures.")
+        shapes = {tuple(latent.shape) for latent in self.latents}
+        if len(shapes) != 1:
+            raise RewardError(
+                f"A reward asks for one tensor of all latents, but these have several shapes: "
+                f"{', '.join(map(str, sorted(shapes)))}; give height and width, or use a reward that takes pictures."
+            )
+        return torch.stack(self.latents)
 
     @property
     def blocks(self) -> list[list[int]]:
@@ -131,17 +251,25 @@ class _Batch:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """One call of a function: the sample behind each item that it gets, and what it answered."""
+    """One call of a function: the sample behind each item that it gets, what it answered, and what it logged."""
 
     reward: Reward
     rows: list[int]
     items: Any
     kind: str
     answer: Any = None
+    metrics: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    extras: dict[str, list] = dataclasses.field(default_factory=dict)
 
+    def log_metric(self, name: str, value: float) -> None:
+        """What a function logs as a number."""
+        self.metrics.append((name, float(value)))
 
-def _unlogged(name: str, value: object) -> None:
-    """Where nobody keeps a reward's metrics and columns."""
+    def log_extra(self, name: str, values: list) -> None:
+        """What a function logs as a column, one value an item."""
+        if len(values) != len(self.rows):
+            raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
+        self.extras[name] = list(values)
 
 
 def _tensor_name(reward: Reward) -> str:
@@ -167,7 +295,10 @@ def _calls(reward: Reward, batch: _Batch) -> list[_Call]:
     calls = []
     for rows in batch.blocks if is_groupwise else [list(range(len(batch.samples)))]:
         is_whole = len(rows) == len(batch.samples)
-        if is_marked(reward.function, "takes_tensors"):
+        if is_marked(reward.function, "takes_latents"):
+            latents = batch.stacked_latents
+            calls.append(_Call(reward, rows, latents if is_whole else latents[rows], "latents"))
+        elif is_marked(reward.function, "takes_tensors"):
             calls.append(_Call(reward, rows, batch.tensor if is_whole else batch.tensor[rows], _tensor_name(reward)))
         elif batch.kind == "videos" and reward.reads_frames:
             places = [(row, frame_positions(reward.frames, len(batch.samples[row]))) for row in rows]
@@ -182,48 +313,39 @@ def _calls(reward: Reward, batch: _Batch) -> list[_Call]:
     return calls
 
 
-def _answer(call: _Call, batch: _Batch, shared: dict, extras: dict | None) -> object:
+def _answer(call: _Call, batch: _Batch, shared: dict) -> object:
     """The function's answer, an awaitable, or the exception it raised."""
     parameters = call.reward.parameters
     if "videos" in parameters and "images" not in parameters and call.kind == "images":
         return RewardError("asks for videos, but the samples are pictures")
-
-    def log_extra(name: str, values: list) -> None:
-        if len(values) != len(call.rows):
-            raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(call.rows)} samples.")
-        column = extras.setdefault(name, [None] * len(batch.samples))
-        for row, value in zip(call.rows, values):
-            column[row] = value
-
     columns = {name: values for name, values in batch.columns.items() if name not in call.reward.arguments}
     keywords = {name: [values[row] for row in call.rows] for name, values in columns.items()}
     keywords |= {"prompts": [batch.prompts[row] for row in call.rows], "completions": call.items}
-    keywords |= {call.kind: call.items, "log_extra": _unlogged if extras is None else log_extra, **shared}
+    keywords |= {call.kind: call.items, "log_extra": call.log_extra, "log_metric": call.log_metric, **shared}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         keywords = {name: value for name, value in keywords.items() if name in parameters}
     try:
-        return call.reward(**keywords)
+        with torch.no_grad(), unchanged_settings():
+            return call.reward(**keywords)
     except Exception as error:
         return error
 
 
-def _await_all(calls: list[_Call], announce: Callable[[str], None]) -> None:
-    """Replace the awaitables among the answers by their results, awaited together.
+@contextlib.contextmanager
+def unchanged_settings() -> Iterator[None]:
+    """Puts torch's process-wide settings back as they were; a reward may leave others behind, the training not."""
+    before = [read() for read, _ in SETTINGS]
+    try:
+        yield
+    finally:
+        put_back(before)
 
-    In a thread with a loop of its own, so that it also works where a loop runs already (a notebook).
-    """
-    waiting = [call for call in calls if inspect.isawaitable(call.answer)]
-    if not waiting:
-        return
-    announce(", ".join(dict.fromkeys(call.reward.name for call in waiting)))
 
-    async def gather() -> list:
-        with torch.no_grad():  # which is a thread's own
-            return await asyncio.gather(*(_awaited(call.answer) for call in waiting))
-
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        for call, result in zip(waiting, pool.submit(asyncio.run, gather()).result(), strict=True):
-            call.answer = result
+def put_back(settings: list[Any]) -> None:
+    """Writes those of torch's settings that are no longer as they were."""
+    for value, (read, write) in zip(settings, SETTINGS, strict=True):
+        if read() != value:
+            write(value)
 
 
 async def _awaited(answer: Awaitable) -> object:
@@ -237,62 +359,10 @@ def _values(calls: list[_Call], batch: _Batch, folder: Path | None) -> list[floa
     """One number a sample from all calls of a reward: the mean over its frames, NaN where none has a value."""
     found: list[list[float]] = [[] for _ in batch.samples]
     for call in calls:
-        for row, value in zip(call.rows, _checked(call, _Failure(call, batch, folder)), strict=True):
+        for row, value in zip(call.rows, checked(call, Failure(call, batch, folder)), strict=True):
             if not math.isnan(value):
                 found[row].append(value)
     return [calls[0].reward.value(sum(values) / len(values)) if values else math.nan for values in found]
-
-
-class _Failure:
-    """Builds the error for one call: saves the sample, names function and prompt."""
-
-    def __init__(self, call: _Call, batch: _Batch, folder: Path | None):
-        self.name, self.call, self.batch, self.folder = call.reward.name, call, batch, folder
-
-    def error(self, what: str, item: int = 0) -> RewardError:
-        index = self.call.rows[item]
-        saved = "" if self.folder is None else f" The sample is saved as {self._save(what, index)}."
-        return RewardError(f"The reward {self.name!r} {what} (prompt {self.batch.prompts[index]!r}).{saved}")
-
-    def _save(self, what: str, index: int) -> Path:
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        sample, stem = self.batch.samples[index], f"{self.name}-{index}"
-        path = folder / f"{stem}.png"
-        if isinstance(sample, Image.Image):
-            sample.save(path)
-        else:
-            path = folder / f"{stem}.npy"
-            np.save(path, np.stack([np.asarray(frame) for frame in sample]))
-        record = {"reward": self.name, "index": index, "prompt": self.batch.prompts[index], "error": what}
-        (folder / f"{stem}.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
-        return path
-
-
-def _checked(call: _Call, failure: _Failure) -> list[float]:
-    """The answer as floats, NaN for `None`; raises `RewardError` for everything that is no list of rewards."""
-    answer, count = call.answer, len(call.rows)
-    if isinstance(answer, RewardError):
-        raise failure.error(str(answer)) from answer
-    if isinstance(answer, Exception):
-        raise failure.error(f"raised {type(answer).__name__}: {answer}") from answer
-    if isinstance(answer, (Tensor, np.ndarray)):
-        answer = answer.tolist()
-    if not isinstance(answer, (list, tuple)):
-        raise failure.error(f"returned a {type(answer).__name__}, expected a list of {count} numbers")
-    if len(answer) != count:
-        raise failure.error(f"returned {len(answer)} values, expected {count}, one a sample")
-    return [math.nan if value is None else _number(value, index, failure) for index, value in enumerate(answer)]
-
-
-def _number(value: object, index: int, failure: _Failure) -> float:
-    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        raise failure.error(f"returned {value!r}, expected a number or None", index)
-    if not math.isfinite(value) or abs(value) > torch.finfo(torch.float32).max:
-        raise failure.error(f"returned {value}, expected a finite float32 number or None", index)
-    return float(value)
 
 
 @cache

@@ -1,0 +1,231 @@
+"""Rewards while the next samples are rolled out: samples enter call by call, the rewards of the rollout leave.
+
+A prompt's samples are scored as soon as the last of them is there: what computes in one thread, what is awaited (a
+server's answer) in another, while the pipeline goes on. A module of its own because the result must be that of
+scoring afterwards, to the bit: the same calls of the rewards with the same samples either way, checked and logged in
+one order, and nothing is overlapped that shares random numbers or memory with the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .contract import Reward, is_marked
+from .score import SETTINGS, Scoring, put_back, score_here
+
+LOOK = 1.0  # seconds between two looks at which reward is waited for
+logger = logging.getLogger(__name__)
+Begin = Callable[[list[Reward], list[int], list[Any] | None, list[Tensor] | None], Scoring]
+
+
+class Overlap:
+    """Whether rewards may be computed beside the rollout; it lasts as long as the training.
+
+    The first samples are scored while the rollout waits: that is when rewards load what they need, and whether one
+    draws from torch's global generator is seen then. Such a reward would disturb, and be disturbed by, a rollout at
+    the same time; so would a pipeline that draws from it.
+
+    Args:
+        is_wanted: the setting `overlap_rewards`.
+        draws_globally: whether a call of the pipeline has drawn from torch's global generator.
+    """
+
+    def __init__(self, is_wanted: bool, draws_globally: Callable[[], bool]):
+        self.is_wanted, self._draws_globally = is_wanted, draws_globally
+        self.is_tried, self.reason = False, None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether what is handed over next may be scored beside the rollout."""
+        if self.is_wanted and self.reason is None and self._draws_globally():
+            self._give_up("the pipeline draws from torch's global generator, or a reward did during its call")
+        return self.is_wanted and self.reason is None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """For the first scoring: whether it draws from the global generator."""
+        before = torch.get_rng_state()
+        yield
+        self.is_tried = True
+        if not torch.equal(torch.get_rng_state(), before):
+            self._give_up("a reward draws from torch's global generator")
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        logger.warning("Rewards are computed after each rollout and not beside it: %s.", reason)
+
+
+class RolloutScoring:
+    """The rewards of one rollout of one process; a context, at whose end its threads end.
+
+    Args:
+        rewards: those that are trained on.
+        groups: the group of each sample.
+        begin: from rewards, places, samples (or None) and latents (or None) to their scoring.
+        overlap: of the training.
+
+    Attributes:
+        waited: seconds that the rollout was held up, by the first scoring of the training.
+    """
+
+    def __init__(self, rewards: list[Reward], groups: list[int], begin: Begin, overlap: Overlap):
+        self.rewards, self.groups, self.begin, self.overlap = rewards, groups, begin, overlap
+        self.samples: list[Any] = [None] * len(groups)
+        self.latents: list[Tensor | None] = [None] * len(groups)
+        self.is_there, self.is_given = [False] * len(groups), [False] * len(groups)
+        self.early = [number for number, reward in enumerate(rewards) if not waits_for_all(reward)]
+        self.parts: list[tuple[list[int], list[int], Scoring]] = []
+        self.done: list[tuple[tuple, Future]] = []
+        self.threads: _Threads | None = None
+        self.waited = 0.0
+
+    def __enter__(self) -> RolloutScoring:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.threads is not None:
+            self.threads.close()
+
+    def add(self, places: list[int], samples: Any | None, latents: Tensor | None) -> None:
+        """What a call of the pipeline made; groups that are whole by it are scored."""
+        for number, place in enumerate(places):
+            self.samples[place] = None if samples is None else samples[number]
+            self.latents[place] = None if latents is None else latents[number]
+            self.is_there[place] = True
+        unfinished = {group for group, is_there in zip(self.groups, self.is_there, strict=True) if not is_there}
+        ready = [p for p, group in enumerate(self.groups) if group not in unfinished and not self.is_given[p]]
+        if not ready:
+            return
+        for place in ready:
+            self.is_given[place] = True
+        if self.early:
+            self._hand_over(self.early, ready)
+
+    def _hand_over(self, numbers: list[int], places: list[int]) -> None:
+        samples, latents = ([kept[place] for place in places] for kept in (self.samples, self.latents))
+        given = (None if samples[0] is None else samples, None if latents[0] is None else latents)
+        scoring = self.begin([self.rewards[number] for number in numbers], places, *given)
+        self.parts.append((places, numbers, scoring))
+        if self.overlap.is_wanted and not self.overlap.is_tried:
+            start = time.perf_counter()
+            with self.overlap.watching():
+                score_here([scoring])
+            self.waited += time.perf_counter() - start
+        elif self.overlap.is_possible and numbers is self.early:
+            self.threads = self.threads or _Threads()
+            self.done.append((self.parts[-1], self.threads.submit(scoring)))
+
+    def wait(self, announce: Callable[[str], None] | None = None) -> None:
+        """Until all rewards are there; `announce` is told which ones are waited for."""
+        late = [number for number in range(len(self.rewards)) if number not in self.early]
+        for (_, _, scoring), done in self.done:
+            said = None
+            while not done.done():
+                if announce is not None and scoring.doing != said:
+                    said = scoring.doing
+                    announce(said)
+                wait([done], timeout=LOOK)
+            done.result()
+        if late:
+            self._hand_over(late, list(range(len(self.groups))))
+        score_here([scoring for _, _, scoring in self.parts if not scoring.calls], announce)
+
+    def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
+        """`(samples, functions)` float32, after `wait`; see `score`.
+
+        Raises:
+            RewardError: see `score`; of several failures the first in the order of the scoring.
+        """
+        values = torch.full((len(self.groups), len(self.rewards)), float("nan"), dtype=torch.float32)
+        extras: dict[str, list] = {}
+        for places, numbers, scoring in self.parts:
+
+            def add_extra(name: str, column: list, places: list[int] = places) -> None:
+                whole = extras.setdefault(name, [None] * len(self.groups))
+                for place, value in zip(places, column, strict=True):
+                    whole[place] = value
+
+            values[torch.tensor(places)[:, None], torch.tensor(numbers)] = scoring.values(
+                failure_dir, log_metric, add_extra
+            )
+        for name, column in extras.items():
+            log_extra(name, column)
+        return values
+
+
+def waits_for_all(reward: Reward) -> bool:
+    """Whether a reward is called after the rollout: it compares all samples, or its network makes room for it."""
+    return is_marked(reward.function, "is_batchwise") or bool(getattr(reward.function, "offload", False))
+
+
+class _Threads:
+    """One thread that calls rewards, in the order in which they come, and one in which async ones are awaited."""
+
+    def __init__(self):
+        self.loop, self.queue = asyncio.new_event_loop(), queue.SimpleQueue()
+        self.settings = [read() for read, _ in SETTINGS]
+        # which is a thread's own, and a new one starts at the first
+        self.device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        for run in (self._call, self._await):
+            threading.Thread(target=run, name="rewards", daemon=True).start()
+
+    def submit(self, scoring: Scoring) -> Future:
+        """Done when the scoring's answers are there."""
+        done: Future = Future()
+        self.queue.put((scoring, done))
+        return done
+
+    def close(self) -> None:
+        """Ends both threads when they are through with what they are doing; what is still to come is dropped."""
+        while not self.queue.empty():
+            self.queue.get_nowait()
+        self.queue.put(None)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def _call(self) -> None:
+        self._choose_device()
+        while (entry := self.queue.get()) is not None:
+            scoring, done = entry
+            try:
+                scoring.answer()
+            except BaseException as error:  # a reward that ends the process must not end this thread alone
+                done.set_exception(error)
+                continue
+            if scoring.is_waiting:
+                self.loop.call_soon_threadsafe(self._start_waiting, scoring, done)
+            else:
+                done.set_result(None)
+
+    def _await(self) -> None:
+        self._choose_device()
+        asyncio.set_event_loop(self.loop)
+        torch.set_grad_enabled(False)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def _start_waiting(self, scoring: Scoring, done: Future) -> None:
+        def finish(task: asyncio.Task) -> None:
+            torch.set_grad_enabled(False)
+            put_back(self.settings)
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            done.set_result(None) if error is None else done.set_exception(error)
+
+        self.loop.create_task(scoring.wait()).add_done_callback(finish)
+
+    def _choose_device(self) -> None:
+        if self.device is not None:
+            torch.accelerator.set_device_index(self.device)
