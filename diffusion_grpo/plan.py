@@ -15,6 +15,7 @@ import torch
 from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.training_args import OptimizerNames
 
 from . import tiny
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments, parse_train_arguments
@@ -136,10 +137,10 @@ class Sharding:
         if kind == "DEEPSPEED":
             given = launch.get("deepspeed_config") or {}
             stage = int(given.get("zero_stage", 2))
-            away = [
-                given.get(f"offload_{what}_device", "none") not in ("none", None) for what in ("optimizer", "param")
-            ]
-            return cls(f"zero{stage}", processes, stage >= 1, stage >= 2, stage == 3, away[0], away[1] and stage == 3)
+            devices = [given.get(f"offload_{what}_device") for what in ("optimizer", "param")]
+            optimizer, parameters = (device not in ("none", None) for device in devices)
+            shared = (stage >= 1, stage >= 2, stage == 3)
+            return cls(f"zero{stage}", processes, *shared, optimizer, parameters and stage == 3)
         if kind == "FSDP":
             away = bool((launch.get("fsdp_config") or {}).get("fsdp_offload_params"))
             return cls("fsdp2", processes, True, True, True, away, away)
@@ -369,8 +370,9 @@ def optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> i
     One step is taken by its own class on tensors without values; of bitsandbytes' 8-bit states, which need a GPU for
     that, the arithmetic is done here: a byte a value and a float32 a block of 256.
     """
-    if "8bit" in str(args.optim):
-        count = 1 if "lion" in str(args.optim) else 2
+    name = OptimizerNames(args.optim).value
+    if "8bit" in name:
+        count = 1 if "lion" in name else 2
         sizes = [p.numel() for p in trained]
         small = sum(4 * size for size in sizes if size < OPTIMIZER_SMALL)
         large = sum(size + 4 * math.ceil(size / OPTIMIZER_BLOCK) for size in sizes if size >= OPTIMIZER_SMALL)

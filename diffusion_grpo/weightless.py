@@ -1,8 +1,8 @@
 """A pipeline without its weights: a folder's configuration files go in; sizes, latents and network calls leave.
 
 A module of its own because it answers what can be known before 24 GB are loaded. The pipeline is diffusers' own class
-around networks of fake tensors (torch's `FakeTensorMode`: every shape and dtype, no memory), and what is asked of it is
-asked by the code that trains: the same loading rules, the same rollout. Nothing is estimated by family.
+around networks of fake tensors (torch's `FakeTensorMode`: every shape and dtype, no memory), and what is asked of it
+is asked by the code that trains: the same loading rules, the same rollout. Nothing is estimated by family.
 """
 
 import contextlib

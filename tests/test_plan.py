@@ -94,11 +94,9 @@ def allocated(config):
     ("name", "settings"),
     [
         ("sd3", {}),
-        ("flux", {"bf16": True, "ema_decay": 0.9, "optim": "sgd"}),
+        ("flux", {"bf16": True, "ema_decay": 0.9, "optim": "sgd", "best_of_n": 2, "num_generations": 4}),
         ("wan", {"bf16": True, "timestep_fraction": 0.5}),  # keeps some layers in float32 among the bf16 ones
-        ("sd3", {"use_peft": False, "beta": 0.1, "ema_decay": 0.9}),
-        ("wan", {"use_peft": False, "bf16": True, "optim": "adafactor"}),
-        ("sd15", {"best_of_n": 2, "num_generations": 4}),
+        ("sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}),
     ],
 )
 def test_planned_bytes_are_the_allocated_ones(name, settings, tmp_path):
@@ -113,7 +111,7 @@ def test_planned_bytes_are_the_allocated_ones(name, settings, tmp_path):
     assert plan(config, []).model["weights"] == weights
 
 
-@pytest.mark.parametrize(("name", "evaluations"), [("sd3", 2), ("wan", 2), ("flux", 1)])
+@pytest.mark.parametrize(("name", "evaluations"), [("sd3", 2), ("wan", 2)])
 def test_evaluations_and_activations_are_those_of_the_real_network(name, evaluations, tmp_path):
     config = write(tmp_path, name)
     made = plan(config, [])
@@ -143,6 +141,8 @@ def test_evaluations_and_activations_are_those_of_the_real_network(name, evaluat
 
 def test_checkpointing_keeps_less(tmp_path):
     config = write(tmp_path, "sd3")
+    network = tmp_path / "model" / "transformer" / "config.json"
+    network.write_text(json.dumps(json.loads(network.read_text()) | {"num_layers": 12}))  # there are no weights to fit
 
     def activations(*words):
         return next(item.accelerator for item in plan(config, list(words)).memory if item.name == "activations")
@@ -170,33 +170,27 @@ def test_batches_are_the_trainers(processes, tmp_path):
         assert counted.updates_per_epoch == slots // args.gradient_accumulation_steps
 
 
-@pytest.mark.parametrize(
-    ("mode", "parameters", "gradients", "optimizer"),
-    [
+def test_each_mode_divides_what_it_says(tmp_path):
+    config = write(tmp_path, "sd3")
+    alone = {item.name: item for item in plan(config, []).memory}
+    for mode, parameters, gradients, optimizer in (
         ("multi_gpu", 1, 1, 1),
         ("zero1", 1, 1, 4),
         ("zero2", 1, 4, 4),
-        ("zero3", 4, 4, 4),
         ("zero3_offload", 4, 4, 4),
         ("fsdp2", 4, 4, 4),
-    ],
-)
-def test_each_mode_divides_what_it_says(mode, parameters, gradients, optimizer, tmp_path):
-    config = write(tmp_path, "sd3")
-    alone = {item.name: item for item in plan(config, []).memory}
-    words = ["--num_generations", "2"]
-    shared = {item.name: item for item in plan(config, words, LaunchArguments(mode, num_processes=4)).memory}
-    master = alone["gradients"].accelerator if mode.startswith("zero") else 0  # DeepSpeed's float32 copies
-    states = alone["optimizer"].accelerator + master
-    expected = {
-        "parameters": -(-alone["parameters"].accelerator // parameters),
-        "gradients": -(-alone["gradients"].accelerator // gradients),
-        "optimizer": -(-states // optimizer),
-    }
-    where = "cpu" if mode.endswith("offload") else "accelerator"
-    assert {name: getattr(shared[name], where) for name in expected} == expected
-    assert ("gradient buckets" in shared) == (mode == "multi_gpu")
-    assert ("gathered block" in shared) == (parameters > 1)
+    ):
+        shared = {item.name: item for item in plan(config, [], LaunchArguments(mode, num_processes=4)).memory}
+        masters = alone["gradients"].accelerator if mode.startswith("zero") else 0  # DeepSpeed's float32 copies
+        expected = {
+            "parameters": -(-alone["parameters"].accelerator // parameters),
+            "gradients": -(-alone["gradients"].accelerator // gradients),
+            "optimizer": -(-(alone["optimizer"].accelerator + masters) // optimizer),
+        }
+        where = "cpu" if mode.endswith("offload") else "accelerator"
+        assert {name: getattr(shared[name], where) for name in expected} == expected
+        assert ("gradient buckets" in shared) == (mode == "multi_gpu")
+        assert ("gathered block" in shared) == (parameters > 1)
 
 
 def test_offloads_move_bytes_to_the_cpu(tmp_path):
@@ -246,6 +240,7 @@ def test_a_model_that_is_not_here_leaves_the_batches(capsys):
 
 def test_the_plan_refuses_what_the_training_refuses(tmp_path, capsys):
     config = write(tmp_path, "sd3")
+    capsys.readouterr()
     assert "does not divide" in refusal(capsys, "plan", config, "--num_generations", "3")
     assert "`num_generations`" in refusal(capsys, "plan", config, "--num_generation", "4")
     assert "there is no file" in refusal(capsys, "plan", "nothing.yaml")
