@@ -112,6 +112,41 @@ class LoraArguments:
         )
 
 
+@dataclass
+class LaunchArguments:
+    """How many processes are started and what they share, in accelerate's names. Without any, none is started."""
+
+    accelerate_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "single_gpu, multi_gpu, multi_node, zero1, zero2, zero3, zero3_offload or fsdp2 "
+            "(docs/distributed.md), or a file written by `accelerate config`."
+        },
+    )
+    num_processes: int | None = field(
+        default=None,
+        metadata={"help": "Processes, of all machines together; by default one for each accelerator."},
+    )
+    num_machines: int | None = field(default=None, metadata={"help": "Machines; the same command runs on each."})
+    machine_rank: int | None = field(default=None, metadata={"help": "Which of the machines this is, from 0."})
+    main_process_ip: str | None = field(default=None, metadata={"help": "Address of the machine of rank 0."})
+    main_process_port: int | None = field(
+        default=None,
+        metadata={"help": "Port on that machine; by default a free one if there is one machine."},
+    )
+
+    def __post_init__(self):
+        for name in ("num_processes", "num_machines"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; use at least 1.")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be started."""
+        return all(value is None for value in vars(self).values())
+
+
 class Yaml12Loader(yaml.SafeLoader):
     """YAML 1.2's scalars in place of PyYAML's 1.1: `no` is a word (eval_strategy: no) and 1e-3 a number."""
 
@@ -128,11 +163,39 @@ Yaml12Loader.add_implicit_resolver(
 )
 
 
+def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tuple[LaunchArguments, list[str]]:
+    """
+    What a YAML file and `--key value` overrides, which win, say of processes.
+
+    Returns:
+        it, and the overrides for each process: without these, and with `null` for those in the file.
+
+    Raises:
+        ValueError: a value of the wrong type.
+    """
+    from transformers import HfArgumentParser
+
+    names = [setting.name for setting in fields(LaunchArguments)]
+    in_file = {key: value for key, value in (read_yaml(config_file) if config_file else {}).items() if key in names}
+    given = {key: value for key, value in read_overrides(overrides).items() if key in names}
+    parser = HfArgumentParser([LaunchArguments], allow_abbrev=False)
+    parser.error = _raise_argparse_error
+    flags = _as_flags(in_file | given, get_type_hints(LaunchArguments), parser)
+    (launch,) = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    kept = [word for key, words in _grouped(overrides) if key not in names for word in words]
+    return launch, kept + [word for key in in_file for word in (f"--{key}", "null")]
+
+
 def parse_train_arguments(
-    config_file: str | None, overrides: list[str]
+    config_file: str | None, overrides: list[str], config_class: "type[DiffusionGRPOConfig] | None" = None
 ) -> "tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]":
     """
     Reads a YAML file and `--key value` overrides, which win.
+
+    Args:
+        config_file: the file, or None.
+        overrides: as words.
+        config_class: in place of `DiffusionGRPOConfig`, a class that inherits from it.
 
     Raises:
         ValueError: an unknown key (with the nearest known one), a value of the wrong type, a missing key, or settings
@@ -148,8 +211,9 @@ def parse_train_arguments(
 
     from .config import DiffusionGRPOConfig
 
-    classes = [ScriptArguments, LoraArguments, DiffusionGRPOConfig]
-    refuse_unknown(values, [f.name for cls in classes for f in fields(cls) if f.init])
+    classes = [ScriptArguments, LoraArguments, config_class or DiffusionGRPOConfig]
+    refuse_unknown(values, [f.name for cls in [*classes, LaunchArguments] for f in fields(cls) if f.init])
+    values = {key: value for key, value in values.items() if key not in LaunchArguments.__dataclass_fields__}
     parser = HfArgumentParser(classes, allow_abbrev=False)
     parser.error = _raise_argparse_error
     hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
@@ -206,18 +270,24 @@ def read_yaml(config_file: str) -> dict[str, Any]:
 
 def read_overrides(overrides: list[str]) -> dict[str, Any]:
     """`["--beta", "0.1", "--names", "a", "b"]` -> `{"beta": "0.1", "names": ["a", "b"]}`; null, {}, [] are YAML."""
-    groups: dict[str, list[str]] = {}
-    key = None
+    values = {}
+    for key, (flag, *tokens) in _grouped(overrides):
+        _, equals, value = flag.partition("=")
+        values[key] = _override_value([value, *tokens] if equals else tokens)
+    return values
+
+
+def _grouped(overrides: list[str]) -> list[tuple[str, list[str]]]:
+    """Each key with its flag and the words after it, as they were written."""
+    groups: list[tuple[str, list[str]]] = []
     for token in overrides:
         if token.startswith("--"):
-            key, equals, value = token[2:].partition("=")
-            key = key.replace("-", "_")
-            groups[key] = [value] if equals else []
-        elif key is None:
+            groups.append((token[2:].partition("=")[0].replace("-", "_"), [token]))
+        elif not groups:
             raise ValueError(f"`{token}` stands alone; overrides are written `--key value`.")
         else:
-            groups[key].append(token)
-    return {key: _override_value(tokens) for key, tokens in groups.items()}
+            groups[-1][1].append(token)
+    return groups
 
 
 def _override_value(tokens: list[str]) -> Any:

@@ -9,7 +9,7 @@ refused is refused, as one line `error: ...` with exit code 2, before a model is
 import argparse
 import sys
 
-from .commands import check, report, rewards, sample, train
+from .commands import check, plan, report, rewards, sample, train
 from .commands.inputs import Refusal
 
 
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.append("")  # rewards and losses named by dotted path may lie in the working directory
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(words)
-    if unknown and arguments.command != "sample":  # `sample` takes settings of a training too
+    if unknown and arguments.command not in ("sample", "plan"):  # which take settings of a training too
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.overrides = [*overrides, *unknown]
     try:
@@ -51,9 +51,10 @@ def build_parser() -> argparse.ArgumentParser:
         prog="diffusion-grpo", description="Post-train any diffusers pipeline with GRPO on any reward."
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the code an input was refused")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,check,sample,report,rewards}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,check,sample,report,rewards}")
     for command, name, purpose in (
         (train, "train", "train from a YAML file"),
+        (plan, "plan", "tell what a training will ask for, in samples, updates and memory, before anything is loaded"),
         (check, "check", "tell in seconds whether a pipeline can be trained, and how exactly it replays"),
         (sample, "sample", "make pictures, videos or sound and score them, without training"),
         (report, "report", "write report.html and summary.json of a run again"),

@@ -56,15 +56,22 @@ def load_pipeline(
     if isinstance(model, DiffusionPipeline):
         return with_scheduler(model, args.scheduler_kwargs)
     kwargs = dict(args.model_init_kwargs or {})
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    if "torch_dtype" not in kwargs and half != torch.float32:
-        trained = args.train_component.split(", ") if args.train_component else POLICY_COMPONENTS
-        full = dict.fromkeys(trained, torch.float32)
-        kwargs["torch_dtype"] = {**full, "default": half} if is_full_training else half
-    elif isinstance(kwargs.get("torch_dtype"), str):
-        kwargs["torch_dtype"] = getattr(torch, kwargs["torch_dtype"].removeprefix("torch."))
+    kwargs |= {"torch_dtype": dtype} if (dtype := loading_dtype(args, is_full_training)) is not None else {}
     pipe = DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
     return with_scheduler(pipe, args.scheduler_kwargs)
+
+
+def loading_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:
+    """The `torch_dtype` that `load_pipeline` asks for; None where it leaves it to diffusers."""
+    kwargs = args.model_init_kwargs or {}
+    if "torch_dtype" in kwargs:
+        dtype = kwargs["torch_dtype"]
+        return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not (args.bf16 or args.fp16):
+        return None
+    half = torch.bfloat16 if args.bf16 else torch.float16
+    trained = args.train_component.split(", ") if args.train_component else POLICY_COMPONENTS
+    return {**dict.fromkeys(trained, torch.float32), "default": half} if is_full_training else half
 
 
 def plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
@@ -176,10 +183,10 @@ def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any], share: flo
             f"{type(network).__name__} has no gradient checkpointing in diffusers; set gradient_checkpointing=False."
         )
     checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, **kwargs)
-    network.enable_gradient_checkpointing(gradient_checkpointing_func=_selective(checkpoint, share))
+    network.enable_gradient_checkpointing(gradient_checkpointing_func=selective(checkpoint, share))
 
 
-def _selective(checkpoint: Callable, share: float) -> Callable:
+def selective(checkpoint: Callable, share: float) -> Callable:
     """Checkpointing of a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing`."""
     places: dict[Callable, int] = {}  # in the order in which the network calls them
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffusion_grpo.arguments import LoraArguments, ScriptArguments
+from diffusion_grpo.arguments import LaunchArguments, LoraArguments, ScriptArguments
 from diffusion_grpo.config import DiffusionGRPOConfig
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +51,7 @@ def config_page() -> str:
     parts = [HEAD, "## The run (command line only)\n", table(dataclasses.fields(ScriptArguments))]
     parts += ["## LoRA (command line only)\n", table(dataclasses.fields(LoraArguments))]
     parts += ["From Python a `peft.LoraConfig` is passed to the trainer as `peft_config` instead.\n"]
+    parts += ["## Processes (command line only)\n", table(dataclasses.fields(LaunchArguments))]
     settings = {setting.name: setting for setting in dataclasses.fields(DiffusionGRPOConfig)}
     for title, names in groups(DiffusionGRPOConfig):
         parts += [f"## {title}\n", table([settings[name] for name in names])]

@@ -1,6 +1,7 @@
 """`diffusion-grpo train`: a YAML file of settings goes in; weights, pictures and a report leave."""
 
 import argparse
+import os
 import textwrap
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -9,14 +10,14 @@ from typing import TYPE_CHECKING
 from .inputs import check_model_name, hide_loading_bars, load_checked, refusing
 
 if TYPE_CHECKING:
-    from ..arguments import LoraArguments, ScriptArguments
+    from ..arguments import LaunchArguments, LoraArguments, ScriptArguments
     from ..config import DiffusionGRPOConfig
     from ..trainer import DiffusionGRPOTrainer
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Options of `train`: a file and whatever is overridden; `parse_train_arguments` reads the rest."""
-    from ..arguments import LoraArguments, ScriptArguments
+    from ..arguments import LaunchArguments, LoraArguments, ScriptArguments
 
     command.add_argument("config", nargs="?", help="YAML file of settings; overrides on the command line win")
     command.add_argument("--list-settings", action="store_true", help="list every setting with its default, and stop")
@@ -26,6 +27,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
             "Keys, in the file or as --key value:",
             describe_settings(ScriptArguments),
             describe_settings(LoraArguments),
+            describe_settings(LaunchArguments),
             "and every setting of DiffusionGRPOConfig (--list-settings; docs/config.md).",
         ]
     )
@@ -46,14 +48,17 @@ def describe_settings(settings: type) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, saves, pushes where asked, and writes the report. Returns the exit code."""
-    from ..arguments import parse_train_arguments
+    from ..arguments import parse_launch_arguments, parse_train_arguments
 
     if arguments.list_settings:
         from ..config import DiffusionGRPOConfig
 
         print(describe_settings(DiffusionGRPOConfig))
         return 0
-    script, lora, config = refusing(parse_train_arguments, arguments.config, arguments.overrides)
+    processes, overrides = refusing(parse_launch_arguments, arguments.config, arguments.overrides)
+    if not processes.is_empty and "LOCAL_RANK" not in os.environ:  # a launcher has started this one already
+        return start_processes(processes, arguments, overrides)
+    script, lora, config = refusing(parse_train_arguments, arguments.config, overrides)
     trainer = build_trainer(script, lora, config)
     if script.baseline_guidance_scales:
         refusing(measure_baselines, trainer, script.baseline_guidance_scales)
@@ -64,6 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
     if trainer.is_world_process_zero():
         finish_run(Path(config.output_dir), script.report_experiment)
     return 0
+
+
+def start_processes(processes: "LaunchArguments", arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Starts this command in each process, and waits. Returns the exit code."""
+    from ..arguments import read_overrides, read_yaml
+    from ..launch import accelerate_settings, launch
+
+    settings = refusing(accelerate_settings, processes)
+    values = (read_yaml(arguments.config) if arguments.config else {}) | read_overrides(overrides)
+    words = ["--traceback"] if arguments.traceback else []
+    words += ["train", *([arguments.config] if arguments.config else []), *overrides]
+    return launch(settings, words, use_cpu=str(values.get("use_cpu", False)).lower() == "true")
 
 
 def build_trainer(
