@@ -15,6 +15,8 @@ from tiny_pipelines import clip_tokenizer
 from tiny_scorers import IMAGES, PROMPTS, SIDE, chain, clip
 
 from diffusion_grpo.rewards import REWARDS, load_rewards
+from diffusion_grpo.rewards.serve import score_request
+from diffusion_grpo.rewards.wire import read_request, write_request
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
@@ -159,6 +161,13 @@ def test_every_one_has_the_common_settings_and_loads_late(name) -> None:
     (reward,) = load_rewards({name: {"model": "owner/does-not-exist", **common}})
     assert isinstance(reward.function, REWARDS[name]) and reward.function.torch_dtype == torch.bfloat16
     assert load_rewards(name)[0].function == REWARDS[name]()
+
+
+def test_a_served_one_answers_as_a_local_one(tmp_path) -> None:
+    clip(tmp_path)
+    (reward,) = load_rewards({"clip_score": {"model": str(tmp_path), "device": "cpu", "batch_size": 3}})
+    samples = read_request(write_request(IMAGES, PROMPTS, {}, None, None))
+    assert score_request(reward, samples) == scored("clip_score", {"model": str(tmp_path)}).tolist()
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from diffusion_grpo.rewards.model import ModelReward
 def test_the_list_names_every_reward(capsys) -> None:
     assert cli.main(["rewards", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(REWARDS) and set(CATALOGUE) <= set(REWARDS)
+    assert [line.split()[0] for line in lines] == list(REWARDS) and set(CATALOGUE) == set(REWARDS)
     (line,) = [line for line in lines if line.startswith("pickscore ")]
     assert "Pick-a-Pic" in line and "yuvalkirstain/PickScore_v1" in line and "[about 15 to 25]" in line
 
