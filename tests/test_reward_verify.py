@@ -54,7 +54,11 @@ def test_scores_of_pictures_that_are_made_here(shift, tmp_path, monkeypatch, cap
     written = capsys.readouterr().out
     assert code == (shift > verify.PUBLISHED["clip_similarity"].tolerance)
     assert "published" in written and ("DIFFERS" if code else "agrees") in written and f"{100 * value:.4f}" in written
-    assert "torchmetrics" in written and "red circle         1.0000" in written
+    assert (
+        "torchmetrics" in written
+        and "with model: openai/clip-vit-base-patch16" in written
+        and "red circle         1.0000" in written
+    )
 
 
 def test_scores_of_pictures_that_the_user_fetched(tmp_path, monkeypatch, capsys) -> None:

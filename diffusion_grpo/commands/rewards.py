@@ -84,7 +84,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
             f"Nothing was compared: fetch these and name them, in this order, with --image (and --target):\n  {files}"
         )
     if name in PUBLISHED:
-        print(f"Published at {PUBLISHED[name].source}")
+        weights = ", ".join(f"{key}: {value}" for key, value in PUBLISHED[name].options.items())
+        print(f"Published at {PUBLISHED[name].source}{f', with {weights}' if weights else ''}")
     drawn = _scored(rendered, name, options)
     print("Pictures drawn here, with the options as given:")
     for line in drawn:
