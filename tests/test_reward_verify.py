@@ -61,6 +61,13 @@ def test_scores_of_pictures_that_are_made_here(shift, tmp_path, monkeypatch, cap
     )
 
 
+def test_the_drawn_pictures_are_scored_by_the_weights_that_were_compared(tmp_path, monkeypatch, capsys) -> None:
+    clip(tmp_path)
+    published(monkeypatch, "clip_score", options={"model": str(tmp_path)}, scores=(0.0,), tolerance=100.0)
+    assert cli.main(["rewards", "verify", "clip_score"]) == 0  # and needs no weights of another model
+    assert "Pictures drawn here, by the same weights:" in capsys.readouterr().out
+
+
 def test_scores_of_pictures_that_the_user_fetched(tmp_path, monkeypatch, capsys) -> None:
     from test_reward_lpips import lpips_files
 

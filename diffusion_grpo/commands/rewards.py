@@ -86,8 +86,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if name in PUBLISHED:
         weights = ", ".join(f"{key}: {value}" for key, value in PUBLISHED[name].options.items())
         print(f"Published at {PUBLISHED[name].source}{f', with {weights}' if weights else ''}")
-    drawn = _scored(rendered, name, options)
-    print("Pictures drawn here, with the options as given:")
+    same = PUBLISHED[name].options if compared else {}  # the weights that are here already
+    drawn = _scored(rendered, name, {**same, **options})
+    print(f"Pictures drawn here{', by the same weights' if compared else ''}:")
     for line in drawn:
         print(f"{line.picture:<14} {_number(line.value):>10}  {line.prompt}")
     return 2 if not compared else int(not all(line.agrees for line in compared))
