@@ -57,21 +57,11 @@ def write_request(
         WireError: a sample is no picture or video, and the body is not safetensors.
     """
     tensors: dict[str, torch.Tensor] = {}
-
-    def picture(image: Image.Image, name: str) -> str | dict:
-        if body != "safetensors":
-            return _write_picture(image)
-        tensors[name] = torch.from_numpy(np.array(image.convert("RGB")))
-        return {"tensor": name}
-
     content = {
         "samples": [_write_sample(sample, f"sample.{row}", body, tensors) for row, sample in enumerate(samples)],
         "prompts": prompts,
         "columns": {
-            name: [
-                {"png": picture(value, f"column.{name}.{row}")} if isinstance(value, Image.Image) else value
-                for row, value in enumerate(values)
-            ]
+            name: [_write_value(value, f"column.{name}.{row}", body, tensors) for row, value in enumerate(values)]
             for name, values in columns.items()
         },
         "groups": groups,
@@ -165,6 +155,16 @@ def _write_sample(sample: Any, name: str, body: Body, tensors: dict[str, torch.T
     if not is_video:
         raise WireError(f"A sample is a {type(sample).__name__}, no picture or video; send it as safetensors.")
     return [_write_picture(frame) for frame in sample] if body == "png" else {"mp4": _write_mp4(sample, body)}
+
+
+def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Tensor]) -> Any:
+    """A column's value: a picture, or what JSON has."""
+    if not isinstance(value, Image.Image):
+        return value
+    if body != "safetensors":
+        return {"png": _write_picture(value)}
+    tensors[name] = torch.from_numpy(np.array(value.convert("RGB")))
+    return {"png": {"tensor": name}}
 
 
 def _kind(sample: Any) -> str | None:
