@@ -9,7 +9,8 @@ from PIL import Image
 from safetensors.torch import save
 
 from diffusion_grpo.media import VideoWithSound
-from diffusion_grpo.rewards import RemoteReward, RewardError, score
+from diffusion_grpo.rewards import RemoteReward, RewardError, load_rewards, score, takes_latents
+from diffusion_grpo.rewards.contract import is_marked
 from diffusion_grpo.rewards.wire import WireError, read_request, write_request
 
 PICTURES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in (0, 25)]
@@ -58,6 +59,26 @@ def test_sounds_and_tensors_go_as_safetensors(serve) -> None:
         assert score([RemoteReward(url, body="safetensors")], **options)[:, 0].tolist() == [0.25, 0.5]
         with pytest.raises(RewardError, match="no picture or video; send it as safetensors"):
             score([RemoteReward(url)], **options)
+
+
+def test_latents_go_to_a_reward_that_takes_them(serve) -> None:
+    @takes_latents
+    def first(latents, prompts):
+        assert latents.dtype == torch.float32 and latents.shape == (2, 4, 3, 3) and len(prompts) == 2
+        return latents[:, 0, 0, 0].tolist()
+
+    latents = list(torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0)))
+    (reward,) = load_rewards(
+        {"remote": {"url": serve(first), "body": "safetensors", "latents": True, "batch_size": 2}}
+    )
+    values = score([reward], latents=latents, prompts=list("abcdef"))
+    assert values[:, 0].tolist() == [latent[0, 0, 0].item() for latent in latents]
+    assert is_marked(reward.function, "takes_latents") and not is_marked(RemoteReward("http://a"), "takes_latents")
+    with pytest.raises(ValueError, match="add `body: safetensors`"):
+        RemoteReward("http://a", latents=True)
+    with pytest.raises(WireError, match="are_latents must be false"):
+        content = json.loads(write_request(PICTURES, ["a", "b"], {}, None, None))
+        read_request(json.dumps({**content, "are_latents": True}).encode())
 
 
 def test_videos_arrive_with_their_rate(serve) -> None:

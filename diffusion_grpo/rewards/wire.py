@@ -38,6 +38,7 @@ def write_request(
     fps: float | None,
     body: Body = "png",
     sampling_rate: int | None = None,
+    are_latents: bool = False,
 ) -> bytes:
     """A request's body.
 
@@ -51,6 +52,7 @@ def write_request(
         body: `png`: JSON with PNGs. `mp4`: JSON with lossless H.264 for videos: the same pixels. `mp4_lossy`: as
             players have it, a fiftieth of the bytes and other pixels. `safetensors`: pixels and numbers as they are.
         sampling_rate: of samples that are sound, or None.
+        are_latents: the samples are tensors that no autoencoder has decoded yet.
 
     Raises:
         TypeError: a column holds something that JSON does not have.
@@ -67,6 +69,7 @@ def write_request(
         "groups": groups,
         "fps": fps,
         "sampling_rate": sampling_rate,
+        "are_latents": are_latents,
         "sounds": _write_sounds(samples),
     }
     text = json.dumps(content).encode()
@@ -99,9 +102,11 @@ def read_request(body: bytes, max_pixels: int = MAX_PIXELS, is_safetensors: bool
             "samples must be all pictures (strings), all videos (MP4s or lists of strings, not empty), or all tensors."
         )
     samples = [_read_sample(sample, source) for sample in content["samples"]]
-    samples = _with_sounds(samples, content.get("sounds"))
+    samples, are_latents = _with_sounds(samples, content.get("sounds")), content.get("are_latents", False)
+    if are_latents is not False and not (are_latents is True and kinds == {"tensor"}):
+        raise WireError("are_latents must be false, or true for samples that are tensors.")
     columns = {name: [_read_value(value, source) for value in values] for name, values in columns.items()}
-    return {"samples": samples, "columns": columns} | {
+    return {"samples": samples, "columns": columns, "are_latents": are_latents} | {
         name: content.get(name) for name in ("prompts", "groups", "fps", "sampling_rate")
     }
 
