@@ -276,7 +276,7 @@ def test_a_run_whose_servers_are_gone_stops_with_its_state_saved(serve, tmp_path
 
     def shade(images):
         calls.append(len(images))
-        if len(calls) == 3:
+        if sum(calls) > 16:  # in the third rollout of eight
             raise MemoryError("of the scorer")
         return brightness(images)
 
@@ -292,7 +292,9 @@ def test_a_run_whose_servers_are_gone_stops_with_its_state_saved(serve, tmp_path
         pytest.raises(RewardError, match="no server left .*MemoryError"),
     ):
         run("broken", serve(shade)).train()
-    assert calls == [8, 8, 8] and [one.name for one in (tmp_path / "broken").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert 16 < sum(calls) <= 24 and [one.name for one in (tmp_path / "broken").glob("checkpoint-*")] == [
+        "checkpoint-2"
+    ]
     resumed = run("broken", good)
     resumed.train(resume_from_checkpoint=True)
     for name, weight in trained_weights(unbroken).items():
