@@ -95,7 +95,7 @@ def test_pictures_and_question_arrive_and_the_last_number_counts(model, monkeypa
     monkeypatch.setenv("JUDGE_KEY", "very-secret")
     template = 'Rate {prompt} in the mood {mood} as {{"score": n}}.'
     options = {"url": url + "/", "model": "tiny", "template": template, "api_key_env": "JUDGE_KEY"}
-    options |= {"max_tokens": 77, "extra": {"seed": 3, "temperature": 0.5}}
+    options |= {"max_tokens": 77, "extra": {"seed": 3, "temperature": None}}
     (reward,) = load_rewards({"vlm_judge": {**options, "name": "taste", "mean": 10.0, "std": 10.0}})
     logged = {}
     moods = {"mood": ["sad", "gay", "x"]}
@@ -104,7 +104,7 @@ def test_pictures_and_question_arrive_and_the_last_number_counts(model, monkeypa
     by_shade = {shown(request["body"])[0].getpixel((0, 0))[0]: request for request in seen}
     assert len(seen) == 3 and said(by_shade[20]["body"]) == 'Rate two {braces} in the mood gay as {"score": n}.'
     fields = {name: value for name, value in by_shade[10]["body"].items() if name != "messages"}
-    assert fields == {"model": "tiny", "temperature": 0.5, "max_tokens": 77, "seed": 3}
+    assert fields == {"model": "tiny", "max_tokens": 77, "seed": 3}
     assert {request["headers"]["authorization"] for request in seen} == {"Bearer very-secret"}
     assert "very-secret" not in json.dumps(reward.options()) + repr(reward)
     check_judges([reward], load_rewards({"vlm_judge": {**options, "name": "taste", "mean": 10.0, "std": 10.0}}))
@@ -131,11 +131,12 @@ def test_yes_is_a_probability(model) -> None:
         return refusal(200, json.dumps({"choices": [choice]}))
 
     url, seen = model(likely)
-    assert values(judge(url, answer="yes")) == [pytest.approx(0.6 / 0.8), 0.0, None]
+    assert values(judge(url, answer="yes_no")) == [pytest.approx(0.6 / 0.8), 0.0, None]
     assert {(b["max_tokens"], b["logprobs"], b["top_logprobs"]) for b in (r["body"] for r in seen)} == {(1, True, 20)}
+    assert {request["body"]["temperature"] for request in seen} == {0}
     url, _ = model(red)
     with pytest.raises(RewardError, match="log-probabilities, which this server does not give"):
-        values(judge(url, answer="yes"))
+        values(judge(url, answer="yes_no"))
 
 
 def test_unified_reward(model) -> None:

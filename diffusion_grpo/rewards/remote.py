@@ -56,6 +56,8 @@ class RemoteReward:
         groupwise: the reward there compares the samples of a prompt: they are sent together, one prompt a request.
         body: how samples are sent. `png` and `mp4` (lossless) and `safetensors` (as they are, also sound and tensors)
             give the scores of the same pixels, `mp4_lossy` those of videos as a player shows them, in few bytes.
+        latents: what the last denoising step left is sent in place of pictures, for a reward that takes latents; with
+            `body: safetensors`.
         num_frames: of each video, evenly spaced with the first and the last, for a reward of pictures; 1 sends the
             first alone. All by default.
 
@@ -79,6 +81,7 @@ class RemoteReward:
         groupwise: bool = False,
         body: Body = "png",
         num_frames: int | None = None,
+        latents: bool = False,
     ):
         urls = [url] if isinstance(url, str) else list(url)
         if not urls or not all(isinstance(one, str) and one.startswith(("http://", "https://")) for one in urls):
@@ -95,6 +98,8 @@ class RemoteReward:
                 raise ValueError(f"remote: {name} is {value}; use at least {least}.")
         if body not in CONTENT_TYPES:
             raise ValueError(f"remote: body is {body!r}; use {', '.join(CONTENT_TYPES)}.")
+        if latents and body != "safetensors":
+            raise ValueError(f"remote: latents are no pictures, which {body} is for; add `body: safetensors`.")
         if timeout <= 0:
             raise ValueError(f"remote: timeout is {timeout}; it must be above 0 seconds.")
         if token_env is not None and not os.environ.get(token_env):
@@ -103,7 +108,8 @@ class RemoteReward:
         self.reward, self.columns, self.token_env = reward, list(columns or []), token_env
         self.batch_size, self.concurrency = batch_size, concurrency
         self.timeout, self.retries, self.backoff, self.wait = timeout, retries, backoff, wait
-        self.is_groupwise, self.body, self.num_frames = groupwise, body, num_frames
+        self.is_groupwise, self.takes_latents = groupwise, latents  # marks that contract.py reads
+        self.body, self.num_frames = body, num_frames
 
     async def __call__(
         self,
@@ -113,7 +119,7 @@ class RemoteReward:
         sampling_rate: int | None = None,
         **columns,
     ) -> list[float | None]:
-        """Scores pictures, videos or sounds; see the class."""
+        """Scores pictures, videos, sounds or latents; see the class."""
         import httpx2
 
         for name in self.columns:
@@ -128,7 +134,8 @@ class RemoteReward:
             sent = {name: [columns[name][row] for row in rows] for name in self.columns}
             groups = [0] * len(rows) if self.is_groupwise else None
             samples = [self._chosen(completions[row]) for row in rows]
-            return write_request(samples, [prompts[r] for r in rows], sent, groups, fps, self.body, sampling_rate)
+            asked = [prompts[row] for row in rows]
+            return write_request(samples, asked, sent, groups, fps, self.body, sampling_rate, self.takes_latents)
 
         async with httpx2.AsyncClient(headers=self._headers(), trust_env=False) as client:
             await asyncio.gather(*(self._look(client, server) for server in self.servers if not server.is_alive))

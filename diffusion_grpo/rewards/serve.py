@@ -136,6 +136,7 @@ def _scored(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) 
 def score_request(reward: Reward, samples: dict[str, Any]) -> list[float | None]:
     """The scores of one decoded request, None where the reward leaves a sample out."""
     kind = "videos" if isinstance(samples["samples"][0], list) else "images"
+    kind = "latents" if samples["are_latents"] else kind
     values = score(
         [reward],
         **{kind: samples["samples"]},

@@ -42,8 +42,8 @@ class VlmJudge:
         model: its name there.
         template: the question. `{prompt}` stands for the prompt, `{name}` for the dataset column of that name, doubled
             braces for braces. It comes after the pictures.
-        answer: `score` reads a number from the reply. `yes` is the probability that the reply begins with yes, against
-            that it begins with no, from the log-probabilities of its first token.
+        answer: `score` reads a number from the reply. `yes_no` is the probability that the reply begins with yes,
+            against that it begins with no, from the log-probabilities of its first token.
         pattern: a regular expression; its first group is the number, at the last place in the reply where it fits.
         score_range: [lowest, highest] number that is one; others give None.
         video_template: the question about videos, where it is another one.
@@ -55,7 +55,7 @@ class VlmJudge:
         retries: how often one is asked again after a failure of the connection or the server.
         backoff: seconds before the first retry; doubled for each further one.
         api_key_env: name of the environment variable with the key; the key itself is sent and written nowhere else.
-        extra: further fields of the request, such as `{"seed": 0}`.
+        extra: further fields of the request, such as `{"seed": 0}`; None takes one out that this server refuses.
 
     Raises:
         ValueError: an argument is out of its range, or the variable is not set.
@@ -65,7 +65,7 @@ class VlmJudge:
     url: str
     model: str
     template: str
-    answer: Literal["score", "yes"] = "score"
+    answer: Literal["score", "yes_no"] = "score"
     pattern: str = NUMBER
     score_range: list | None = None
     video_template: str | None = None
@@ -88,8 +88,8 @@ class VlmJudge:
                 raise ValueError(f"vlm_judge: {name} is {getattr(self, name)}; use at least {value}.")
         if self.timeout <= 0:
             raise ValueError(f"vlm_judge: timeout is {self.timeout}; it must be above 0 seconds.")
-        if self.answer not in ("score", "yes"):
-            raise ValueError(f"vlm_judge: answer is {self.answer!r}; use score or yes.")
+        if self.answer not in ("score", "yes_no"):
+            raise ValueError(f"vlm_judge: answer is {self.answer!r}; use score or yes_no.")
         for limits in (self.score_range, self.video_score_range):
             if limits is not None and not (len(limits) == 2 and limits[0] < limits[1]):
                 raise ValueError(f"vlm_judge: score_range is {limits!r}; write two numbers, [lowest, highest].")
@@ -142,10 +142,10 @@ class VlmJudge:
         content = [{"type": "image_url", "image_url": {"url": _data_url(frame)}} for frame in shown]
         message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
         kind = {"max_tokens": self.max_tokens}
-        if self.answer == "yes":
+        if self.answer == "yes_no":
             kind = {"max_tokens": 1, "logprobs": True, "top_logprobs": ALTERNATIVES}
         request = {"model": self.model, "messages": [message], "temperature": 0, **kind, **(self.extra or {})}
-        return {"request": request, "is_video": is_video}
+        return {"request": {k: v for k, v in request.items() if v is not None}, "is_video": is_video}
 
     async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> float | None:
         """One question, with retries."""
@@ -168,7 +168,7 @@ class VlmJudge:
 
     def _read(self, choice: dict[str, Any], is_video: bool) -> float | None:
         """The number in a reply."""
-        if self.answer == "yes":
+        if self.answer == "yes_no":
             return _yes(choice)
         text = (choice.get("message") or {}).get("content")
         if not isinstance(text, str):

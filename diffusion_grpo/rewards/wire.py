@@ -38,6 +38,7 @@ def write_request(
     fps: float | None,
     body: Body = "png",
     sampling_rate: int | None = None,
+    are_latents: bool = False,
 ) -> bytes:
     """A request's body.
 
@@ -51,32 +52,24 @@ def write_request(
         body: `png`: JSON with PNGs. `mp4`: JSON with lossless H.264 for videos: the same pixels. `mp4_lossy`: as
             players have it, a fiftieth of the bytes and other pixels. `safetensors`: pixels and numbers as they are.
         sampling_rate: of samples that are sound, or None.
+        are_latents: the samples are tensors that no autoencoder has decoded yet.
 
     Raises:
         TypeError: a column holds something that JSON does not have.
         WireError: a sample is no picture or video, and the body is not safetensors.
     """
     tensors: dict[str, torch.Tensor] = {}
-
-    def picture(image: Image.Image, name: str) -> str | dict:
-        if body != "safetensors":
-            return _write_picture(image)
-        tensors[name] = torch.from_numpy(np.array(image.convert("RGB")))
-        return {"tensor": name}
-
     content = {
         "samples": [_write_sample(sample, f"sample.{row}", body, tensors) for row, sample in enumerate(samples)],
         "prompts": prompts,
         "columns": {
-            name: [
-                {"png": picture(value, f"column.{name}.{row}")} if isinstance(value, Image.Image) else value
-                for row, value in enumerate(values)
-            ]
+            name: [_write_value(value, f"column.{name}.{row}", body, tensors) for row, value in enumerate(values)]
             for name, values in columns.items()
         },
         "groups": groups,
         "fps": fps,
         "sampling_rate": sampling_rate,
+        "are_latents": are_latents,
         "sounds": _write_sounds(samples),
     }
     text = json.dumps(content).encode()
@@ -109,9 +102,11 @@ def read_request(body: bytes, max_pixels: int = MAX_PIXELS, is_safetensors: bool
             "samples must be all pictures (strings), all videos (MP4s or lists of strings, not empty), or all tensors."
         )
     samples = [_read_sample(sample, source) for sample in content["samples"]]
-    samples = _with_sounds(samples, content.get("sounds"))
+    samples, are_latents = _with_sounds(samples, content.get("sounds")), content.get("are_latents", False)
+    if are_latents is not False and not (are_latents is True and kinds == {"tensor"}):
+        raise WireError("are_latents must be false, or true for samples that are tensors.")
     columns = {name: [_read_value(value, source) for value in values] for name, values in columns.items()}
-    return {"samples": samples, "columns": columns} | {
+    return {"samples": samples, "columns": columns, "are_latents": are_latents} | {
         name: content.get(name) for name in ("prompts", "groups", "fps", "sampling_rate")
     }
 
@@ -165,6 +160,16 @@ def _write_sample(sample: Any, name: str, body: Body, tensors: dict[str, torch.T
     if not is_video:
         raise WireError(f"A sample is a {type(sample).__name__}, no picture or video; send it as safetensors.")
     return [_write_picture(frame) for frame in sample] if body == "png" else {"mp4": _write_mp4(sample, body)}
+
+
+def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Tensor]) -> Any:
+    """A column's value: a picture, or what JSON has."""
+    if not isinstance(value, Image.Image):
+        return value
+    if body != "safetensors":
+        return {"png": _write_picture(value)}
+    tensors[name] = torch.from_numpy(np.array(value.convert("RGB")))
+    return {"png": {"tensor": name}}
 
 
 def _kind(sample: Any) -> str | None:
