@@ -76,7 +76,7 @@ def test_a_column_of_another_length_names_the_reward(tmp_path):
         log_extra("length", [1])
         return brightness(images)
 
-    with pytest.raises(RuntimeError, match="'short'.*1 values for 8 samples"):
+    with pytest.raises(RuntimeError, match="'short'.*1 values for 4 samples"):
         trainer_for(tmp_path, rewards=short).train()
 
 

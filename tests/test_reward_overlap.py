@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 
-from diffusion_grpo.rewards import RewardError, batchwise, groupwise, load_rewards
+from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
 from diffusion_grpo.rewards.score import Scoring
 
@@ -151,6 +151,23 @@ def test_who_waits_says_for_what() -> None:
         scoring.add(list(range(12)), PICTURES, None)
         scoring.wait(announce)
     assert said[-1] == "awaited"
+
+
+def test_calls_of_one_reward_share_its_requests(monkeypatch) -> None:
+    """Three blocks of samples at once make no more requests at a server than one."""
+    under_way, most = [], []
+
+    async def ask(self, client, server, body, count):
+        under_way.append(server.url)
+        most.append(max(under_way.count(url) for url in under_way))
+        await asyncio.sleep(0.01)
+        under_way.remove(server.url)
+        return [1.0] * count
+
+    monkeypatch.setattr(RemoteReward, "_ask", ask)
+    reward = RemoteReward(["http://a", "http://b"], "x", batch_size=1, concurrency=2)
+    assert rollout([reward], True)[0].sum() == 12 and max(most) == 2
+    assert rollout([reward], False)[0].sum() == 12 and max(most) == 2
 
 
 def test_a_reward_that_ends_the_process_ends_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,23 @@ MAX_ANSWER = 2**22  # bytes: no server of scores has more to say
 
 class FailedRequest(Exception):
     """One request did not give a usable answer; the next may."""
+
+
+class Slots:
+    """How many requests of a reward are under way at once, over all its calls that are awaited together.
+
+    Args:
+        count: at one server.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self._own: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # a semaphore belongs to one loop
+
+    def __call__(self, url: str) -> asyncio.Semaphore:
+        """To be held during a request to `url`."""
+        own = self._own.setdefault(asyncio.get_running_loop(), {})
+        return own.setdefault(url, asyncio.Semaphore(self.count))
 
 
 @dataclasses.dataclass(frozen=True)

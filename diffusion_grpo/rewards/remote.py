@@ -14,7 +14,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from .http import Answer, FailedRequest, ask, json_object, seconds_to_wait, sentence, transport_errors
+from .http import Answer, FailedRequest, Slots, ask, json_object, seconds_to_wait, sentence, transport_errors
 from .samples import frame_positions
 from .score import RewardError
 from .wire import CONTENT_TYPES, Body, write_request
@@ -106,7 +106,7 @@ class RemoteReward:
             raise ValueError(f"remote: token_env names {token_env}, but no such environment variable is set.")
         self.servers = [_Server(one.rstrip("/")) for one in urls]
         self.reward, self.columns, self.token_env = reward, list(columns or []), token_env
-        self.batch_size, self.concurrency = batch_size, concurrency
+        self.batch_size, self.concurrency, self._slots = batch_size, concurrency, Slots(concurrency)
         self.timeout, self.retries, self.backoff, self.wait = timeout, retries, backoff, wait
         self.is_groupwise, self.takes_latents = groupwise, latents  # marks that contract.py reads
         self.body, self.num_frames = body, num_frames
@@ -164,7 +164,8 @@ class RemoteReward:
         while pending and server.is_alive:
             rows = pending.pop()
             try:
-                answer = await self._ask(client, server, await asyncio.to_thread(body, rows), len(rows))
+                async with self._slots(server.url):
+                    answer = await self._ask(client, server, await asyncio.to_thread(body, rows), len(rows))
             except _Broken as error:
                 pending.append(rows)
                 self._take_out(server, str(error))

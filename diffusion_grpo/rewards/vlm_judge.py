@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from PIL import Image
 
-from .http import Answer, FailedRequest, ask, json_object, seconds_to_wait, sentence, transport_errors
+from .http import Answer, FailedRequest, Slots, ask, json_object, seconds_to_wait, sentence, transport_errors
 from .qwen_vl import template as published
 from .samples import frame_positions
 from .score import RewardError
@@ -96,6 +96,7 @@ class VlmJudge:
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise ValueError(f"vlm_judge: api_key_env names {self.api_key_env}, but no such variable is set.")
         self.url = self.url.rstrip("/")
+        self._slots = Slots(self.concurrency)
         self._fields = _fields(self.template) | _fields(self.video_template or "")
 
     def __hash__(self) -> int:
@@ -110,7 +111,7 @@ class VlmJudge:
         if missing := sorted(self._fields - {"prompt", *columns}):
             raise RewardError(f"has {{{missing[0]}}} in its template, a column that the dataset lacks")
         headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
-        limit = asyncio.Semaphore(self.concurrency)
+        limit = self._slots(self.url)
 
         async def judged(row: int) -> float | None:
             async with limit:
