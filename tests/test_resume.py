@@ -99,6 +99,18 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
             assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
+    """The rollout encoded two prompts, the resumed micro-batches ask for one of them at a time."""
+    settings = {"rollout_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
+    settings |= {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 3}
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    again = trainer_for(tmp_path / "again", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    expected = trained_weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+
+
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1}
     trainer_for(tmp_path, **settings).train()
