@@ -15,6 +15,7 @@ from torch import Tensor
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .context import one_a_group
 from .estimators import Estimate, estimate
+from .fsdp import in_step
 from .inputs import check_count
 from .media import sampling_rate
 from .order import RolloutOrder, inverse
@@ -139,7 +140,7 @@ class GeneratingTrainer(ScoringTrainer):
         trajectories = [None] * len(rows)
         takes_latents = self._takes_latents(self.reward_funcs)
         is_decoded = self._is_saving or not all(map(only_takes_latents, self.reward_funcs))
-        for places in self.inputs.calls(rows, self.accelerator):
+        for places, is_own in in_step(self.inputs.calls(rows, self.accelerator), self.accelerator):
             latents = [] if takes_latents else None
             images, trajectory = rollout(
                 self.policy,
@@ -155,7 +156,8 @@ class GeneratingTrainer(ScoringTrainer):
                 is_decoded=is_decoded,
             )
             check_count(latents if images is None else images, len(places), self.pipe)
-            scoring.add(places, images, latents)
+            if is_own:
+                scoring.add(places, images, latents)
             for number, place in enumerate(places):
                 trajectories[place] = trajectory[[number]]
         return scoring.samples, Recorded(trajectories)
