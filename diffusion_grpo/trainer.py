@@ -292,8 +292,9 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
 
     def with_weights(self, method: Callable, *args: Any) -> Any:
         """Calls what passes the network outside an update: with gathered weights, where ZeRO-3 has parted them."""
-        for network in [] if self.weights.is_parted else self.policy.networks:
-            network.to(self.args.device)  # before a training in parts they wait where they were loaded
+        is_waiting = (self.is_fsdp_enabled or self.weights.stage == 3) and not self.weights.is_parted
+        for network in self.policy.networks if is_waiting else []:
+            network.to(self.args.device)  # before training they wait where they were loaded
         if self.is_fsdp_enabled:
             with fsdp.gathered(self.model, self.accelerator, self.args.fsdp_gather_for_generation):
                 return method(*args)
