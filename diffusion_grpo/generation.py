@@ -138,10 +138,9 @@ class GeneratingTrainer(ScoringTrainer):
         )
         steps = steps if args.permute_steps else steps * len(rows)
         trajectories = [None] * len(rows)
-        takes_latents = self._takes_latents(self.reward_funcs)
         is_decoded = self._is_saving or not all(map(only_takes_latents, self.reward_funcs))
         for places, is_own in in_step(self.inputs.calls(rows, self.accelerator), self.accelerator):
-            latents = [] if takes_latents else None
+            latents = [] if self._takes_latents(self.reward_funcs) else None
             images, trajectory = rollout(
                 self.policy,
                 self.inputs([rows[place] for place in places]),
