@@ -27,6 +27,7 @@ from . import distributed, hub
 from .records import refuse_used_folder
 from .report import write_curve
 from .restore import rollout_file
+from .sharded_checkpoints import restore_optimizer, save_shards
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class CheckpointingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """`Trainer`'s: weights that diffusers loads, in `output_dir` or the run's folder; every process calls it."""
         folder = Path(output_dir or self.args.output_dir)
-        if self.is_deepspeed_enabled:
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             with self.weights.whole(is_kept=self.args.should_save):
                 self._save(str(folder))
         else:
@@ -174,16 +175,19 @@ class CheckpointingTrainer(Trainer):
             self.create_model_card()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.is_deepspeed_enabled:
+        if self.is_fsdp_enabled:
+            save_shards(Path(output_dir), self.model, self.optimizer)
+        elif self.is_deepspeed_enabled:
+            self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
+        else:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
         if self.args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """`Trainer`'s; weights in diffusers' layout go in before DeepSpeed parts them, its own state afterwards."""
-        if not self.is_deepspeed_enabled:
+        """`Trainer`'s; weights in diffusers' layout go in before an engine parts them, its own state afterwards."""
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
@@ -197,12 +201,15 @@ class CheckpointingTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """`Trainer`'s; where another mode wrote the checkpoint, the optimizer starts anew and says so."""
         folder = Path(checkpoint or "")
+        if not self.is_deepspeed_enabled and restore_optimizer(folder, self.model, self.optimizer):
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            return
         if self.is_deepspeed_enabled:
             is_known = distributed.fits(folder, self.accelerator)
             if is_known:
                 self.model_wrapped.load_checkpoint(str(folder), load_module_strict=False)
         else:
-            is_known = checkpoint is None or self.is_fsdp_enabled or (folder / OPTIMIZER_NAME).is_file()
+            is_known = checkpoint is None or (not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file())
         if is_known:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -225,7 +232,8 @@ class CheckpointingTrainer(Trainer):
             raise ValueError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
         self._load_average(folder)
         if self.args.sync_ref_model:
-            hub.load_policy(self.ref_model, self.component, folder / "reference")
+            with self.ref_weights.rewritten() if self.is_fsdp_enabled else contextlib.nullcontext():
+                hub.load_policy(self.ref_model, self.component, folder / "reference")
         self._load_policy(folder)
         if self.values is not None:
             self.values.load(folder)

@@ -126,6 +126,13 @@ class UpdateSettings:
             "fast and takes its memory; False gathers layer by layer."
         },
     )
+    fsdp_gather_for_generation: bool = field(
+        default=False,
+        metadata={
+            "help": "Under FSDP2, gather each block once for a rollout or evaluation and keep it, which is fast and "
+            "takes the memory of the whole network; by default it is gathered for each of its calls."
+        },
+    )
     offload_ref_model: bool = field(
         default=False, metadata={"help": "Keep a reference copy in CPU memory between its uses (full training)."}
     )

@@ -159,7 +159,7 @@ def clear_gradients(optimizer: Any, weights: "TrainedWeights") -> None:
 
     It does so only for the parameters that this pass reaches; those of another expert would be added to old ones.
     """
-    if weights.is_parted:
+    if weights.stage == 3:
         optimizer.optimizer.grad_partitions_flat_buffer.zero_()
 
 

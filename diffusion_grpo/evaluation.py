@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .advantages import combine
 from .context import one_a_group
+from .fsdp import in_step
 from .inputs import check_count
 from .media import sampling_rate
 from .ranks import gathered_means
@@ -176,7 +177,8 @@ def _sample(
     trainer.inputs.learn(trainer.policy, rows, trainer.noise_level)
     for first in range(0, len(rows), args.per_device_eval_batch_size):
         trainer.policy.prompts.clear()
-        for part in trainer.inputs.parts(rows[first : first + args.per_device_eval_batch_size]):
+        parts = trainer.inputs.parts(rows[first : first + args.per_device_eval_batch_size])
+        for part, _ in in_step(parts, trainer.accelerator):  # who repeats one finds the same samples
             chosen = [first + number for number in part]
             own = None if latents is None else []
             images, _ = rollout(

@@ -15,6 +15,7 @@ from torch import Tensor
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .context import one_a_group
 from .estimators import Estimate, estimate
+from .fsdp import in_step
 from .inputs import check_count
 from .media import sampling_rate
 from .order import RolloutOrder, inverse
@@ -137,10 +138,9 @@ class GeneratingTrainer(ScoringTrainer):
         )
         steps = steps if args.permute_steps else steps * len(rows)
         trajectories = [None] * len(rows)
-        takes_latents = self._takes_latents(self.reward_funcs)
         is_decoded = self._is_saving or not all(map(only_takes_latents, self.reward_funcs))
-        for places in self.inputs.calls(rows, self.accelerator):
-            latents = [] if takes_latents else None
+        for places, is_own in in_step(self.inputs.calls(rows, self.accelerator), self.accelerator):
+            latents = [] if self._takes_latents(self.reward_funcs) else None
             images, trajectory = rollout(
                 self.policy,
                 self.inputs([rows[place] for place in places]),
@@ -155,7 +155,8 @@ class GeneratingTrainer(ScoringTrainer):
                 is_decoded=is_decoded,
             )
             check_count(latents if images is None else images, len(places), self.pipe)
-            scoring.add(places, images, latents)
+            if is_own:
+                scoring.add(places, images, latents)
             for number, place in enumerate(places):
                 trajectories[place] = trajectory[[number]]
         return scoring.samples, Recorded(trajectories)

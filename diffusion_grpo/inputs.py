@@ -155,7 +155,7 @@ class PipelineInputs:
 
         Args:
             rows: one a sample.
-            accelerator: where its processes pass the network together (DeepSpeed, FSDP), all need as many calls.
+            accelerator: where its processes pass the network together under DeepSpeed, all need as many calls.
 
         Raises:
             ValueError: calls of one process would wait for those of another that never come.
@@ -163,13 +163,12 @@ class PipelineInputs:
         size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
         starts = range(0, len(rows), size)
         parts = [self.parts(rows[start : start + size]) for start in starts]
-        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
             counts = torch.tensor([len(part) for part in parts], device=accelerator.device)
             if len(accelerator.gather(counts).unique()) > 1:
                 raise ValueError(
-                    "Micro-batches of different numbers of shapes cannot be trained with DeepSpeed or FSDP, whose "
-                    "processes pass the network together; give all rows one shape, or set "
-                    "per_device_train_batch_size=1."
+                    "Micro-batches of different numbers of shapes cannot be trained with DeepSpeed, whose processes "
+                    "pass the network together; give all rows one shape, or set per_device_train_batch_size=1."
                 )
         return [[start + i for i in places] for start, part in zip(starts, parts, strict=True) for places in part]
 

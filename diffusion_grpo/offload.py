@@ -13,12 +13,14 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from .config import DiffusionGRPOConfig
+from .fsdp import is_asked_for
 
 
 def placed(pipe: DiffusionPipeline, networks: list[nn.Module], args: DiffusionGRPOConfig) -> "FrozenOffload | None":
     """Moves the pipeline to the device of the training; its frozen parts only when needed, with `offload_frozen`."""
-    if args.offload_frozen is None and args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
-        for part in pipe.components.values():  # DeepSpeed takes the trained networks in parts from where they are
+    is_parted = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
+    if args.offload_frozen is None and (is_parted or is_asked_for(args)):
+        for part in pipe.components.values():  # the engine takes the trained networks in parts from where they are
             if isinstance(part, nn.Module) and not any(part is network for network in networks):
                 part.to(args.device)
         return None

@@ -5,6 +5,7 @@ while a driver decides what each step does. The pipeline itself is left as it wa
 """
 
 import contextlib
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -69,11 +70,15 @@ class Policy:
         self.is_mixed_precision = is_mixed_precision
         self.prompts = PromptCache()
         self.draws_globally = False
+        self.counts_of_all: Callable[[list[int]], list[list[int]]] | None = None
         self._blank_outputs: dict[Any, Any] = {}
         # for ZeRO-3, whose hooks gather weights: entered where a network runs for the shape of its output alone, and
         # whether its hooks stay out of the calls that are skipped
         self.shapes_only: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.skips_hooks = False
+        self._calls: list[int] = [0, 0]  # of the networks in the pipeline's call: without and with gradient
+        self._last_call: Callable | None = None
+        self._spare: list[Tensor] = []
 
     def _make_scheduler(self, sde_type: str) -> StochasticScheduler | None:
         original = getattr(self.pipe, "scheduler", None)
@@ -146,10 +151,34 @@ class Policy:
                 stack.enter_context(replaced(holder, "_progress_bar_config", {"disable": True}))
             for name, part in inner.items():
                 stack.enter_context(replaced(pipe, name, _Undecorated(part)))
+            self._calls = [0, 0]
             try:
                 yield
+                self._keep_in_step()
             finally:
                 self.scheduler.driver = None
+
+    def _keep_in_step(self) -> None:
+        """Calls the networks as often as the process that called them most, where a call gathers their weights.
+
+        How often depends on the samples: on whether a step is guided, and on which output shapes are known already.
+        Those with gradient leave a term of zero behind, so that their backward passes come as often too.
+        """
+        if self.counts_of_all is None:
+            return
+        every = self.counts_of_all(self._calls)
+        plain, graphs = (max(counts) for counts in zip(*every, strict=True))
+        for _ in range(graphs - self._calls[1]):
+            output = pytree.tree_leaves(self._last_call())
+            self._spare.append(sum((leaf * 0.0).sum() for leaf in output if torch.is_tensor(leaf)))
+        with torch.no_grad():
+            for _ in range(plain - self._calls[0]):
+                self._last_call()
+
+    def spare(self) -> Tensor | float:
+        """Zero, with the gradient of calls that were only made to keep in step; once."""
+        spare, self._spare = self._spare, []
+        return sum(spare, 0.0)
 
     @contextlib.contextmanager
     def _writing(self, driver: Driver) -> Iterator[None]:
@@ -193,7 +222,8 @@ class Policy:
             is_skipped = not (driver.needs_network or must_run)
             if is_skipped and key not in self._blank_outputs:
                 with torch.no_grad(), self.shapes_only():
-                    self._remember(key, self._passed(real, tensors, args, kwargs))
+                    shaped = real if self.counts_of_all is None else run
+                    self._remember(key, self._passed(shaped, tensors, args, kwargs))
             if is_skipped and key in self._blank_outputs:
                 return self._blank_outputs[key]
             output = self._passed(run, tensors, args, kwargs)
@@ -204,12 +234,18 @@ class Policy:
 
     def _passed(self, real: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The network's output, in the dtype of the latents that the pipeline gave: autocast leaves half precision."""
-        with self.forward_context():
-            output = real(*args, **kwargs)
+        if self.counts_of_all is not None:
+            self._calls[torch.is_grad_enabled()] += 1
+            self._last_call = functools.partial(self._called, real, args, kwargs)
+        output = self._called(real, args, kwargs)
         if not self.is_mixed_precision:
             return output
         dtype = next(x.dtype for x in tensors if x.is_floating_point())
         return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+
+    def _called(self, real: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with self.forward_context():
+            return real(*args, **kwargs)
 
     def _remember(self, key: Any, output: Any) -> None:
         if all(_is_blankable(leaf) for leaf in pytree.tree_leaves(output)):

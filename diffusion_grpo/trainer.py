@@ -9,7 +9,7 @@ import contextlib
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from . import fsdp
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .callbacks import (
     CollapseCallback,
@@ -132,6 +133,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if args.learning_rate is None:
             set_learning_rate(args, 3e-4 if peft_config is not None else 1e-5)
         check_deepspeed(args)
+        fsdp.check_fsdp(args)
         hide_deepspeed()
         given = named_datasets(train_dataset, eval_dataset), self.reward_funcs + self.eval_reward_funcs
         cls = pipeline_class(model, args)
@@ -158,10 +160,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if self.is_deepspeed_enabled:
             fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, model)
         self._check_processes()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.weights = TrainedWeights(trained, zero_stage(self.accelerator), ", " in self.component)
-        if self.weights.stage == 3:
-            self.policy.shapes_only, self.policy.skips_hooks = lambda: without_weights(self.model), True
+        self.weights = self._trained_weights(model)
         self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
         if args.context_parallel_size > 1:
@@ -245,12 +244,33 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         arguments.pop("dynamo_plugin", None)  # the network's blocks are compiled already
         return arguments
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """`Trainer`'s, which does not see where accelerate gives DDP to who asked for FSDP."""
+        super().create_accelerator_and_postprocess()
+        self.is_fsdp_enabled = fsdp.activate(self.accelerator, self.args)
+        if self.is_fsdp_enabled:
+            fsdp.settle(self.accelerator.state.fsdp_plugin, self.policy.networks)
+            self.policy.skips_hooks = True
+
+    def _trained_weights(self, model: nn.Module) -> TrainedWeights:
+        self.policy.counts_of_all = fsdp.agreement(self.accelerator)
+        if self.is_fsdp_enabled:
+            return fsdp.ShardedWeights(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        weights = TrainedWeights(trained, zero_stage(self.accelerator), ", " in self.component)
+        if weights.stage == 3:
+            self.policy.shapes_only, self.policy.skips_hooks = lambda: without_weights(model), True
+        return weights
+
     def _reference_copy(self) -> nn.Module:
         ref_model = copy.deepcopy(self.model).requires_grad_(False).eval()
-        return ref_model.to("cpu" if self.args.offload_ref_model else self.args.device)
+        is_waiting = self.args.offload_ref_model or self.is_fsdp_enabled
+        return ref_model.to("cpu" if is_waiting else self.args.device)
 
     def _part_reference(self) -> None:
-        """Under ZeRO-3 a reference copy is spread over the processes too, unless it waits in CPU memory."""
+        """A reference copy is spread over the processes too; under ZeRO-3 unless it waits in CPU memory."""
+        if self.ref_model is not None and self.is_fsdp_enabled and not self.ref_weights.is_parted:
+            fsdp.shard_reference(self.ref_model, self.accelerator, self.args.offload_ref_model)
         if self.ref_model is None or self.weights.stage != 3 or self.args.offload_ref_model:
             return
         if self.accelerator.unwrap_model(self.ref_model) is self.ref_model:
@@ -259,19 +279,26 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     @property
     def ref_weights(self) -> TrainedWeights:
         """The reference's parameters that the policy trains."""
+        if self.is_fsdp_enabled:
+            return fsdp.ShardedWeights(self.ref_model, self.weights.names)
         pairs = zip(self.ref_model.parameters(), self.model.parameters(), strict=True)
         return TrainedWeights([ref for ref, parameter in pairs if parameter.requires_grad], self.weights.stage)
 
     @property
     def passes_together(self) -> bool:
-        """Whether all processes must call the network equally often outside updates too: ZeRO-3, layer by layer."""
-        return self.weights.is_parted and not self.args.ds3_gather_for_generation
+        """Whether all processes must call the network equally often outside updates too: ZeRO-3, layer by layer, and
+        FSDP2."""
+        return self.is_fsdp_enabled or self.weights.is_parted and not self.args.ds3_gather_for_generation
 
     def with_weights(self, method: Callable, *args: Any) -> Any:
         """Calls what passes the network outside an update: with gathered weights, where ZeRO-3 has parted them."""
+        is_waiting = (self.is_fsdp_enabled or self.weights.stage == 3) and not self.weights.is_parted
+        for network in self.policy.networks if is_waiting else []:
+            network.to(self.args.device)  # before training they wait where they were loaded
+        if self.is_fsdp_enabled:
+            with fsdp.gathered(self.model, self.accelerator, self.args.fsdp_gather_for_generation):
+                return method(*args)
         if not self.weights.is_parted:
-            for network in self.policy.networks if self.weights.stage == 3 else []:
-                network.to(self.args.device)  # before training they wait where they were loaded
             return method(*args)
         if self.passes_together:
             return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
@@ -387,22 +414,20 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             self.optimizer.train()
         batch, is_on_policy = self._next_batch(inputs)
         start = time.perf_counter()
-        total = torch.zeros((), device=self.args.device)
-        errors = []
+        total, errors = torch.zeros((), device=self.args.device), []
         if self.args.importance_sampling_level == "sequence" and not is_on_policy:  # on policy all ratios are 1
             batch.log_ratio = self.with_weights(self._sequence_log_ratio, batch)
         if batch.targets is not None:
             self._train_values(batch)
-        parts = [batch.part(places) for places in self.inputs.parts(batch.rows)]  # as in the rollout
         if self._micro_step == 1:
             clear_gradients(self.optimizer, self.weights)
-        passes = [(part, step, 1.0) for part in parts for step in part.trajectory.steps.unique().tolist()]
-        if self.weights.stage >= 2:  # each backward pass is shared
-            passes = as_many_everywhere(self.accelerator, passes)
+        passes = self._passes(batch)
         for number, (part, step, weight) in enumerate(passes, start=1):
             is_last = number == len(passes)
-            with contextlib.nullcontext() if is_last else accumulating(self.accelerator, model):
-                loss, error = self._redirected(model, self._step_loss, part.at_step(step), step, is_on_policy)
+            is_reduced = is_last or self.is_fsdp_enabled  # waiting would keep sharded gradients whole
+            with contextlib.nullcontext() if is_reduced else accumulating(self.accelerator, model):
+                with contextlib.nullcontext() if weight else self._unmeasured():
+                    loss, error = self._redirected(model, self._step_loss, part.at_step(step), step, is_on_policy)
                 loss = loss * weight / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
                 if is_last and self.weights.are_shared_out:
                     loss = loss + self.weights.nothing()
@@ -416,6 +441,23 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             total += loss.detach()
         self._metrics["time/update"].append(time.perf_counter() - start)
         return total
+
+    def _passes(self, batch: MicroBatch) -> list[tuple[MicroBatch, int, float]]:
+        """What is trained one after the other: samples that share a call, a step they all train on, and its weight."""
+        parts = [batch.part(places) for places in self.inputs.parts(batch.rows)]  # as in the rollout
+        passes = [(part, step, 1.0) for part in parts for step in part.trajectory.steps.unique().tolist()]
+        if self.weights.stage >= 2 or self.is_fsdp_enabled:  # each backward pass is shared
+            passes = as_many_everywhere(self.accelerator, passes)
+        return passes
+
+    @contextlib.contextmanager
+    def _unmeasured(self) -> Iterator[None]:
+        """Metrics are left as they are: of passes that are made only because other processes make them."""
+        kept, self._metrics = self._metrics, defaultdict(list)
+        try:
+            yield
+        finally:
+            self._metrics = kept
 
     def _or_later(self, check: Callable, *args: Any) -> None:
         """Alone, a process refuses at once; several do so together, before their gradients meet."""
@@ -499,14 +541,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     def _at_trained_steps(self, batch: MicroBatch, measure: Callable) -> Tensor:
         """(batch, steps) of what `measure` says of each trained step, given inputs, trajectory and step."""
         values = torch.empty_like(batch.old_log_probs)
-        for places in self.inputs.parts(batch.rows):
-            whole = batch.part(places)
-            found = torch.empty_like(whole.old_log_probs)
-            for step in whole.trajectory.steps.unique().tolist():
-                part = whole.at_step(step)
-                found[whole.trajectory.steps == step] = measure(self.inputs(part.rows), part.trajectory, step).to(
-                    found
-                )
+        parts = [(places, batch.part(places)) for places in self.inputs.parts(batch.rows)]
+        passes = [(*part, step) for part in parts for step in part[1].trajectory.steps.unique().tolist()]
+        for (places, whole, step), _ in fsdp.in_step(passes, self.accelerator):  # who repeats one finds the same
+            part = whole.at_step(step)
+            found = values[places]
+            found[whole.trajectory.steps == step] = measure(self.inputs(part.rows), part.trajectory, step).to(found)
             values[places] = found
         return values
 
@@ -522,12 +562,13 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if self.ref_model is None:
             with disabled_adapter(self.accelerator.unwrap_model(self.model)):
                 return replay(self.policy, inputs, trajectory, step)
-        if self.args.offload_ref_model:
+        is_moved = self.args.offload_ref_model and not self.is_fsdp_enabled  # which moves each share as it is needed
+        if is_moved:
             self.ref_model.to(self.args.device)
         try:
             return replay(self.policy, inputs, trajectory, step, forward=self._reference_forwards())
         finally:
-            if self.args.offload_ref_model:
+            if is_moved:
                 self.ref_model.to("cpu")
 
     def _reference_forwards(self) -> list[Callable]:
@@ -536,6 +577,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
 
     def _redirected(self, model: nn.Module, method: Callable, *args: Any) -> Any:
+        if self.is_fsdp_enabled:  # its hooks are on the network that the pipeline calls
+            return method(*args)
         return redirected(model, self.accelerator.unwrap_model(model), method, *args)
 
     def _backward(self, loss: Tensor) -> None:

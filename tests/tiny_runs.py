@@ -43,12 +43,16 @@ def first_frame_brightness(videos: list[list[Image.Image]], **columns) -> list[f
 def trainer_for(
     output_dir: Path | str, name: str = "sd3", lora: bool = True, rewards=brightness, seed: int = 0, **settings
 ) -> DiffusionGRPOTrainer:
-    """A trainer of the tiny pipeline `name`: a LoRA by default, held-out prompts where `eval_strategy` is set."""
+    """A trainer of the tiny pipeline `name`: a LoRA by default, held-out prompts where `eval_strategy` is set.
+
+    `columns` go beside the prompts that are trained on.
+    """
     pipe, inputs = tiny_pipelines.build(name, seed)
     from_config = {key: inputs[key] for key in ("height", "width", "num_frames", "guidance_scale") if key in inputs}
     rest = {key: value for key, value in inputs.items() if key not in from_config and key != "prompt"}
     eval_reward_funcs = settings.pop("eval_reward_funcs", None)
     callbacks = settings.pop("callbacks", None)
+    columns = settings.pop("columns", {})
     args = DiffusionGRPOConfig(
         output_dir=str(output_dir), **{**SETTINGS, "pipeline_kwargs": rest, **from_config, **settings}
     )
@@ -56,7 +60,7 @@ def trainer_for(
         model=pipe,
         reward_funcs=rewards,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS, **columns}),
         eval_dataset=Dataset.from_dict({"prompt": ["held out", "and another"]}),
         peft_config=LoraConfig(**LORA) if lora else None,
         eval_reward_funcs=eval_reward_funcs,

@@ -1,0 +1,69 @@
+"""Short trainings one after the other, as each of several processes runs them: `torchrun ... fsdp_run.py CASES_JSON`.
+
+CASES_JSON maps a folder to settings. The global batch is the same whatever the number of processes: what depends on it
+is given for one process. Each folder gets `result.json`, what the run says of itself, and its whole trained weights.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import conftest  # noqa: F401
+import torch
+from safetensors.torch import save_file
+from tiny_runs import first_frame_brightness, trained_weights, trainer_for
+from torch.distributed.tensor import DTensor, Shard
+
+
+def shares(trainer) -> dict:
+    """How much of the network lies here, and how: of all parameters, the frozen among them."""
+    parameters = list(trainer.policy.network.parameters())
+    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    return {
+        "parameters": len(parameters),
+        "sharded": sum(isinstance(p, DTensor) and all(isinstance(x, Shard) for x in p.placements) for p in parameters),
+        "share": local / sum(p.numel() for p in parameters),
+        "units": sorted({type(m).__name__ for m in trainer.model.modules() if type(m).__name__.startswith("FSDP")}),
+    }
+
+
+def run(folder: Path, settings: dict) -> None:
+    """One training, and what is asked about it."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    for name in ("gradient_accumulation_steps", "steps_per_generation"):
+        if name in settings:
+            settings[name] //= processes
+    resume = settings.pop("resume", None)
+    is_offloaded = settings.pop("offload", False)
+    if processes > 1:
+        os.environ["FSDP_OFFLOAD_PARAMS"] = str(is_offloaded)
+    if settings.get("name") == "wan":
+        settings["rewards"] = first_frame_brightness
+    trainer = trainer_for(folder, **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    logs = [entry for entry in trainer.state.log_history if "ratio/max_error" in entry]
+    report = shares(trainer) | {
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "ratio": max((entry["ratio/max_error"] for entry in logs), default=0.0),
+        "rewards": [entry["reward"] for entry in logs],
+        "eval_rewards": [entry["eval_reward"] for entry in evaluated],
+        "kl": [entry["kl"] for entry in logs if "kl" in entry],
+    }
+    is_first = trainer.is_world_process_zero()
+    with trainer.weights.whole(is_kept=is_first):
+        if is_first:
+            save_file(trained_weights(trainer), folder / "weights.safetensors")
+    if is_first:
+        (folder / "result.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    for name, case in json.loads(sys.argv[1]).items():
+        run(Path(name), case)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
