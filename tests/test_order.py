@@ -20,7 +20,7 @@ def settings(processes, best_of_n=None, generations=4, batch=2, accumulation=4, 
         best_of_n=best_of_n,
         samples_per_update_group=kept,
         per_device_train_batch_size=batch,
-        world_size=processes,
+        data_processes=processes,
         samples_per_update=update,
         prompts_per_generation=batch * steps // kept,
     )
@@ -28,7 +28,7 @@ def settings(processes, best_of_n=None, generations=4, batch=2, accumulation=4, 
 
 def updates(order, positions):
     """The set of positions that each update trains on, all processes together."""
-    processes = order.args.world_size
+    processes = order.args.data_processes
     shares = [order.of_process(positions, process).view(order.updates, -1) for process in range(processes)]
     return [sorted(torch.cat([share[update] for share in shares]).tolist()) for update in range(order.updates)]
 

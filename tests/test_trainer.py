@@ -224,10 +224,12 @@ def test_a_failing_reward_names_function_prompt_and_keeps_the_sample(tmp_path):
 
 
 def test_rewards_get_trls_keywords_and_every_column(tmp_path):
-    seen = {}
+    seen = {"prompts": [], "artist": []}
 
     def spy(prompts, completions, images, trainer_state, log_metric, artist=None, **others):
-        seen.update(prompts=prompts, artist=artist, step=trainer_state.global_step, others=set(others))
+        seen.update(step=trainer_state.global_step, others=set(others))
+        seen["prompts"] += prompts  # called for each group, beside the rollout
+        seen["artist"] += artist
         log_metric("spied", 7.0)
         assert completions is images and all(isinstance(image, Image.Image) for image in images)
         return brightness(images)
