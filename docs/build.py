@@ -81,7 +81,9 @@ def table(settings: list[dataclasses.Field]) -> str:
     lines = ["| setting | default | what it does |", "|---|---|---|"]
     for setting in settings:
         is_required = setting.default is dataclasses.MISSING and setting.default_factory is dataclasses.MISSING
-        default = "required" if is_required else f"`{setting.default}`"
+        has_factory = setting.default_factory is not dataclasses.MISSING
+        value = setting.default_factory() if has_factory else setting.default
+        default = "required" if is_required else f"`{value}`"
         text = " ".join(setting.metadata["help"].split()).replace("|", "\\|")
         lines.append(f"| `{setting.name}` | {default} | {text} |")
     return "\n".join(lines) + "\n"
