@@ -127,10 +127,14 @@ def test_each_distinct_prompt_is_encoded_once_and_never_in_replay():
     pipe.text_encoder.register_forward_hook(lambda module, args, output: encoded.append(len(args[0])))
     policy = Policy(pipe)
     images, trajectory = rollout(policy, inputs, seeds=[1, 2, 3, 4], num_inference_steps=3)
-    assert encoded == [2, 2]  # prompts, and the empty ones of guidance
+    # each prompt alone, and the empty one of guidance; the whole batch once, to see whether it would have that shape
+    assert encoded == [1, 1, 1, 1, 4, 4]
     replay(policy, inputs, trajectory, 1)
     rollout(policy, inputs, seeds=[1, 2, 3, 4], num_inference_steps=3)
-    assert encoded == [2, 2]
+    assert len(encoded) == 6
+    policy.prompts.clear()
+    rollout(policy, inputs, seeds=[1, 2, 3, 4], num_inference_steps=3)
+    assert encoded[6:] == [1, 1, 1, 1]
     plain = pipe(**inputs, num_inference_steps=3, generator=[torch.Generator().manual_seed(s) for s in (1, 2, 3, 4)])
     mine, _ = rollout(policy, inputs, seeds=[1, 2, 3, 4], num_inference_steps=3, noise_level=0.0)
     differences = [
