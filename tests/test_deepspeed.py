@@ -138,7 +138,8 @@ def test_one_process_draws_what_zero3_drew(runs):
     seeds = [sample_seed(42, "evaluation", 1)]
     images, _ = rollout(Policy(pipe), args, seeds=seeds, num_inference_steps=3, noise_level=0.0)
     written = Image.open(runs / "lora3" / "validation" / "step-000002" / "0001.png")
-    assert np.array_equal(np.asarray(images[0]), np.asarray(written))
+    # of 255 levels; the order of sums may move what lies between two
+    assert np.abs(np.asarray(images[0], dtype=int) - np.asarray(written, dtype=int)).max() <= 1
 
 
 # Settings, without processes
