@@ -136,9 +136,10 @@ def test_one_process_draws_what_zero3_drew(runs):
     hub.load_weights(pipe, runs / "lora3" / "ema")
     args = inputs | {"prompt": ["a ship"]}
     seeds = [sample_seed(42, "evaluation", 1)]
-    images, _ = rollout(Policy(pipe), args, seeds=seeds, num_inference_steps=4, noise_level=0.0)
+    images, _ = rollout(Policy(pipe), args, seeds=seeds, num_inference_steps=3, noise_level=0.0)
     written = Image.open(runs / "lora3" / "validation" / "step-000002" / "0001.png")
-    assert np.array_equal(np.asarray(images[0]), np.asarray(written))
+    # of 255 levels; the order of sums may move what lies between two
+    assert np.abs(np.asarray(images[0], dtype=int) - np.asarray(written, dtype=int)).max() <= 1
 
 
 # Settings, without processes
@@ -197,7 +198,9 @@ SYNCED = FULL | SAVED | EMA | {"beta": 0.05, "sync_ref_model": True, "ref_model_
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 BEST = BASE | SAVED | EMA | {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
 BEST |= {"metric_for_best_model": "reward", "greater_is_better": True, "learning_rate": 0.05, "max_steps": 3}
-AUTO = {"optimizer": {"type": "AdamW", "params": dict.fromkeys(["lr", "betas", "eps", "weight_decay"], "auto")}}
+# torch's AdamW in place of DeepSpeed's own, which is compiled for minutes on its first use
+AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
+AUTO = {"optimizer": {"type": "AdamW", "params": AUTO}, "zero_force_ds_cpu_optimizer": False}
 ALONE = {
     "lora": BASE,
     "full": FULL | {"gradient_checkpointing": True},
