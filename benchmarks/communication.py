@@ -1,12 +1,13 @@
 """
 What processes send each other in one update: counted in a run of two, and by formula for hundreds.
 
-`python benchmarks/communication.py` prints the tables of docs/scaling.md. `--count ddp` trains the embedded model on two
-CPU processes and counts the bytes that each hands to each collective in its second update, rollout included, as torch's
-profiler records them. The formulas are those functions below; tests/test_communication.py holds DDP's against the count.
+`python benchmarks/communication.py` prints the table of docs/scaling.md. `--count ddp` trains the embedded model on
+two CPU processes and counts the bytes that each hands to each collective in its second update, rollout included, as
+torch's profiler records them. tests/test_communication.py holds DDP's formula against that count.
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -61,7 +62,7 @@ def reward_bytes(update: Update) -> int:
 
 
 def ddp(update: Update, processes: int) -> dict[str, float]:
-    """Bytes that one process sends: a ring all-reduce of float32 gradients once an update, whatever the accumulation."""
+    """Bytes that one process sends: a ring all-reduce of float32 gradients once an update."""
     return {"gradients": 2 * (processes - 1) / processes * 4 * update.trained, "weights": 0.0}
 
 
@@ -75,7 +76,7 @@ def zero2(update: Update, processes: int) -> dict[str, float]:
 
 
 def zero3(update: Update, processes: int, gathers_once: bool = True) -> dict[str, float]:
-    """All weights are gathered for each forward pass and again for its backward pass; in the rollout once, or a call."""
+    """All weights are gathered for each forward and each backward pass; in the rollout once, or for each call."""
     share, whole = (processes - 1) / processes, update.width * (update.weights + update.trained)
     rollout = 1 if gathers_once else update.rollout_calls
     return {
@@ -103,6 +104,7 @@ MODELS = {
 }
 
 
+@functools.cache
 def sizes(name: str, rank: int = 32) -> tuple[int, int]:
     """Weights of a network and of a LoRA on its attention, counted on the meta device."""
     cls, config, _, _, networks = MODELS[name]
@@ -114,7 +116,7 @@ def sizes(name: str, rank: int = 32) -> tuple[int, int]:
 
 
 def update_of(name: str, is_lora: bool, processes: int) -> tuple[Update, float]:
-    """8 samples a process and update, one a micro-batch, 10 steps of which 9 are trained; and its seconds of arithmetic.
+    """8 samples a process, one a micro-batch, 9 of 10 steps trained; and the seconds of arithmetic.
 
     A forward pass is 2 operations a weight and token (attention's own are left out), a backward pass twice that, of a
     LoRA once; gradient checkpointing adds a forward pass.
