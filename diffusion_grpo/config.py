@@ -67,6 +67,10 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "DDP's search for unused parameters; a policy uses all of them."}
     )
+    ddp_broadcast_buffers: bool | None = field(
+        default=False,
+        metadata={"help": "DDP's broadcast of buffers in each update; position tables never change, and are large."},
+    )
     dataloader_pin_memory: bool = field(
         default=False,
         metadata={"help": "Pin batches in memory; a batch is prompts here, so there is nothing to gain."},

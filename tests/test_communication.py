@@ -1,0 +1,36 @@
+"""What processes send: DDP's formula is what a run of two really hands to its collectives."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import communication
+from communication import Update, counted_run, ddp, reward_bytes, zero2, zero3
+
+
+def test_ddp_sends_gradients_once_an_update_and_rewards_and_nothing_else():
+    counted = counted_run(is_lora=True)
+    update = Update(0, counted["trained"], 2, 0, 0, counted["samples"], counted["rewards"])
+    # a ring all-reduce of n bytes on two processes sends n, and each hands its own half of the rewards to the others
+    assert counted["bytes"] == {"all_reduce": ddp(update, 2)["gradients"], "all_gather": reward_bytes(update) // 2}
+
+
+def test_formulas_scale_as_they_say():
+    update = Update(weights=1000, trained=100, micro_batches=4, rollout_calls=10, trained_passes=36, samples=8)
+    for formula in (ddp, zero2, zero3):
+        assert sum(formula(update, 1).values()) == 0.0  # one process sends nothing
+        few, many = (sum(formula(update, processes).values()) for processes in (2, 512))
+        assert few < many < 2 * few + 1  # and each of many no more than twice what each of two does
+    whole = 2 * 1100 * 511 / 512
+    assert zero3(update, 512)["weights"] == pytest.approx(whole * (2 * 36 + 1))
+    assert zero3(update, 512, gathers_once=False)["weights"] == pytest.approx(whole * (2 * 36 + 10))
+
+
+@pytest.mark.parametrize(("name", "billions"), [("SD3.5-M", 2.2), ("FLUX.1-dev", 11.9)])
+def test_networks_have_their_published_sizes(name, billions):
+    weights, lora = communication.sizes(name)
+    assert weights / 1e9 == pytest.approx(billions, abs=0.1)
+    assert 0 < lora < 0.02 * weights
