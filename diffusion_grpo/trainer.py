@@ -176,6 +176,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
         if args.context_parallel_size > 1:
+            if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+                raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
             reference = [] if self.ref_model is None else [self.ref_model]
             spread_over_context([*self.policy.networks, *reference], args)
         self.offload = placed(pipe, self.policy.networks, args)
@@ -222,8 +224,6 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                 "ds3_gather_for_generation=False gathers each layer anew for every token, and processes that end "
                 "early would be waited for; set it to True."
             )
-        if self.args.context_parallel_size > 1 and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
 
     def _check_datasets(self, args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
         """Refuses datasets without prompts, or without a column that a reward asks for."""
