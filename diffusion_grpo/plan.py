@@ -99,7 +99,7 @@ class Batches:
             micro_batch=args.per_device_train_batch_size,
             micro_batches_per_update=args.gradient_accumulation_steps,
             updates_per_rollout=updates,
-            samples_per_update=accumulated * args.world_size,
+            samples_per_update=accumulated * args.data_processes,
             trained_steps=max(1, round(args.timestep_fraction * (stop - start))),
             num_inference_steps=args.num_inference_steps,
             rollouts_per_epoch=rollouts,

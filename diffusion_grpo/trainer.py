@@ -156,20 +156,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        hide_deepspeed()  # Trainer has made it known again
-        if self.is_deepspeed_enabled:
-            fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, model)
-        self._check_processes()
-        self.weights = self._trained_weights(model)
-        self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
-        self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
-        if args.context_parallel_size > 1:
-            reference = [] if self.ref_model is None else [self.ref_model]
-            spread_over_context([*self.policy.networks, *reference], args)
-        self.offload = placed(pipe, self.policy.networks, args)
-        self.values = self._value_model() if args.advantage_estimator == "gae" else None
-        self._add_callbacks()
-        self._describe_model(pipe)
+        self._set_up(pipe, peft_config)
         self.buffer: RolloutBuffer | None = None
         self._has_started = False
         self._micro_step, self._update = 0, -1
@@ -177,6 +164,26 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._images, self._logged_step = 0, None
         self._failure: Exception | None = None
+
+    def _set_up(self, pipe: DiffusionPipeline, peft_config: PeftConfig | None) -> None:
+        """What stands beside the model: processes, reference, value model, callbacks."""
+        args = self.args
+        hide_deepspeed()  # Trainer has made it known again
+        if self.is_deepspeed_enabled:
+            fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.model)
+        self._check_processes()
+        self.weights = self._trained_weights(self.model)
+        self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
+        self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
+        if args.context_parallel_size > 1:
+            if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+                raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
+            reference = [] if self.ref_model is None else [self.ref_model]
+            spread_over_context([*self.policy.networks, *reference], args)
+        self.offload = placed(pipe, self.policy.networks, args)
+        self.values = self._value_model() if args.advantage_estimator == "gae" else None
+        self._add_callbacks()
+        self._describe_model(pipe)
 
     def _take_rewards(self, reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionGRPOConfig) -> None:
         """Rewards, judges, and the loss they are trained with."""
@@ -217,8 +224,6 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                 "ds3_gather_for_generation=False gathers each layer anew for every token, and processes that end "
                 "early would be waited for; set it to True."
             )
-        if self.args.context_parallel_size > 1 and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
 
     def _check_datasets(self, args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
         """Refuses datasets without prompts, or without a column that a reward asks for."""
