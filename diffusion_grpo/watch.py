@@ -21,7 +21,7 @@ CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
 SIDE = 32  # pixels to which a picture is reduced before it is compared: composition and colour, not grain
 FRAMES = 4  # of a video, evenly spaced
 WINDOW = 5  # updates at the start and at the end that are compared
-# of the diversity at the start; below it a group has collapsed. Three trainings by `make demo` left 0.55, 0.70 and 0.73:
+# of the diversity at the start; below it a group has collapsed. Trainings by `make demo` left 0.55, 0.70 and 0.73:
 # samples that are all right are more alike than samples that are wrong in different ways
 LEAST_SHARE = 0.4
 
