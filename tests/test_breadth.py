@@ -11,7 +11,7 @@ from tiny_runs import LORA, SETTINGS
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
 
-NAMES = sorted(set(tiny_pipelines.EVERY) - set(tiny_pipelines.PIPELINES))
+NAMES = sorted(tiny_pipelines.EVERY)
 FEW = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 
 
