@@ -605,8 +605,10 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     def _refuse_non_finite(self, value: Tensor, name: str) -> None:
         if not torch.isfinite(value).all():
             last = get_last_checkpoint(self.args.output_dir)
+            has_stepped = self.is_deepspeed_enabled and name == "gradient norm"  # its engine steps in backward
+            kept = "the weights may hold it already" if has_stepped else "the weights were not updated"
             raise NonFiniteError(
-                f"The {name} of update {self.state.global_step + 1} is {value.item()}; the weights were not updated. "
+                f"The {name} of update {self.state.global_step + 1} is {value.item()}; {kept}. "
                 f"Newest whole checkpoint: {last or 'none'}. Try a lower learning rate, or float32."
             )
 

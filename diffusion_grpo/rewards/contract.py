@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 PROVIDED = ("prompts", "completions", "images", "videos", "latents", "fps", "sampling_rate", "trainer_state")
 PROVIDED += ("log_metric", "log_extra")
+# columns of the tables of samples, which a reward of that name would overwrite
+TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file")
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -165,13 +167,18 @@ def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
         setting: what it was given as, for messages.
 
     Raises:
-        ValueError: an unknown name, option or argument, a value of the wrong type, or two rewards of one name.
+        ValueError: an unknown name, option or argument, a value of the wrong type, two rewards of one name, or
+            a name that the tables of samples have for something else.
     """
     loaded = [_load(reward, options) for reward, options in _entries(rewards, setting)]
     names = [reward.name for reward in loaded]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{setting} has two rewards called {name!r}; give one of them another `name`.")
+        if name in TAKEN:
+            raise ValueError(
+                f"{setting}: {name!r} is a column of every table of samples; give the reward another `name`."
+            )
     return loaded
 
 
