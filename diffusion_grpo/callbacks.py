@@ -41,7 +41,9 @@ class EMACallback(TrainerCallback):
         self.interval = interval
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.average.shadow_params = self.weights.shares(self.average.shadow_params)
+        shares = self.weights.shares(self.average.shadow_params)
+        places = [value.device for value in self.weights.exact()]  # engines move weights when training begins
+        self.average.shadow_params = [share.to(place) for share, place in zip(shares, places, strict=True)]
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.interval == 0:

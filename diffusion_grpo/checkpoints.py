@@ -23,7 +23,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.utils import PushInProgress, hf_api
 
-from . import distributed, hub
+from . import checkpoint_mode, distributed, hub
 from .records import refuse_used_folder
 from .report import write_curve
 from .restore import rollout_file
@@ -104,7 +104,7 @@ class CheckpointingTrainer(Trainer):
         self._note_best(folder)
         if self.args.should_save:
             self._save_trainer_state(staging)
-            distributed.write_mode(staging, self.accelerator)
+            checkpoint_mode.write_mode(staging, self.accelerator)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             _replace_folder(staging, folder)
@@ -201,11 +201,12 @@ class CheckpointingTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """`Trainer`'s; where another mode wrote the checkpoint, the optimizer starts anew and says so."""
         folder = Path(checkpoint or "")
-        if not self.is_deepspeed_enabled and restore_optimizer(folder, self.model, self.optimizer):
+        is_read_here = checkpoint is not None and not self.is_deepspeed_enabled
+        if is_read_here and restore_optimizer(folder, self.model, self.optimizer):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
             return
         if self.is_deepspeed_enabled:
-            is_known = distributed.fits(folder, self.accelerator)
+            is_known = checkpoint_mode.fits(folder, self.accelerator)
             if is_known:
                 self.model_wrapped.load_checkpoint(str(folder), load_module_strict=False)
         else:
@@ -217,8 +218,8 @@ class CheckpointingTrainer(Trainer):
             "%s was written %s, and its optimizer state cannot be read %s: weights and learning rate go on from "
             "there, the optimizer starts anew.",
             folder,
-            distributed.written_mode(folder),
-            distributed.mode(self.accelerator),
+            checkpoint_mode.written_mode(folder),
+            checkpoint_mode.mode(self.accelerator),
         )
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if isinstance(schedule, LambdaLR):  # others follow the evaluations, not the updates

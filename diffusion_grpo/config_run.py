@@ -74,8 +74,9 @@ class RunSettings:
     overlap_rewards: bool = field(
         default=True,
         metadata={
-            "help": "Score the samples of a prompt while those of the next ones are made. The results are the same "
-            "either way. False where a reward's network and the rollout do not fit into memory together."
+            "help": "Score the samples of a prompt while those of the next ones are made; False where a reward's "
+            "network and the rollout do not fit into memory together. Either way a reward is called with whole "
+            "groups, several times a rollout; one that compares all samples of a rollout is marked `batchwise`."
         },
     )
     watch_rewards: list[str] | None = field(

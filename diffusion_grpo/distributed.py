@@ -9,10 +9,8 @@ is optional.
 import collections
 import contextlib
 import copy
-import json
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ from trl.models.utils import _ForwardRedirection, add_hooks, remove_hooks
 from .config import DiffusionGRPOConfig
 from .policy import HOOKS, replaced
 
-MODE_FILE = "processes.json"  # in a checkpoint: how it was written
 logger = logging.getLogger(__name__)
 
 
@@ -274,7 +271,7 @@ class TrainedWeights:
     @property
     def are_shared_out(self) -> bool:
         """Whether each pass leaves some whole parameters without gradient, for which other processes would wait."""
-        return self.stage < 3 and self.has_experts
+        return self.stage < 3 and self.has_experts and torch.distributed.is_initialized()
 
     def nothing(self) -> Tensor:
         """0, with a gradient of 0 for every parameter."""
@@ -339,6 +336,18 @@ class TrainedWeights:
         self.refresh()
 
 
+def drop_idle_gradients(experts: nn.ModuleDict) -> None:
+    """No gradient, as in one process, for an expert that no process' steps belong to: the optimizer passes it over.
+
+    Gradients that were added up over processes are the same on each, so that all find the same experts idle.
+    """
+    for expert in experts.values():
+        trained = [parameter for parameter in expert.parameters() if parameter.grad is not None]
+        if not any(parameter.grad.any() for parameter in trained):
+            for parameter in trained:
+                parameter.grad = None
+
+
 def _share(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """This process' part of a whole value, cut and padded as ZeRO-3 does it."""
     size = parameter.ds_tensor.numel()
@@ -349,39 +358,10 @@ def _share(parameter: nn.Parameter, value: Tensor) -> Tensor:
 
 def _whole(parameter: nn.Parameter, share: Tensor) -> Tensor:
     group = parameter.ds_process_group
+    share = share.to(parameter.device)  # shares may wait in CPU memory, from which NCCL takes nothing
     parts = [torch.empty_like(share) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, share.contiguous(), group=group)
     return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
-
-
-# Checkpoints
-
-
-def mode(accelerator: Accelerator) -> str:
-    """How this run keeps its weights, in words: `by 2 processes with ZeRO-3`."""
-    return _in_words({"processes": accelerator.num_processes, "zero_stage": zero_stage(accelerator)})
-
-
-def written_mode(folder: Path) -> str:
-    """The same of the run that wrote a checkpoint."""
-    path = folder / MODE_FILE
-    return _in_words(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else "in another mode"
-
-
-def _in_words(mode: dict[str, int]) -> str:
-    number = "one process" if mode["processes"] == 1 else f"{mode['processes']} processes"
-    return f"by {number} with ZeRO-{mode['zero_stage']}" if mode["zero_stage"] else f"by {number} without DeepSpeed"
-
-
-def write_mode(folder: Path, accelerator: Accelerator) -> None:
-    """Notes in a checkpoint how many processes wrote it, and with what."""
-    content = {"processes": accelerator.num_processes, "zero_stage": zero_stage(accelerator)}
-    (folder / MODE_FILE).write_text(json.dumps(content), encoding="utf-8")
-
-
-def fits(folder: Path, accelerator: Accelerator) -> bool:
-    """Whether a checkpoint holds DeepSpeed state that was written in the same mode by as many processes."""
-    return written_mode(folder) == mode(accelerator) and any(folder.glob("global_step*"))
 
 
 @contextlib.contextmanager

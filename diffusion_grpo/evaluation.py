@@ -178,7 +178,7 @@ def _sample(
     for first in range(0, len(rows), args.per_device_eval_batch_size):
         trainer.policy.prompts.clear()
         parts = trainer.inputs.parts(rows[first : first + args.per_device_eval_batch_size])
-        for part, _ in in_step(parts, trainer.accelerator):  # who repeats one finds the same samples
+        for part, _ in in_step(parts, trainer.accelerator, trainer.passes_together):  # twice the same samples
             chosen = [first + number for number in part]
             own = None if latents is None else []
             images, _ = rollout(

@@ -91,14 +91,9 @@ class GeneratingTrainer(ScoringTrainer):
     ) -> tuple[list, Recorded, Tensor | None, Tensor | None]:
         """Samples, trajectories, and of the trained steps what the settings ask for: KL divergences, states."""
         start = time.perf_counter()
-        observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
-        with observed as conditions:
-            samples, trajectory, divergences = self.with_weights(
-                self._rolled_out, rows, generation, positions, scoring
-            )
-        seen = None
-        if conditions is not None:
-            seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
+        samples, trajectory, divergences, seen = self.with_weights(
+            self._rolled_out, rows, generation, positions, scoring
+        )
         for name, value in trajectory.metrics().items():
             self._metrics[name].append(value)
         self._metrics["time/rollout"].append(time.perf_counter() - start - scoring.waited)
@@ -113,11 +108,17 @@ class GeneratingTrainer(ScoringTrainer):
 
     def _rolled_out(
         self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring
-    ) -> tuple[list, Recorded, Tensor | None]:
-        """What of a generation passes the network: samples, trajectories, and their divergences for `kl_reward`."""
+    ) -> tuple[list, Recorded, Tensor | None, Tensor | None]:
+        """What of a generation passes the network; divergences for `kl_reward`, states for a value model."""
         self.inputs.learn(self.policy, rows, self.noise_level)
-        samples, trajectory = self._rollout(rows, generation, positions, scoring)
-        return samples, trajectory, self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
+        observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
+        with observed as conditions:
+            samples, trajectory = self._rollout(rows, generation, positions, scoring)
+        divergences = self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
+        seen = None
+        if conditions is not None:
+            seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
+        return samples, trajectory, divergences, seen
 
     @torch.no_grad()
     def _rollout(
@@ -139,7 +140,8 @@ class GeneratingTrainer(ScoringTrainer):
         steps = steps if args.permute_steps else steps * len(rows)
         trajectories = [None] * len(rows)
         is_decoded = self._is_saving or not all(map(only_takes_latents, self.reward_funcs))
-        for places, is_own in in_step(self.inputs.calls(rows, self.accelerator), self.accelerator):
+        calls = self.inputs.calls(rows, self.accelerator)
+        for places, is_own in in_step(calls, self.accelerator, self.passes_together):
             latents = [] if self._takes_latents(self.reward_funcs) else None
             images, trajectory = rollout(
                 self.policy,

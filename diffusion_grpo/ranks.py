@@ -79,6 +79,9 @@ class Ranks:
                 stop.set()
                 life.join()
         except Exception as error:
+            own = self.accelerator.process_index
+            # at once: others that are in a collective which this process does not reach may never come
+            logger.error("Process %d failed, which %s; it waits for the others to end.", own, task, exc_info=error)
             self._meet(turn, error)
             raise
         self._meet(turn, None)
@@ -125,10 +128,11 @@ class Ranks:
                 f"The processes lost touch ({lost}); the one that holds their store has ended, and its "
                 "output says why."
             ) from lost
-        if error is None and failures:
+        kinds = {kind for kind, _ in failures.values()} | ({type(error).__name__} if error is not None else set())
+        if failures and (error is None or len(kinds) > 1):  # who is told of different ones ends with the same
             process, (kind, message) = next(iter(failures.items()))
             where = f"Process {process} of {self.accelerator.num_processes} failed"
-            if kind in self.kinds:
+            if kind in self.kinds and len(kinds) == 1:
                 raise self.kinds[kind](f"{where}: {message}")
             raise RankError(f"{where} with {kind}: {message}")
 

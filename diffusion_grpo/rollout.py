@@ -210,6 +210,4 @@ def replay(
         policy.undecorated(policy.pipe, **arguments)
     if teacher.scored is None:
         raise RuntimeError(f"{type(policy.pipe).__name__} ended before step {step}; it was not replayed.")
-    if policy.counts_of_all is not None:
-        teacher.scored.log_prob = teacher.scored.log_prob + policy.spare()
     return teacher.scored

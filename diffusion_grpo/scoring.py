@@ -52,7 +52,7 @@ class ScoringTrainer(CheckpointingTrainer):
             own = [rows[place] for place in places]
             return self._scoring(funcs, samples, own, [groups[place] for place in places], latents, places)
 
-        return RolloutScoring(self.reward_funcs, groups, begin, self._overlap)
+        return RolloutScoring(self.reward_funcs, groups, begin, self._overlap, self._announce)
 
     def _scoring(
         self,
@@ -97,7 +97,7 @@ class ScoringTrainer(CheckpointingTrainer):
 
     def _rewards_of(self, scoring: RolloutScoring, extra: dict[str, list]) -> Tensor:
         """(samples, functions) rewards of this process' rollout, when the last is there."""
-        scoring.wait(self._announce)
+        scoring.wait()
         return self._values(scoring.result, self._metrics, extra, len(scoring.groups))
 
     def _values(self, values: Any, metrics: dict[str, list[float]], extra: dict[str, list], count: int) -> Tensor:
@@ -107,8 +107,8 @@ class ScoringTrainer(CheckpointingTrainer):
             lambda name, column: extra.update({name: extra_column(name, column, count)}),
         )
 
-    def _announce(self, names: str) -> None:
-        self.ranks.announce(f"computes the reward {names}")
+    def _announce(self, names: str | None) -> None:
+        self.ranks.announce("rolls out" if names is None else f"computes the reward {names}")
 
     def _save_before_stopping(self) -> None:
         """A checkpoint of the last update, to go on from; all processes save it together."""

@@ -45,6 +45,7 @@ from .distributed import (
     check_deepspeed,
     check_experts,
     clear_gradients,
+    drop_idle_gradients,
     fill_sizes,
     gathered,
     hide_deepspeed,
@@ -269,7 +270,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
 
     def _reference_copy(self) -> nn.Module:
         ref_model = copy.deepcopy(self.model).requires_grad_(False).eval()
-        is_waiting = self.args.offload_ref_model or self.is_fsdp_enabled
+        is_waiting = self.args.offload_ref_model or self.is_fsdp_enabled or self.weights.stage == 3
         return ref_model.to("cpu" if is_waiting else self.args.device)
 
     def _part_reference(self) -> None:
@@ -297,7 +298,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
 
     def with_weights(self, method: Callable, *args: Any) -> Any:
         """Calls what passes the network outside an update: with gathered weights, where ZeRO-3 has parted them."""
-        is_waiting = (self.is_fsdp_enabled or self.weights.stage == 3) and not self.weights.is_parted
+        is_unwrapped = self.model_wrapped is self.model and not self.weights.is_parted
+        is_waiting = is_unwrapped and (self.is_fsdp_enabled or self.is_deepspeed_enabled)  # for its engine, on the CPU
         for network in self.policy.networks if is_waiting else []:
             network.to(self.args.device)  # before training they wait where they were loaded
         if self.is_fsdp_enabled:
@@ -426,6 +428,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             self._train_values(batch)
         if self._micro_step == 1:
             clear_gradients(self.optimizer, self.weights)
+        if self.is_fsdp_enabled:  # Trainer's no_sync would keep whole gradients on each process
+            model.set_requires_gradient_sync(True)
         passes = self._passes(batch)
         for number, (part, step, weight) in enumerate(passes, start=1):
             is_last = number == len(passes)
@@ -444,6 +448,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                     self.ranks.agree(self._failure)
                 self._backward(loss * self.args.context_parallel_size)  # DDP takes the mean, a group makes the sum
             total += loss.detach()
+        if self.weights.are_shared_out and self.weights.stage == 0:
+            drop_idle_gradients(self.accelerator.unwrap_model(model))
         self._metrics["time/update"].append(time.perf_counter() - start)
         return total
 
@@ -498,7 +504,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         for name, value in output.metrics.items():
             self._metrics[name].append(value.item())
         error = float((now.log_prob.detach() - recorded).double().expm1().abs().max()) if is_on_policy else 0.0
-        return output.loss * len(batch), error
+        return output.loss * len(batch) + self.policy.spare(), error
 
     @torch.no_grad()
     def _sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
@@ -548,7 +554,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         values = torch.empty_like(batch.old_log_probs)
         parts = [(places, batch.part(places)) for places in self.inputs.parts(batch.rows)]
         passes = [(*part, step) for part in parts for step in part[1].trajectory.steps.unique().tolist()]
-        for (places, whole, step), _ in fsdp.in_step(passes, self.accelerator):  # who repeats one finds the same
+        passes = fsdp.in_step(passes, self.accelerator, self.passes_together)
+        for (places, whole, step), _ in passes:  # who repeats one finds the same
             part = whole.at_step(step)
             found = values[places]
             found[whole.trajectory.steps == step] = measure(self.inputs(part.rows), part.trajectory, step).to(found)

@@ -14,6 +14,8 @@ from tiny_pipelines import build
 from diffusion_grpo import cli
 from diffusion_grpo.arguments import Yaml12Loader, parse_train_arguments, read_overrides
 
+pytestmark = pytest.mark.xdist_group("cli")  # what its fixtures start is started once
+
 
 @pytest.fixture
 def config(tmp_path):

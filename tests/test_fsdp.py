@@ -19,6 +19,8 @@ from diffusion_grpo import DiffusionGRPOConfig, fsdp
 from diffusion_grpo.rollout import Policy, replay, rollout
 from diffusion_grpo.sharded_checkpoints import has_shards
 
+pytestmark = pytest.mark.xdist_group("fsdp")  # what its fixtures start is started once
+
 SETTINGS = {
     "gradient_accumulation_steps": 4,
     "per_device_train_batch_size": 2,
@@ -251,11 +253,9 @@ def test_several_networks_are_refused():
 
 
 def test_a_process_with_fewer_passes_repeats_its_last():
-    accelerator = types.SimpleNamespace(distributed_type=DistributedType.FSDP, device="cpu")
-    accelerator.gather = lambda count: torch.tensor([3, 1])
-    assert fsdp.in_step(["a"], accelerator) == [("a", True), ("a", False), ("a", False)]
-    accelerator.distributed_type = DistributedType.MULTI_GPU
-    assert fsdp.in_step(["a"], accelerator) == [("a", True)]
+    accelerator = types.SimpleNamespace(device="cpu", gather=lambda count: torch.tensor([3, 1]))
+    assert fsdp.in_step(["a"], accelerator, True) == [("a", True), ("a", False), ("a", False)]
+    assert fsdp.in_step(["a"], accelerator, False) == [("a", True)]
 
 
 def test_networks_are_called_as_often_as_on_the_process_that_calls_them_most():

@@ -258,10 +258,12 @@ def test_sizes_mix_in_a_micro_batch(tmp_path):
         assert sizes[-1] == height
         return brightness(images)
 
-    trainer = mixed(tmp_path, rewards=size_seen, max_steps=4)
+    trainer = mixed(tmp_path, rewards=size_seen, max_steps=4, per_device_train_batch_size=8)
     before = trained_weights(trainer)
     trainer.train()
-    assert any(len(set(seen)) > 1 for seen in sizes)
+    batches = [trainer.buffer.micro_batch(slot).rows for slot in range(trainer.buffer.micro_batches)]
+    assert any(len({row["height"] for row in rows}) > 1 for rows in batches)
+    assert {height for seen in sizes for height in seen} == {row["height"] for rows in batches for row in rows}
     assert logged(trainer, "ratio/max_error") == [0.0] * 4
     assert any(not torch.equal(before[name], value) for name, value in trained_weights(trainer).items())
 

@@ -147,9 +147,9 @@ def test_who_waits_says_for_what() -> None:
 
     overlap = Overlap(True, lambda: False)
     overlap.is_tried = True
-    with RolloutScoring(load_rewards([quick, awaited]), GROUPS, begin, overlap) as scoring:
+    with RolloutScoring(load_rewards([quick, awaited]), GROUPS, begin, overlap, announce) as scoring:
         scoring.add(list(range(12)), PICTURES, None)
-        scoring.wait(announce)
+        scoring.wait()
     assert said[-1] == "awaited"
 
 

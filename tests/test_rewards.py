@@ -191,7 +191,7 @@ def test_get_reward_takes_names_paths_and_callables() -> None:
     ("wrong", "said"),
     [
         ("tesseracct", "Did you mean 'tesseract'"),
-        ("zzz", "text, color, tesseract, brightness, jpeg_compressibility"),
+        ("zzz", "use one of text, .*color, tesseract, brightness, jpeg_compressibility"),
         ("no_such_package.reward", "no_such_package"),
         ("math.no_such_function", "no_such_function"),
         ("math.pi", "cannot be called"),

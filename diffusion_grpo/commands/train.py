@@ -129,7 +129,7 @@ def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[flo
     baselines = []
     for scale in guidance_scales:
         metrics = trainer.evaluate(metric_key_prefix="baseline", pipeline_kwargs={"guidance_scale": scale})
-        names = [key.split("/")[1] for key in metrics if key.endswith("/mean")]
+        names = [key.split("/")[1] for key in metrics if key.startswith("baseline_rewards/") and key.endswith("/mean")]
         rewards = {
             name: {key: metrics[f"baseline_rewards/{name}/{key}"] for key in ("mean", "std_error")} for name in names
         }

@@ -56,15 +56,21 @@ class Overlap:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """For the first scoring: whether it draws from the global generator."""
-        before = torch.get_rng_state()
+        before = _generator_states()
         yield
         self.is_tried = True
-        if not torch.equal(torch.get_rng_state(), before):
+        after = _generator_states()[: len(before)]  # a reward may have been the first to use a GPU
+        if not all(map(torch.equal, before, after)):
             self._give_up("a reward draws from torch's global generator")
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         logger.warning("Rewards are computed after each rollout and not beside it: %s.", reason)
+
+
+def _generator_states() -> list[Tensor]:
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if has_gpu else [])]
 
 
 class RolloutScoring:
@@ -75,12 +81,21 @@ class RolloutScoring:
         groups: the group of each sample.
         begin: from rewards, places, samples (or None) and latents (or None) to their scoring.
         overlap: of the training.
+        announce: is told which rewards the rollout waits for, and None when it goes on.
 
     Attributes:
         waited: seconds that the rollout was held up, by the first scoring of the training.
     """
 
-    def __init__(self, rewards: list[Reward], groups: list[int], begin: Begin, overlap: Overlap):
+    def __init__(
+        self,
+        rewards: list[Reward],
+        groups: list[int],
+        begin: Begin,
+        overlap: Overlap,
+        announce: Callable[[str | None], None] | None = None,
+    ):
+        self.announce = announce
         self.rewards, self.groups, self.begin, self.overlap = rewards, groups, begin, overlap
         self.samples: list[Any] = [None] * len(groups)
         self.latents: list[Tensor | None] = [None] * len(groups)
@@ -121,26 +136,28 @@ class RolloutScoring:
         if self.overlap.is_wanted and not self.overlap.is_tried:
             start = time.perf_counter()
             with self.overlap.watching():
-                score_here([scoring])
+                score_here([scoring], self.announce)
+            if self.announce is not None:
+                self.announce(None)
             self.waited += time.perf_counter() - start
         elif self.overlap.is_possible and numbers is self.early:
             self.threads = self.threads or _Threads()
             self.done.append((self.parts[-1], self.threads.submit(scoring)))
 
-    def wait(self, announce: Callable[[str], None] | None = None) -> None:
-        """Until all rewards are there; `announce` is told which ones are waited for."""
+    def wait(self) -> None:
+        """Until all rewards are there."""
         late = [number for number in range(len(self.rewards)) if number not in self.early]
         for (_, _, scoring), done in self.done:
             said = None
             while not done.done():
-                if announce is not None and scoring.doing != said:
+                if self.announce is not None and scoring.doing != said:
                     said = scoring.doing
-                    announce(said)
+                    self.announce(said)
                 wait([done], timeout=LOOK)
             done.result()
         if late:
             self._hand_over(late, list(range(len(self.groups))))
-        score_here([scoring for _, _, scoring in self.parts if not scoring.calls], announce)
+        score_here([scoring for _, _, scoring in self.parts if not scoring.calls], self.announce)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
         """`(samples, functions)` float32, after `wait`; see `score`.
@@ -204,7 +221,8 @@ class _Threads:
                 done.set_exception(error)
                 continue
             if scoring.is_waiting:
-                self.loop.call_soon_threadsafe(self._start_waiting, scoring, done)
+                with contextlib.suppress(RuntimeError):  # closed after an error: nobody waits for it any more
+                    self.loop.call_soon_threadsafe(self._start_waiting, scoring, done)
             else:
                 done.set_result(None)
 

@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,10 @@ def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None =
         with torch.no_grad(), unchanged_settings():
             await asyncio.gather(*(scoring.wait() for scoring in waiting))
 
-    with ThreadPoolExecutor(max_workers=1) as pool:
+    has_device = torch.accelerator.is_available()  # which is a thread's own too, and a new one starts at the first
+    device = torch.accelerator.current_device_index() if has_device else None
+    choose = partial(torch.accelerator.set_device_index, device) if has_device else None
+    with ThreadPoolExecutor(max_workers=1, initializer=choose) as pool:
         pool.submit(asyncio.run, gather()).result()
 
 
