@@ -13,10 +13,10 @@ QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench bench-rewards sweep docs tiny-model clean
+.PHONY: help setup demo test test-all lint format bench bench-distributed bench-rewards sweep docs tiny-model clean
 
 help: ## print this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## create .venv with the tested versions and install the package into it
 
@@ -43,8 +43,12 @@ format: setup ## rewrite the sources in the project's style
 	@$(BIN)/ruff check --quiet --fix $(wildcard $(PATHS))
 	@$(BIN)/ruff format --quiet $(wildcard $(PATHS))
 
-bench: setup ## time one GRPO step against the bare network, and print peak memory
+bench: setup ## time one GRPO step against the bare network, then two processes against one
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/step.py $(ARGS)
+	@$(MAKE) --no-print-directory bench-distributed ARGS=
+
+bench-distributed: setup ## time DDP, ZeRO-3 and FSDP2 on two CPU processes against one process
+	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/distributed.py $(ARGS)
 
 bench-rewards: setup ## images a second of each reward, and the share of an update that the demo waits for its own
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/rewards.py $(ARGS)

@@ -24,11 +24,15 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
+from diffusion_grpo.watch import SIDE
 
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 MACHINE = 8  # GPUs
 WITHIN, BETWEEN = 300e9, 40e9  # bytes a second that one GPU sends: NVLink within a machine, 400 Gb/s between machines
+# bytes of a number, by name as torch's profiler has it
+WIDTHS = {"float": 4, "int": 4, "long int": 8, "unsigned char": 1}
 FLOPS = 400e12  # a second, of a GPU in bf16: what large matrix products reach of an H100's 989e12
+THUMBNAIL = 3 * SIDE**2
 
 
 @dataclass
@@ -59,6 +63,15 @@ class Update:
 def reward_bytes(update: Update) -> int:
     """Rewards of all samples, float32, that each process ends up with: the group's size does not matter further."""
     return 4 * update.samples * update.rewards
+
+
+def gathered_bytes(update: Update, numbers: int = THUMBNAIL) -> int:
+    """Handed to gathers by all processes together for a rollout: rewards, and an int64 and a uint8 thumbnail a sample.
+
+    Args:
+        numbers: of a thumbnail, by which `diversity` compares samples: 32 x 32 x 3, of a video four times as many.
+    """
+    return reward_bytes(update) + (8 + numbers) * update.samples
 
 
 def ddp(update: Update, processes: int) -> dict[str, float]:
@@ -174,8 +187,9 @@ class CountedUpdate(TrainerCallback):
         self.profile.stop()
         for event in self.profile.events():
             if event.name.startswith("gloo:"):
-                numbers = sum(torch.Size(shape).numel() for shape in event.input_shapes if shape)
-                self.bytes[event.name.removeprefix("gloo:")] += 4 * numbers  # float32 throughout
+                parts = zip(event.input_shapes, event.input_dtypes, strict=True)
+                handed = sum(torch.Size(shape).numel() * WIDTHS[dtype] for shape, dtype in parts if shape)
+                self.bytes[event.name.removeprefix("gloo:")] += handed
 
 
 def count(folder: Path, is_lora: bool) -> None:

@@ -25,7 +25,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 from diffusion_grpo.callbacks import ReportCallback
-from diffusion_grpo.cli import hide_loading_bars
+from diffusion_grpo.commands.inputs import hide_loading_bars
 
 STAGES = ("rollout", "reward", "update")
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
@@ -112,6 +112,22 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def random_vae() -> AutoencoderKL:
+    """16 channels of an eighth of a picture's size, as SD3's and FLUX's, and otherwise small."""
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 32, 64, 64),
+        latent_channels=16,
+        norm_num_groups=8,
+        sample_size=128,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
+    )
+
+
 def medium_pipeline() -> StableDiffusion3Pipeline:
     """SD3's shape at a middle size, random weights: 12 layers of width 512, 16-channel latents, pictures of 128."""
     pipe = StableDiffusion3Pipeline.from_pretrained(tiny.PATH)
@@ -131,18 +147,7 @@ def medium_pipeline() -> StableDiffusion3Pipeline:
         pos_embed_max_size=16,
         qk_norm="rms_norm",
     )
-    pipe.vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 32, 64, 64),
-        latent_channels=16,
-        norm_num_groups=8,
-        sample_size=128,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
-    )
+    pipe.vae = random_vae()
     return StableDiffusion3Pipeline(**pipe.components)
 
 

@@ -126,6 +126,8 @@ def launch(settings: dict[str, Any], words: list[str], use_cpu: bool = False) ->
     on_cpu, is_plain = use_cpu or not accelerators(), settings["distributed_type"] not in ("DEEPSPEED", "FSDP")
     if on_cpu and is_plain and settings["num_processes"] > 1:
         options.append("--multi_gpu")
+    if on_cpu and not is_plain and not use_cpu:  # accelerate's own word for the CPU, below, would turn DeepSpeed off
+        words = [*words, "--use_cpu", "true"]
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:
         share = (os.cpu_count() or 1) * settings["num_machines"] // settings["num_processes"]
         options += ["--num_cpu_threads_per_process", str(max(1, share))]

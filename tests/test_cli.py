@@ -67,7 +67,7 @@ def test_help_does_not_wait_for_torch():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["check"], ["sample"], ["report"], ["rewards"], ["rewards", "serve"]]
+    "command", [[], ["train"], ["plan"], ["check"], ["sample"], ["report"], ["rewards"], ["rewards", "serve"]]
 )
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as exit_info:

@@ -176,9 +176,34 @@ def test_each_machine_is_told_where_it_stands(use_cpu, monkeypatch):
     )
 
 
-def test_two_processes_of_the_command_train_what_one_trains(tmp_path):
+@pytest.mark.parametrize(("use_cpu", "added"), [(False, ["--use_cpu", "true"]), (True, [])])
+def test_engines_are_told_of_the_cpu_by_the_settings(use_cpu, added, monkeypatch):
+    """accelerate's ACCELERATE_USE_CPU would turn DeepSpeed off, and without either there is one process."""
+    told = {}
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: told.update(vars(args)))
+    monkeypatch.setattr(launch, "accelerators", lambda: 0)
+    for name in ("zero2", "fsdp2"):
+        settings = launch.accelerate_settings(LaunchArguments(name, num_processes=2))
+        assert launch.launch(settings, ["train", "config.yaml"], use_cpu) == 0
+        assert told["training_script_args"] == ["train", "config.yaml", *added]
+    monkeypatch.setattr(launch, "accelerators", lambda: 2)
+    assert launch.launch(settings, ["train", "config.yaml"]) == 0
+    assert told["training_script_args"] == ["train", "config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "trace"),
+    [
+        (None, "rng_state_1.pth"),
+        ("fsdp2", "dcp"),
+        pytest.param("zero2", "global_step2", marks=pytest.mark.distributed),
+    ],
+)
+def test_two_processes_of_the_command_train_what_one_trains(tmp_path, mode, trace):
     config = write(tmp_path, num_processes=2)  # as a CPU's user writes it: `accelerate launch --cpu` would start one
-    out = finished(command("train", config, "--output_dir", tmp_path / "two"))
+    saved = ["--accelerate_config", mode or "null", "--save_strategy", "steps", "--save_steps", "2"]
+    out = finished(command("train", config, "--output_dir", tmp_path / "two", *saved))
+    assert (tmp_path / "two" / "checkpoint-2" / trace).exists()  # what only this mode leaves
     assert out.count("Weights:") == 1  # only the first process speaks of the run
     assert sorted(path.name for path in (tmp_path / "two" / "samples").glob("step-000001*")) == [
         "step-000001-rank0.parquet",

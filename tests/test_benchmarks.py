@@ -1,0 +1,40 @@
+"""The benchmarks run and read what they measure; no time is asserted."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import distributed
+
+
+def test_time_in_several_collectives_at_once_counts_once():
+    assert distributed.covered([(0, 2), (1, 3), (10, 11), (1, 2)]) == 4
+    assert distributed.covered([]) == 0
+
+
+def test_two_processes_are_timed_and_their_collectives_seen(tmp_path):
+    found = distributed.measured("DDP", is_lora=True, samples=8, rounds=1)
+    assert found["wrapper"] == "DistributedDataParallel"
+    assert 0 < found["share"] < 1
+    # the parts are means over both processes, which do not begin and end a step together
+    assert 0 < found["rollout"] + found["update"] < 1.2 * found["step"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("mode", "wrapper"), [("ZeRO-3", "DeepSpeedEngine"), ("FSDP2", "FSDP")])
+def test_each_mode_is_what_it_is_called(mode, wrapper):
+    found = distributed.measured(mode, is_lora=True, samples=8, rounds=1)
+    assert found["wrapper"].startswith(wrapper) and 0 < found["share"] < 1
+
+
+def test_ratios_are_those_to_one_process_and_to_ddp():
+    step = {"rollout": 1.0, "update": 1.0, "share": 0.25}
+    found = {"one process": step | {"step": 4.0}, "DDP": step | {"step": 2.0}, "ZeRO-3": step | {"step": 5.0}}
+    assert [distributed.row("LoRA", mode, found).split(" | ")[5:] for mode in found] == [
+        ["1.00", "", " |"],
+        ["0.50", "", "25% |"],
+        ["1.25", "2.50", "25% |"],
+    ]
