@@ -270,6 +270,20 @@ def test_waits_for_a_server_to_come_back(serve) -> None:
         assert scores_of(remote) == pytest.approx(SHADES)
 
 
+def test_a_server_that_is_well_but_fails_every_batch_is_not_waited_for_again_and_again(serve) -> None:
+    asked = []
+
+    def fails(images):
+        asked.append(1)
+        raise ValueError("no")
+
+    remote = RemoteReward(serve(fails), "fails", retries=0, wait=0.5, **FAST)
+    start = time.monotonic()
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match="no server left .*fails"):
+        scores_of(remote)
+    assert time.monotonic() - start < 5 and 1 <= len(asked) <= 6
+
+
 def test_a_run_whose_servers_are_gone_stops_with_its_state_saved(serve, tmp_path) -> None:
     """And goes on, with another server, to the weights of a run that was never stopped."""
     calls = []
