@@ -61,6 +61,8 @@ class RemoteReward:
         num_frames: of each video, evenly spaced with the first and the last, for a reward of pictures; 1 sends the
             first alone. All by default.
 
+    Two with equal settings are equal, so that a reward may be trained on and named as a judge.
+
     Raises:
         ValueError: no url, or a number out of its range.
         RewardError: when called: all servers are gone, or one refuses the request.
@@ -110,6 +112,17 @@ class RemoteReward:
         self.timeout, self.retries, self.backoff, self.wait = timeout, retries, backoff, wait
         self.is_groupwise, self.takes_latents = groupwise, latents  # marks that contract.py reads
         self.body, self.num_frames = body, num_frames
+
+    def settings(self) -> dict[str, Any]:
+        """What it was made with; all but what changes while it runs."""
+        kept = {name: value for name, value in vars(self).items() if name not in ("servers", "_slots")}
+        return kept | {"url": [server.url for server in self.servers]}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.reward))
 
     async def __call__(
         self,
