@@ -21,7 +21,8 @@ from diffusion_grpo.arguments import parse_train_arguments
 from diffusion_grpo.callbacks import ReportCallback
 from diffusion_grpo.rewards import load_rewards, score
 
-PICTURES = ["brightness", "jpeg_compressibility", "sharpness", "colorfulness", "ssim", "psnr", "color", "text"]
+PICTURES = ["brightness", "jpeg_compressibility", "jpeg_incompressibility", "sharpness", "colorfulness", "ssim"]
+PICTURES += ["psnr", "color", "text", "tesseract"]
 VIDEOS = ["flicker", "smoothness", "motion"]
 STAGES = ("time/rollout", "time/reward", "time/update")
 DEMO = Path(__file__).parents[1] / "examples" / "demo.yaml"

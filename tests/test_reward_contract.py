@@ -88,6 +88,7 @@ def test_a_class_is_made_with_its_arguments() -> None:
         ([["brightness", 1]], "in a list"),
         (["brightness", "brightness"], "two rewards called 'brightness'"),
         ({"brightness": {"name": "reward"}}, "'reward' is a column of every table of samples"),
+        ({"brightness": {"name": "a/b"}}, "'a/b' may not hold '/'"),
         ({"brightness": {"clip": [1, 0]}}, "low must be below high"),
         ({"brightness": {"clip": 1}}, "two numbers"),
         ({"brightness": {"std": 0}}, "above 0"),

@@ -149,6 +149,14 @@ def test_a_mask_says_whose_pixels_they_are() -> None:
     assert pixel_colors(image, [detection(box), detection(box, mask=mask)], "cat") == ["green", "pink"]
 
 
+def test_what_lies_outside_of_the_picture_has_no_color() -> None:
+    image = Image.new("RGB", (20, 20), NAMED["green"])
+    outside = [(30, 0, 40, 10), (-40, 0, -10, 10), (0, -9, 9, -2), (0, 30, 10, 40)]
+    found = [detection(box) for box in [*outside, (5, 5, 5, 5), (19.5, 19.5, 20, 20)]]
+    empty = detection((0, 0, 20, 20), mask=np.zeros((20, 20), dtype=bool))
+    assert pixel_colors(image, [*found, empty], "cat") == [""] * 4 + ["green"] * 2 + [""]
+
+
 def test_partial_credit_and_reasons() -> None:
     scene = Scene(("cat", "red", LEFT), ("dog", "blue", RIGHT))
     wanted = {"tag": "color_attr", "include": [{**CAT, "color": "red"}, {**DOG, "color": "red"}], "exclude": []}

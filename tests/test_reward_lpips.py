@@ -79,6 +79,19 @@ def test_lpips(tmp_path, net) -> None:
         scored("lpips", options, [IMAGES[0].resize((64, 16))], PROMPTS[:1], target=[IMAGES[0]])
 
 
+@torch.no_grad()
+def test_in_float16_large_features_neither_overflow_nor_vanish(tmp_path) -> None:
+    weights, linear = lpips_files(tmp_path, "alex")
+    name, pictures = tmp_path / "alexnet-owt-7be5be79.pth", [image.resize((48, 40)) for image in IMAGES[:2]]
+    first = {key: 100 * weights[key] for key in ("features.0.weight", "features.0.bias")}  # 64 * 100**2 > 65504
+    torch.save({**torch.load(name), **{key: each.float() for key, each in first.items()}}, name)
+    weights |= first
+    expected = 1 - lpips_distance(*pictures, "alex", weights, linear).item()
+    options = {"model": str(tmp_path), "dtype": "float16", "device": "cpu"}
+    found = scored("lpips", options, pictures[:1], PROMPTS[:1], target=pictures[1:]).item()
+    assert expected < 0.99 and found == pytest.approx(expected, abs=0.02 * (1 - expected))
+
+
 def test_lpips_downloads_the_official_files_once(tmp_path, monkeypatch) -> None:
     asked = []
     lpips_files(tmp_path, "alex")

@@ -1,6 +1,5 @@
 """Rewards over HTTP, with real servers on loopback: what arrives, and what happens when a server misbehaves."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -18,8 +17,15 @@ from PIL import Image
 from tiny_runs import brightness, trained_weights, trainer_for
 
 from diffusion_grpo import cli
-from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, groupwise, load_rewards, score
-from diffusion_grpo.rewards.wire import write_request
+from diffusion_grpo.rewards import (
+    REWARDS,
+    RemoteReward,
+    RewardError,
+    check_judges,
+    groupwise,
+    load_rewards,
+    score,
+)
 
 PICTURES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
 PROMPTS = [f"prompt {index}" for index in range(len(PICTURES))]
@@ -101,6 +107,16 @@ def test_pictures_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
     assert mood == [{"a": 1}, None] and goal == (1, 2, 3) and "kept" not in others
 
 
+def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+    spec = {"remote": {"url": "http://a", "reward": "x", "columns": ["mood"]}}
+    check_judges(load_rewards(spec), load_rewards(spec))
+    assert RemoteReward("http://a") == RemoteReward(["http://a/"])
+    assert hash(RemoteReward("http://a")) == hash(RemoteReward("http://a"))
+    assert RemoteReward("http://a") != RemoteReward("http://b") and RemoteReward("http://a") != object()
+    with pytest.raises(ValueError, match="different rewards called 'remote'"):
+        check_judges(load_rewards(spec), load_rewards({"remote": {**spec["remote"], "timeout": 5.0}}))
+
+
 def test_groups_are_sent_whole(serve) -> None:
     @groupwise
     def size(images):
@@ -141,31 +157,6 @@ def test_a_full_queue_is_tried_again_and_is_no_failure(serve) -> None:
         warnings.simplefilter("error")
         assert scores_of(remote) == [0.5] * 10
     assert len(inside) == 10
-
-
-def test_a_full_queue_answers_at_once(serve) -> None:
-    release = threading.Event()
-
-    def stuck(images):
-        release.wait(20)
-        return [0.0] * len(images)
-
-    url = serve(stuck, max_waiting=1)
-    body = write_request(PICTURES[:1], ["a"], {}, None, None)
-
-    async def two() -> httpx2.Response:
-        async with httpx2.AsyncClient(timeout=20, trust_env=False) as client:
-            first = asyncio.ensure_future(client.post(f"{url}/score/stuck", content=body))
-            while (await client.get(f"{url}/health")).json()["waiting"] == 0:
-                await asyncio.sleep(0.01)
-            second = await client.post(f"{url}/score/stuck", content=body)
-            release.set()
-            assert (await first).status_code == 200
-            return second
-
-    second = asyncio.run(two())
-    assert second.status_code == 503 and second.headers["Retry-After"] == "1"
-    assert "1 requests wait" in second.json()["error"]
 
 
 # what does not
@@ -270,6 +261,20 @@ def test_waits_for_a_server_to_come_back(serve) -> None:
         assert scores_of(remote) == pytest.approx(SHADES)
 
 
+def test_a_server_that_is_well_but_fails_every_batch_is_not_waited_for_again_and_again(serve) -> None:
+    asked = []
+
+    def fails(images):
+        asked.append(1)
+        raise ValueError("no")
+
+    remote = RemoteReward(serve(fails), "fails", retries=0, wait=0.5, **FAST)
+    start = time.monotonic()
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match="no server left .*fails"):
+        scores_of(remote)
+    assert time.monotonic() - start < 5 and 1 <= len(asked) <= 6
+
+
 def test_a_run_whose_servers_are_gone_stops_with_its_state_saved(serve, tmp_path) -> None:
     """And goes on, with another server, to the weights of a run that was never stopped."""
     calls = []
@@ -311,21 +316,6 @@ def test_tokens(serve, monkeypatch) -> None:
     with pytest.raises(RewardError, match="refused by .*401.*token is missing or wrong"):
         scores_of(RemoteReward(url, "brightness", token_env="REWARD_TOKEN", **FAST))
     assert httpx2.get(f"{url}/health", trust_env=False).status_code == 401
-
-
-def test_too_large_and_unknown_are_refused(serve) -> None:
-    url = serve("brightness", max_bytes=1000)
-    with pytest.raises(RewardError, match="413.*larger than 1000 bytes"):
-        scores_of(RemoteReward(url, "brightness", **FAST))
-    assert scores_of(RemoteReward(url, "brightness", batch_size=1)) == pytest.approx(SHADES)
-    with pytest.raises(RewardError, match="404.*no reward 'text' here; there is brightness"):
-        scores_of(RemoteReward(url, "text", batch_size=1, **FAST))
-
-    def chunks():  # without a Content-Length
-        for _ in range(10):
-            yield b"x" * 1000
-
-    assert httpx2.post(f"{url}/score/brightness", content=chunks(), trust_env=False).status_code == 413
 
 
 def test_a_column_that_is_not_there() -> None:

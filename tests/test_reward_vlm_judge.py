@@ -17,6 +17,7 @@ import uvicorn
 from PIL import Image
 
 from diffusion_grpo.rewards import RewardError, check_judges, load_rewards, score
+from diffusion_grpo.rewards.http import is_loopback
 from diffusion_grpo.rewards.vlm_judge import UnifiedReward, VlmJudge
 
 PICTURES = [Image.new("RGB", (8, 6), (shade, 0, 0)) for shade in (10, 20, 30)]
@@ -163,6 +164,42 @@ def test_so_many_questions_at_a_time(model) -> None:
     url, _ = model(slow)
     assert values(judge(url, concurrency=2), PICTURES * 3, PROMPTS * 3) == [5] * 9
     assert max(most) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("Score: 8/10", 8),
+        ("Score: 8/10.", 8),
+        ("8.5 / 10", 8.5),
+        ("4 out of 5", 4),
+        ("4 of 5", 4),
+        ("I give it a score of 8", 8),
+        ("**8**", 8),
+        ("**8**/10", 8),
+        ("10/10", 10),
+        ("Score: 7.5", 7.5),
+        ("Score: 7.5.", 7.5),
+        ("It has 2 cats. Score: 9.", 9),
+        ("-3", -3),
+        ("+.5", 0.5),
+        ("2024", 2024),
+    ],
+)
+def test_the_number_is_not_that_out_of_which_it_is(reply, expected, model) -> None:
+    url, _ = model(lambda body: reply)
+    assert values(judge(url), PICTURES[:1], PROMPTS[:1]) == [expected]
+
+
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy(model, monkeypatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    url, _ = model(red)
+    assert values(judge(url, retries=0)) == [10, 20, 30]
+    assert is_loopback("http://[::1]:80/v1") and is_loopback("http://localhost/v1")
+    assert not is_loopback("https://api.example.org/v1") and not is_loopback("http://10.0.0.1/v1")
 
 
 # what does not

@@ -119,8 +119,15 @@ def test_frames_of_videos_for_a_reward_of_pictures(serve) -> None:
         ({"samples": [{"tensor": "x"}, {"tensor": "x"}]}, "names the tensor 'x'"),
         ({"samples": [7, 7]}, "all pictures"),
         ({"sounds": [None, None]}, "for each video"),
+        (
+            {
+                "samples": [json.loads(write_request([PICTURES], ["a"], {}, None, 1))["samples"][0]] * 2,
+                "sounds": [{"channels": 1, "rate": float("inf"), "float32": "AAAAAA=="}, None],
+            },
+            "OverflowError",
+        ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_bodies_that_are_not_of_the_form(changes, said) -> None:
     content = json.loads(write_request(PICTURES[:2], ["a", "b"], {}, None, None))
@@ -173,6 +180,8 @@ def test_safetensors_that_are_not_of_the_form() -> None:
         (body([{"video": "x"}], x=picture[None][:0]), "expected bytes"),
         (body([{"tensor": "x"}, {"picture": "x"}], x=picture), "all pictures .* or all tensors"),
         (body([{"pickle": "x"}], x=picture), "all pictures"),
+        (body([{"tensor": "x"}] * 1000, x=picture), "names the tensor 'x'.* not twice"),
+        (body([{"picture": "x"}] * 1000, x=picture), "names the tensor 'x'.* not twice"),
     ):
         with pytest.raises(WireError, match=said):
             read_request(wrong, is_safetensors=True)

@@ -45,7 +45,7 @@ class ClipReward(ModelReward):
         """`(batch, features)` float32: embeddings of pictures, of length 1."""
         pixels = self.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
         pixels = pixels["pixel_values"].to(network.device, network.dtype)
-        return _unit(network.visual_projection(network.vision_model(pixels).pooler_output))
+        return unit(network.visual_projection(network.vision_model(pixels).pooler_output))
 
     def embed(self, images: list[Image.Image]) -> list[list[float]]:
         """The same of any number of pictures, as lists: how different they are is measured between these."""
@@ -58,7 +58,7 @@ class ClipReward(ModelReward):
         tokens = self.tokenizer(distinct, padding=True, truncation=True, max_length=length, return_tensors="pt")
         tokens = tokens.to(network.device)
         states = network.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
-        embeddings = _unit(network.text_projection(states.pooler_output))
+        embeddings = unit(network.text_projection(states.pooler_output))
         return embeddings[[distinct.index(prompt) for prompt in prompts]]
 
 
@@ -118,5 +118,6 @@ class ClipSimilarity(ClipReward):
         return (self.seen(network, images) * self.seen(network, others)).sum(-1)
 
 
-def _unit(embeddings: Tensor) -> Tensor:
+def unit(embeddings: Tensor) -> Tensor:
+    """`(batch, features)` in float32, of length 1."""
     return torch.nn.functional.normalize(embeddings.float(), dim=-1)

@@ -167,14 +167,19 @@ def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
         setting: what it was given as, for messages.
 
     Raises:
-        ValueError: an unknown name, option or argument, a value of the wrong type, two rewards of one name, or
-            a name that the tables of samples have for something else.
+        ValueError: an unknown name, option or argument, a value of the wrong type, two rewards of one name, a
+            name with "/" in it, or one that the tables of samples have for something else.
     """
     loaded = [_load(reward, options) for reward, options in _entries(rewards, setting)]
     names = [reward.name for reward in loaded]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{setting} has two rewards called {name!r}; give one of them another `name`.")
+        if "/" in name:
+            raise ValueError(
+                f"{setting}: a reward's name is part of its metrics' names, so {name!r} may not hold '/'; give it "
+                "another `name`."
+            )
         if name in TAKEN:
             raise ValueError(
                 f"{setting}: {name!r} is a column of every table of samples; give the reward another `name`."

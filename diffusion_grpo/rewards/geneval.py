@@ -280,19 +280,27 @@ NAMED = {
 
 
 def pixel_colors(image: Image.Image, objects: list[Detection], label: str) -> list[str]:
-    """The named colour nearest (in CIELAB) to each object's median: in its mask, or the middle of its box."""
+    """The named colour nearest (in CIELAB) to each object's median: in its mask, or the middle of its box; "" where
+    that lies outside of the picture."""
     pixels, names = np.asarray(image.convert("RGB")), list(NAMED)
     known = _lab(np.array(list(NAMED.values())))
     found = []
     for detection in objects:
         left, top, right, bottom = detection.box
         width, height = (right - left) / 4, (bottom - top) / 4
-        rows = slice(max(0, int(top + height)), max(1, math.ceil(bottom - height)))
-        columns = slice(max(0, int(left + width)), max(1, math.ceil(right - width)))
+        rows, columns = _pixels_between(top + height, bottom - height), _pixels_between(left + width, right - width)
         inside = pixels[rows, columns].reshape(-1, 3) if detection.mask is None else pixels[detection.mask]
+        if not len(inside):
+            found.append("")
+            continue
         distance = np.linalg.norm(known - _lab(np.median(inside, axis=0)), axis=1)
         found.append(names[int(distance.argmin())])
     return found
+
+
+def _pixels_between(low: float, high: float) -> slice:
+    """At least one pixel; none where they lie before the first."""
+    return slice(max(0, int(low)), max(0, int(low) + 1, math.ceil(high)))
 
 
 def _lab(rgb: np.ndarray) -> np.ndarray:

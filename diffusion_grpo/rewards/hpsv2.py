@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .clip import ClipReward
+from .clip import ClipReward, unit
 from .model import built, read_weights, weights_path
 from .pixels import CLIP_MEAN, CLIP_STD, as_pixels, normalized
 
@@ -80,12 +80,15 @@ class HPSv2(ClipReward):
         """A cosine in [-1, 1] for each picture and its prompt, about 0.2 to 0.35; to be compared within a prompt."""
         return self.in_batches(self._scores, images, [cleaned(prompt) for prompt in prompts])
 
-    def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
+    def seen(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
+        """`(batch, features)` float32: embeddings of pictures, padded to squares, of length 1."""
         size = network.config.vision_config.image_size
         pixels = torch.cat([self._padded(image, size) for image in images])
         pixels = normalized(pixels, CLIP_MEAN, CLIP_STD).to(network.device, network.dtype)
-        seen = network.visual_projection(network.vision_model(pixels).pooler_output).float()
-        return (torch.nn.functional.normalize(seen, dim=-1) * self.said(network, prompts)).sum(-1)
+        return unit(network.visual_projection(network.vision_model(pixels).pooler_output))
+
+    def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
+        return (self.seen(network, images) * self.said(network, prompts)).sum(-1)
 
     def _padded(self, image: Image.Image, size: int) -> Tensor:
         """`(1, 3, size, size)`: resized as a tensor of floats, which may leave [0, 1], and padded with 0 around."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ipaddress
 import json
+import urllib.parse
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +68,15 @@ async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float,
     except TimeoutError as error:
         raise FailedRequest(f"no answer within {timeout:g} seconds") from error
     return Answer(response.status_code, dict(response.headers), content.decode("utf-8", "replace"))
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a url names this machine itself."""
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def transport_errors() -> tuple:

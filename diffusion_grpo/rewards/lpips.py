@@ -113,16 +113,18 @@ class Features(nn.Module):
         """`(batch,)`: over the tapped layers, the mean over places of the weighted squared differences."""
         distance = 0
         for layer, seen, expected in zip(self.linear, self._maps(one), self._maps(two), strict=True):
-            distance = distance + layer((seen - expected) ** 2).mean((1, 2, 3))
+            squares = (seen - expected) ** 2
+            distance = distance + nn.functional.conv2d(squares, layer.weight.float()).mean((1, 2, 3))
         return distance
 
     def _maps(self, pixels: Tensor) -> list[Tensor]:
-        """The maps behind the tapped layers, of length 1 over channels."""
+        """The maps behind the tapped layers, of length 1 over channels, float32."""
         states, maps = (pixels - self.shift) / self.scale, []
         for place, layer in enumerate(self.features):
             states = layer(states)
             if place in self.taps:
-                maps.append(states / (states.square().sum(1, keepdim=True).sqrt() + 1e-10))
+                seen = states.float()  # in float16 the sum of squares is infinite, and 1e-10 is 0
+                maps.append(seen / (seen.square().sum(1, keepdim=True).sqrt() + 1e-10))
         return maps
 
 

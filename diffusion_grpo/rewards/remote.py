@@ -61,6 +61,8 @@ class RemoteReward:
         num_frames: of each video, evenly spaced with the first and the last, for a reward of pictures; 1 sends the
             first alone. All by default.
 
+    Two with equal settings are equal, so that a reward may be trained on and named as a judge.
+
     Raises:
         ValueError: no url, or a number out of its range.
         RewardError: when called: all servers are gone, or one refuses the request.
@@ -111,6 +113,17 @@ class RemoteReward:
         self.is_groupwise, self.takes_latents = groupwise, latents  # marks that contract.py reads
         self.body, self.num_frames = body, num_frames
 
+    def settings(self) -> dict[str, Any]:
+        """What it was made with; all but what changes while it runs."""
+        kept = {name: value for name, value in vars(self).items() if name not in ("servers", "_slots")}
+        return kept | {"url": [server.url for server in self.servers]}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.reward))
+
     async def __call__(
         self,
         completions: list,
@@ -128,6 +141,7 @@ class RemoteReward:
         size = len(completions) if self.is_groupwise else self.batch_size
         pending = [range(start, min(start + size, len(completions))) for start in range(0, len(completions), size)]
         pending.reverse()  # taken from the end
+        left, gone = len(pending), None  # since when no server has scored anything
         scores: list[float | None] = [None] * len(completions)
 
         def body(rows: range) -> bytes:
@@ -142,7 +156,11 @@ class RemoteReward:
             while pending:
                 alive = [server for server in self.servers if server.is_alive]
                 if not alive:
-                    await self._wait_for_any(client)
+                    # a server whose /health is fine may fail every batch: only a scored one renews the patience
+                    gone = time.monotonic() if gone is None or len(pending) < left else gone
+                    left = len(pending)
+                    await self._wait_for_any(client, gone + self.wait)
+                    alive = [server for server in self.servers if server.is_alive]
                 workers = [self._work(client, server, pending, body, scores) for server in alive * self.concurrency]
                 await _all_or_first_error(workers)
         return scores
@@ -217,17 +235,16 @@ class RemoteReward:
             return
         server.is_alive = answer.status == 200
 
-    async def _wait_for_any(self, client: httpx2.AsyncClient) -> None:
-        """Returns when a server is back; RewardError when none is after `wait` seconds."""
-        end = time.monotonic() + self.wait
+    async def _wait_for_any(self, client: httpx2.AsyncClient, end: float) -> None:
+        """Returns when a server is back, at the earliest after one poll; RewardError when none is at `end`."""
         reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
         if self.wait > 0:
             warnings.warn(f"All reward servers are gone, waiting up to {self.wait:g} s ({reasons}).", stacklevel=2)
-        while time.monotonic() < end:
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(POLL_SECONDS, left))
             await asyncio.gather(*(self._look(client, server) for server in self.servers))
             if any(server.is_alive for server in self.servers):
                 return
-            await asyncio.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
         raise RewardError(f"has no server left ({reasons}); start one with `diffusion-grpo rewards serve`")
 
 

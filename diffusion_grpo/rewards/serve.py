@@ -9,8 +9,10 @@ the client.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +24,7 @@ from .score import RewardError, score
 from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
 
 MAX_BYTES = 256 * 2**20
+BODY_SECONDS = 120.0
 FPS = 16.0  # of videos that come without
 
 
@@ -31,13 +34,15 @@ def create_app(
     max_waiting: int = 16,
     max_bytes: int = MAX_BYTES,
     max_pixels: int = MAX_PIXELS,
+    body_seconds: float = BODY_SECONDS,
 ) -> FastAPI:
     """The server as an ASGI application.
 
     `GET /health` answers `{"status": "ok", "rewards": [names], "waiting": n, "max_waiting": n}`. `POST /score/NAME`
     takes what `wire.write_request` makes and answers `{"scores": [float | null, ...]}`. Refusals and failures answer
-    `{"error": "one sentence"}`: 400 not of the form, 401 wrong token, 404 unknown reward, 413 too large, 500 the
-    reward failed, 503 the queue is full.
+    `{"error": "one sentence"}`: 400 not of the form, 401 wrong token, 404 unknown reward, 408 the body did not
+    come, 413 too large, 500 the reward failed, 503 the queue is full. What its client no longer waits for leaves the
+    queue and is not scored.
 
     Args:
         rewards: what is served, under their names.
@@ -45,11 +50,12 @@ def create_app(
         max_waiting: requests that wait or are scored; the next one gets 503.
         max_bytes: of a request's body.
         max_pixels: of all pictures of a request together.
+        body_seconds: in which a request's body must have come, for it holds a place in the queue meanwhile.
     """
     app = FastAPI(title="diffusion-grpo rewards", docs_url=None, redoc_url=None, openapi_url=None)
     served = {reward.name: reward for reward in rewards}
     scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
-    queue = _Queue(max_waiting)
+    queue, one_at_a_time = _Queue(max_waiting), asyncio.Semaphore(1)
 
     @app.get("/health")
     async def health(request: Request) -> JSONResponse:
@@ -68,12 +74,18 @@ def create_app(
         if not queue.enter():
             return _refusal(503, f"{max_waiting} requests wait already.", {"Retry-After": "1"})
         try:
-            body = await _body(request, max_bytes)
+            async with asyncio.timeout(body_seconds):
+                body = await _body(request, max_bytes)
             if body is None:
                 return _refusal(413, f"The request is larger than {max_bytes} bytes; send fewer samples at once.")
             is_safetensors = request.headers.get("content-type") == CONTENT_TYPES["safetensors"]
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(scorer, _scored, served[name], body, max_pixels, is_safetensors)
+            async with _turn(request, one_at_a_time) as is_awaited:
+                if not is_awaited:
+                    return _refusal(408, "The client went away.")  # which nobody reads
+                return await loop.run_in_executor(scorer, _scored, served[name], body, max_pixels, is_safetensors)
+        except TimeoutError:
+            return _refusal(408, f"The request's body did not come within {body_seconds:g} seconds.")
         finally:
             queue.leave()
 
@@ -95,6 +107,21 @@ class _Queue:
     def leave(self) -> None:
         with self.lock:
             self.waiting -= 1
+
+
+@contextlib.asynccontextmanager
+async def _turn(request: Request, one_at_a_time: asyncio.Semaphore) -> AsyncIterator[bool]:
+    """Waits until it is the turn of a request whose body is read: True; False where its client went away before."""
+    turn, gone = asyncio.ensure_future(one_at_a_time.acquire()), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)
+        yield not gone.done()
+    finally:
+        for task in (turn, gone):
+            task.cancel()
+        await asyncio.gather(turn, gone, return_exceptions=True)
+        if not turn.cancelled():
+            one_at_a_time.release()
 
 
 def _is_allowed(request: Request, token: str | None) -> bool:

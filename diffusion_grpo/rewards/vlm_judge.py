@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from PIL import Image
 
-from .http import Answer, FailedRequest, Slots, ask, json_object, seconds_to_wait, sentence, transport_errors
+from .http import (
+    Answer,
+    FailedRequest,
+    Slots,
+    ask,
+    is_loopback,
+    json_object,
+    seconds_to_wait,
+    sentence,
+    transport_errors,
+)
 from .qwen_vl import template as published
 from .samples import frame_positions
 from .score import RewardError
@@ -30,7 +40,8 @@ if TYPE_CHECKING:
 
 PASSING = (408, 409, 425, 429)  # statuses below 500 after which the same request may do
 ALTERNATIVES = 20  # likeliest first tokens that are asked for; the most that OpenAI gives
-NUMBER = r"([-+]?\d+(?:\.\d+)?)"
+# the 8 of "8/10", "8 / 10", "8 out of 10" and "8 of 10", but also that of "a score of 8"
+NUMBER = r"(?<![\d./])(?<!/ )(?<!out of )(?<!\d of )([-+]?(?:\d+(?:\.\d+)?|\.\d+))"
 
 
 @dataclasses.dataclass
@@ -119,7 +130,8 @@ class VlmJudge:
                 body = await asyncio.to_thread(self._body, completions[row], {**values, "prompt": prompts[row]})
                 return await self._ask(client, body)
 
-        async with httpx2.AsyncClient(headers=headers) as client:
+        # a proxy of the environment leads outside, where this machine's own server is not
+        async with httpx2.AsyncClient(headers=headers, trust_env=not is_loopback(self.url)) as client:
             tasks = [asyncio.ensure_future(judged(row)) for row in range(len(completions))]
             try:
                 found = await asyncio.gather(*tasks)

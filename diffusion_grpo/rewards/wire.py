@@ -123,9 +123,12 @@ class _Source:
             raise WireError("The pictures have too many pixels in all; send fewer at once.", is_too_large=True)
 
     def tensor(self, name: Any) -> torch.Tensor:
+        """Each serves once: many names of one would become many copies of it."""
         if not isinstance(name, str) or name not in self.tensors:
-            raise WireError(f"A sample or column names the tensor {name!r}, which the body does not hold.")
-        return self.tensors[name]
+            raise WireError(
+                f"A sample or column names the tensor {name!r}, which the body does not hold, or not twice."
+            )
+        return self.tensors.pop(name)
 
 
 def _check_lists(content: dict[str, Any], columns: Any, count: int) -> None:
@@ -305,6 +308,6 @@ def _with_sounds(samples: list, sounds: Any) -> list:
             data = sound and np.frombuffer(base64.b64decode(sound["float32"], validate=True), dtype="<f4")
             shape = sound and (int(sound["channels"]), -1)
             whole.append(VideoWithSound(sample, data.reshape(shape), int(sound["rate"])) if sound else sample)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # int() of infinity
             raise WireError(f"A sound is not of the form ({type(error).__name__}: {error}).") from error
     return whole

@@ -1,0 +1,92 @@
+"""The server of rewards: who waits, who is sent away, and what is not scored because nobody asks for it any more."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx2
+import pytest
+from test_reward_remote import FAST, PICTURES, SHADES, scores_of
+
+from diffusion_grpo.rewards import RemoteReward, RewardError
+from diffusion_grpo.rewards.wire import write_request
+
+
+def test_a_full_queue_answers_at_once(serve) -> None:
+    release = threading.Event()
+
+    def stuck(images):
+        release.wait(20)
+        return [0.0] * len(images)
+
+    url = serve(stuck, max_waiting=1)
+    body = write_request(PICTURES[:1], ["a"], {}, None, None)
+
+    async def two() -> httpx2.Response:
+        async with httpx2.AsyncClient(timeout=20, trust_env=False) as client:
+            first = asyncio.ensure_future(client.post(f"{url}/score/stuck", content=body))
+            while (await client.get(f"{url}/health")).json()["waiting"] == 0:
+                await asyncio.sleep(0.01)
+            second = await client.post(f"{url}/score/stuck", content=body)
+            release.set()
+            assert (await first).status_code == 200
+            return second
+
+    second = asyncio.run(two())
+    assert second.status_code == 503 and second.headers["Retry-After"] == "1"
+    assert "1 requests wait" in second.json()["error"]
+
+
+def waiting(url: str) -> int:
+    return httpx2.get(f"{url}/health", trust_env=False).json()["waiting"]
+
+
+def test_what_its_client_gave_up_leaves_the_queue_and_is_not_scored(serve) -> None:
+    release, calls = threading.Event(), []
+
+    def stuck(images):
+        calls.append(1)
+        release.wait(20)
+        return [0.5] * len(images)
+
+    url, body = serve(stuck), write_request(PICTURES[:1], ["a"], {}, None, None)
+    first = threading.Thread(target=httpx2.post, args=(f"{url}/score/stuck",), kwargs={"content": body, "timeout": 30})
+    first.start()
+    while not calls:
+        time.sleep(0.01)
+    for _ in range(2):
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{url}/score/stuck", content=body, timeout=0.2, trust_env=False)
+    end = time.monotonic() + 5
+    while waiting(url) > 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert waiting(url) == 1
+    release.set()
+    first.join()
+    assert httpx2.post(f"{url}/score/stuck", content=body, trust_env=False).json() == {"scores": [0.5]}
+    assert len(calls) == 2
+
+
+def test_a_body_that_does_not_come_gives_up_its_place(serve) -> None:
+    url = serve("brightness", body_seconds=0.3)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as half:
+        half.sendall(b"POST /score/brightness HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        answer = half.recv(4096)
+    assert b" 408 " in answer.splitlines()[0] and b"within 0.3 seconds" in answer and waiting(url) == 0
+    assert scores_of(RemoteReward(url)) == pytest.approx(SHADES)
+
+
+def test_too_large_and_unknown_are_refused(serve) -> None:
+    url = serve("brightness", max_bytes=1000)
+    with pytest.raises(RewardError, match="413.*larger than 1000 bytes"):
+        scores_of(RemoteReward(url, "brightness", **FAST))
+    assert scores_of(RemoteReward(url, "brightness", batch_size=1)) == pytest.approx(SHADES)
+    with pytest.raises(RewardError, match="404.*no reward 'text' here; there is brightness"):
+        scores_of(RemoteReward(url, "text", batch_size=1, **FAST))
+
+    def chunks():  # without a Content-Length
+        for _ in range(10):
+            yield b"x" * 1000
+
+    assert httpx2.post(f"{url}/score/brightness", content=chunks(), trust_env=False).status_code == 413
