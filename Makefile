@@ -13,7 +13,7 @@ QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench bench-distributed bench-rewards sweep docs tiny-model clean
+.PHONY: help setup demo test test-all lint format bench bench-distributed bench-gpu bench-rewards sweep docs tiny-model clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -49,6 +49,9 @@ bench: setup ## time one GRPO step against the bare network, then two processes 
 
 bench-distributed: setup ## time DDP, ZeRO-3 and FSDP2 on two CPU processes against one process
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/distributed.py $(ARGS)
+
+bench-gpu: setup ## time networks of SD3.5-M's and FLUX's size with random weights, on a GPU
+	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/gpu.py $(ARGS)
 
 bench-rewards: setup ## images a second of each reward, and the share of an update that the demo waits for its own
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/rewards.py $(ARGS)
