@@ -77,7 +77,7 @@ from .rewards import (
 from .rollout import StepDistribution, TokenPolicy, Trajectory, replay
 from .token_policy import policy_for
 from .values import ValueCallback, ValueModel
-from .watch import watched_rewards
+from .watch import since_evaluation, watched_rewards
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
@@ -647,7 +647,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`; of
             several datasets these are over all of them, and `{prefix}_{dataset}_...` over each. Of rewards that are
             only looked at (`watch_rewards`) `{prefix}_watch/{name}/mean` and `/std_error`; with `num_generations_eval`
-            above 1 `{prefix}_diversity`; after a rollout with a reference `{prefix}_kl`.
+            above 1 `{prefix}_diversity`; after a rollout with a reference `{prefix}_kl`, and of the training since the
+            last evaluation `{prefix}_rollouts/{name}` (`watch.ROLLOUTS`).
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
@@ -658,12 +659,14 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             self.inputs.columns(part).check(name)
         try:
             with self.averaged_weights():
-                distance = self._distance_to_reference() if metric_key_prefix.startswith("eval") else {}
+                beside = {}
+                if metric_key_prefix.startswith("eval"):
+                    beside = self._distance_to_reference() | since_evaluation(self.state.log_history)
                 metrics = evaluate_policy(self, datasets, metric_key_prefix, pipeline_kwargs)
         except RewardError:
             self._save_before_stopping()
             raise
-        metrics |= {f"{metric_key_prefix}_{name}": value for name, value in distance.items()}
+        metrics |= {f"{metric_key_prefix}_{name}": value for name, value in beside.items()}
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

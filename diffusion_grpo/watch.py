@@ -20,6 +20,8 @@ CHEAP = {"images": ["brightness", "sharpness", "colorfulness", "jpeg_compressibi
 CHEAP["videos"] = [*CHEAP["images"], "flicker", "motion"]
 SIDE = 32  # pixels to which a picture is reduced before it is compared: composition and colour, not grain
 FRAMES = 4  # of a video, evenly spaced
+# of the training, which each evaluation shows too: those of itself need groups of several samples, or an update
+ROLLOUTS = ("diversity", "frac_reward_zero_std", "clip_ratio/region_mean", "frac_advantage_clipped")
 WINDOW = 5  # updates at the start and at the end that are compared
 # of the diversity at the start; below it a group has collapsed. Trainings by `make demo` left 0.55, 0.70 and 0.73:
 # samples that are all right are more alike than samples that are wrong in different ways
@@ -109,6 +111,20 @@ def embeddings(reward: Reward, samples: list[Any]) -> Tensor:
     chosen = [[video[place] for place in frame_positions(FRAMES, len(video))] for video in videos]
     found = torch.as_tensor(reward.function.embed([frame for frames in chosen for frame in frames])).float().cpu()
     return torch.stack([part.mean(0) for part in found.split([len(frames) for frames in chosen])])
+
+
+def since_evaluation(log: list[dict[str, float]]) -> dict[str, float]:
+    """What the training's rollouts and updates say of reward hacking, for an evaluation to stand beside its own.
+
+    Args:
+        log: entries in their order; those of evaluations have keys `eval_...`.
+
+    Returns:
+        `rollouts/{name}`: the mean of each of `ROLLOUTS` over the entries since the last evaluation.
+    """
+    last = max((place for place, entry in enumerate(log) if any(key.startswith("eval_") for key in entry)), default=-1)
+    found = {key: [entry[key] for entry in log[last + 1 :] if key in entry] for key in ROLLOUTS}
+    return {f"rollouts/{key}": sum(values) / len(values) for key, values in found.items() if values}
 
 
 def collapse(log: list[dict[str, float]]) -> str | None:

@@ -1,13 +1,17 @@
 """transformers' detectors and CLIP behind GenEval, on tiny random models of the real classes: what comes out fits."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as tf
 from PIL import Image
 from tiny_pipelines import clip_tokenizer
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 from diffusion_grpo.rewards.detectors import ClipColors, TransformersDetector
 from diffusion_grpo.rewards.geneval import NAMED, Detection, GenEval
+from diffusion_grpo.rewards.model import ModelReward
 
 SIZES = [(64, 48), (40, 64)]
 IMAGES = [Image.effect_noise(size, 90).convert("RGB") for size in SIZES]
@@ -100,11 +104,57 @@ def test_detections_of_every_family(make, tmp_path) -> None:
 def test_what_is_no_detector_is_refused(tmp_path) -> None:
     tf.BertConfig(vocab_size=10, **TEXT).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is a bert, which is no detector"):
-        TransformersDetector(str(tmp_path))
+        TransformersDetector(str(tmp_path))(IMAGES, ["cat"])
 
 
-def test_colors_by_clip_are_the_nearest_of_the_averaged_phrases(tmp_path) -> None:
+@pytest.mark.parametrize("make", [owlv2, detr, mask2former], ids=lambda make: make.__name__)
+def test_in_bfloat16_the_detections_are_near(make, tmp_path) -> None:
     torch.manual_seed(0)
+    make(tmp_path)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        detector = TransformersDetector(str(tmp_path), device="cpu", dtype=dtype, min_score=0.0)
+        (own,) = detector(IMAGES[:1], ["cat", "dog", "red car"])
+        with detector.network() as network:
+            assert network.dtype == getattr(torch, dtype)
+        found[dtype] = max(detection.score for detection in own)
+    assert found["float32"] == pytest.approx(found["bfloat16"], abs=0.05)
+
+
+def test_models_are_loaded_and_kept_as_those_of_other_rewards(tmp_path, monkeypatch) -> None:
+    """Not sharded, in the asked revision and dtype, without a change of the random state; offloaded at the end."""
+    torch.manual_seed(0)
+    detr(tmp_path / "detector")
+    clip_model(tmp_path / "colors")
+    seen = []
+
+    def loading(cls, name, *args, **kwargs):
+        torch.rand(1)
+        seen.append((Path(name).name, kwargs["revision"], kwargs["dtype"], is_deepspeed_zero3_enabled()))
+        return plain(cls, name, *args, **kwargs)
+
+    plain = tf.PreTrainedModel.from_pretrained.__func__
+    monkeypatch.setattr(tf.PreTrainedModel, "from_pretrained", classmethod(loading))
+    options = {"dtype": "bfloat16", "revision": "v1", "colors_revision": "v2", "offload": True, "device": "cpu"}
+    reward = GenEval(str(tmp_path / "detector"), str(tmp_path / "colors"), min_score=0.0, **options)
+    rested, include = [], [[{"class": label, "count": 1, "color": "red"} for label in LABELS.values()]] * 2
+    monkeypatch.setattr(ModelReward, "rest", lambda self: rested.append(type(self)))
+    state, config = torch.get_rng_state(), HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    assert is_deepspeed_zero3_enabled() and config is not None
+    try:
+        reward(IMAGES, include=include)
+    finally:
+        unset_hf_deepspeed_config()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert seen == [("detector", "v1", torch.bfloat16, False), ("colors", "v2", torch.bfloat16, False)]
+    assert rested == [TransformersDetector, ClipColors]
+    rested.clear()
+    reward.offload = False
+    reward(IMAGES, include=include)
+    assert rested == []
+
+
+def clip_model(folder):
     tokenizer = clip_tokenizer()
     config = tf.CLIPConfig(
         text_config={**TEXT, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id},
@@ -112,10 +162,16 @@ def test_colors_by_clip_are_the_nearest_of_the_averaged_phrases(tmp_path) -> Non
         projection_dim=16,
     )
     model = tf.CLIPModel(config).eval()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
     size = {"height": 32, "width": 32}
     processor = tf.CLIPProcessor(tf.CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False), tokenizer)
-    processor.save_pretrained(tmp_path)
+    processor.save_pretrained(folder)
+    return model, processor
+
+
+def test_colors_by_clip_are_the_nearest_of_the_averaged_phrases(tmp_path) -> None:
+    torch.manual_seed(0)
+    model, processor = clip_model(tmp_path)
     boxes = [(0, 0, 20, 20), (10, 10, 40, 40), (30, 5, 60, 40)]
     found = ClipColors(str(tmp_path), "cpu")(IMAGES[0], [Detection("cat", 0.9, box) for box in boxes], "cat")
     for box, name in zip(boxes, found, strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from diffusion_grpo.rewards import load_rewards, score
+from diffusion_grpo.rewards import check_judges, load_rewards, score
 from diffusion_grpo.rewards.geneval import NAMED, Detection, GenEval, by_class, overlap, pixel_colors, relations
 
 SIZE = 200
@@ -185,6 +185,18 @@ def test_rows_as_json_or_metadata_and_rows_without() -> None:
 def test_rows_of_another_form_are_refused(part) -> None:
     with pytest.raises(ValueError, match="mapping with class and count"):
         GenEval(lambda *_: [])(images=[Image.new("RGB", (8, 8))], include=[[part]])
+
+
+def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+    spec = {"geneval": {"detector": "owner/one"}}
+    check_judges(load_rewards(spec), load_rewards(spec))
+    assert hash(GenEval("owner/one")) == hash(GenEval("owner/one")) and GenEval("owner/one") != object()
+    used = GenEval(lambda images, labels: [[]])
+    spare = GenEval(used.detector)
+    used([Image.new("RGB", (8, 8))], include=[[{"class": "cat", "count": 1}]])
+    assert used == spare  # what it has loaded does not count
+    with pytest.raises(ValueError, match="different rewards called 'geneval'"):
+        check_judges(load_rewards(spec), load_rewards({"geneval": {**spec["geneval"], "partial": True}}))
 
 
 def test_as_a_reward_with_options() -> None:

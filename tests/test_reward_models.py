@@ -11,8 +11,9 @@ import torch
 import transformers as tf
 from formulas import linear, normal, scored, tensor64, torchvision_square, unit
 from PIL import Image
+from test_reward_imagereward import blip_weights
 from tiny_pipelines import clip_tokenizer
-from tiny_scorers import IMAGES, PROMPTS, SIDE, chain, clip
+from tiny_scorers import IMAGES, PROMPTS, SIDE, bert_tokenizer, chain, clip, med_config
 
 from diffusion_grpo.rewards import REWARDS, load_rewards
 from diffusion_grpo.rewards.serve import score_request
@@ -83,6 +84,34 @@ def test_the_preprocessing_is_pillows_with_torchvision_too(tmp_path, monkeypatch
     clip(tmp_path)
     scored("clip_score", {"model": str(tmp_path), "revision": "v1"})
     assert asked == {"revision": "v1", "backend": "pil"}
+
+
+class _Asked(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "cls"),
+    [
+        ("clip_score", "processor", "AutoTokenizer"),
+        ("hpsv2", "processor", "AutoTokenizer"),
+        ("aesthetic", "backbone", "CLIPConfig"),
+        ("imagereward", "tokenizer", "AutoTokenizer"),
+    ],
+)
+def test_the_revision_of_the_second_repository_can_be_pinned(name, part, cls, tmp_path, monkeypatch) -> None:
+    def ask(source, **kwargs):
+        raise _Asked(source, kwargs["revision"])
+
+    if name == "imagereward":  # which reads its checkpoint first
+        vocabulary = len(bert_tokenizer(tmp_path))
+        torch.save(blip_weights(vocabulary), tmp_path / "ImageReward.pt")
+        med_config(tmp_path, vocabulary)
+    monkeypatch.setattr(getattr(tf, cls), "from_pretrained", ask)
+    (reward,) = load_rewards({name: {"model": str(tmp_path), part: "owner/part", f"{part}_revision": "v7"}})
+    with pytest.raises(_Asked) as asked:
+        reward.function.load()
+    assert asked.value.args == ("owner/part", "v7")
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from diffusion_grpo.run_folder import read_run
 from diffusion_grpo.watch import (
     CHEAP,
     FRAMES,
+    ROLLOUTS,
     SIDE,
     WINDOW,
     collapse,
@@ -24,6 +25,7 @@ from diffusion_grpo.watch import (
     embedders,
     embeddings,
     kind_of,
+    since_evaluation,
     thumbnails,
     watched_rewards,
 )
@@ -152,6 +154,8 @@ def test_evaluations_of_a_training_watch(tmp_path) -> None:
         assert len(logged(trainer, f"eval_watch/{name}/mean")) == 2
     assert logged(trainer, "eval_watch/brightness/mean") == [] and len(logged(trainer, "eval_diversity")) == 2
     assert len(logged(trainer, "eval_diversity/Embeds")) == 2 == len(logged(trainer, "diversity"))
+    for name in ROLLOUTS:  # also of one sample a prompt: the training has groups
+        assert logged(trainer, f"eval_rollouts/{name}") == [sum(logged(trainer, name)) / 2], name
     (distance,) = logged(trainer, "eval_kl")  # before the first rollout there is nothing to measure it at
     with torch.no_grad():
         again = trainer._at_trained_steps(trainer.buffer.micro_batch(0), trainer._divergence).mean().item()
@@ -162,6 +166,13 @@ def test_evaluations_of_a_training_watch(tmp_path) -> None:
     trainer.args.watch_rewards, trainer.args.num_generations_eval = None, 1
     metrics = trainer.evaluate(metric_key_prefix="test")
     assert not [key for key in metrics if "watch" in key or "diversity" in key or "kl" in key]
+
+
+def test_an_evaluation_shows_the_training_since_the_last_one() -> None:
+    log = [{"diversity": 0.9}, {"eval_reward": 1.0}, {"diversity": 0.5}, {"kl": 1.0}]
+    log += [{"diversity": 0.1, "frac_reward_zero_std": 1.0}]
+    expected = {"rollouts/diversity": 0.3, "rollouts/frac_reward_zero_std": 1.0}
+    assert since_evaluation(log) == pytest.approx(expected) and since_evaluation(log[:2]) == {}
 
 
 def test_the_share_of_advantages_that_the_clip_cuts_off(tmp_path) -> None:

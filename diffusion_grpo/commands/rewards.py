@@ -4,6 +4,7 @@ The server answers `RemoteReward` until it is stopped.
 """
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Prints scores beside published ones, and those of pictures drawn here. Returns the exit code."""
+    from ..rewards import REWARDS
     from ..rewards.verify import PUBLISHED, compare, rendered
 
     name, options = _one_reward(arguments.reward)
@@ -86,6 +88,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if name in PUBLISHED:
         weights = ", ".join(f"{key}: {value}" for key, value in PUBLISHED[name].options.items())
         print(f"Published at {PUBLISHED[name].source}{f', with {weights}' if weights else ''}")
+        for key in sorted(PUBLISHED[name].options.keys() - options.keys()) if compared else ():
+            default = inspect.signature(REWARDS[name]).parameters[key].default
+            print(f"These are not the reward's own weights: {key}: {default}, its default, was not compared.")
     same = PUBLISHED[name].options if compared else {}  # the weights that are here already
     drawn = _scored(rendered, name, {**same, **options})
     print(f"Pictures drawn here{', by the same weights' if compared else ''}:")

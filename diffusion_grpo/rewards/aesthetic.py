@@ -29,20 +29,23 @@ class Aesthetic(ModelReward):
         model: Hub id or folder with the predictor's weights.
         filename: of the weights there, `.pth` or `.safetensors`.
         backbone: Hub id or folder of the CLIP model.
+        backbone_revision: branch, tag or commit of that Hub id.
     """
 
     model: str = "trl-lib/ddpo-aesthetic-predictor"
     filename: str = "aesthetic-model.pth"
     backbone: str = "openai/clip-vit-large-patch14"
+    backbone_revision: str = "main"
 
     def load(self) -> nn.Module:
         from transformers import CLIPConfig, CLIPVisionModelWithProjection
 
-        config = CLIPConfig.from_pretrained(self.backbone)
+        revision = self.backbone_revision
+        config = CLIPConfig.from_pretrained(self.backbone, revision=revision)
         config.vision_config.projection_dim = config.projection_dim  # which some checkpoints give for both towers only
         network = nn.Module()
         network.clip = CLIPVisionModelWithProjection.from_pretrained(
-            self.backbone, config=config.vision_config, dtype=self.torch_dtype
+            self.backbone, revision=revision, config=config.vision_config, dtype=self.torch_dtype
         )
         network.predictor = predictor(config.projection_dim)
         weights = read_weights(weights_path(self.model, self.filename, self.revision))

@@ -27,15 +27,17 @@ class ClipReward(ModelReward):
     Args:
         model: Hub id or folder of a `CLIPModel`.
         processor: Hub id or folder of its processor; by default the model's own.
+        processor_revision: branch, tag or commit of that Hub id, where it is another one than the model's.
     """
 
     model: str = "openai/clip-vit-large-patch14"
     processor: str | None = None
+    processor_revision: str = "main"
 
     def load(self) -> CLIPModel:
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-        revision = self.revision if self.processor is None else "main"
+        revision = self.revision if self.processor is None else self.processor_revision
         source = self.model if self.processor is None else self.processor
         self.tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
         self.image_processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")

@@ -6,18 +6,25 @@ they are asked and in how their outputs are read.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
+from .clip import unit
 from .geneval import NAMED, Detection
+from .model import ModelReward
 
 PHRASES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
 GREY = "#999999"  # what lies outside an object's mask
 
 
-class TransformersDetector:
-    """Finds objects with a model of transformers, loaded from a Hub id or folder.
+@dataclasses.dataclass(eq=False)
+class TransformersDetector(ModelReward):
+    """Finds objects with a model of transformers. No reward by itself, but loaded and kept as one.
 
     Zero-shot detectors (OWL-ViT, OWLv2, Grounding DINO, MM Grounding DINO) are asked for the classes; detectors (DETR
     and its kin) and segmenters (Mask2Former, MaskFormer) report those of their `id2label`
@@ -26,18 +33,19 @@ class TransformersDetector:
     Args:
         model: Hub id or folder.
         min_score: detections below it are not reported.
-        device: by default the accelerator, if there is one.
-        batch_size: pictures at once.
 
     Raises:
-        ValueError: the model is of no such family.
+        ValueError: when called: the model is of no such family.
     """
 
-    def __init__(self, model: str, min_score: float = 0.1, device: str | None = None, batch_size: int = 8):
+    batch_size: int = 8
+    min_score: float = 0.1
+
+    def load(self) -> nn.Module:
         from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
         from transformers.models.auto import modeling_auto as auto
 
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(self.model, revision=self.revision)
         families = {
             "zero-shot": (auto.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING, auto.AutoModelForZeroShotObjectDetection),
             "segmenter": (auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING, auto.AutoModelForUniversalSegmentation),
@@ -48,33 +56,31 @@ class TransformersDetector:
         known = [name for name, (mapping, _) in families.items() if type(config) in mapping]
         if not known or config.model_type in ("omdet-turbo", "oneformer"):
             raise ValueError(
-                f"{model} is a {config.model_type}, which is no detector that is known here; use OWLv2, Grounding "
-                "DINO, DETR or Mask2Former, or pass a callable."
+                f"{self.model} is a {config.model_type}, which is no detector that is known here; use OWLv2, "
+                "Grounding DINO, DETR or Mask2Former, or pass a callable."
             )
-        self.family, self.min_score, self.batch_size = known[0], min_score, batch_size
-        self.needs_ids = "grounding-dino" in config.model_type
-        self.device = _device(device)
-        self.model = families[self.family][1].from_pretrained(model).eval().to(self.device)
+        self.family, self.needs_ids = known[0], "grounding-dino" in config.model_type
         loader = AutoProcessor if self.family == "zero-shot" else AutoImageProcessor
-        self.processor = loader.from_pretrained(model)
+        self.processor = loader.from_pretrained(self.model, revision=self.revision)
+        cls = families[self.family][1]
+        return cls.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
-    @torch.no_grad()
     def __call__(self, images: list[Image.Image], labels: list[str]) -> list[list[Detection]]:
         """The objects of the classes `labels` in each picture."""
-        found: list[list[Detection]] = []
-        for start in range(0, len(images), self.batch_size):
-            chunk = [image.convert("RGB") for image in images[start : start + self.batch_size]]
-            sizes = [(image.height, image.width) for image in chunk]
-            read = {"zero-shot": self._asked, "detector": self._boxes, "segmenter": self._masks}[self.family]
-            found += [[d for d in own if d.label in labels] for own in read(chunk, sizes, labels)]
-        return found
+        return self.in_batches(lambda network, part: self._found(network, part, labels), images)
 
-    def _asked(self, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+    def _found(self, network: nn.Module, images: list, labels: list[str]) -> list[list[Detection]]:
+        chunk = [image.convert("RGB") for image in images]
+        sizes = [(image.height, image.width) for image in chunk]
+        read = {"zero-shot": self._asked, "detector": self._boxes, "segmenter": self._masks}[self.family]
+        return [[d for d in own if d.label in labels] for own in read(network, chunk, sizes, labels)]
+
+    def _asked(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
         # one picture a call: the texts are the same for all, and padding would change what a picture gets
         results = []
         for image, size in zip(images, sizes, strict=True):
-            inputs = self.processor(images=image, text=[labels], return_tensors="pt", padding=True).to(self.device)
-            outputs = self.model(**inputs)
+            inputs = self.processor(images=image, text=[labels], return_tensors="pt", padding=True)
+            outputs = _outputs(network, inputs)
             options = {"threshold": self.min_score, "target_sizes": [size]}
             if self.needs_ids:
                 options |= {"input_ids": inputs["input_ids"], "text_threshold": self.min_score}
@@ -85,20 +91,20 @@ class TransformersDetector:
             results.append(_detections(named, result["scores"], result["boxes"]))
         return results
 
-    def _boxes(self, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
-        outputs = self.model(**self.processor(images=images, return_tensors="pt").to(self.device))
+    def _boxes(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+        outputs = _outputs(network, self.processor(images=images, return_tensors="pt"))
         results = self.processor.post_process_object_detection(outputs, threshold=self.min_score, target_sizes=sizes)
-        return [_detections(self._names(r["labels"].tolist()), r["scores"], r["boxes"]) for r in results]
+        return [_detections(_names(network, r["labels"].tolist()), r["scores"], r["boxes"]) for r in results]
 
-    def _masks(self, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
-        outputs = self.model(**self.processor(images=images, return_tensors="pt").to(self.device))
+    def _masks(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+        outputs = _outputs(network, self.processor(images=images, return_tensors="pt"))
         results = self.processor.post_process_instance_segmentation(
             outputs, threshold=self.min_score, target_sizes=sizes
         )
         found = []
         for result in results:
             segments, parts = result["segmentation"].cpu().numpy(), result["segments_info"]
-            names = self._names([part["label_id"] for part in parts])
+            names = _names(network, [part["label_id"] for part in parts])
             masks = [segments == part["id"] for part in parts]
             found.append(
                 [
@@ -109,48 +115,57 @@ class TransformersDetector:
             )
         return found
 
-    def _names(self, ids: list[int]) -> list[str]:
-        return [self.model.config.id2label[number] for number in ids]
 
-
-class ClipColors:
+@dataclasses.dataclass(eq=False)
+class ClipColors(ModelReward):
     """Names an object's colour by CLIP, as GenEval does: the crop, grey outside the mask, against phrases a colour.
 
     Args:
         model: Hub id or folder of a CLIP model; GenEval's is `openai/clip-vit-large-patch14`.
-        device: by default the accelerator, if there is one.
     """
 
-    def __init__(self, model: str, device: str | None = None):
+    def load(self) -> nn.Module:
         from transformers import CLIPModel, CLIPProcessor
 
-        self.device = _device(device)
-        self.model = CLIPModel.from_pretrained(model).eval().to(self.device)
-        self.processor = CLIPProcessor.from_pretrained(model)
+        self.processor = CLIPProcessor.from_pretrained(self.model, revision=self.revision)
+        return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
-    @torch.no_grad()
     def __call__(self, image: Image.Image, objects: list[Detection], label: str) -> list[str]:
         """One of the ten colours for each object."""
         crops = [_crop(image.convert("RGB"), detection) for detection in objects]
-        pixels = self.processor(images=crops, return_tensors="pt").to(self.device)
-        seen = self.model.visual_projection(self.model.vision_model(**pixels).pooler_output)
-        nearest = (seen @ self._classes(label).T).argmax(1).tolist()
+        return self.in_batches(lambda network, part: self._named(network, part, label), crops)
+
+    def _named(self, network: nn.Module, crops: list, label: str) -> list[str]:
+        pixels = self.processor(images=crops, return_tensors="pt")["pixel_values"].to(network.device, network.dtype)
+        seen = network.visual_projection(network.vision_model(pixels).pooler_output).float()
+        nearest = (seen @ self._classes(network, label).T).argmax(1).tolist()
         return [list(NAMED)[index] for index in nearest]
 
-    def _classes(self, label: str) -> torch.Tensor:
-        """`(10, features)`: the mean of the normalised embeddings of a colour's phrases, normalised."""
+    def _classes(self, network: nn.Module, label: str) -> torch.Tensor:
+        """`(10, features)` float32: the mean of the normalised embeddings of a colour's phrases, normalised."""
         phrases = [phrase.format(color=color, label=label) for color in NAMED for phrase in PHRASES]
-        tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(self.device)
-        said = self.model.text_projection(self.model.text_model(**tokens).pooler_output)
-        said = torch.nn.functional.normalize(said, dim=-1).reshape(len(NAMED), len(PHRASES), -1).mean(1)
-        return torch.nn.functional.normalize(said, dim=-1)
+        tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(network.device)
+        said = network.text_projection(network.text_model(**tokens).pooler_output)
+        said = unit(said).reshape(len(NAMED), len(PHRASES), -1).mean(1)
+        return unit(said)
 
 
-def _device(device: str | None) -> str:
-    if device is not None:
-        return device
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return str(accelerator or "cpu")
+def _outputs(network: nn.Module, inputs: Any) -> Any:
+    """The network's, in float32, which boxes and masks are read from."""
+    for name, value in inputs.items():
+        kind = network.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+        inputs[name] = value.to(network.device, kind) if isinstance(value, torch.Tensor) else value
+    outputs = network(**inputs)
+    for name, value in outputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            outputs[name] = value.float()
+        elif isinstance(value, (list, tuple)):
+            outputs[name] = type(value)(each.float() if isinstance(each, torch.Tensor) else each for each in value)
+    return outputs
+
+
+def _names(network: nn.Module, ids: list[int]) -> list[str]:
+    return [network.config.id2label[number] for number in ids]
 
 
 def _detections(names: list[str], scores: torch.Tensor, boxes: torch.Tensor) -> list[Detection]:

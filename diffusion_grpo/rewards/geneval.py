@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -84,6 +84,11 @@ class GenEval:
         max_overlap: of two boxes of a class with a higher intersection over union the surer counts; 1 keeps all.
         margin: how far apart centres must be, in shares of the summed sizes, to count as left, right, above or below.
         device: of the models; by default the accelerator, if there is one.
+        dtype: of the models.
+        revision: branch, tag or commit of the detector's Hub id; `colors_revision` of that of `colors`.
+        offload: the models lie in the host's memory between calls.
+
+    Two with equal settings are equal, so that a reward may be trained on and named as a judge.
 
     Raises:
         ValueError: `min_score`, `min_score_counting` or `max_overlap` outside [0, 1].
@@ -100,6 +105,10 @@ class GenEval:
         max_overlap: float = 1.0,
         margin: float = 0.1,
         device: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        revision: str = "main",
+        colors_revision: str = "main",
+        offload: bool = False,
     ):
         for name, value in (
             ("min_score", min_score),
@@ -111,12 +120,30 @@ class GenEval:
         self.detector, self.colors, self.partial, self.device = detector, colors, partial, device
         self.min_score, self.min_score_counting = min_score, min_score_counting
         self.max_objects, self.max_overlap, self.margin = max_objects, max_overlap, margin
+        self.dtype, self.revision, self.colors_revision, self.offload = dtype, revision, colors_revision, offload
+
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, under its names."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.colors))
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
         """`1.0`, `0.0` or the share for each picture; see the class."""
         rows = [requirements(columns, row) for row in range(len(images))]
         labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
         scores: list[float | None] = [None] * len(images)
+        try:
+            self._judge(images, rows, labels, scores)
+        finally:
+            self._rest()
+        return scores
+
+    def _judge(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
         # a detector that is asked by name sees the classes of its own prompt alone, whatever else is in the batch
         for asked in sorted(set(labels) - {()}):
             places = [row for row, own in enumerate(labels) if own == asked]
@@ -124,7 +151,14 @@ class GenEval:
             for row, detections in zip(places, found, strict=True):
                 verdict = self.verdict(images[row], detections, rows[row])
                 scores[row] = verdict.share if self.partial else float(verdict.is_correct)
-        return scores
+
+    def _rest(self) -> None:
+        """Not after each of the many calls of a model, but after the last."""
+        from .model import ModelReward
+
+        for model in (vars(self).get(name) for name in ("_detect", "_name")):
+            if self.offload and isinstance(model, ModelReward):
+                model.rest()
 
     def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
         """Judges one picture by its detections and requirements."""
@@ -140,7 +174,8 @@ class GenEval:
             return self.detector
         from .detectors import TransformersDetector
 
-        return TransformersDetector(self.detector, min(self.min_score, self.min_score_counting), self.device)
+        least = min(self.min_score, self.min_score_counting)
+        return TransformersDetector(self.detector, self.device, self.dtype, revision=self.revision, min_score=least)
 
     @cached_property
     def _name(self) -> Callable:
@@ -148,7 +183,7 @@ class GenEval:
             return pixel_colors
         from .detectors import ClipColors
 
-        return ClipColors(self.colors, self.device)
+        return ClipColors(self.colors, self.device, self.dtype, revision=self.colors_revision)
 
 
 def requirements(columns: dict[str, list], row: int) -> dict[str, Any]:

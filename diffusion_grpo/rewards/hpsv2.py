@@ -57,7 +57,8 @@ class HPSv2(ClipReward):
         model: Hub id or folder with the checkpoint.
         filename: of open_clip's checkpoint there (`HPS_v2_compressed.pt` for v2.0); null if `model` is a transformers
             `CLIPModel` with the same weights.
-        processor: Hub id or folder of the transformers CLIP of the same architecture: configuration and tokenizer.
+        processor: Hub id or folder of the transformers CLIP of the same architecture: configuration and tokenizer;
+            `processor_revision` of it.
         antialias: whether pictures are antialiased when they are resized. Current versions of torchvision do, those
             of the time of the paper did not.
     """
@@ -72,9 +73,10 @@ class HPSv2(ClipReward):
             return super().load()
         from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
-        self.tokenizer = AutoTokenizer.from_pretrained(self.processor)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.processor, revision=self.processor_revision)
         weights = from_open_clip(read_weights(weights_path(self.model, self.filename, self.revision)))
-        return built(CLIPModel, CLIPConfig.from_pretrained(self.processor), weights, self.torch_dtype)
+        config = CLIPConfig.from_pretrained(self.processor, revision=self.processor_revision)
+        return built(CLIPModel, config, weights, self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
         """A cosine in [-1, 1] for each picture and its prompt, about 0.2 to 0.35; to be compared within a prompt."""

@@ -46,11 +46,13 @@ class ImageReward(ModelReward):
         model: Hub id or folder with the checkpoint and `med_config.json`.
         filename: of the checkpoint.
         tokenizer: Hub id or folder of BERT's tokenizer.
+        tokenizer_revision: branch, tag or commit of that Hub id.
     """
 
     model: str = "THUDM/ImageReward"
     filename: str = "ImageReward.pt"
     tokenizer: str = "google-bert/bert-base-uncased"
+    tokenizer_revision: str = "main"
 
     def load(self) -> nn.Module:
         from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
@@ -62,7 +64,7 @@ class ImageReward(ModelReward):
         reading.pop("embeddings.position_ids", None)  # counts from 0, in older checkpoints
         vision = BlipVisionConfig(**vision_sizes(seeing))
         text = BlipTextConfig(**text_sizes(written), encoder_hidden_size=vision.hidden_size, is_decoder=True)
-        self.text_tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        self.text_tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, revision=self.tokenizer_revision)
         network = nn.Module()
         network.vision = built(BlipVisionModel, vision, seeing, self.torch_dtype)
         network.text = built(_without_pooling(BlipTextModel), text, reading, self.torch_dtype)

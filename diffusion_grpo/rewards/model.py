@@ -95,6 +95,12 @@ class ModelReward(abc.ABC):
                 if self.offload:
                     self._network.to("cpu")
 
+    def rest(self) -> None:
+        """Puts the network into the host's memory, as `offload` does after each call."""
+        with self._lock:
+            if self._network is not None:
+                self._network.to("cpu")
+
     def in_batches(self, function: Callable[..., Any], *lists: list) -> list:
         """`function(network, *parts)` for every `batch_size` entries of the lists, its answers as one list.
 
