@@ -1,9 +1,12 @@
 """LPIPS against its formula, written out in float64, from files with the names of torchvision's and the authors'."""
 
+import urllib.error
+
 import pytest
 import torch
 import torch.nn.functional as F
 from formulas import scored, tensor64
+from huggingface_hub import constants
 from PIL import Image
 from tiny_scorers import IMAGES, PROMPTS
 
@@ -102,6 +105,16 @@ def test_lpips_downloads_the_official_files_once(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    with pytest.raises(RuntimeError, match="alexnet-owt-7be5be79.pth, which is not at .* HF_HUB_OFFLINE is set"):
+        scored("lpips", {}, IMAGES[:1], PROMPTS[:1], target=IMAGES[:1])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for _ in range(2):
         assert scored("lpips", {}, IMAGES[:1], PROMPTS[:1], target=IMAGES[:1]).tolist() == [1]
     assert [url.rpartition("/")[2] for url in asked] == ["alexnet-owt-7be5be79.pth", "alex.pth"]
+
+    def unreachable(url, path, progress):
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
+    with pytest.raises(RuntimeError, match="vgg16-397923af.pth, .* could not be downloaded .*no route"):
+        scored("lpips", {"net": "vgg"}, IMAGES[:1], PROMPTS[:1], target=IMAGES[:1])

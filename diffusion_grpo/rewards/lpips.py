@@ -7,6 +7,7 @@ under torchvision's names, so that the official weights fit without torchvision.
 from __future__ import annotations
 
 import dataclasses
+import urllib.error
 from pathlib import Path
 from typing import Literal
 
@@ -61,8 +62,7 @@ class LPIPS(ModelReward):
             return read_weights(weights_path(self.model, filename, self.revision))
         path = Path(torch.hub.get_dir()) / "checkpoints" / f"lpips-{self.net}-{filename}"
         if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(OFFICIAL[part].format(filename), str(path), progress=False)
+            _download(OFFICIAL[part].format(filename), path)
         return read_weights(path)
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
@@ -93,6 +93,22 @@ class LPIPS(ModelReward):
         weight = network.linear[0].weight
         one, two = (as_pixels(part).to(weight.device, weight.dtype) for part in (images, fitted))
         return 1 - network(2 * one - 1, 2 * two - 1)
+
+
+def _download(url: str, path: Path) -> None:
+    """Not where `HF_HUB_OFFLINE` is set, though the file is not of the Hub: a run without internet says so at once."""
+    from huggingface_hub import constants
+
+    what = f"LPIPS needs {url}, which is not at {path}"
+    if constants.HF_HUB_OFFLINE:
+        raise FileNotFoundError(f"{what}, and HF_HUB_OFFLINE is set; put it there, or name a folder with `model`.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        torch.hub.download_url_to_file(url, str(path), progress=False)
+    except urllib.error.URLError as error:
+        raise FileNotFoundError(
+            f"{what} and could not be downloaded ({error}); put it there, or name a folder with `model`."
+        ) from error
 
 
 class Features(nn.Module):
