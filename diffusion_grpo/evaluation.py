@@ -32,6 +32,7 @@ from .watch import (
     embeddings,
     kind_of,
     pixel_distance,
+    since_evaluation,
     thumbnails,
     watched_rewards,
 )
@@ -77,6 +78,7 @@ def evaluate_policy(
     metrics |= {f"{prefix}_{name}": value for name, value in own.items()}
     metrics[f"{prefix}_runtime"] = time.perf_counter() - start
     if prefix == "eval":
+        metrics |= {f"eval_{name}": value for name, value in since_evaluation(trainer.state.log_history).items()}
         if trainer.args.writes_samples:
             _keep(trainer, parts)
         trainer.accelerator.wait_for_everyone()

@@ -77,7 +77,7 @@ from .rewards import (
 from .rollout import StepDistribution, TokenPolicy, Trajectory, replay
 from .token_policy import policy_for
 from .values import ValueCallback, ValueModel
-from .watch import since_evaluation, watched_rewards
+from .watch import watched_rewards
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
@@ -659,14 +659,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             self.inputs.columns(part).check(name)
         try:
             with self.averaged_weights():
-                beside = {}
-                if metric_key_prefix.startswith("eval"):
-                    beside = self._distance_to_reference() | since_evaluation(self.state.log_history)
+                distance = self._distance_to_reference() if metric_key_prefix.startswith("eval") else {}
                 metrics = evaluate_policy(self, datasets, metric_key_prefix, pipeline_kwargs)
         except RewardError:
             self._save_before_stopping()
             raise
-        metrics |= {f"{metric_key_prefix}_{name}": value for name, value in beside.items()}
+        metrics |= {f"{metric_key_prefix}_{name}": value for name, value in distance.items()}
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
