@@ -140,15 +140,22 @@ def redirected(wrapper: nn.Module, model: nn.Module, method: Callable, *args: An
     return method(*args) if wrapper is model else _ForwardRedirection()(wrapper, model, method, *args)
 
 
-def as_many_everywhere(accelerator: Accelerator, passes: list[tuple]) -> list[tuple]:
-    """Passes by which all processes keep step: the last one is repeated, with weight 0, on those that have fewer.
+def in_step(passes: list[Any], accelerator: Accelerator, is_together: bool) -> list[tuple[Any, bool]]:
+    """As many passes on every process as on that with the most: the last is repeated, and counts for nothing.
 
     Args:
-        passes: tuples that end in a weight.
+        passes: of this process.
+        accelerator: a collective of all its processes.
+        is_together: whether a pass gathers weights, so that one that others do not make would wait for ever.
+
+    Returns:
+        the passes, each with whether it is one of those given.
     """
-    count = torch.tensor([len(passes)], device=accelerator.device)
-    most = int(accelerator.gather(count).max())
-    return passes + [(*passes[-1][:-1], 0.0)] * (most - len(passes))
+    missing = 0
+    if is_together:
+        count = torch.tensor([len(passes)], device=accelerator.device)
+        missing = int(accelerator.gather(count).max()) - len(passes)
+    return [(one, True) for one in passes] + [(passes[-1], False)] * missing
 
 
 def clear_gradients(optimizer: Any, weights: "TrainedWeights") -> None:

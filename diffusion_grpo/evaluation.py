@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .advantages import combine
 from .context import one_a_group
-from .fsdp import in_step
+from .distributed import in_step
 from .inputs import check_count
 from .media import sampling_rate
 from .ranks import gathered_means

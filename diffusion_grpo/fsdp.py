@@ -285,24 +285,6 @@ def _as_dtensor(share: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, **layout)
 
 
-def in_step(passes: list[Any], accelerator: Accelerator, is_together: bool) -> list[tuple[Any, bool]]:
-    """As many passes on every process as on that with the most: the last is repeated, and counts for nothing.
-
-    Args:
-        passes: of this process.
-        accelerator: a collective of all its processes.
-        is_together: whether a pass gathers weights, so that one that others do not make would wait for ever.
-
-    Returns:
-        the passes, each with whether it is one of those given.
-    """
-    missing = 0
-    if is_together:
-        count = torch.tensor([len(passes)], device=accelerator.device)
-        missing = int(accelerator.gather(count).max()) - len(passes)
-    return [(one, True) for one in passes] + [(passes[-1], False)] * missing
-
-
 def agreement(accelerator: Accelerator) -> Any:
     """How [`~diffusion_grpo.policy.Policy`] asks the other processes how often they call the network; else None."""
     if accelerator.distributed_type != DistributedType.FSDP:

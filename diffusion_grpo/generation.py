@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .context import one_a_group
+from .distributed import in_step
 from .estimators import Estimate, estimate
-from .fsdp import in_step
 from .inputs import check_count
 from .media import sampling_rate
 from .order import RolloutOrder, inverse

@@ -41,7 +41,6 @@ from .data import GroupSampler, check_dataset, named_datasets
 from .distributed import (
     TrainedWeights,
     accumulating,
-    as_many_everywhere,
     check_deepspeed,
     check_experts,
     clear_gradients,
@@ -49,6 +48,7 @@ from .distributed import (
     fill_sizes,
     gathered,
     hide_deepspeed,
+    in_step,
     layered,
     parted,
     precision,
@@ -431,13 +431,13 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if self.is_fsdp_enabled:  # Trainer's no_sync would keep whole gradients on each process
             model.set_requires_gradient_sync(True)
         passes = self._passes(batch)
-        for number, (part, step, weight) in enumerate(passes, start=1):
+        for number, ((part, step), is_own) in enumerate(passes, start=1):
             is_last = number == len(passes)
             is_reduced = is_last or self.is_fsdp_enabled  # waiting would keep sharded gradients whole
             with contextlib.nullcontext() if is_reduced else accumulating(self.accelerator, model):
-                with contextlib.nullcontext() if weight else self._unmeasured():
+                with contextlib.nullcontext() if is_own else self._unmeasured():
                     loss, error = self._redirected(model, self._step_loss, part.at_step(step), step, is_on_policy)
-                loss = loss * weight / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
+                loss = loss * is_own / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
                 if is_last and self.weights.are_shared_out:
                     loss = loss + self.weights.nothing()
                 errors.append(error)
@@ -453,13 +453,13 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._metrics["time/update"].append(time.perf_counter() - start)
         return total
 
-    def _passes(self, batch: MicroBatch) -> list[tuple[MicroBatch, int, float]]:
-        """What is trained one after the other: samples that share a call, a step they all train on, and its weight."""
+    def _passes(self, batch: MicroBatch) -> list[tuple[tuple[MicroBatch, int], bool]]:
+        """What is trained one after the other: samples that share a call, a step they all train on; and whether
+        it counts."""
         parts = [batch.part(places) for places in self.inputs.parts(batch.rows)]  # as in the rollout
-        passes = [(part, step, 1.0) for part in parts for step in part.trajectory.steps.unique().tolist()]
-        if self.weights.stage >= 2 or self.is_fsdp_enabled:  # each backward pass is shared
-            passes = as_many_everywhere(self.accelerator, passes)
-        return passes
+        passes = [(part, step) for part in parts for step in part.trajectory.steps.unique().tolist()]
+        is_shared = self.weights.stage >= 2 or self.is_fsdp_enabled  # each backward pass
+        return in_step(passes, self.accelerator, is_shared)
 
     @contextlib.contextmanager
     def _unmeasured(self) -> Iterator[None]:
@@ -554,7 +554,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         values = torch.empty_like(batch.old_log_probs)
         parts = [(places, batch.part(places)) for places in self.inputs.parts(batch.rows)]
         passes = [(*part, step) for part in parts for step in part[1].trajectory.steps.unique().tolist()]
-        passes = fsdp.in_step(passes, self.accelerator, self.passes_together)
+        passes = in_step(passes, self.accelerator, self.passes_together)
         for (places, whole, step), _ in passes:  # who repeats one finds the same
             part = whole.at_step(step)
             found = values[places]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_distributed import TESTS, launch
 from tiny_runs import trained_weights, trainer_for
 
-from diffusion_grpo import DiffusionGRPOConfig, fsdp
+from diffusion_grpo import DiffusionGRPOConfig, distributed, fsdp
 from diffusion_grpo.rollout import Policy, replay, rollout
 from diffusion_grpo.sharded_checkpoints import has_shards
 
@@ -254,8 +254,8 @@ def test_several_networks_are_refused():
 
 def test_a_process_with_fewer_passes_repeats_its_last():
     accelerator = types.SimpleNamespace(device="cpu", gather=lambda count: torch.tensor([3, 1]))
-    assert fsdp.in_step(["a"], accelerator, True) == [("a", True), ("a", False), ("a", False)]
-    assert fsdp.in_step(["a"], accelerator, False) == [("a", True)]
+    assert distributed.in_step(["a"], accelerator, True) == [("a", True), ("a", False), ("a", False)]
+    assert distributed.in_step(["a"], accelerator, False) == [("a", True)]
 
 
 def test_networks_are_called_as_often_as_on_the_process_that_calls_them_most():
