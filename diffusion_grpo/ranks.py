@@ -21,6 +21,7 @@ from torch import distributed
 logger = logging.getLogger(__name__)
 NOTICE = 60.0  # seconds between two lines about those who are waited for
 BEAT = 2.0  # seconds between two signs of life
+FAREWELL = 30.0  # seconds that the process which may hold the store stays for those who still read errors from it
 
 
 class RankError(RuntimeError):
@@ -124,6 +125,8 @@ class Ranks:
         try:
             failures = self._exchange(turn, error)
         except distributed.DistError as lost:
+            if error is not None:  # its own is what there is to say
+                raise error from lost
             raise RankError(
                 f"The processes lost touch ({lost}); the one that holds their store has ended, and its "
                 "output says why."
@@ -152,6 +155,11 @@ class Ranks:
         if not store.add(f"{turn}/failed", 0):
             return {}
         ends = {process: json.loads(store.get(f"{turn}/end/{process}")) for process in self._others()}
+        store.add(f"{turn}/read", 1)
+        if own == 0:  # the store may end with this process
+            latest = time.monotonic() + min(FAREWELL, self.timeout)
+            while store.add(f"{turn}/read", 0) < self.accelerator.num_processes and time.monotonic() < latest:
+                time.sleep(0.05)
         return {process: end for process, end in ends.items() if end is not None}
 
     def _others(self) -> list[int]:

@@ -96,10 +96,13 @@ def fail(folder, settings, where):
         loss, error = real(self, batch, step, is_on_policy)
         if rank() == 1 and where == "loss" and self.state.global_step == 1:
             loss = loss * float("nan")
-        return loss, 0.5 if rank() == 1 and where == "ratio" else error
+        return loss, 0.5 if rank() == 1 and where in ("ratio", "late") else error
 
     trainer.DiffusionGRPOTrainer._step_loss = step_loss
     ranks.NOTICE, ranks.BEAT = 1.0, 0.5
+    if rank() == 1 and where == "late":
+        wait = ranks.Ranks._wait_for_all
+        ranks.Ranks._wait_for_all = lambda *args: (wait(*args), time.sleep(5))
     own = built(folder, settings, judge)
     own.train()
 
