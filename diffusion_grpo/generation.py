@@ -20,21 +20,21 @@ from .inputs import check_count
 from .media import sampling_rate
 from .order import RolloutOrder, inverse
 from .records import write_files, write_samples
+from .replays import ReplayingTrainer
 from .restore import restored_buffer
 from .rewards import RewardError, reward_name
 from .rewards.overlap import RolloutScoring
 from .rollout import rollout, sample_seed, trained_steps
-from .scoring import ScoringTrainer, only_takes_latents
+from .scoring import only_takes_latents
 from .values import recorded_conditions, states_of_calls
 from .watch import diversity, thumbnails
 
 
-class GeneratingTrainer(ScoringTrainer):
+class GeneratingTrainer(ReplayingTrainer):
     """The part of the trainer that makes what it trains on.
 
     The trainer that inherits sets `policy`, `inputs`, `noise_level`, `reward_funcs`, `reward_weights`, `values`,
-    `ranks` and `_metrics`, and has `_divergences` and `_replayed_log_probs`, which need the policy's replays, and
-    `with_weights`.
+    `ranks` and `_metrics`, and has `with_weights`.
     """
 
     def _next_batch(self, numbers: list[int]) -> tuple[MicroBatch, bool]:

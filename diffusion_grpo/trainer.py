@@ -6,7 +6,6 @@ for each trained step. This is the only module that knows all others.
 """
 
 import contextlib
-import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from . import fsdp
-from .buffer import MicroBatch, Recorded, RolloutBuffer
+from .buffer import MicroBatch, RolloutBuffer
 from .callbacks import (
     CollapseCallback,
     EMACallback,
@@ -50,7 +49,6 @@ from .distributed import (
     hide_deepspeed,
     in_step,
     layered,
-    parted,
     precision,
     redirected,
     set_learning_rate,
@@ -61,8 +59,8 @@ from .evaluation import evaluate_policy, write_validation
 from .generation import GeneratingTrainer
 from .hub import lora_loader
 from .inputs import checked_inputs
-from .loading import check_peft_config, disabled_adapter, load_pipeline, model_name, pipeline_class, prepare_model
-from .losses import LossInputs, get_loss, kl_divergence, loss_per_reward
+from .loading import check_peft_config, load_pipeline, model_name, pipeline_class, prepare_model
+from .losses import LossInputs, get_loss, loss_per_reward
 from .offload import placed
 from .ranks import Ranks, gathered_means
 from .records import check_same_run, run_record, write_json
@@ -74,7 +72,7 @@ from .rewards import (
     load_rewards,
     reward_weights,
 )
-from .rollout import StepDistribution, TokenPolicy, Trajectory, replay
+from .rollout import TokenPolicy, replay
 from .token_policy import policy_for
 from .values import ValueCallback, ValueModel
 from .watch import watched_rewards
@@ -267,28 +265,6 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if weights.stage == 3:
             self.policy.shapes_only, self.policy.skips_hooks = lambda: without_weights(model), True
         return weights
-
-    def _reference_copy(self) -> nn.Module:
-        ref_model = copy.deepcopy(self.model).requires_grad_(False).eval()
-        is_waiting = self.args.offload_ref_model or self.is_fsdp_enabled or self.weights.stage == 3
-        return ref_model.to("cpu" if is_waiting else self.args.device)
-
-    def _part_reference(self) -> None:
-        """A reference copy is spread over the processes too; under ZeRO-3 unless it waits in CPU memory."""
-        if self.ref_model is not None and self.is_fsdp_enabled and not self.ref_weights.is_parted:
-            fsdp.shard_reference(self.ref_model, self.accelerator, self.args.offload_ref_model)
-        if self.ref_model is None or self.weights.stage != 3 or self.args.offload_ref_model:
-            return
-        if self.accelerator.unwrap_model(self.ref_model) is self.ref_model:
-            self.ref_model = parted(self.ref_model, self.accelerator)
-
-    @property
-    def ref_weights(self) -> TrainedWeights:
-        """The reference's parameters that the policy trains."""
-        if self.is_fsdp_enabled:
-            return fsdp.ShardedWeights(self.ref_model, self.weights.names)
-        pairs = zip(self.ref_model.parameters(), self.model.parameters(), strict=True)
-        return TrainedWeights([ref for ref, parameter in pairs if parameter.requires_grad], self.weights.stage)
 
     @property
     def passes_together(self) -> bool:
@@ -506,87 +482,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         error = float((now.log_prob.detach() - recorded).double().expm1().abs().max()) if is_on_policy else 0.0
         return output.loss * len(batch) + self.policy.spare(), error
 
-    @torch.no_grad()
-    def _sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
-        """(batch,) mean over each sample's trained steps of log-probability now minus then."""
-        now = self._log_probs_now(batch)
-        return batch.trajectory.over_steps(now - batch.old_log_probs.to(now))
-
-    def _log_probs_now(self, batch: MicroBatch) -> Tensor:
-        """(batch, steps) log-probabilities of the recorded steps under the policy as it is."""
-        return self._at_trained_steps(batch, lambda *replayed: replay(self.policy, *replayed).log_prob)
-
-    def _divergences(self, rows: list[dict], trajectory: Recorded) -> Tensor:
-        """(samples, steps) KL divergence of the policy as it is from the reference, in the rollout's batches."""
-        recorded = RolloutBuffer(rows, trajectory, trajectory.log_probs, len(rows), seed=0)
-        size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
-        parts = [self._at_trained_steps(recorded.part(chunk), self._divergence) for chunk in _chunks(len(rows), size)]
-        return torch.cat(parts)
-
-    def _divergence(self, *replayed: Any) -> Tensor:
-        """(batch,) KL divergence of the policy as it is from the reference, given inputs, trajectory and step."""
-        now = replay(self.policy, *replayed)
-        return kl_divergence(now.mean, self._reference(*replayed).mean, now.std)
-
-    def _distance_to_reference(self) -> dict[str, float]:
-        """The KL divergence at the trained steps of one micro-batch of the last rollout, whatever beta is.
-
-        Nothing before the first rollout, for tokens, and where no reference is kept: full training with beta=0 would
-        need a second copy of the weights for it.
-        """
-        has_reference = self.ref_model is not None or self.run["trains_by"] != "full"
-        if self.buffer is None or not has_reference or isinstance(self.policy, TokenPolicy):
-            return {}
-        local = self.with_weights(self._at_trained_steps, self.buffer.micro_batch(0), self._divergence).mean()
-        return {"kl": self.accelerator.gather(local.to(self.args.device)).mean().item()}
-
-    @torch.no_grad()
-    def _replayed_log_probs(self, buffer: RolloutBuffer) -> Tensor:
-        """(samples, steps) log-probabilities from replays, before any update; in the batches that are trained."""
-        log_probs = torch.empty_like(buffer.trajectory.log_probs)
-        for chunk in _chunks(len(buffer.rows), buffer.micro_batch_size):
-            log_probs[chunk] = self._log_probs_now(buffer.part(chunk))
-        return log_probs
-
-    @torch.no_grad()
-    def _at_trained_steps(self, batch: MicroBatch, measure: Callable) -> Tensor:
-        """(batch, steps) of what `measure` says of each trained step, given inputs, trajectory and step."""
-        values = torch.empty_like(batch.old_log_probs)
-        parts = [(places, batch.part(places)) for places in self.inputs.parts(batch.rows)]
-        passes = [(*part, step) for part in parts for step in part[1].trajectory.steps.unique().tolist()]
-        passes = in_step(passes, self.accelerator, self.passes_together)
-        for (places, whole, step), _ in passes:  # who repeats one finds the same
-            part = whole.at_step(step)
-            found = values[places]
-            found[whole.trajectory.steps == step] = measure(self.inputs(part.rows), part.trajectory, step).to(found)
-            values[places] = found
-        return values
-
     def _train_values(self, batch: MicroBatch) -> None:
         """One backward pass of the value model, which shares nothing with the policy."""
         loss = self.values.loss(batch.targets, self.args.value_clip)
         self._or_later(self._refuse_non_finite, loss.detach(), "value loss")
         self._backward(loss / self.current_gradient_accumulation_steps)
         self._metrics["value/loss"].append(loss.item())
-
-    @torch.no_grad()
-    def _reference(self, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> StepDistribution:
-        if self.ref_model is None:
-            with disabled_adapter(self.accelerator.unwrap_model(self.model)):
-                return replay(self.policy, inputs, trajectory, step)
-        is_moved = self.args.offload_ref_model and not self.is_fsdp_enabled  # which moves each share as it is needed
-        if is_moved:
-            self.ref_model.to(self.args.device)
-        try:
-            return replay(self.policy, inputs, trajectory, step, forward=self._reference_forwards())
-        finally:
-            if is_moved:
-                self.ref_model.to("cpu")
-
-    def _reference_forwards(self) -> list[Callable]:
-        """One forward a network, with the hooks that gather its weights."""
-        model = self.accelerator.unwrap_model(self.ref_model)
-        return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
 
     def _redirected(self, model: nn.Module, method: Callable, *args: Any) -> Any:
         if self.is_fsdp_enabled:  # its hooks are on the network that the pipeline calls
@@ -694,7 +595,3 @@ def _as_list(value: Any) -> list:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _chunks(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
