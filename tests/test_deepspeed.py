@@ -199,7 +199,8 @@ LAYERED |= {"eval_strategy": "steps", "eval_steps": 2, "ds3_gather_for_generatio
 SYNCED = FULL | SAVED | EMA | {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 1}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 BEST = BASE | SAVED | EMA | {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-BEST |= {"metric_for_best_model": "reward", "greater_is_better": True, "learning_rate": 0.05, "max_steps": 3}
+BEST |= {"metric_for_best_model": "reward", "greater_is_better": True, "max_steps": 3}
+BEST |= {"optim": "sgd", "learning_rate": 100.0}  # the best is the first of three
 # torch's AdamW in place of DeepSpeed's own, which is compiled for minutes on its first use
 AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
 AUTO = {"optimizer": {"type": "AdamW", "params": AUTO}, "zero_force_ds_cpu_optimizer": False}
@@ -240,7 +241,11 @@ HALF = {"half-lora2": (BASE | SAVED, 2), "half-full3": (FULL | SAVED, 3), "half-
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
-    """All of them, in a start for a few: what one start leaves in memory adds up."""
+    """All of them, in a start for a few: what one start leaves in memory adds up.
+
+    Stages do not share one: DeepSpeed is not undone in a process, and ZeRO-3 leaves a linear layer of its own there,
+    whose gradients differ in their last bit.
+    """
     folder = tmp_path_factory.mktemp("matrix")
     for name, settings in ALONE.items():
         zero_run.run(folder, name, dict(settings))
@@ -250,7 +255,8 @@ def matrix(tmp_path_factory):
         f"{name}-again": runs[name] | {"resume": f"{name}/checkpoint-1"} for name in ("synced2", "synced3", *HALF)
     }
     runs["one-to-two"] = SYNCED | {"stage": 3, "resume": "synced/checkpoint-1"}
-    starts = [list(runs)[i : i + 7] for i in range(0, len(runs), 7)]
+    stages = [[name for name in runs if runs[name]["stage"] == stage] for stage in range(4)]
+    starts = [names[i : i + 7] for names in stages for i in range(0, len(names), 7)]
     printed = [on_two_processes(folder, {name: runs[name] for name in names}) for names in starts]
     (folder / "printed.txt").write_text("\n".join(printed))
     return folder
@@ -263,7 +269,8 @@ def test_zero_trains_what_one_process_trains(matrix, name):
     one = json.loads((matrix / alone / "result-0.json").read_text())
     for report in reports(matrix / name):
         assert report["stage"] == stage and report["wrapper"] != one["wrapper"] and report["frozen_whole"]
-        assert report["ratio/max_error"] == [0.0] * len(one["ratio/max_error"])
+        errors = report["ratio/max_error"]  # who trains steps of their own is replayed in other batches than sampled
+        assert len(errors) == len(one["ratio/max_error"]) and max(errors) <= (1e-6 if alone == "permuted" else 0.0)
         assert report["reward"] == pytest.approx(one["reward"], abs=1e-6)
         assert stage < 3 or report["all"] <= 2 * report["held"] < report["all"] + 2 * report["empty"]
     assert difference(matrix / name, matrix / alone) < 1e-6
