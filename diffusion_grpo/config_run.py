@@ -79,6 +79,14 @@ class RunSettings:
             "groups, several times a rollout; one that compares all samples of a rollout is marked `batchwise`."
         },
     )
+    reward_processes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Processes that compute rewards, where not all are to hold the networks of rewards: 1 is the "
+            "first, 2 the first of each half, and so on; the others send their samples. By default each scores its "
+            "own. Without effect on a single process."
+        },
+    )
     watch_rewards: list[str] | None = field(
         default_factory=lambda: ["auto"],
         metadata={

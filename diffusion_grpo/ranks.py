@@ -28,6 +28,10 @@ class RankError(RuntimeError):
     """Another process failed, or gave no sign of life for the time-out of the process group."""
 
 
+class _OtherFailed(Exception):
+    """What this process waits for does not come: another one has failed, and says so when they meet."""
+
+
 class Ranks:
     """The processes of a run.
 
@@ -79,6 +83,8 @@ class Ranks:
                 self._apart = None
                 stop.set()
                 life.join()
+        except _OtherFailed:
+            pass  # they meet below
         except Exception as error:
             own = self.accelerator.process_index
             # at once: others that are in a collective which this process does not reach may never come
@@ -86,6 +92,34 @@ class Ranks:
             self._meet(turn, error)
             raise
         self._meet(turn, None)
+
+    def tell(self, key: str, value: str) -> None:
+        """Leaves a word for another process, inside of `apart`."""
+        self._store.set(f"{self._apart}/told/{key}", value)
+
+    def told(self, process: int, key: str, is_waiting: bool) -> str | None:
+        """What a process has left under `key` inside of `apart`, once; None where it is not there yet.
+
+        Args:
+            is_waiting: waits for it, for as long as the process gives signs of life and none has failed.
+
+        Raises:
+            RankError: the process gives no sign of life.
+        """
+        store, turn = self._store, self._apart
+        name, watch, pause = f"{turn}/told/{key}", _Watch(self.timeout, time.monotonic()), 1e-3
+        while not store.check([name]):
+            if not is_waiting:
+                return None
+            if store.add(f"{turn}/failed", 0):
+                raise _OtherFailed
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+            if watch.is_due():
+                watch.look([process], lambda process: _read(store, f"{turn}/life/{process}"))
+        value = store.get(name).decode()
+        store.delete_key(name)
+        return value
 
     def agree(self, error: Exception | None) -> None:
         """Raises on all processes where one has an error: a collective that all of them come to.
@@ -176,6 +210,17 @@ class Ranks:
             if watch.is_due():
                 missing = [process for process in self._others() if not store.check([f"{turn}/end/{process}"])]
                 watch.look(missing, lambda process: _read(store, f"{turn}/life/{process}"))
+
+
+def gathered_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:
+    """What each process has, on all of them: a collective, of numbers alone."""
+    if accelerator.num_processes == 1:
+        return [own]
+    sizes = accelerator.gather(torch.tensor([len(own)], device=accelerator.device)).tolist()
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else 0
+    every = accelerator.gather(padded.to(accelerator.device)).view(len(sizes), -1).cpu().numpy()
+    return [row[:size].tobytes() for row, size in zip(every, sizes, strict=True)]
 
 
 def gathered_means(
