@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from .advantages import combine
 from .distributed import in_step
 from .inputs import check_count
 from .media import sampling_rate
-from .ranks import gathered_means
+from .ranks import gathered_json, gathered_means
 from .records import write_files, write_samples
 from .rewards import Reward
 from .rollout import rollout, sample_seed
@@ -110,7 +109,7 @@ def _part(
             scored_rows = rows if places == mine else trainer.inputs.rows(dataset, groups)
             local = trainer._score(looked_at, scored, scored_rows, own_metrics, groups, extra, latents)
             points = _points(funcs, scored) if count > 1 and kind is not None else {}
-    (kind,) = broadcast_object_list([kind])  # the first process has samples
+    kind, *_ = gathered_json(trainer.accelerator, kind)  # the first process has samples
     watched = watched_rewards(trainer.args.watch_rewards, kind, funcs)
     local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
     if trainer.post is not None:
@@ -132,7 +131,7 @@ def _diversity(
 ) -> dict[str, float]:
     """How different the samples of a prompt are, wherever they were made."""
     groups, found = torch.arange(total) // trainer.args.num_generations_eval, {}
-    (widths,) = broadcast_object_list([{key: own.shape[1] for key, own in points.items()}])
+    widths, *_ = gathered_json(trainer.accelerator, {key: own.shape[1] for key, own in points.items()})
     for key, width in widths.items():
         every = _gathered(trainer, points.get(key, torch.empty(0, width)), places, total)
         found[key] = diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)

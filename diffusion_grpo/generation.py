@@ -30,6 +30,8 @@ from .scoring import only_takes_latents
 from .values import recorded_conditions, states_of_calls
 from .watch import diversity, thumbnails
 
+AnyScoring = RolloutScoring | SubsetScoring
+
 
 class GeneratingTrainer(ReplayingTrainer):
     """The part of the trainer that makes what it trains on.
@@ -89,7 +91,7 @@ class GeneratingTrainer(ReplayingTrainer):
         return self._buffer_of(rows, trajectory, found, order)
 
     def _observed_rollout(
-        self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring | SubsetScoring
+        self, rows: list[dict], generation: int, positions: Tensor, scoring: AnyScoring
     ) -> tuple[list, Recorded, Tensor | None, Tensor | None]:
         """Samples, trajectories, and of the trained steps what the settings ask for: KL divergences, states."""
         start = time.perf_counter()
@@ -102,7 +104,7 @@ class GeneratingTrainer(ReplayingTrainer):
         return samples, trajectory, divergences, seen
 
     def _shared(
-        self, scoring: RolloutScoring | SubsetScoring, local: Tensor, extra: dict[str, list], order: RolloutOrder
+        self, scoring: AnyScoring, local: Tensor, extra: dict[str, list], order: RolloutOrder
     ) -> tuple[Tensor, Tensor, dict[str, list]]:
         """Rewards of all samples by position; and of those made here rewards and the columns that rewards added."""
         if self.post is None:
@@ -120,7 +122,7 @@ class GeneratingTrainer(ReplayingTrainer):
         return every.cpu()[inverse(order.by_process())]
 
     def _rolled_out(
-        self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring | SubsetScoring
+        self, rows: list[dict], generation: int, positions: Tensor, scoring: AnyScoring
     ) -> tuple[list, Recorded, Tensor | None, Tensor | None]:
         """What of a generation passes the network; divergences for `kl_reward`, states for a value model."""
         self.inputs.learn(self.policy, rows, self.noise_level)
@@ -135,7 +137,7 @@ class GeneratingTrainer(ReplayingTrainer):
 
     @torch.no_grad()
     def _rollout(
-        self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring | SubsetScoring
+        self, rows: list[dict], generation: int, positions: Tensor, scoring: AnyScoring
     ) -> tuple[list, Recorded]:
         """Samples and trajectories of `rows`, in chunks; what each gets depends on its place in the generation."""
         args = self.args

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import distributed
 
 logger = logging.getLogger(__name__)
@@ -223,6 +222,11 @@ def gathered_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:
     return [row[:size].tobytes() for row, size in zip(every, sizes, strict=True)]
 
 
+def gathered_json(accelerator: Accelerator, own: Any) -> list[Any]:
+    """What each process has, of numbers, texts, lists and mappings from texts, on all of them: a collective."""
+    return [json.loads(content) for content in gathered_bytes(accelerator, json.dumps(own).encode())]
+
+
 def gathered_means(
     accelerator: Accelerator, metrics: dict[str, list[float]], largest: tuple[str, ...] = ()
 ) -> dict[str, float]:
@@ -233,9 +237,8 @@ def gathered_means(
         metrics: values by name.
         largest: names of which the largest value is given instead.
     """
-    own = {name: (sum(values), len(values), max(values)) for name, values in metrics.items() if values}
-    found = {}
-    every = [own] if accelerator.num_processes == 1 else gather_object([own])
+    own = {name: (float(sum(values)), len(values), float(max(values))) for name, values in metrics.items() if values}
+    found, every = {}, gathered_json(accelerator, own)
     for name in sorted(set().union(*every)):
         parts = [each[name] for each in every if name in each]
         total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
