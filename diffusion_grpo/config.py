@@ -136,6 +136,11 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
         return self.process_index % self.context_parallel_size == 0
 
     @property
+    def scores_on_some(self) -> bool:
+        """Whether samples travel to the processes that compute rewards."""
+        return self.reward_processes is not None and self.world_size > 1
+
+    @property
     def prompts_per_generation(self) -> int:
         """Prompts in one rollout, over all processes."""
         trained = self.per_device_train_batch_size * self.data_processes * self.steps_per_generation

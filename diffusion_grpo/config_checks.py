@@ -72,6 +72,7 @@ def _check_numbers(args: "DiffusionGRPOConfig") -> None:
         "num_generations": 1 if args.reward_baseline == "batch" or args.advantage_estimator == "gae" else 2,
         "num_batches_per_step": 1,
         "context_parallel_size": 1,
+        "reward_processes": 1,
         "value_learning_rate": 0,
         "kl_reward": 0,
         "num_generations_eval": 1,
@@ -154,6 +155,12 @@ def _check_context(args: "DiffusionGRPOConfig") -> None:
         raise ValueError(
             f"context_parallel_size={args.context_parallel_size} does not divide the number of processes, "
             f"{args.world_size}; start a multiple of it."
+        )
+    if args.scores_on_some and args.reward_processes > args.data_processes:
+        groups = " context-parallel groups" if args.context_parallel_size > 1 else ""
+        raise ValueError(
+            f"reward_processes={args.reward_processes} is more than the {args.data_processes}{groups or ' processes'} "
+            "there are; lower it, or leave it out so that each scores its own samples."
         )
     if args.context_parallel_size > 1 and args.advantage_estimator == "gae":
         raise ValueError("advantage_estimator='gae' is not known to work with context_parallel_size; leave one out.")

@@ -75,8 +75,17 @@ class RunSettings:
         default=True,
         metadata={
             "help": "Score the samples of a prompt while those of the next ones are made; False where a reward's "
-            "network and the rollout do not fit into memory together. Either way a reward is called with whole "
-            "groups, several times a rollout; one that compares all samples of a rollout is marked `batchwise`."
+            "network and the rollout do not fit into memory together (see reward_processes too). Either way a reward "
+            "is called with whole groups, several times a rollout; one that compares all samples of a rollout is "
+            "marked `batchwise`."
+        },
+    )
+    reward_processes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Processes that compute rewards, where not all are to hold the networks of rewards: 1 is the "
+            "first, 2 the first of each half, and so on; the others send their samples. By default each scores its "
+            "own. Without effect on a single process."
         },
     )
     watch_rewards: list[str] | None = field(

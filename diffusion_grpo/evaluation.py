@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor
 
 from .advantages import combine
-from .context import one_a_group
 from .distributed import in_step
 from .inputs import check_count
 from .media import sampling_rate
-from .ranks import gathered_means
+from .ranks import gathered_json, gathered_means
 from .records import write_files, write_samples
 from .rewards import Reward
 from .rollout import rollout, sample_seed
@@ -88,43 +86,54 @@ def evaluate_policy(
 def _part(
     trainer: "DiffusionGRPOTrainer", dataset: Dataset, pipeline_kwargs: dict, own_metrics: dict[str, list[float]]
 ) -> _Part:
-    count = trainer.args.num_generations_eval
+    count, processes = trainer.args.num_generations_eval, trainer.args.data_processes
     total = len(dataset) * count
     prompts, own = _places(trainer, len(dataset))
     mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples side by side
-    groups = [place // count for place in mine]
+    made = [
+        [prompt * count + turn for prompt in range(process, len(dataset), processes) for turn in range(count)]
+        for process in range(processes)
+    ]
     funcs, extra = trainer.reward_funcs + trainer.eval_reward_funcs, {}
     kind, points, local = None, {}, None
     with trainer.ranks.apart("samples for the evaluation"):
-        rows = trainer.inputs.rows(dataset, groups)
+        rows = trainer.inputs.rows(dataset, [place // count for place in mine])
         latents = [None] * len(rows) if trainer._takes_latents(funcs) else None
         samples = trainer.with_weights(_sample, trainer, rows, mine, pipeline_kwargs, latents)
-        samples, rows, mine, groups = (part[: own * count] for part in (samples, rows, mine, groups))
-        if rows:
-            kind = kind_of(samples)
+        samples, rows, mine = (part[: own * count] for part in (samples, rows, mine))
+        latents = latents and latents[: own * count]
+        places, scored, latents = trainer._to_score(made, count, samples, latents)
+        if places:
+            kind, groups = kind_of(scored), [place // count for place in places]
             looked_at = funcs + watched_rewards(trainer.args.watch_rewards, kind, funcs)
-            latents = latents and latents[: own * count]
-            local = trainer._score(looked_at, samples, rows, own_metrics, groups, extra, latents)
-            points = _points(funcs, samples) if count > 1 and kind is not None else {}
-    (kind,) = broadcast_object_list([kind])  # the first process has samples
+            scored_rows = rows if places == mine else trainer.inputs.rows(dataset, groups)
+            local = trainer._score(looked_at, scored, scored_rows, own_metrics, groups, extra, latents)
+            points = _points(funcs, scored) if count > 1 and kind is not None else {}
+    kind, *_ = gathered_json(trainer.accelerator, kind)  # the first process has samples
     watched = watched_rewards(trainer.args.watch_rewards, kind, funcs)
     local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
-    every = _gathered(trainer, local, total)
-    return _Part(samples, rows, mine, local, extra, every, watched, _diversity(trainer, points, total))
+    if trainer.post is not None:
+        trainer.post.close()
+        extra = trainer._extra_of(extra, places, mine)
+    every = _gathered(trainer, local, places, total)
+    found = _diversity(trainer, points, places, total)
+    return _Part(samples, rows, mine, every[mine], extra, every, watched, found)
 
 
 def _points(funcs: list[Reward], samples: list[Any]) -> dict[str, Tensor]:
-    """Of this process' samples, what their distances are taken between: to the eye, and to rewards that embed them."""
+    """Of samples, what their distances are taken between: to the eye, and to rewards that embed them."""
     embedded = {f"diversity/{reward.name}": embeddings(reward, samples) for reward in embedders(funcs)}
     return {"diversity": thumbnails(samples).float()} | embedded
 
 
-def _diversity(trainer: "DiffusionGRPOTrainer", points: dict[str, Tensor], total: int) -> dict[str, float]:
+def _diversity(
+    trainer: "DiffusionGRPOTrainer", points: dict[str, Tensor], places: list[int], total: int
+) -> dict[str, float]:
     """How different the samples of a prompt are, wherever they were made."""
     groups, found = torch.arange(total) // trainer.args.num_generations_eval, {}
-    (widths,) = broadcast_object_list([{key: own.shape[1] for key, own in points.items()}])
+    widths, *_ = gathered_json(trainer.accelerator, {key: own.shape[1] for key, own in points.items()})
     for key, width in widths.items():
-        every = _gathered(trainer, points.get(key, torch.empty(0, width)), total)
+        every = _gathered(trainer, points.get(key, torch.empty(0, width)), places, total)
         found[key] = diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)
     return found
 
@@ -200,16 +209,13 @@ def _sample(
     return samples
 
 
-def _gathered(trainer: "DiffusionGRPOTrainer", local: Tensor, total: int) -> Tensor:
-    """(total, functions) rewards of all processes, in the order of the samples."""
-    count, each = trainer.args.data_processes, trainer.args.num_generations_eval
-    if count == 1:
+def _gathered(trainer: "DiffusionGRPOTrainer", local: Tensor, places: list[int], total: int) -> Tensor:
+    """(total, ...) of all processes in the order of the samples; `local` (places, ...) is this one's."""
+    args = trainer.args
+    if args.world_size == 1:
         return local
-    padded = torch.full((math.ceil(total / each / count) * each, local.shape[1]), float("nan"))
-    padded[: len(local)] = local
-    every = one_a_group(trainer.accelerator.gather(padded.to(trainer.args.device)), trainer.args).cpu()
-    every = every.reshape(count, -1, each, local.shape[1]).transpose(0, 1)  # (processes, prompts, samples, functions)
-    return every.reshape(-1, local.shape[1])[:total]
+    is_counted = trainer.post is not None or args.writes_samples  # each place once
+    return trainer._of_all(local if is_counted else local[:0], places if is_counted else [], total)
 
 
 def _combined(trainer: "DiffusionGRPOTrainer", rewards: Tensor) -> Tensor:

@@ -24,10 +24,13 @@ from .replays import ReplayingTrainer
 from .restore import restored_buffer
 from .rewards import RewardError, reward_name
 from .rewards.overlap import RolloutScoring
+from .rewards.subset import SubsetScoring
 from .rollout import rollout, sample_seed, trained_steps
 from .scoring import only_takes_latents
 from .values import recorded_conditions, states_of_calls
 from .watch import diversity, thumbnails
+
+AnyScoring = RolloutScoring | SubsetScoring
 
 
 class GeneratingTrainer(ReplayingTrainer):
@@ -62,11 +65,11 @@ class GeneratingTrainer(ReplayingTrainer):
     def _generate(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
         """One rollout, its rewards (which are computed while it is made), advantages, and the buffer they end in."""
         positions = order.of_process(order.rolled, self.args.data_process)
-        groups, extra = (positions // self.args.num_generations).tolist(), {}
+        extra: dict[str, list] = {}
         try:
             with self.ranks.apart("rolls out"):
                 rows = self._rows_at(positions.tolist(), numbers)
-                with self._rollout_scoring(rows, groups) as scoring:
+                with self._scoring_of(order, numbers, rows) as scoring:
                     samples, trajectory, *parts = self._observed_rollout(rows, generation, positions, scoring)
                     start = time.perf_counter()
                     local = self._rewards_of(scoring, extra)
@@ -74,7 +77,8 @@ class GeneratingTrainer(ReplayingTrainer):
         except RewardError:
             self._save_before_stopping()
             raise
-        rewards, divergences, seen = (self._gathered(part, order) for part in (local, *parts))
+        divergences, seen = (self._gathered(part, order) for part in parts)
+        rewards, local, extra = self._shared(scoring, local, extra, order)
         self._images += len(rewards)
 
         names = [reward.name for reward in self.reward_funcs]
@@ -87,7 +91,7 @@ class GeneratingTrainer(ReplayingTrainer):
         return self._buffer_of(rows, trajectory, found, order)
 
     def _observed_rollout(
-        self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring
+        self, rows: list[dict], generation: int, positions: Tensor, scoring: AnyScoring
     ) -> tuple[list, Recorded, Tensor | None, Tensor | None]:
         """Samples, trajectories, and of the trained steps what the settings ask for: KL divergences, states."""
         start = time.perf_counter()
@@ -99,6 +103,17 @@ class GeneratingTrainer(ReplayingTrainer):
         self._metrics["time/rollout"].append(time.perf_counter() - start - scoring.waited)
         return samples, trajectory, divergences, seen
 
+    def _shared(
+        self, scoring: AnyScoring, local: Tensor, extra: dict[str, list], order: RolloutOrder
+    ) -> tuple[Tensor, Tensor, dict[str, list]]:
+        """Rewards of all samples by position; and of those made here rewards and the columns that rewards added."""
+        if self.post is None:
+            return self._gathered(local, order), local, extra
+        self.post.close()
+        scored, own = scoring.deal.taken, scoring.deal.own
+        rewards = self._of_all(local, scored, len(order.rolled))
+        return rewards, rewards[own], self._extra_of(extra, scored, own)
+
     def _gathered(self, local: Tensor | None, order: RolloutOrder) -> Tensor | None:
         """What every process has, by position in the generation; on the CPU."""
         if local is None:
@@ -107,7 +122,7 @@ class GeneratingTrainer(ReplayingTrainer):
         return every.cpu()[inverse(order.by_process())]
 
     def _rolled_out(
-        self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring
+        self, rows: list[dict], generation: int, positions: Tensor, scoring: AnyScoring
     ) -> tuple[list, Recorded, Tensor | None, Tensor | None]:
         """What of a generation passes the network; divergences for `kl_reward`, states for a value model."""
         self.inputs.learn(self.policy, rows, self.noise_level)
@@ -122,7 +137,7 @@ class GeneratingTrainer(ReplayingTrainer):
 
     @torch.no_grad()
     def _rollout(
-        self, rows: list[dict], generation: int, positions: Tensor, scoring: RolloutScoring
+        self, rows: list[dict], generation: int, positions: Tensor, scoring: AnyScoring
     ) -> tuple[list, Recorded]:
         """Samples and trajectories of `rows`, in chunks; what each gets depends on its place in the generation."""
         args = self.args

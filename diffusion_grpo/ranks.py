@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import distributed
 
 logger = logging.getLogger(__name__)
@@ -26,6 +25,10 @@ FAREWELL = 30.0  # seconds that the process which may hold the store stays for t
 
 class RankError(RuntimeError):
     """Another process failed, or gave no sign of life for the time-out of the process group."""
+
+
+class _OtherFailed(Exception):
+    """What this process waits for does not come: another one has failed, and says so when they meet."""
 
 
 class Ranks:
@@ -79,6 +82,8 @@ class Ranks:
                 self._apart = None
                 stop.set()
                 life.join()
+        except _OtherFailed:
+            pass  # they meet below
         except Exception as error:
             own = self.accelerator.process_index
             # at once: others that are in a collective which this process does not reach may never come
@@ -86,6 +91,34 @@ class Ranks:
             self._meet(turn, error)
             raise
         self._meet(turn, None)
+
+    def tell(self, key: str, value: str) -> None:
+        """Leaves a word for another process, inside of `apart`."""
+        self._store.set(f"{self._apart}/told/{key}", value)
+
+    def told(self, process: int, key: str, is_waiting: bool) -> str | None:
+        """What a process has left under `key` inside of `apart`, once; None where it is not there yet.
+
+        Args:
+            is_waiting: waits for it, for as long as the process gives signs of life and none has failed.
+
+        Raises:
+            RankError: the process gives no sign of life.
+        """
+        store, turn = self._store, self._apart
+        name, watch, pause = f"{turn}/told/{key}", _Watch(self.timeout, time.monotonic()), 1e-3
+        while not store.check([name]):
+            if not is_waiting:
+                return None
+            if store.add(f"{turn}/failed", 0):
+                raise _OtherFailed
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+            if watch.is_due():
+                watch.look([process], lambda process: _read(store, f"{turn}/life/{process}"))
+        value = store.get(name).decode()
+        store.delete_key(name)
+        return value
 
     def agree(self, error: Exception | None) -> None:
         """Raises on all processes where one has an error: a collective that all of them come to.
@@ -178,6 +211,22 @@ class Ranks:
                 watch.look(missing, lambda process: _read(store, f"{turn}/life/{process}"))
 
 
+def gathered_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:
+    """What each process has, on all of them: a collective, of numbers alone."""
+    if accelerator.num_processes == 1:
+        return [own]
+    sizes = accelerator.gather(torch.tensor([len(own)], device=accelerator.device)).tolist()
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else 0
+    every = accelerator.gather(padded.to(accelerator.device)).view(len(sizes), -1).cpu().numpy()
+    return [row[:size].tobytes() for row, size in zip(every, sizes, strict=True)]
+
+
+def gathered_json(accelerator: Accelerator, own: Any) -> list[Any]:
+    """What each process has, of numbers, texts, lists and mappings from texts, on all of them: a collective."""
+    return [json.loads(content) for content in gathered_bytes(accelerator, json.dumps(own).encode())]
+
+
 def gathered_means(
     accelerator: Accelerator, metrics: dict[str, list[float]], largest: tuple[str, ...] = ()
 ) -> dict[str, float]:
@@ -188,9 +237,8 @@ def gathered_means(
         metrics: values by name.
         largest: names of which the largest value is given instead.
     """
-    own = {name: (sum(values), len(values), max(values)) for name, values in metrics.items() if values}
-    found = {}
-    every = [own] if accelerator.num_processes == 1 else gather_object([own])
+    own = {name: (float(sum(values)), len(values), float(max(values))) for name, values in metrics.items() if values}
+    found, every = {}, gathered_json(accelerator, own)
     for name in sorted(set().union(*every)):
         parts = [each[name] for each in every if name in each]
         total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)

@@ -8,15 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .checkpoints import CheckpointingTrainer
 from .media import sampling_rate
+from .order import RolloutOrder
+from .ranks import gathered_bytes
 from .records import extra_column
 from .rewards import Reward
 from .rewards.contract import is_marked
 from .rewards.overlap import Overlap, RolloutScoring
+from .rewards.parcels import packed_columns, unpacked_columns
 from .rewards.score import Scoring, score_here
+from .rewards.subset import Deal, Post, SubsetScoring, exchanged
 from .rollout import check_latents
 
 
@@ -26,7 +31,12 @@ def only_takes_latents(reward: Reward) -> bool:
 
 
 class ScoringTrainer(CheckpointingTrainer):
-    """The part of the trainer that calls rewards; see `GeneratingTrainer` for what the trainer that inherits sets."""
+    """The part of the trainer that calls rewards; see `GeneratingTrainer` for what the trainer that inherits sets.
+
+    It sets `post` too: None where each process scores its own samples.
+    """
+
+    post: Post | None
 
     @cached_property
     def _overlap(self) -> Overlap:
@@ -42,6 +52,28 @@ class ScoringTrainer(CheckpointingTrainer):
             check_latents(self.policy)
             return True
         return False
+
+    def _scoring_of(self, order: RolloutOrder, numbers: list[int], rows: list[dict]) -> RolloutScoring | SubsetScoring:
+        """Takes the samples of a rollout as they are made.
+
+        Args:
+            order: of the samples of all processes.
+            numbers: dataset row of each position.
+            rows: of this process' samples.
+        """
+        size = self.args.num_generations
+        if self.post is None:
+            own = order.of_process(order.rolled, self.args.data_process)
+            return self._rollout_scoring(rows, (own // size).tolist())
+        deal = self._deal([order.of_process(order.rolled, p).tolist() for p in range(self.args.data_processes)], size)
+        groups, own = ([position // size for position in positions] for positions in (deal.taken, deal.own))
+        rows = self.inputs.rows(self.train_dataset, [numbers[position] for position in deal.taken])
+        return SubsetScoring(deal, self.post, self._rollout_scoring(rows, groups), own)
+
+    def _deal(self, made: list[list[int]], group_size: int) -> Deal:
+        """Who scores what of the positions that each process makes."""
+        args = self.args
+        return Deal.of(made, group_size, args.reward_processes, args.process_index, args.context_parallel_size)
 
     def _rollout_scoring(self, rows: list[dict], groups: list[int]) -> RolloutScoring:
         """Takes the samples of a rollout as they are made; `groups` has the group of each."""
@@ -95,10 +127,48 @@ class ScoringTrainer(CheckpointingTrainer):
         score_here([scoring], self._announce)
         return self._values(scoring.values, metrics, extra, len(samples))
 
-    def _rewards_of(self, scoring: RolloutScoring, extra: dict[str, list]) -> Tensor:
-        """(samples, functions) rewards of this process' rollout, when the last is there."""
+    def _rewards_of(self, scoring: RolloutScoring | SubsetScoring, extra: dict[str, list]) -> Tensor:
+        """(samples, functions) rewards of what of a rollout this process scores, when the last is there."""
         scoring.wait()
-        return self._values(scoring.result, self._metrics, extra, len(scoring.groups))
+        return self._values(scoring.result, self._metrics, extra, scoring.count)
+
+    def _of_all(self, values: Tensor, places: list[int], total: int) -> Tensor:
+        """What every process has, `(total, ...)` float32 on the CPU: a collective of all.
+
+        Args:
+            values: `(places, ...)` of this process, at places that no other one has.
+        """
+        every = torch.zeros(total, *values.shape[1:])
+        every[places] = values.float()
+        return self.accelerator.reduce(every.to(self.args.device), "sum").cpu()
+
+    def _extra_of(self, extra: dict[str, list], places: list[int], own: list[int]) -> dict[str, list]:
+        """Columns that rewards added for the samples at `own`, wherever these were scored: a collective of all.
+
+        Args:
+            extra: columns that they added here, one value for each of `places`.
+        """
+        found: dict[str, list] = {}
+        for content in gathered_bytes(self.accelerator, packed_columns(extra, places)):
+            columns, others = unpacked_columns(content)
+            known = {place: row for row, place in enumerate(others)}
+            for name, column in columns.items():
+                for number, place in enumerate(own):
+                    if place in known:
+                        found.setdefault(name, [None] * len(own))[number] = column[known[place]]
+        return found
+
+    def _to_score(
+        self, made: list[list[int]], group_size: int, samples: list, latents: list[Tensor] | None
+    ) -> tuple[list[int], list, list[Tensor] | None]:
+        """Places, samples and latents of what this process scores, inside of `apart`; of an evaluation.
+
+        Args:
+            made: places of what each process makes, `samples` and `latents` those of this one.
+        """
+        if self.post is None:
+            return made[self.args.data_process], samples, latents
+        return exchanged(self._deal(made, group_size), self.post, samples, latents)
 
     def _values(self, values: Any, metrics: dict[str, list[float]], extra: dict[str, list], count: int) -> Tensor:
         return values(

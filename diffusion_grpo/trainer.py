@@ -72,6 +72,7 @@ from .rewards import (
     load_rewards,
     reward_weights,
 )
+from .rewards.subset import Post
 from .rollout import TokenPolicy, replay
 from .token_policy import policy_for
 from .values import ValueCallback, ValueModel
@@ -173,6 +174,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._check_processes()
         self.weights = self._trained_weights(self.model)
         self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
+        self.post = Post(self.ranks, args.device, args.ddp_timeout) if args.scores_on_some else None
         self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
         if args.context_parallel_size > 1:
             if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -193,7 +195,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self.eval_reward_funcs = [judge for judge in judges if judge.name not in trained]  # those are measured anyway
         watched_rewards(args.watch_rewards, None, self.reward_funcs)  # refuses unknown names
         self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
-        check_groups(self.reward_funcs, args.samples_side_by_side, args.num_generations)
+        if not args.scores_on_some:  # where groups are put together first
+            check_groups(self.reward_funcs, args.samples_side_by_side, args.num_generations)
         self.loss = get_loss(args.loss_type)
         if args.multi_objective_aggregation == "loss_per_reward":
             self.loss = loss_per_reward(self.loss, self.reward_weights)

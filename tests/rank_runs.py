@@ -1,5 +1,6 @@
 """What each process of a test with several does; see `ranks_server.py`."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from safetensors.torch import save_file
 from tiny_runs import brightness, trained_weights, trainer_for
 
 from diffusion_grpo import generation, hub, ranks, trainer
+from diffusion_grpo.rewards import batchwise, groupwise, takes_latents
+from diffusion_grpo.rewards.model import ModelReward
 
 
 def rank():
@@ -44,6 +47,57 @@ def uneven(images, log_metric, **columns):
     return values
 
 
+@dataclasses.dataclass(eq=False)
+class Network(ModelReward):
+    """A reward with weights, which says on which process they are loaded; embeds too, for diversity."""
+
+    model: str = "none"
+
+    def load(self):
+        print(f"loaded by process {rank()}", flush=True)
+        return torch.nn.Linear(1, 1)
+
+    def __call__(self, images, mood=None):  # a column that the test puts in later
+        with self.network():
+            return [value + len(own) for value, own in zip(brightness(images), mood, strict=True)]
+
+    def embed(self, images):
+        with self.network():
+            return torch.tensor([[1.0, value] for value in brightness(images)])
+
+
+@groupwise
+async def ranked(images, prompts, log_metric, log_extra):
+    """Needs whole groups, logs, and is async."""
+    assert len(images) in (1, 2, 4, 6) and len(set(prompts)) == 1
+    shades = brightness(images)
+    log_metric("brightest", max(shades))
+    log_extra("words", [f"{prompt} {shade:.3f}" for prompt, shade in zip(prompts, shades, strict=True)])
+    return [sum(shade > other for other in shades) / len(shades) for shade in shades]
+
+
+@batchwise
+def shared(images):
+    """What it says of a sample depends on all that it is shown."""
+    shades = brightness(images)
+    return [shade / sum(shades) for shade in shades]
+
+
+@takes_latents
+def spread(latents):
+    return latents.flatten(1).std(1)
+
+
+def judge(images, log_extra):
+    """Also draws from torch's generator, which must not matter."""
+    log_extra("judged", [float(value) for value in torch.rand(len(images)) * 0 + 1])
+    return [None if value > 0.9 else value for value in brightness(images)]
+
+
+SEVERAL_REWARDS = {"trained": [Network(), ranked, spread], "judges": [judge]}
+WHOLE_GROUPS = [ranked, shared]
+
+
 def built(folder, settings, rewards=brightness):
     """A trainer; sizes in `settings` are as for one process, `rows` the columns of the dataset."""
     settings, processes = dict(settings), int(os.environ.get("WORLD_SIZE", 1))
@@ -52,11 +106,14 @@ def built(folder, settings, rewards=brightness):
             assert settings[name] % processes == 0
             settings[name] //= processes
     rows, held_out = settings.pop("rows", None), settings.pop("held_out", None)
+    if isinstance(rewards, dict):
+        settings["eval_reward_funcs"] = rewards["judges"]
+        rewards = rewards["trained"]
     own = trainer_for(folder, rewards=rewards, **settings)
     if rows:
         own.train_dataset = Dataset.from_dict(rows)
     if held_out:
-        own.eval_dataset = Dataset.from_dict({"prompt": held_out})
+        own.eval_dataset = Dataset.from_dict(held_out if isinstance(held_out, dict) else {"prompt": held_out})
     return own
 
 
@@ -77,6 +134,30 @@ def first_weights(settings):
     """The trained weights before any update."""
     with tempfile.TemporaryDirectory() as folder:
         return trained_weights(built(folder, settings))
+
+
+def fail_of_subset(folder, settings, where):
+    """Process 0 scores what both make; one of them goes wrong."""
+    real, calls = generation.rollout, []
+
+    def rolled_out(*args, **kwargs):
+        calls.append(None)
+        if rank() == 1 and where == "killed" and len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank() == 1 and where == "rollout" and len(calls) == 4:
+            raise ValueError("no pictures today")
+        return real(*args, **kwargs)
+
+    def scorer(images, **columns):
+        assert rank() == 0
+        if where == "reward" and len(calls) > 6:
+            raise ValueError("the judge is out")
+        if where == "slow" and len(calls) > 2:
+            time.sleep(3)
+        return brightness(images)
+
+    generation.rollout, ranks.NOTICE, ranks.BEAT = rolled_out, 1.0, 0.5
+    built(folder, settings, scorer).train()
 
 
 def fail(folder, settings, where):

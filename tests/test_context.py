@@ -20,8 +20,9 @@ SETTINGS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, 
         pytest.param(
             {"name": "flux", "lora": False, "beta": 0.1, "learning_rate": 1e-4}, marks=pytest.mark.distributed
         ),
+        pytest.param({"name": "wan", "reward_processes": 1}, marks=pytest.mark.distributed),
     ],
-    ids=["lora", "full"],
+    ids=["lora", "full", "one scores"],
 )
 def test_a_group_trains_what_one_process_trains(tmp_path, settings):
     """By Ulysses over two processes: the same samples, ratio 1, and the same weights; each file once."""

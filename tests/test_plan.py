@@ -170,6 +170,16 @@ def test_batches_are_the_trainers(processes, tmp_path):
         assert counted.updates_per_epoch == slots // args.gradient_accumulation_steps
 
 
+def test_some_processes_score_for_all(tmp_path):
+    config = write(tmp_path, "sd3", num_generations=4, steps_per_generation=4)
+    for wanted, processes, each in ((None, 8, 8), (1, 1, 64), (2, 2, 32), (3, 3, 24)):
+        words = [] if wanted is None else ["--reward_processes", str(wanted)]
+        made = plan(config, words, LaunchArguments("multi_gpu", num_processes=8)).batches
+        assert (made.reward_processes, made.samples_per_reward_process) == (processes, each)
+    with pytest.raises(ValueError, match="reward_processes=9 is more than the 8 processes"):
+        plan(config, ["--reward_processes", "9"], LaunchArguments("multi_gpu", num_processes=8))
+
+
 def test_each_mode_divides_what_it_says(tmp_path):
     config = write(tmp_path, "sd3")
     alone = {item.name: item for item in plan(config, []).memory}

@@ -18,6 +18,8 @@ LABELS = {
     "samples_per_rollout": "samples a rollout",
     "trained_per_prompt": "of each prompt trained on",
     "samples_per_process": "samples a process rolls out",
+    "reward_processes": "processes that compute rewards",
+    "samples_per_reward_process": "samples each of them scores, at most",
     "pipeline_calls": "pipeline calls for them",
     "micro_batch": "samples in a micro-batch",
     "micro_batches_per_update": "micro-batches an update, of a process",

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from .score import _Batch, _Call
 
 
+LESS_MEMORY = (
+    "its network is beside the policy and the samples that are made meanwhile: set overlap_rewards: false, or the "
+    "reward's offload: true or a smaller batch_size, or reward_processes so that few processes hold it"
+)
+
+
 class RewardError(RuntimeError):
     """A reward function failed or returned something that is no reward; the cause, if any, is chained."""
 
@@ -58,6 +64,8 @@ def checked(call: _Call, failure: Failure) -> list[float]:
     answer, count = call.answer, len(call.rows)
     if isinstance(answer, RewardError):
         raise failure.error(str(answer)) from answer
+    if isinstance(answer, torch.OutOfMemoryError):
+        raise failure.error(f"ran out of memory ({answer}); {LESS_MEMORY}") from answer
     if isinstance(answer, Exception):
         raise failure.error(f"raised {type(answer).__name__}: {answer}") from answer
     if isinstance(answer, (Tensor, np.ndarray)):

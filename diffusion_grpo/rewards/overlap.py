@@ -73,6 +73,37 @@ def _generator_states() -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if has_gpu else [])]
 
 
+class Arrivals:
+    """Samples as they are made, and which groups are whole.
+
+    Args:
+        groups: the group of each sample, by its place.
+    """
+
+    def __init__(self, groups: list[int]):
+        self.groups = groups
+        self.samples: list[Any] = [None] * len(groups)
+        self.latents: list[Tensor | None] = [None] * len(groups)
+        self.is_there, self.is_given = [False] * len(groups), [False] * len(groups)
+
+    def ready(self, places: list[int], samples: Any | None, latents: Any | None) -> list[int]:
+        """Takes what was made at these places; places in groups that are whole by it, each once."""
+        for number, place in enumerate(places):
+            self.samples[place] = None if samples is None else samples[number]
+            self.latents[place] = None if latents is None else latents[number]
+            self.is_there[place] = True
+        unfinished = {group for group, is_there in zip(self.groups, self.is_there, strict=True) if not is_there}
+        ready = [p for p, group in enumerate(self.groups) if group not in unfinished and not self.is_given[p]]
+        for place in ready:
+            self.is_given[place] = True
+        return ready
+
+    def of(self, places: list[int]) -> tuple[list | None, list[Tensor] | None]:
+        """Samples and latents at these places, None for what was not made."""
+        samples, latents = ([kept[place] for place in places] for kept in (self.samples, self.latents))
+        return None if samples[0] is None else samples, None if latents[0] is None else latents
+
+
 class RolloutScoring:
     """The rewards of one rollout of one process; a context, at whose end its threads end.
 
@@ -97,9 +128,7 @@ class RolloutScoring:
     ):
         self.announce = announce
         self.rewards, self.groups, self.begin, self.overlap = rewards, groups, begin, overlap
-        self.samples: list[Any] = [None] * len(groups)
-        self.latents: list[Tensor | None] = [None] * len(groups)
-        self.is_there, self.is_given = [False] * len(groups), [False] * len(groups)
+        self.arrivals = Arrivals(groups)
         self.early = [number for number, reward in enumerate(rewards) if not waits_for_all(reward)]
         self.parts: list[tuple[list[int], list[int], Scoring]] = []
         self.done: list[tuple[tuple, Future]] = []
@@ -113,25 +142,24 @@ class RolloutScoring:
         if self.threads is not None:
             self.threads.close()
 
-    def add(self, places: list[int], samples: Any | None, latents: Tensor | None) -> None:
+    @property
+    def samples(self) -> list[Any]:
+        """Those that were added, by their places."""
+        return self.arrivals.samples
+
+    @property
+    def count(self) -> int:
+        """How many samples there are to be."""
+        return len(self.groups)
+
+    def add(self, places: list[int], samples: Any | None, latents: Any | None) -> None:
         """What a call of the pipeline made; groups that are whole by it are scored."""
-        for number, place in enumerate(places):
-            self.samples[place] = None if samples is None else samples[number]
-            self.latents[place] = None if latents is None else latents[number]
-            self.is_there[place] = True
-        unfinished = {group for group, is_there in zip(self.groups, self.is_there, strict=True) if not is_there}
-        ready = [p for p, group in enumerate(self.groups) if group not in unfinished and not self.is_given[p]]
-        if not ready:
-            return
-        for place in ready:
-            self.is_given[place] = True
-        if self.early:
+        ready = self.arrivals.ready(places, samples, latents)
+        if ready and self.early:
             self._hand_over(self.early, ready)
 
     def _hand_over(self, numbers: list[int], places: list[int]) -> None:
-        samples, latents = ([kept[place] for place in places] for kept in (self.samples, self.latents))
-        given = (None if samples[0] is None else samples, None if latents[0] is None else latents)
-        scoring = self.begin([self.rewards[number] for number in numbers], places, *given)
+        scoring = self.begin([self.rewards[number] for number in numbers], places, *self.arrivals.of(places))
         self.parts.append((places, numbers, scoring))
         if self.overlap.is_wanted and not self.overlap.is_tried:
             start = time.perf_counter()

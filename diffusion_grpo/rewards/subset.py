@@ -1,0 +1,245 @@
+"""Rewards on some of the processes: the samples of all enter, each is scored by one of those few.
+
+Of `reward_processes` equal blocks of processes the first one scores for its block; whole groups, wherever they were
+made. Samples travel while the next ones are rolled out, through a process group of their own (gloo, from host memory),
+so that no collective of the training waits for them. A module of its own because the calls of the rewards, and their
+order, must be those that the settings say, whichever process is ahead of the others.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from ..ranks import RankError, Ranks
+from .overlap import Arrivals, RolloutScoring
+from .parcels import packed, unpacked
+
+Parcel = tuple[list[int], list | None, list[Tensor] | None]  # positions, samples and latents, one each
+
+
+def scoring_process(process: int, processes: int, count: int) -> int:
+    """Of so many processes in `count` equal blocks, the first in the block of `process`."""
+    block = process * count // processes
+    return -(-block * processes // count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deal:
+    """Who scores what, as one process sees it. Positions number the samples of all processes.
+
+    Attributes:
+        own: positions of the samples that this process makes.
+        scorers: the process that scores each of them; None where another one of a context-parallel group sends it.
+        sources: positions that this process scores, by the process that makes them.
+    """
+
+    own: list[int]
+    scorers: list[int | None]
+    sources: dict[int, list[int]]
+
+    @property
+    def taken(self) -> list[int]:
+        """All positions that this process scores."""
+        return [position for positions in self.sources.values() for position in positions]
+
+    def parcels(
+        self, places: Iterable[int], samples: list | None, latents: list[Tensor] | None
+    ) -> Iterator[tuple[int, Parcel]]:
+        """What of the samples made here at `places` (all of which are given by place) goes to whom."""
+        places = [place for place in places if self.scorers[place] is not None]
+        for process in dict.fromkeys(self.scorers[place] for place in places):
+            chosen = [place for place in places if self.scorers[place] == process]
+            parts = (kept and [kept[place] for place in chosen] for kept in (samples, latents))
+            yield process, ([self.own[place] for place in chosen], *parts)
+
+    @classmethod
+    def of(cls, made: list[list[int]], group_size: int, count: int, rank: int, copies: int) -> Deal:
+        """Of all processes.
+
+        Args:
+            made: positions that each process makes, or each context-parallel group of `copies` processes.
+            group_size: positions of a group, which is scored in the block that has the first of it in `made`.
+            count: the setting `reward_processes`.
+            rank: this process.
+        """
+        homes: dict[int, int] = {}
+        for process, positions in enumerate(made):
+            for position in positions:
+                homes.setdefault(position // group_size, copies * scoring_process(process, len(made), count))
+        sources = {
+            copies * process: [position for position in positions if homes[position // group_size] == rank]
+            for process, positions in enumerate(made)
+        }
+        own = made[rank // copies]
+        scorers = [None if rank % copies else homes[position // group_size] for position in own]
+        return cls(own, scorers, {source: positions for source, positions in sources.items() if positions})
+
+
+class Post:
+    """Takes samples from process to process inside of `Ranks.apart`. All processes make it together.
+
+    Args:
+        ranks: the processes.
+        device: where this process' accelerator keeps what others sent from theirs.
+        timeout: seconds in which a parcel that is under way must come on.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, timeout: float):
+        self.ranks, self.device = ranks, device
+        self.group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
+        self.own, self.turn = ranks.accelerator.process_index, 0
+        self.under_way: list[distributed.Work] = []
+
+    def open(self) -> None:
+        """Begins a turn; what an earlier one has left behind is not taken for a part of it."""
+        self.turn += 1
+        self.under_way, self.counts = [], collections.Counter()
+
+    def close(self) -> None:
+        """Ends a turn, after `apart`: all that was sent has been received."""
+        for work in self.under_way:
+            work.wait()
+        self.under_way = []
+
+    def send(self, process: int, parcel: Parcel) -> None:
+        """Returns at once; the process is told that something is there."""
+        positions, samples, latents = parcel
+        content = packed(samples, latents)
+        self.under_way.append(distributed.isend(content, process, group=self.group, tag=self.turn))
+        self.ranks.tell(self._next(self.own, process), json.dumps({"positions": positions, "bytes": len(content)}))
+
+    def receive(self, process: int, is_waiting: bool) -> Parcel | None:
+        """The next parcel of a process; None where it is not there yet and is not to be waited for.
+
+        Raises:
+            RankError: the process ended before all of it had arrived, or gives no sign of life.
+        """
+        if is_waiting:
+            self.ranks.announce(f"waits for samples of process {process}")
+        key = f"{process}/{self.own}/{self.counts[process, self.own]}"
+        told = self.ranks.told(process, key, is_waiting)
+        if told is None:
+            return None
+        self._next(process, self.own)
+        told = json.loads(told)
+        content = torch.empty(told["bytes"], dtype=torch.uint8)
+        try:
+            distributed.recv(content, process, group=self.group, tag=self.turn)
+        except RuntimeError as error:
+            raise RankError(f"Process {process} broke off while it sent its samples ({error}).") from error
+        return told["positions"], *unpacked(content, self.device)
+
+    def _next(self, source: int, target: int) -> str:
+        number = self.counts[source, target]
+        self.counts[source, target] += 1
+        return f"{source}/{target}/{number}"
+
+
+class SubsetScoring:
+    """`RolloutScoring` where some processes score for all: the same calls as there, on another process.
+
+    Parcels are taken in turn, one of each process that has some left, so that rewards are called in one order whoever
+    is ahead; but nobody waits for a parcel before its own samples are made.
+
+    Args:
+        deal: of this rollout.
+        post: open.
+        scoring: of the samples that are scored here, in the order of `deal.taken`.
+        groups: the group of each sample that is made here.
+    """
+
+    def __init__(self, deal: Deal, post: Post, scoring: RolloutScoring, groups: list[int]):
+        self.deal, self.post, self.scoring = deal, post, scoring
+        self.arrivals = Arrivals(groups)
+        self.kept: collections.deque[Parcel] = collections.deque()  # of this process' own samples
+        self.owed = {source: len(positions) for source, positions in deal.sources.items()}
+        self.turns = collections.deque(self.owed)
+        self.place = {position: place for place, position in enumerate(deal.taken)}
+
+    def __enter__(self) -> SubsetScoring:
+        self.post.open()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.scoring.__exit__(*error)
+
+    @property
+    def samples(self) -> list[Any]:
+        """Those made here."""
+        return self.arrivals.samples
+
+    @property
+    def count(self) -> int:
+        """How many samples are scored here."""
+        return len(self.deal.taken)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the rollout was held up by the first scoring."""
+        return self.scoring.waited
+
+    def add(self, places: list[int], samples: Any | None, latents: Tensor | None) -> None:
+        """What a call of the pipeline made; groups of which all that is made here is there go to who scores them."""
+        ready = self.arrivals.ready(places, samples, latents)
+        kept = None if samples is None else self.arrivals.samples, None if latents is None else self.arrivals.latents
+        for process, parcel in self.deal.parcels(ready, *kept):
+            if process == self.post.own:
+                self.kept.append(parcel)
+            else:
+                self.post.send(process, parcel)
+        self._take_in(is_waiting=False)
+
+    def _take_in(self, is_waiting: bool) -> None:
+        while self.turns:
+            source = self.turns[0]
+            if source != self.post.own:
+                parcel = self.post.receive(source, is_waiting)
+            else:
+                parcel = self.kept.popleft() if self.kept else None
+            if parcel is None:
+                return
+            positions, samples, latents = parcel
+            self.scoring.add([self.place[position] for position in positions], samples, latents)
+            self.turns.popleft()
+            self.owed[source] -= len(positions)
+            if self.owed[source]:
+                self.turns.append(source)
+
+    def wait(self) -> None:
+        """Until all rewards that are computed here are there."""
+        self._take_in(is_waiting=True)
+        if self.deal.taken:
+            self.scoring.wait()
+
+    def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
+        """`(samples, functions)` float32 of the samples that are scored here, in the order of `deal.taken`."""
+        return self.scoring.result(failure_dir, log_metric, log_extra)
+
+
+def exchanged(deal: Deal, post: Post, samples: list, latents: list[Tensor] | None) -> Parcel:
+    """All that this process scores, of samples that every process has made; inside of `Ranks.apart`.
+
+    Args:
+        samples, latents: of this process, in the order of `deal.own`.
+    """
+    post.open()
+    found: Parcel = [], [], None if latents is None else []
+    given = dict(deal.parcels(range(len(deal.own)), samples, latents))
+    for process, parcel in given.items():
+        if process != post.own:
+            post.send(process, parcel)
+    for source in deal.sources:
+        parcel = given[source] if source == post.own else post.receive(source, is_waiting=True)
+        for whole, part in zip(found, parcel, strict=True):
+            if whole is not None:
+                whole += part
+    return found
