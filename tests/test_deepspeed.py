@@ -27,8 +27,6 @@ from transformers import TrainerCallback
 from diffusion_grpo import distributed, hub
 from diffusion_grpo.rollout import Policy, rollout, sample_seed
 
-pytestmark = pytest.mark.xdist_group("deepspeed")  # what its fixtures start is started once
-
 TESTS = Path(__file__).parent
 BASE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 2}
 BASE |= {"num_inference_steps": 3}

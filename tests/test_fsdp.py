@@ -19,8 +19,6 @@ from diffusion_grpo import DiffusionGRPOConfig, distributed, fsdp
 from diffusion_grpo.rollout import Policy, replay, rollout
 from diffusion_grpo.sharded_checkpoints import has_shards
 
-pytestmark = pytest.mark.xdist_group("fsdp")  # what its fixtures start is started once
-
 SETTINGS = {
     "gradient_accumulation_steps": 4,
     "per_device_train_batch_size": 2,

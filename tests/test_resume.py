@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import first_frame_brightness, logged, trained_weights, trainer_for
 
-pytestmark = pytest.mark.xdist_group("resume")  # what its fixtures start is started once
-
 SCRIPT = Path(__file__).with_name("resumable_run.py")
 # 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
 PLAIN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
