@@ -40,7 +40,7 @@ def pytest_collection_finish():
 # Several workers
 
 # What takes longest begins first, or one worker would still be at it when the other has nothing left.
-FIRST = ("test_deepspeed", "test_learning", "test_fsdp", "test_resume", "test_launch", "test_distributed", "test_ranks")
+FIRST = ["test_" + name for name in "deepspeed learning fsdp resume launch distributed ranks".split()]
 
 
 def pytest_collection_modifyitems(items):

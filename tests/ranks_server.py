@@ -75,7 +75,7 @@ def run(folder, processes, function, *args, limit=240):
     return Ended([process.exitcode for process in own], [path.read_text() for path in outputs], seconds)
 
 
-def succeed(folder, processes, function, *args):
-    ended = run(folder, processes, function, *args)
+def succeed(folder, processes, function, *args, limit=240):
+    ended = run(folder, processes, function, *args, limit=limit)
     assert ended.codes == [0] * processes, "\n".join(said[-3000:] for said in ended.said)
     return ended
