@@ -11,7 +11,10 @@ import signal
 import socket
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
+
+import pytest
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["rank_runs"])
@@ -45,7 +48,16 @@ class Ended:
         self.codes, self.said, self.seconds = codes, said, seconds
 
 
+def start_server():
+    """Python 3.11's looks for what it imports first in PYTHONPATH alone, and says nothing where it does not find it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+
+
 def start(folder, processes, function, *args):
+    start_server()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     port, outputs = free_port(), [folder / f"output-{rank}.txt" for rank in range(processes)]
