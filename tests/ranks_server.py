@@ -49,7 +49,7 @@ class Ended:
 
 
 def start_server():
-    """Python 3.11's looks for what it imports first in PYTHONPATH alone, and says nothing where it does not find it."""
+    """Python 3.11 finds what it is to import first in PYTHONPATH alone, and says nothing where it does not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         patch.setenv("OMP_NUM_THREADS", "1")
