@@ -30,7 +30,7 @@ demo: setup ## teach the embedded model to spell and colour on the CPU, into out
 	@$(OFFLINE) $(QUIET) $(BIN)/diffusion-grpo train examples/demo.yaml $(ARGS)
 
 test: setup ## run the tests (ARGS="-k losses" for some of them)
-	@$(PYTEST) -n 2 --dist loadgroup $(ARGS)
+	@$(PYTEST) -n 2 $(ARGS)
 
 test-all: setup ## run every test, also slow, demo and distributed ones
 	@$(PYTEST) -m "" $(ARGS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -137,5 +138,6 @@ def draw_times(steps: list[int], times: dict[str, list[float]]) -> str:
 
 def _data_uri(figure: Figure, title: str) -> str:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
+    # not `figure.savefig`, which draws everything twice
+    FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None, "Title": title})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,8 +1,11 @@
-"""What holds for all tests: nothing is downloaded, and one thread is enough for tiny networks."""
+"""What holds for all tests: nothing is downloaded, one thread is enough for tiny networks, and plots are not drawn."""
 
+import gc
 import os
 import socket
 import threading
+from functools import cache
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
@@ -10,7 +13,61 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not s
 import pytest
 import torch
 
+from diffusion_grpo import plots
+
 torch.set_num_threads(1)
+
+# A report's dozen plots take longer than the training of a tiny network. The page is written everywhere; its plots are
+# drawn where a test is marked `plots`.
+DRAWN = {name: getattr(plots, name) for name in ("draw_curve", "draw_series", "draw_times", "save_curve")}
+for _name in DRAWN:
+    setattr(plots, _name, lambda *args, **kwargs: "data:,")
+
+
+@pytest.fixture(autouse=True)
+def _drawn_where_marked(request, monkeypatch):
+    if request.node.get_closest_marker("plots"):
+        for name, function in DRAWN.items():
+            monkeypatch.setattr(plots, name, function)
+
+
+def pytest_collection_finish():
+    """What was imported stays: no need to look through it for garbage at the end of each training."""
+    gc.collect()
+    gc.freeze()
+
+
+# Several workers
+
+# What takes longest begins first, or one worker would still be at it when the other has nothing left.
+FIRST = ["test_" + name for name in "deepspeed learning fsdp resume launch distributed ranks".split()]
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """What the fixtures of a file share is made once, by one worker; other tests go to whoever is free.
+
+    As `--dist loadgroup` would, which groups nothing under pytest 9.2 (pytest-xdist's issue 1386).
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FilesThatShare(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if _shares(Path(config.rootpath, file)) else nodeid
+
+    config.option.loadscopereorder = False  # the order is that of `FIRST`
+    return FilesThatShare(config, log)
+
+
+@cache
+def _shares(file):
+    """Whether tests of a file share what a fixture makes."""
+    return 'scope="module"' in file.read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -1,22 +1,18 @@
-"""One short training as each of several processes runs it: `torchrun ... distributed_run.py FOLDER SETTINGS_JSON`.
+"""One short training as each of several processes runs it, started by `ranks_server.py`.
 
 The global batch is the same whatever the number of processes: `gradient_accumulation_steps` is given for one process.
 """
 
 import json
 import os
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import conftest  # noqa: F401
 import torch
 from safetensors.torch import save_file
 from tiny_runs import brightness, first_frame_brightness, trained_weights, trainer_for
 
-if __name__ == "__main__":
-    folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+
+def run(folder, settings):
+    """What the training says of itself goes into `result.json`, its trained weights beside it."""
     processes = int(os.environ.get("WORLD_SIZE", 1)) // settings.get("context_parallel_size", 1)
     for name in ("gradient_accumulation_steps", "steps_per_generation"):
         if name in settings:

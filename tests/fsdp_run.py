@@ -1,17 +1,13 @@
-"""Short trainings one after the other, as each of several processes runs them: `torchrun ... fsdp_run.py CASES_JSON`.
+"""Short trainings one after the other, as each of several processes runs them, started by `ranks_server.py`.
 
-CASES_JSON maps a folder to settings. The global batch is the same whatever the number of processes: what depends on it
+The global batch is the same whatever the number of processes: what depends on it
 is given for one process. Each folder gets `result.json`, what the run says of itself, and its whole trained weights.
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import conftest  # noqa: F401
 import torch
 from safetensors.torch import save_file
 from tiny_runs import first_frame_brightness, trained_weights, trainer_for
@@ -62,8 +58,9 @@ def run(folder: Path, settings: dict) -> None:
         (folder / "result.json").write_text(json.dumps(report))
 
 
-if __name__ == "__main__":
-    for name, case in json.loads(sys.argv[1]).items():
-        run(Path(name), case)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def run_all(folder: Path, cases: dict[str, dict]) -> None:
+    """Each in a folder of its name, with FSDP2 as a launcher asks for it."""
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    for name, settings in cases.items():
+        run(folder / name, settings)
+    torch.distributed.destroy_process_group()

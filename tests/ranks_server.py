@@ -11,7 +11,10 @@ import signal
 import socket
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
+
+import pytest
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["rank_runs"])
@@ -45,7 +48,16 @@ class Ended:
         self.codes, self.said, self.seconds = codes, said, seconds
 
 
+def start_server():
+    """Python 3.11 finds what it is to import first in PYTHONPATH alone, and says nothing where it does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+
+
 def start(folder, processes, function, *args):
+    start_server()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     port, outputs = free_port(), [folder / f"output-{rank}.txt" for rank in range(processes)]
@@ -75,7 +87,7 @@ def run(folder, processes, function, *args, limit=240):
     return Ended([process.exitcode for process in own], [path.read_text() for path in outputs], seconds)
 
 
-def succeed(folder, processes, function, *args):
-    ended = run(folder, processes, function, *args)
+def succeed(folder, processes, function, *args, limit=240):
+    ended = run(folder, processes, function, *args, limit=limit)
     assert ended.codes == [0] * processes, "\n".join(said[-3000:] for said in ended.said)
     return ended

@@ -14,8 +14,6 @@ from tiny_pipelines import build
 from diffusion_grpo import cli
 from diffusion_grpo.arguments import Yaml12Loader, parse_train_arguments, read_overrides
 
-pytestmark = pytest.mark.xdist_group("cli")  # what its fixtures start is started once
-
 
 @pytest.fixture
 def config(tmp_path):
@@ -220,6 +218,7 @@ def flags(**options):
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
+@pytest.mark.plots
 def test_train_leaves_a_whole_run_folder(config, model, tmp_path, capsys):
     path = config(
         model=model,

@@ -1,9 +1,11 @@
 """What processes send: DDP's formula is what a run of two really hands to its collectives."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import ranks_server
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -11,8 +13,18 @@ import communication
 from communication import Update, counted_run, ddp, gathered_bytes, zero2, zero3
 
 
-def test_ddp_sends_gradients_once_an_update_and_no_buffers():
-    counted = counted_run(is_lora=True)
+def test_ddp_sends_gradients_once_an_update_and_no_buffers(tmp_path):
+    ranks_server.succeed(tmp_path, 2, communication.count, tmp_path, True)
+    assert_ddp(json.loads((tmp_path / "counted.json").read_text()))
+
+
+@pytest.mark.distributed
+def test_the_command_counts_so_too():
+    assert_ddp(counted_run(is_lora=True))
+
+
+def assert_ddp(counted):
+    """What the formulas say is what was sent."""
     update = Update(0, counted["trained"], 2, 0, 0, counted["samples"], counted["rewards"])
     assert counted["bytes"]["all_reduce"] == ddp(update, 2)["gradients"]  # a ring of two sends what it is handed
     # each of the two hands over its half; and in an update one number, whether it failed

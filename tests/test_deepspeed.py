@@ -7,14 +7,12 @@ weights that cannot matter) the order of a sum decides the sign of a whole step.
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ranks_server
 import tiny_pipelines
 import torch
 import zero_run
@@ -27,9 +25,6 @@ from transformers import TrainerCallback
 from diffusion_grpo import distributed, hub
 from diffusion_grpo.rollout import Policy, rollout, sample_seed
 
-pytestmark = pytest.mark.xdist_group("deepspeed")  # what its fixtures start is started once
-
-TESTS = Path(__file__).parent
 BASE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 2}
 BASE |= {"num_inference_steps": 3}
 FULL = BASE | {"lora": False, "optim": "sgd", "learning_rate": 0.1}
@@ -42,13 +37,7 @@ EXPERTS = {"name": "wan_experts", "num_inference_steps": 6}
 
 def on_two_processes(folder: Path, runs: dict[str, dict]) -> str:
     """Runs trainings one after the other on two processes; what they printed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), environment.get("PYTHONPATH", "")])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, str(TESTS / "zero_run.py"), str(folder), json.dumps(runs)]
-    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stderr
+    return "\n".join(ranks_server.succeed(folder, 2, zero_run.run_all, folder, runs, limit=600).said)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import distributed_run
 import pyarrow.parquet
 import pytest
 import rank_runs
@@ -33,7 +34,7 @@ def launch(processes, *words):
 
 def result(folder, processes, **settings):
     """What a run said of itself, and its trained weights."""
-    launch(processes, TESTS / "distributed_run.py", folder, json.dumps(SETTINGS | settings))
+    ranks_server.succeed(folder / "processes", processes, distributed_run.run, folder, SETTINGS | settings)
     return json.loads((folder / "result.json").read_text()), load_file(folder / "weights.safetensors")
 
 

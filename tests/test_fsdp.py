@@ -5,21 +5,19 @@ import json
 import os
 import types
 
+import fsdp_run
 import pytest
+import ranks_server
 import tiny_pipelines
 import torch
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
-from fsdp_run import run
 from safetensors.torch import load_file
-from test_distributed import TESTS, launch
 from tiny_runs import trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, distributed, fsdp
 from diffusion_grpo.rollout import Policy, replay, rollout
 from diffusion_grpo.sharded_checkpoints import has_shards
-
-pytestmark = pytest.mark.xdist_group("fsdp")  # what its fixtures start is started once
 
 SETTINGS = {
     "gradient_accumulation_steps": 4,
@@ -44,13 +42,9 @@ def results(folder, processes, cases):
     """What trainings say of themselves, and their weights, by name: here, or with FSDP2 in two processes."""
     if processes == 1:
         for name, settings in cases.items():
-            run(folder / name, dict(settings))
+            fsdp_run.run(folder / name, dict(settings))
     else:
-        words = json.dumps({str(folder / name): settings for name, settings in cases.items()})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("ACCELERATE_USE_FSDP", "true")
-            patch.setenv("FSDP_VERSION", "2")
-            launch(processes, TESTS / "fsdp_run.py", words)
+        ranks_server.succeed(folder, processes, fsdp_run.run_all, folder, cases, limit=600)
     return {
         name: (
             json.loads((folder / name / "result.json").read_text()),

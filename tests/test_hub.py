@@ -143,6 +143,7 @@ def test_the_average_is_saved_beside_the_weights(tmp_path):
     assert not torch.equal(average, picture(trainer.pipe, inputs))
 
 
+@pytest.mark.plots
 def test_the_model_card(tmp_path):
     trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True)
     trainer.run["model"] = "someone/some-model"

@@ -194,7 +194,7 @@ def test_engines_are_told_of_the_cpu_by_the_settings(use_cpu, added, monkeypatch
 @pytest.mark.parametrize(
     ("mode", "trace"),
     [
-        (None, "rng_state_1.pth"),
+        pytest.param(None, "rng_state_1.pth", marks=pytest.mark.distributed),
         ("fsdp2", "dcp"),
         pytest.param("zero2", "global_step2", marks=pytest.mark.distributed),
     ],
@@ -217,8 +217,8 @@ def test_two_processes_of_the_command_train_what_one_trains(tmp_path, mode, trac
 
 
 def test_an_error_in_a_process_is_the_commands_error(tmp_path):
-    config = write(tmp_path, output_dir=str(tmp_path / "run"), learning_rat=1.0)
-    process = command("train", config, "--accelerate_config", "multi_gpu", "--num_processes", "2")
+    config = write(tmp_path, output_dir=str(tmp_path / "run"), learning_rat=1.0, num_processes=2)
+    process = command("train", config)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "error: unknown setting `learning_rat`" in out

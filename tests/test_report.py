@@ -12,6 +12,8 @@ from PIL import Image, ImageDraw
 from diffusion_grpo.report import write_report, write_summary
 from diffusion_grpo.run_folder import read_run
 
+pytestmark = pytest.mark.plots
+
 REWARDS = ["text", "color"]
 JUDGE = "tesseract"
 

@@ -1,20 +1,15 @@
 """A run that was killed and resumed ends with the weights of one that was not, bit for bit."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import ranks_server
+import resumable_run
 import torch
 from safetensors.torch import load_file
 from tiny_runs import first_frame_brightness, logged, trained_weights, trainer_for
 
-pytestmark = pytest.mark.xdist_group("resume")  # what its fixtures start is started once
-
-SCRIPT = Path(__file__).with_name("resumable_run.py")
 # 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
 PLAIN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
 # one rollout is used for four updates: most checkpoints lie within one
@@ -23,10 +18,11 @@ FULL = PLAIN | {"lora": False, "beta": 0.05, "sync_ref_model": True, "ref_model_
 
 
 def run(folder: Path, settings: dict, kill_at: str | None = None, kill_after: int = 0) -> int:
-    """Exit status of one process of the script."""
-    command = [sys.executable, str(SCRIPT), str(folder), json.dumps(settings | {"kill_after": kill_after})]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command + ([kill_at] if kill_at else []), env=environment, check=False).returncode
+    """Exit status of one process that trains."""
+    (code,) = ranks_server.run(
+        folder.with_name(folder.name + "-output"), 1, resumable_run.run, folder, settings, kill_at, kill_after
+    ).codes
+    return code
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,8 +15,6 @@ from diffusion_grpo import cli, sample
 from diffusion_grpo.media import read_video
 from diffusion_grpo.sample_settings import read_settings
 
-pytestmark = pytest.mark.xdist_group("sample")  # what its fixtures start is started once
-
 PROMPTS = ["a red fox", "a blue house", "a tree"]
 SIZE = ["--height", "16", "--width", "16", "--num_inference_steps", "3"]
 SIZE += ["--guidance_scale", "1", "--pipeline_kwargs", '{"max_sequence_length": 8}']

@@ -77,7 +77,7 @@ SMALL = {
     "eval_steps": 1,
     "validation_steps": 1,
     "save_samples_steps": 1,
-    "eval_max_prompts": 2,
+    "eval_max_prompts": 3,  # more than fit into a batch
     "per_device_eval_batch_size": 2,
     "warmup_steps": 0,
     "learning_rate": 1e-3,
@@ -105,7 +105,7 @@ def small(values, inputs):
     fixed = {key: value for key, value in inputs.items() if key not in SETTINGS and _is_plain(value)}
     own = {key: value for key, value in values.get("pipeline_kwargs", {}).items() if key not in SIZES}
     changed["pipeline_kwargs"] = fixed | own
-    return {key: value for key, value in changed.items() if key in values or key not in ("eval_max_prompts", "lora_r")}
+    return {key: value for key, value in changed.items() if key in values or key != "lora_r"}
 
 
 def _is_plain(value):

@@ -1,14 +1,11 @@
 """The value model: GAE against its definition, a case where the true value is known, and what a checkpoint keeps."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ranks_server
+import resumable_run
 import tiny_pipelines
 import torch
 from safetensors.torch import load_file
@@ -254,16 +251,10 @@ def test_gradients_are_averaged_over_processes_and_cleared():
 
 @pytest.mark.distributed
 def test_two_processes_train_what_one_does(tmp_path):
-    script = Path(__file__).with_name("resumable_run.py")
     settings = GAE | {"kl_reward": 0.1, "save_strategy": "steps", "save_steps": 2}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for name, launcher, accumulation in (
-        ("one", [], 2),
-        ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 1),
-    ):
-        arguments = json.dumps(settings | {"gradient_accumulation_steps": accumulation})
-        command = [sys.executable, *launcher, str(script), str(tmp_path / name), arguments]
-        subprocess.run(command, env=environment, check=True)
+    for processes, name in ((1, "one"), (2, "two")):
+        own = settings | {"gradient_accumulation_steps": 2 // processes}
+        ranks_server.succeed(tmp_path / f"{name}-output", processes, resumable_run.run, tmp_path / name, own)
     for file, tolerance in (("adapter_model.safetensors", 1e-6), (VALUE_WEIGHTS, 1e-5)):
         one, two = (load_file(tmp_path / name / "checkpoint-2" / file) for name in ("one", "two"))
         for name, weight in one.items():

@@ -1,18 +1,14 @@
-"""Short trainings one after the other, as each of several processes runs them: `zero_run.py FOLDER RUNS_JSON`.
+"""Short trainings one after the other, as each of several processes runs them, started by `ranks_server.py`.
 
-RUNS_JSON maps names to settings: `stage` is ZeRO's, `zero` goes into that part of DeepSpeed's configuration, `more`
-beside it, `resume` is the checkpoint to go on from, in FOLDER. Numbers of micro-batches are given for one process.
+Of their settings `stage` is ZeRO's, `zero` goes into that part of DeepSpeed's configuration, `more` beside it,
+`resume` is the checkpoint to go on from, in the same folder. Numbers of micro-batches are given for one process.
 Starting Python and DeepSpeed takes longer than the trainings, so many share a start.
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import conftest  # noqa: F401
 import torch
 from tiny_runs import first_frame_brightness, trainer_for
 
@@ -63,10 +59,9 @@ def run(folder: Path, name: str, settings: dict) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    runs = json.loads(sys.argv[2])
+def run_all(folder: Path, runs: dict[str, dict]) -> None:
+    """Each in a folder of its name."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     for name, settings in runs.items():
-        run(Path(sys.argv[1]), name, settings)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        run(folder, name, settings)
+    torch.distributed.destroy_process_group()

@@ -30,6 +30,7 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import (
     DEFAULT_PROMPT_TEMPLATE as IMAGE_PROMPT_TEMPLATE,
 )
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from diffusers.pipelines.stable_audio import StableAudioProjectionModel
 from transformers import CLIPImageProcessor, Qwen2VLImageProcessor, Qwen2VLProcessor
 
@@ -37,6 +38,7 @@ from . import basic, language
 from .basic import WIDTH
 from .conditioned import Case, pictures
 
+_qwen_dimensions = pipeline_qwenimage_edit.calculate_dimensions
 SIZES = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": basic.TOKENS}
 QWEN_TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
@@ -145,14 +147,15 @@ def qwen_image() -> Case:
 def qwen_image_edit() -> Case:
     """Qwen-Image-Edit: the picture goes to the language model, and as tokens beside the latents.
 
-    The pipeline brings every picture to a million pixels first, so the autoencoder has no more than its five halvings.
+    The pipeline brings every picture to a million pixels first; here to 64 x 64.
     """
-    parts = qwen_parts(QWEN_EDIT_TEMPLATE, num_res_blocks=0, dim_mult=[1] * 6, temperal_downsample=[False] * 5)
+    pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: _qwen_dimensions(min(area, 64 * 64), ratio)
+    parts = qwen_parts(QWEN_EDIT_TEMPLATE, num_res_blocks=1, dim_mult=[1, 2, 2], temperal_downsample=[False, True])
     image_processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
     pipe = QwenImageEditPipeline(
         **parts, processor=language.vision_processor(Qwen2VLProcessor, image_processor, parts["tokenizer"])
     )
-    inputs = {"height": 128, "width": 128, "true_cfg_scale": 4.0, "negative_prompt": [" ", " "]}
+    inputs = {"height": 16, "width": 16, "true_cfg_scale": 4.0, "negative_prompt": [" ", " "]}
     return pipe, {**inputs, "image": pictures(size=32)}
 
 
