@@ -1,5 +1,7 @@
 """Readers beside rapidocr: models of transformers (tiny and random) and PaddleOCR (a stand-in with its interface)."""
 
+import importlib.machinery
+import importlib.metadata
 import random
 import sys
 import types
@@ -7,10 +9,11 @@ import types
 import pytest
 import torch
 import transformers as tf
+from huggingface_hub import constants
 from PIL import Image
 from tiny_scorers import IMAGES, got_ocr, trocr
 
-from diffusion_grpo.rewards import REWARDS, load_rewards, score
+from diffusion_grpo.rewards import REWARDS, check_needs, load_rewards, score
 from diffusion_grpo.rewards.text import _paddle_reader, similarity
 from diffusion_grpo.tiny.render import draw_word
 
@@ -59,6 +62,11 @@ def test_what_counts_as_a_match_is_as_of_text(tmp_path, monkeypatch) -> None:
     assert value("old town", match="exact", ignore_case=False) == 0
 
 
+def installed(monkeypatch, version: str) -> None:
+    plain = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "paddleocr" else plain(name))
+
+
 @pytest.fixture
 def paddle(monkeypatch):
     """PaddleOCR 3 as its interface is: an array of blue, green, red goes in, one result with `rec_texts` comes out."""
@@ -72,7 +80,13 @@ def paddle(monkeypatch):
             assert input.shape == (32, 96, 3) and input[0, 0].tolist() == [30, 20, 10]
             return [{"rec_texts": ["NEW", "York"], "rec_scores": [0.9, 0.8]}]
 
-    monkeypatch.setitem(sys.modules, "paddleocr", types.SimpleNamespace(PaddleOCR=PaddleOCR))
+    for name in ("paddleocr", "paddle"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.PaddleOCR = PaddleOCR
+        monkeypatch.setitem(sys.modules, name, module)
+    installed(monkeypatch, "3.7.0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     _paddle_reader.cache_clear()
     yield made
     _paddle_reader.cache_clear()
@@ -86,6 +100,43 @@ def test_paddleocr_reads(paddle) -> None:
         assert values[:, 0].tolist() == pytest.approx([1.0, 7 / 8])
     off = ("use_doc_orientation_classify", "use_doc_unwarping", "use_textline_orientation")
     assert paddle == [{"lang": "en", **dict.fromkeys(off, False)}]
+
+
+def test_paddleocr_gets_its_own_arguments_and_the_names_of_models_in_folders(paddle, tmp_path) -> None:
+    folders = {}
+    for kind in ("detection", "recognition"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "inference.yml").write_text(f"Global:\n  model_name: my_{kind}\n")
+        folders[f"text_{kind}_model_dir"] = str(tmp_path / kind)
+    for kwargs in ({"lang": "ch"}, {**folders, "enable_mkldnn": False}):
+        rewards = load_rewards({"text": {"engine": "paddleocr", "engine_kwargs": kwargs}})
+        check_needs(rewards)
+        score(rewards, images=[Image.new("RGB", (96, 32), (10, 20, 30))], prompts=['"new york"'])
+    assert paddle[0]["lang"] == "ch" and "lang" not in paddle[1] and paddle[1]["enable_mkldnn"] is False
+    assert paddle[1]["text_recognition_model_name"] == "my_recognition" and folders.items() <= paddle[1].items()
+    (tmp_path / "detection" / "inference.yml").unlink()
+    with pytest.raises(ValueError, match="detection holds no inference.yml; name a folder of PaddleOCR 3"):
+        check_needs(rewards)
+    with pytest.raises(ValueError, match="engine_kwargs are arguments of PaddleOCR, but the engine is rapidocr"):
+        REWARDS["text"](images=[], prompts=[], engine_kwargs={"lang": "ch"})
+
+
+def test_what_paddleocr_lacks_is_said_at_the_start(paddle, monkeypatch, tmp_path) -> None:
+    rewards = load_rewards({"text": {"engine": "paddleocr"}})
+    check_needs(rewards)
+    monkeypatch.setenv("PADDLE_PDX_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=f"models are not at {tmp_path}.*text_detection_model_dir"):
+        check_needs(rewards)
+    (tmp_path / "official_models").mkdir()
+    check_needs(rewards)
+    monkeypatch.setitem(sys.modules, "paddle", None)
+    with pytest.raises(ValueError, match="package paddle is not installed"):
+        check_needs(rewards)
+    check_needs(load_rewards({"text": {"engine": "paddleocr", "engine_kwargs": {"engine": "transformers"}}}))
+    installed(monkeypatch, "2.10.0")
+    with pytest.raises(ValueError, match="PaddleOCR 2.10.0 is installed, but 3 or later is needed"):
+        check_needs(load_rewards({"text": {"engine": "paddleocr", "engine_kwargs": {"engine": "transformers"}}}))
 
 
 def test_a_missing_paddleocr_is_named(monkeypatch) -> None:
