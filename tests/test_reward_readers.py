@@ -1,4 +1,4 @@
-"""Readers beside rapidocr: models of transformers (tiny and random) and PaddleOCR (a stand-in with its interface)."""
+"""Readers beside rapidocr: models of transformers (tiny, random or taught) and PaddleOCR (a stand-in)."""
 
 import importlib.machinery
 import importlib.metadata
@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from huggingface_hub import constants
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from tiny_scorers import IMAGES, got_ocr, trocr
 
 from diffusion_grpo.rewards import REWARDS, check_needs, load_rewards, score
@@ -46,6 +46,39 @@ def test_a_model_reads(make, tmp_path) -> None:
     assert values[0] == 1 and values[-1].isnan()
     if len(images) > 2:
         assert values[1].item() == pytest.approx(similarity(expected[1].upper(), "OTHER"))
+
+
+def written(word: str, ink: str) -> Image.Image:
+    """A word on one line, in black, red or another ink."""
+    image = Image.new("RGB", (96, 32), "white")
+    ImageDraw.Draw(image).text((6, 6), word, fill=ink, font=ImageFont.load_default(18))
+    return image
+
+
+def test_a_model_that_learned_to_read_reads_rendered_words(tmp_path) -> None:
+    """A tiny TrOCR is taught six words in some inks; the reward reads them in an ink that it has not seen."""
+    words, inks = ["CAT", "HOUSE", "Tree 7", "river", "MOON", "blue"], ["black", "darkred", "navy"]
+    model = trocr(tmp_path, size=(96, 32), width=32)
+    processor = tf.AutoProcessor.from_pretrained(tmp_path, backend="pil")
+    tokens = [processor.tokenizer(word)["input_ids"] + [2] for word in words]
+    longest = max(map(len, tokens))
+    labels = torch.tensor([own + [-100] * (longest - len(own)) for own in tokens])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(150):
+        images = [written(word, inks[step % 3]) for word in words]
+        pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+        model(pixel_values=pixels, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(tmp_path)
+
+    images = [written(word, "darkgreen") for word in words]
+    reward = REWARDS["text_by_model"](str(tmp_path), device="cpu", batch_size=4)
+    assert reward.in_batches(reward.read, images) == words
+    rewards = load_rewards({"text_by_model": {"model": str(tmp_path), "device": "cpu", "ignore_case": False}})
+    right = score(rewards, images=images, prompts=[f'the word "{word}"' for word in words])
+    wrong = score(rewards, images=images, prompts=[f'the word "{word}"' for word in [*words[1:], words[0]]])
+    assert right.tolist() == [[1.0]] * 6 and wrong.max() <= 0.4
 
 
 def test_what_counts_as_a_match_is_as_of_text(tmp_path, monkeypatch) -> None:
