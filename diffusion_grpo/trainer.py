@@ -69,6 +69,7 @@ from .rewards import (
     check_columns,
     check_groups,
     check_judges,
+    check_needs,
     load_rewards,
     reward_weights,
 )
@@ -193,7 +194,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         check_judges(self.reward_funcs, judges)
         trained = {reward.name for reward in self.reward_funcs}
         self.eval_reward_funcs = [judge for judge in judges if judge.name not in trained]  # those are measured anyway
-        watched_rewards(args.watch_rewards, None, self.reward_funcs)  # refuses unknown names
+        watched = watched_rewards(args.watch_rewards, None, self.reward_funcs)  # refuses unknown names
+        check_needs([*self.reward_funcs, *self.eval_reward_funcs, *watched])
         self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
         if not args.scores_on_some:  # where groups are put together first
             check_groups(self.reward_funcs, args.samples_side_by_side, args.num_generations)

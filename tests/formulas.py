@@ -3,19 +3,41 @@
 In: PIL pictures, states. Out: tensors of float64. `scored` is what a run makes of a reward.
 """
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from tiny_scorers import IMAGES, MEAN, PROMPTS, STD
 
-from diffusion_grpo.rewards import load_rewards, score
+from diffusion_grpo.rewards import REWARDS, check_needs, load_rewards, score
+from diffusion_grpo.rewards.contract import OPTIONS
 
 
 def scored(name, options, images=IMAGES, prompts=PROMPTS, **columns):
     """What a run makes of it; three at a time, so that batches are cut."""
-    rewards = load_rewards({name: {"device": "cpu", "batch_size": 3, **options}})
+    rewards = load_rewards({name: {"device": "cpu", "batch_size": 3, **only_what_is_checked(name, options)}})
+    check_needs(rewards)
     return score(rewards, images=images, prompts=prompts, columns=columns)[:, 0].double()
+
+
+def only_what_is_checked(name, options):
+    """The options with each folder replaced by one of links to those files alone that `check_needs` looks for."""
+    if not isinstance(REWARDS.get(name), type):
+        return options
+    plain = {key: value for key, value in options.items() if key not in OPTIONS}
+    linked = {}
+    for source in REWARDS[name](**plain).sources():
+        folder = Path(source.place).resolve()
+        if folder.is_dir():
+            copy = Path(tempfile.mkdtemp(dir=folder.parent))
+            for file in source.found():
+                (copy / file).parent.mkdir(parents=True, exist_ok=True)
+                (copy / file).symlink_to(folder / file)
+            linked[source.setting] = str(copy)
+    return {**options, **linked}
 
 
 def tensor64(image):

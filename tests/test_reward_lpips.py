@@ -10,6 +10,8 @@ from huggingface_hub import constants
 from PIL import Image
 from tiny_scorers import IMAGES, PROMPTS
 
+from diffusion_grpo.rewards import load_rewards, score
+
 ALEX = {0: (64, 3, 11), 3: (192, 64, 5), 6: (384, 192, 3), 8: (256, 384, 3), 10: (256, 256, 3)}
 VGG_PLACES = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
 VGG_WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
@@ -106,7 +108,7 @@ def test_lpips_downloads_the_official_files_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     monkeypatch.setattr(torch.hub, "download_url_to_file", download)
     with pytest.raises(RuntimeError, match="alexnet-owt-7be5be79.pth, which is not at .* HF_HUB_OFFLINE is set"):
-        scored("lpips", {}, IMAGES[:1], PROMPTS[:1], target=IMAGES[:1])
+        score(load_rewards("lpips"), images=IMAGES[:1], prompts=PROMPTS[:1], columns={"target": IMAGES[:1]})
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for _ in range(2):
         assert scored("lpips", {}, IMAGES[:1], PROMPTS[:1], target=IMAGES[:1]).tolist() == [1]

@@ -75,22 +75,26 @@ def med_config(folder: Path, vocabulary: int) -> dict:
     return written
 
 
-def trocr(folder: Path) -> None:
-    """ViT to a decoder of bytes, as TrOCR is saved."""
+def trocr(folder: Path, size: tuple[int, int] = (SIDE, SIDE), width: int = 16) -> tf.VisionEncoderDecoderModel:
+    """ViT to a decoder of bytes, as TrOCR is saved, for pictures of `size` (width, height)."""
     torch.manual_seed(6)
     tokenizer = _byte_tokenizer({"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"})
-    vision = tf.ViTConfig(**TEXT, image_size=SIDE, patch_size=PATCH)
+    layers = {**TEXT, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    vision = tf.ViTConfig(**layers, **still, image_size=size[::-1], patch_size=PATCH)
     text = tf.TrOCRConfig(
-        vocab_size=len(tokenizer), d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=24,
-        max_position_embeddings=64, cross_attention_hidden_size=16, bos_token_id=0, pad_token_id=1, eos_token_id=2,
-        decoder_start_token_id=2,
+        vocab_size=len(tokenizer), d_model=width, decoder_layers=1, decoder_attention_heads=2,
+        decoder_ffn_dim=2 * width, max_position_embeddings=64, cross_attention_hidden_size=width, bos_token_id=0,
+        pad_token_id=1, eos_token_id=2, decoder_start_token_id=2, dropout=0.0,
     )  # fmt: skip
     config = tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, text)
     config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 1, 2
     model = tf.VisionEncoderDecoderModel(config)
     randomize(model)
     model.save_pretrained(folder)
-    tf.TrOCRProcessor(tf.ViTImageProcessorPil(size={"height": SIDE, "width": SIDE}), tokenizer).save_pretrained(folder)
+    processor = tf.ViTImageProcessorPil(size={"height": size[1], "width": size[0]})
+    tf.TrOCRProcessor(processor, tokenizer).save_pretrained(folder)
+    return model
 
 
 def got_ocr(folder: Path) -> None:

@@ -131,9 +131,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
     import os
     import socket
 
-    from ..rewards import load_rewards
+    from ..rewards import check_needs, load_rewards
 
     rewards = refusing(load_rewards, refusing(sample_settings.read_rewards, arguments.rewards))
+    refusing(check_needs, rewards)
     token = os.environ.get(arguments.token_env) if arguments.token_env else None
     if arguments.token_env and not token:
         raise Refusal(f"--token_env names {arguments.token_env}, but no such environment variable is set.")

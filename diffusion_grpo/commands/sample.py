@@ -14,7 +14,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes samples, scores and a table, without training. Returns the exit code."""
-    from ..rewards import check_columns, load_rewards
+    from ..rewards import check_columns, check_needs, load_rewards
 
     settings = refusing(sample_settings.read_settings, arguments, arguments.overrides)
     rewards = refusing(load_rewards, settings.reward_funcs)
@@ -22,6 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     judges = [judge for judge in judges if judge.name not in {reward.name for reward in rewards}]
     dataset = refusing(load_checked, settings.prompts, settings.split, "--prompts")
     refusing(check_columns, rewards + judges, dataset.column_names, "--prompts")
+    refusing(check_needs, rewards + judges)
     dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
     refusing(check_model_name, settings.model)
 

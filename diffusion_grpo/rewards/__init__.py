@@ -37,6 +37,7 @@ from .hpsv3 import HPSv3
 from .imagereward import ImageReward
 from .jpeg import jpeg_compressibility, jpeg_incompressibility
 from .lpips import LPIPS
+from .needs import check_needs, needs
 from .pictures import colorfulness, sharpness
 from .read_by_model import ModelText
 from .remote import RemoteReward
@@ -58,9 +59,11 @@ __all__ = [
     "check_columns",
     "check_groups",
     "check_judges",
+    "check_needs",
     "get_reward",
     "groupwise",
     "load_rewards",
+    "needs",
     "reward_name",
     "reward_weights",
     "score",

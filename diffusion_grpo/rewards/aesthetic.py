@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .model import ModelReward, read_weights, weights_path
+from .needs import CONFIG, WEIGHTS, Source
 from .pixels import CLIP_MEAN, CLIP_STD, squares
 
 WIDTHS = (1024, 128, 64, 16, 1)
@@ -36,6 +37,12 @@ class Aesthetic(ModelReward):
     filename: str = "aesthetic-model.pth"
     backbone: str = "openai/clip-vit-large-patch14"
     backbone_revision: str = "main"
+
+    def sources(self) -> list[Source]:
+        return [
+            Source("model", self.model, ((self.filename,),), self.revision),
+            Source("backbone", self.backbone, CONFIG + WEIGHTS, self.backbone_revision),
+        ]
 
     def load(self) -> nn.Module:
         from transformers import CLIPConfig, CLIPVisionModelWithProjection

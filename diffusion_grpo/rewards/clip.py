@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from .model import ModelReward
+from .needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source
 from .pixels import against
 
 if TYPE_CHECKING:
@@ -33,6 +34,15 @@ class ClipReward(ModelReward):
     model: str = "openai/clip-vit-large-patch14"
     processor: str | None = None
     processor_revision: str = "main"
+
+    def sources(self) -> list[Source]:
+        network, reading = CONFIG + WEIGHTS, TOKENIZER + IMAGE_PROCESSOR
+        if self.processor is None:
+            return [Source("model", self.model, network + reading, self.revision)]
+        return [
+            Source("model", self.model, network, self.revision),
+            Source("processor", self.processor, reading, self.processor_revision),
+        ]
 
     def load(self) -> CLIPModel:
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel

@@ -17,8 +17,10 @@ from torch import nn
 from .clip import unit
 from .geneval import NAMED, Detection
 from .model import ModelReward
+from .needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source, check_package
 
 PHRASES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
+NEED_SCIPY = ("owlv2", "maskformer", "mask2former")  # in transformers, when they are loaded or called
 GREY = "#999999"  # what lies outside an object's mask
 
 
@@ -41,28 +43,58 @@ class TransformersDetector(ModelReward):
     batch_size: int = 8
     min_score: float = 0.1
 
-    def load(self) -> nn.Module:
-        from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
+    def sources(self) -> list[Source]:
+        return [Source("detector", self.model, CONFIG + WEIGHTS + IMAGE_PROCESSOR, self.revision)]
+
+    def check_needs(self) -> None:
+        """Raises ValueError and ImportError too: for what is no detector, or lacks a package, as its config.json says.
+
+        A config.json that is not on this machine yet says nothing.
+        """
+        super().check_needs()
+        (source,) = self.sources()
+        if (path := source.path("config.json")) is None:
+            return
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path.parent)
+        if self._family(config) == "zero-shot":
+            source._replace(files=TOKENIZER).check()
+        if config.model_type in NEED_SCIPY:
+            check_package("scipy", 'pip install "diffusion-grpo[rewards]"')
+        if getattr(getattr(config, "backbone_config", None), "model_type", None) == "timm_backbone":
+            check_package("timm", "pip install timm")
+
+    def _family(self, config: Any) -> str:
         from transformers.models.auto import modeling_auto as auto
 
-        config = AutoConfig.from_pretrained(self.model, revision=self.revision)
         families = {
-            "zero-shot": (auto.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING, auto.AutoModelForZeroShotObjectDetection),
-            "segmenter": (auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING, auto.AutoModelForUniversalSegmentation),
-            "detector": (auto.MODEL_FOR_OBJECT_DETECTION_MAPPING, auto.AutoModelForObjectDetection),
+            "zero-shot": auto.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING,
+            "segmenter": auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING,
+            "detector": auto.MODEL_FOR_OBJECT_DETECTION_MAPPING,
         }
         if config.model_type == "detr":  # in both families, and its boxes are what it was trained on
             del families["segmenter"]
-        known = [name for name, (mapping, _) in families.items() if type(config) in mapping]
+        known = [name for name, mapping in families.items() if type(config) in mapping]
         if not known or config.model_type in ("omdet-turbo", "oneformer"):
             raise ValueError(
                 f"{self.model} is a {config.model_type}, which is no detector that is known here; use OWLv2, "
                 "Grounding DINO, DETR or Mask2Former, or pass a callable."
             )
-        self.family, self.needs_ids = known[0], "grounding-dino" in config.model_type
-        loader = AutoProcessor if self.family == "zero-shot" else AutoImageProcessor
+        return known[0]
+
+    def load(self) -> nn.Module:
+        import transformers as tf
+
+        config = tf.AutoConfig.from_pretrained(self.model, revision=self.revision)
+        self.family, self.needs_ids = self._family(config), "grounding-dino" in config.model_type
+        loader = tf.AutoProcessor if self.family == "zero-shot" else tf.AutoImageProcessor
         self.processor = loader.from_pretrained(self.model, revision=self.revision)
-        cls = families[self.family][1]
+        cls = {
+            "zero-shot": tf.AutoModelForZeroShotObjectDetection,
+            "segmenter": tf.AutoModelForUniversalSegmentation,
+            "detector": tf.AutoModelForObjectDetection,
+        }[self.family]
         return cls.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], labels: list[str]) -> list[list[Detection]]:
@@ -123,6 +155,10 @@ class ClipColors(ModelReward):
     Args:
         model: Hub id or folder of a CLIP model; GenEval's is `openai/clip-vit-large-patch14`.
     """
+
+    def sources(self) -> list[Source]:
+        files = CONFIG + WEIGHTS + TOKENIZER + IMAGE_PROCESSOR
+        return [Source("colors", self.model, files, self.revision)]
 
     def load(self) -> nn.Module:
         from transformers import CLIPModel, CLIPProcessor

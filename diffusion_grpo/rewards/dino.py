@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .model import ModelReward
+from .needs import CONFIG, WEIGHTS, Source
 from .pixels import IMAGENET_MEAN, IMAGENET_STD, against, squares
 
 RESIZE, CROP = 256, 224  # of both DINO's and DINOv2's evaluations
@@ -32,6 +33,9 @@ class DinoSimilarity(ModelReward):
 
     model: str = "facebook/dino-vits16"
     target_column: str = "target"
+
+    def sources(self) -> list[Source]:
+        return [Source("model", self.model, CONFIG + WEIGHTS, self.revision)]
 
     def load(self) -> nn.Module:
         from transformers import AutoModel

@@ -143,6 +143,14 @@ class GenEval:
             self._rest()
         return scores
 
+    def check_needs(self) -> None:
+        """Raises FileNotFoundError or ImportError where the detector, or CLIP for colours, cannot be loaded."""
+        from .model import ModelReward
+
+        for model in (self._detect, self._name):
+            if isinstance(model, ModelReward):
+                model.check_needs()
+
     def _judge(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
         # a detector that is asked by name sees the classes of its own prompt alone, whatever else is in the batch
         for asked in sorted(set(labels) - {()}):

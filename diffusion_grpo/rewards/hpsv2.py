@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .clip import ClipReward, unit
 from .model import built, read_weights, weights_path
+from .needs import CONFIG, TOKENIZER, Source
 from .pixels import CLIP_MEAN, CLIP_STD, as_pixels, normalized
 
 if TYPE_CHECKING:
@@ -67,6 +68,19 @@ class HPSv2(ClipReward):
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     filename: str | None = "HPS_v2.1_compressed.pt"
     antialias: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.filename is not None and self.processor is None:
+            raise ValueError(f"hpsv2: {self.filename} holds no configuration and no tokenizer; name a processor.")
+
+    def sources(self) -> list[Source]:
+        if self.filename is None:
+            return super().sources()
+        return [
+            Source("model", self.model, ((self.filename,),), self.revision),
+            Source("processor", self.processor, CONFIG + TOKENIZER, self.processor_revision),
+        ]
 
     def load(self) -> CLIPModel:
         if self.filename is None:

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .model import ModelReward, read_weights, weights_path
+from .needs import CONFIG, TOKENIZER, Source
 from .qwen_vl import (
     RewardNetwork,
     as_frame,
@@ -58,6 +59,12 @@ class HPSv3(ModelReward):
         super().__post_init__()
         if self.output not in ("mean", "sigma"):
             raise ValueError(f"hpsv3: output is {self.output!r}; use mean or sigma.")
+
+    def sources(self) -> list[Source]:
+        return [
+            Source("model", self.model, ((FILE,),), self.revision),
+            Source("base", self.base, CONFIG + TOKENIZER, self.base_revision),
+        ]
 
     def load(self) -> RewardNetwork:
         """The weights of the file alone: those of `base` are not needed."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .aesthetic import predictor
 from .model import ModelReward, built, read_weights, weights_path
+from .needs import TOKENIZER, Source
 from .pixels import CLIP_MEAN, CLIP_STD, squares
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' data
@@ -53,6 +54,12 @@ class ImageReward(ModelReward):
     filename: str = "ImageReward.pt"
     tokenizer: str = "google-bert/bert-base-uncased"
     tokenizer_revision: str = "main"
+
+    def sources(self) -> list[Source]:
+        return [
+            Source("model", self.model, ((self.filename,), ("med_config.json",)), self.revision),
+            Source("tokenizer", self.tokenizer, TOKENIZER, self.tokenizer_revision),
+        ]
 
     def load(self) -> nn.Module:
         from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .model import ModelReward, read_weights, weights_path
+from .needs import Source
 from .pixels import against, as_pixels
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
@@ -47,9 +48,25 @@ class LPIPS(ModelReward):
     net: Literal["alex", "vgg"] = "alex"
     target_column: str = "target"
 
+    @property
+    def _files(self) -> dict[str, str]:
+        return {"features": FEATURES[self.net], "linear": f"{self.net}.pth"}
+
+    def sources(self) -> list[Source]:
+        files = tuple((filename,) for filename in self._files.values())
+        return [] if self.model == "official" else [Source("model", self.model, files, self.revision)]
+
+    def check_needs(self) -> None:
+        """Raises FileNotFoundError also where the official files are not there and may not be downloaded."""
+        super().check_needs()
+        from huggingface_hub import constants
+
+        for part, filename in self._files.items() if self.model == "official" and constants.HF_HUB_OFFLINE else ():
+            if not self._official(filename).is_file():
+                _refuse_offline(OFFICIAL[part].format(filename), self._official(filename))
+
     def load(self) -> nn.Module:
-        features = self._weights("features", FEATURES[self.net])
-        linear = self._weights("linear", f"{self.net}.pth")
+        features, linear = (self._weights(part, filename) for part, filename in self._files.items())
         network = Features(self.net)
         kept = {name: weight for name, weight in features.items() if name.startswith("features.")}
         network.features.load_state_dict({name.removeprefix("features."): each for name, each in kept.items()})
@@ -60,10 +77,14 @@ class LPIPS(ModelReward):
     def _weights(self, part: str, filename: str) -> dict[str, Tensor]:
         if self.model != "official":
             return read_weights(weights_path(self.model, filename, self.revision))
-        path = Path(torch.hub.get_dir()) / "checkpoints" / f"lpips-{self.net}-{filename}"
+        path = self._official(filename)
         if not path.is_file():
             _download(OFFICIAL[part].format(filename), path)
         return read_weights(path)
+
+    def _official(self, filename: str) -> Path:
+        """Where the official file lies once it is downloaded."""
+        return Path(torch.hub.get_dir()) / "checkpoints" / f"lpips-{self.net}-{filename}"
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
         """1 - distance for each picture, at most 1; None where the column holds nothing.
@@ -95,19 +116,26 @@ class LPIPS(ModelReward):
         return 1 - network(2 * one - 1, 2 * two - 1)
 
 
+def _refuse_offline(url: str, path: Path) -> None:
+    raise FileNotFoundError(
+        f"LPIPS needs {url}, which is not at {path}, and HF_HUB_OFFLINE is set; put it there, or name a folder with "
+        "`model`."
+    )
+
+
 def _download(url: str, path: Path) -> None:
     """Not where `HF_HUB_OFFLINE` is set, though the file is not of the Hub: a run without internet says so at once."""
     from huggingface_hub import constants
 
-    what = f"LPIPS needs {url}, which is not at {path}"
     if constants.HF_HUB_OFFLINE:
-        raise FileNotFoundError(f"{what}, and HF_HUB_OFFLINE is set; put it there, or name a folder with `model`.")
+        _refuse_offline(url, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         torch.hub.download_url_to_file(url, str(path), progress=False)
     except urllib.error.URLError as error:
         raise FileNotFoundError(
-            f"{what} and could not be downloaded ({error}); put it there, or name a folder with `model`."
+            f"LPIPS needs {url}, which is not at {path} and could not be downloaded ({error}); put it there, or name "
+            "a folder with `model`."
         ) from error
 
 

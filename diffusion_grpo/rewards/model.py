@@ -19,11 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .needs import Source
+
 
 @dataclasses.dataclass(eq=False)
 class ModelReward(abc.ABC):
-    """A reward by a network. Subclasses are dataclasses too (`eq=False`): they add settings and a default model, load
-    in `load`, and score in `__call__` through `in_batches`.
+    """A reward by a network. Subclasses are dataclasses too (`eq=False`): they add settings and a default model, name
+    in `sources` what they read in `load`, and score in `__call__` through `in_batches`.
 
     Two with equal settings are equal, so that a reward may be trained on and named as a judge.
 
@@ -51,6 +53,9 @@ class ModelReward(abc.ABC):
             raise ValueError(f"batch_size={self.batch_size} for {self.model}; give 1 or more.")
         if self.model.startswith((".", "/", "~")) and not Path(self.model).expanduser().exists():
             raise ValueError(f"There is no folder {self.model} with a reward's weights; a Hub id is `owner/name`.")
+        for name, value in self.settings().items():
+            if isinstance(value, str) and value.startswith("~"):  # which transformers would take for a Hub id
+                setattr(self, name, str(Path(value).expanduser()))
         self._network: nn.Module | None = None
         self._lock = threading.Lock()  # calls may come from several threads; the network moves between devices
 
@@ -60,6 +65,15 @@ class ModelReward(abc.ABC):
 
         Called once, with the random state saved around it.
         """
+
+    @abc.abstractmethod
+    def sources(self) -> list[Source]:
+        """What `load` reads and from where, so that what is missing is said before anything is loaded."""
+
+    def check_needs(self) -> None:
+        """Raises FileNotFoundError where a folder, or the cache when offline, lacks what `load` reads."""
+        for source in self.sources():
+            source.check()
 
     @property
     def torch_dtype(self) -> torch.dtype:

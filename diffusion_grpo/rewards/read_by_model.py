@@ -11,6 +11,7 @@ from PIL import Image
 from torch import nn
 
 from .model import ModelReward
+from .needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source
 from .text import Match, quoted, spelling_scores
 
 TURN_END = "<|im_end|>"
@@ -35,6 +36,9 @@ class ModelText(ModelReward):
     match: Match = "edit"
     ignore_case: bool = True
     ignore_spaces: bool = False
+
+    def sources(self) -> list[Source]:
+        return [Source("model", self.model, CONFIG + WEIGHTS + TOKENIZER + IMAGE_PROCESSOR, self.revision)]
 
     def load(self) -> nn.Module:
         from transformers import AutoModelForImageTextToText, AutoProcessor

@@ -15,6 +15,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from .http import Answer, FailedRequest, Slots, ask, json_object, seconds_to_wait, sentence, transport_errors
+from .needs import check_package
 from .samples import frame_positions
 from .score import RewardError
 from .wire import CONTENT_TYPES, Body, write_request
@@ -112,6 +113,10 @@ class RemoteReward:
         self.timeout, self.retries, self.backoff, self.wait = timeout, retries, backoff, wait
         self.is_groupwise, self.takes_latents = groupwise, latents  # marks that contract.py reads
         self.body, self.num_frames = body, num_frames
+
+    def check_needs(self) -> None:
+        """Raises ImportError where the client is missing; servers are asked at the first scoring alone."""
+        check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
 
     def settings(self) -> dict[str, Any]:
         """What it was made with; all but what changes while it runs."""

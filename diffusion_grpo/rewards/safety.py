@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .model import ModelReward
+from .needs import CONFIG, IMAGE_PROCESSOR, WEIGHTS, Source
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,6 +29,9 @@ class NsfwFilter(ModelReward):
 
     model: str = "Falconsai/nsfw_image_detection"
     unsafe_labels: list[str] = dataclasses.field(default_factory=lambda: ["nsfw"])
+
+    def sources(self) -> list[Source]:
+        return [Source("model", self.model, CONFIG + WEIGHTS + IMAGE_PROCESSOR, self.revision)]
 
     def load(self) -> nn.Module:
         from transformers import AutoImageProcessor, AutoModelForImageClassification

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from .needs import needs
 from .text import Match, quoted, spelling_scores
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 ENLARGE = 3
 
 
+def _check_reader(**options) -> None:
+    _reader()
+
+
+@needs(_check_reader)
 def tesseract(
     images: list[Image.Image],
     prompts: list[str],
@@ -58,7 +64,7 @@ def _reader() -> PyTessBaseAPI:
         import tesserocr
     except ImportError as error:
         raise ImportError(
-            'The "tesseract" reward reads with tesserocr; install it with pip install "diffusion-grpo[ocr]".'
+            'tesserocr, by which it reads, is not installed; get it with pip install "diffusion-grpo[ocr]".'
         ) from error
     folder = Path(sys.prefix) / "share" / "tessdata"
     if not (folder / "eng.traineddata").exists():

@@ -8,6 +8,9 @@ text somewhere in a scene is found first by rapidocr's own interface (`scene=Tru
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import os
 import re
 from collections.abc import Callable
 from functools import cache
@@ -15,18 +18,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import yaml
 from PIL import Image
+
+from .needs import check_package, needs
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 HEIGHT = 48  # pixels, what PP-OCR's recognition networks were trained on
 BATCH = 64
+PADDLE = "pip install paddleocr paddlepaddle"  # or paddlepaddle-gpu
 
 Match = Literal["edit", "exact", "contains"]
 Engine = Literal["rapidocr", "paddleocr"]
 
 
+def _check_reader(
+    scene: bool = False, engine: Engine = "rapidocr", engine_kwargs: dict | None = None, **options
+) -> None:
+    """Loads what a user of the reward would otherwise wait for until the first samples are there."""
+    _check_engine(engine, engine_kwargs)
+    if engine == "paddleocr":
+        _check_paddle(engine_kwargs or {})
+    elif scene:
+        _scene_reader()
+    else:
+        _recogniser()
+
+
+@needs(_check_reader)
 def text(
     images: list[Image.Image],
     prompts: list[str],
@@ -36,6 +57,7 @@ def text(
     ignore_spaces: bool = False,
     scene: bool = False,
     engine: Engine = "rapidocr",
+    engine_kwargs: dict | None = None,
     **columns,
 ) -> list[float | None]:
     """How well what is read agrees with what is wanted, in [0, 1]. Of a video, frames are read (`Reward.frames`).
@@ -51,16 +73,21 @@ def text(
             otherwise the picture is one line of text.
         engine: the reader, `"rapidocr"` or `"paddleocr"` (3.x, which always searches, and is what Flow-GRPO reads
             with). A model of transformers reads in the reward `text_by_model`.
+        engine_kwargs: arguments of `paddleocr.PaddleOCR`, such as the folders of its models
+            (`text_detection_model_dir`, `text_recognition_model_dir`), which it downloads otherwise, or another
+            `lang` than `en`.
 
     Returns:
         `None` for a prompt without a quoted text, or an empty column.
 
     Raises:
         ImportError: the engine is not installed.
+        ValueError: `engine_kwargs` for another engine than PaddleOCR.
     """
+    _check_engine(engine, engine_kwargs)
     wanted = columns[target_column] if target_column else [quoted(prompt) for prompt in prompts]
     if engine == "paddleocr":
-        readings = read_with_paddle(images)
+        readings = read_with_paddle(images, engine_kwargs)
     else:
         readings = read_scenes(images) if scene else read(images)
     return spelling_scores(readings, wanted, match, ignore_case, ignore_spaces)
@@ -145,9 +172,13 @@ def read_scenes(images: list[Image.Image]) -> list[str]:
     return readings
 
 
-def read_with_paddle(images: list[Image.Image]) -> list[str]:
-    """What PaddleOCR finds and reads on each picture, lines joined with blanks, in its own order."""
-    engine = _paddle_reader()
+def read_with_paddle(images: list[Image.Image], options: dict[str, Any] | None = None) -> list[str]:
+    """What PaddleOCR finds and reads on each picture, lines joined with blanks, in its own order.
+
+    Args:
+        options: arguments of `paddleocr.PaddleOCR` beside those that are set here.
+    """
+    engine = _paddle_reader(json.dumps(options or {}, sort_keys=True))
     readings = []
     for image in images:
         (found,) = engine.predict(np.asarray(image.convert("RGB"))[:, :, ::-1])  # blue, green, red
@@ -155,17 +186,52 @@ def read_with_paddle(images: list[Image.Image]) -> list[str]:
     return readings
 
 
+def _check_engine(engine: Engine, options: dict[str, Any] | None) -> None:
+    if options and engine != "paddleocr":
+        raise ValueError(f"engine_kwargs are arguments of PaddleOCR, but the engine is {engine}; take them out.")
+
+
+def _check_paddle(options: dict[str, Any]) -> None:
+    """Raises ImportError or FileNotFoundError for what is not there; PaddleOCR itself loads slowly, and downloads."""
+    from huggingface_hub import constants
+
+    check_package("paddleocr", PADDLE)
+    if "engine" not in options:  # PaddleOCR's own setting, with which other packages compute
+        check_package("paddle", PADDLE)
+    version = importlib.metadata.version("paddleocr")
+    if int(version.partition(".")[0]) < 3:
+        raise ImportError(f"PaddleOCR {version} is installed, but 3 or later is needed; pip install -U paddleocr.")
+    folder = Path(os.environ.get("PADDLE_PDX_CACHE_HOME", Path.home() / ".paddlex")) / "official_models"
+    if not _paddle_models(options) and constants.HF_HUB_OFFLINE and not folder.is_dir():
+        raise FileNotFoundError(
+            f"HF_HUB_OFFLINE is set, and PaddleOCR's models are not at {folder}; put them there, or name folders in "
+            "engine_kwargs (text_detection_model_dir, text_recognition_model_dir)."
+        )
+
+
+def _paddle_models(options: dict[str, Any]) -> dict[str, str]:
+    """The names of the models in the folders that `options` name, which PaddleOCR wants to be told beside them."""
+    names = {}
+    for key, folder in options.items():
+        if key.endswith("_model_dir"):
+            path = Path(folder) / "inference.yml"
+            if not path.is_file():
+                raise FileNotFoundError(f"{key}={folder} holds no inference.yml; name a folder of PaddleOCR 3.")
+            written = yaml.safe_load(path.read_text(encoding="utf-8"))
+            names[f"{key.removesuffix('dir')}name"] = written["Global"]["model_name"]
+    return names
+
+
 @cache
-def _paddle_reader() -> Any:
-    try:
-        import paddleocr
-    except ImportError as error:
-        raise ImportError(
-            'The "text" reward with engine: paddleocr needs PaddleOCR 3; pip install paddleocr paddlepaddle '
-            "(or paddlepaddle-gpu), or leave the engine at rapidocr."
-        ) from error
+def _paddle_reader(options: str) -> Any:
+    """PaddleOCR with these arguments, in JSON; what turns whole pages is off unless asked for."""
+    given = json.loads(options)
+    _check_paddle(given)
+    import paddleocr
+
     off = ("use_doc_orientation_classify", "use_doc_unwarping", "use_textline_orientation")
-    return paddleocr.PaddleOCR(lang="en", **dict.fromkeys(off, False))
+    language = {} if any("_model_" in key for key in given) else {"lang": "en"}  # models named have their own
+    return paddleocr.PaddleOCR(**language | dict.fromkeys(off, False) | _paddle_models(given) | given)
 
 
 @cache
@@ -196,7 +262,8 @@ def _recogniser() -> tuple[InferenceSession, list[str]]:
         import rapidocr
     except ImportError as error:
         raise ImportError(
-            'The "text" reward reads with rapidocr and onnxruntime; get them with pip install "diffusion-grpo[ocr]".'
+            "rapidocr and onnxruntime, by which it reads, are not installed; get them with "
+            'pip install "diffusion-grpo[ocr]".'
         ) from error
     import torch
 

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .model import ModelReward, read_weights, weights_path
+from .needs import CONFIG, TOKENIZER, WEIGHTS, Source
 from .qwen_vl import (
     RewardNetwork,
     as_frame,
@@ -35,6 +36,7 @@ from .qwen_vl import (
 
 DIMENSIONS = ("VQ", "MQ", "TA")
 MARKS = [f"<|{dimension}_reward|>" for dimension in DIMENSIONS]
+ADAPTER = "adapter_model.safetensors"
 MIN_PIXELS = 128 * 28 * 28  # of a frame; the most stand in the checkpoint
 MIN_FRAMES, MAX_FRAMES = 4, 768
 REMEMBERED = 4096  # videos whose three scores are kept
@@ -99,6 +101,15 @@ class VideoAlign(ModelReward):
                 self._known.popitem(last=False)
         return scores
 
+    def sources(self) -> list[Source]:
+        parts, base = (f"{self.checkpoint}/model.pth",), CONFIG + TOKENIZER
+        if self._has_adapter:
+            parts, base = (f"{self.checkpoint}/non_lora_state_dict.pth",), base + WEIGHTS
+        return [
+            Source("model", self.model, (("model_config.json",), parts), self.revision),
+            Source("base", self.base, base, self.base_revision),
+        ]
+
     def load(self) -> RewardNetwork:
         """The checkpoint's weights on the architecture of `base`, the LoRA beside them and not merged in."""
         from transformers import AutoConfig
@@ -124,13 +135,18 @@ class VideoAlign(ModelReward):
             self._read = _checked(json.loads(path.read_text(encoding="utf-8")), path)
         return self._read
 
+    @property
+    def _has_adapter(self) -> bool:
+        """Whether the weights are in a folder as the original's training leaves them."""
+        return (Path(self.model).expanduser() / self.checkpoint / ADAPTER).is_file()
+
     def _weights(self) -> dict[str, Tensor]:
         folder = Path(self.model).expanduser() / self.checkpoint
-        if not (folder / "adapter_model.safetensors").is_file():
+        if not self._has_adapter:
             return read_weights(weights_path(self.model, f"{self.checkpoint}/model.pth", self.revision))
         from transformers import Qwen2VLModel
 
-        adapter = read_weights(folder / "adapter_model.safetensors")
+        adapter = read_weights(folder / ADAPTER)
         trained = own_names(read_weights(folder / "non_lora_state_dict.pth"))
         adapter, _ = own_names({LORA.sub(r".lora_\1.default.", name): value for name, value in adapter.items()})
         targets = {name.split(".lora_A.")[0] for name in adapter if ".lora_A." in name}

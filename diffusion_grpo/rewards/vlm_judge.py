@@ -31,6 +31,7 @@ from .http import (
     sentence,
     transport_errors,
 )
+from .needs import check_package
 from .qwen_vl import template as published
 from .samples import frame_positions
 from .score import RewardError
@@ -109,6 +110,10 @@ class VlmJudge:
         self.url = self.url.rstrip("/")
         self._slots = Slots(self.concurrency)
         self._fields = _fields(self.template) | _fields(self.video_template or "")
+
+    def check_needs(self) -> None:
+        """Raises ImportError where the client is missing; the server is asked at the first scoring alone."""
+        check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
 
     def __hash__(self) -> int:
         return hash((type(self), self.url, self.model))

@@ -1,0 +1,157 @@
+"""What a reward needs before it can score: packages, and weights in a folder or the Hub's cache.
+
+In: rewards. Out: nothing, or one sentence that says what is missing. A module of its own because rewards load at their
+first call, after the first rollout, which a long training reaches late: what is not there is said before a model is
+loaded. Only this machine is looked at. A Hub id that is not in the cache is downloaded at the first call, so it is
+missing only where `HF_HUB_OFFLINE` is set.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .contract import Reward
+
+CONFIG = (("config.json",),)
+WEIGHTS = (("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),)
+TOKENIZER = (
+    ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model"),
+    ("tokenizer_config.json", "config.json"),
+)
+IMAGE_PROCESSOR = (("preprocessor_config.json", "processor_config.json"),)
+
+
+class Source(NamedTuple):
+    """A Hub id or folder from which a reward reads files.
+
+    Attributes:
+        setting: the reward's argument that names it.
+        place: Hub id or folder.
+        files: for each file that is read the names that it may have there, of which one is enough.
+        revision: branch, tag or commit of a Hub id.
+    """
+
+    setting: str
+    place: str
+    files: tuple[tuple[str, ...], ...]
+    revision: str = "main"
+
+    def path(self, name: str) -> Path | None:
+        """The file of that name on this machine, or None."""
+        folder = Path(self.place).expanduser()
+        if folder.is_dir():
+            return folder / name if (folder / name).is_file() else None
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.place, name, revision=self.revision)
+        return Path(found) if isinstance(found, str) else None
+
+    def found(self) -> list[str]:
+        """The names of all files that are read and are on this machine.
+
+        Raises:
+            FileNotFoundError: one is missing, also a part of weights in several files.
+        """
+        names = []
+        for alternatives in self.files:
+            first = next((name for name in alternatives if self.path(name) is not None), None)
+            if first is None:
+                raise FileNotFoundError(self._lacking(" or ".join(alternatives)))
+            parts = _parts(self.path(first))
+            for part in parts:
+                if self.path(part) is None:
+                    raise FileNotFoundError(self._lacking(f"{part}, which belongs to {first}"))
+            names += [first, *parts]
+        return names
+
+    def check(self) -> None:
+        """Raises FileNotFoundError where a file is missing that will not be downloaded."""
+        folder = Path(self.place).expanduser()
+        if not folder.is_dir():
+            if not _is_hub_id(self.place):
+                raise FileNotFoundError(
+                    f"{self.setting}={self.place} is no folder, and a Hub id has the form `owner/name`; correct it."
+                )
+            from huggingface_hub import constants
+
+            if not constants.HF_HUB_OFFLINE:
+                return
+        self.found()
+
+    def _lacking(self, what: str) -> str:
+        if Path(self.place).expanduser().is_dir():
+            return f"{self.setting}={self.place} is a folder without {what}; name one that holds it, or a Hub id."
+        from huggingface_hub import constants
+
+        return (
+            f"HF_HUB_OFFLINE is set, and for {self.setting}={self.place} (revision {self.revision}) the cache "
+            f"{constants.HF_HUB_CACHE} holds no {what}; run `hf download {self.place} --revision {self.revision}` "
+            f"where there is a network, or set {self.setting} to a folder."
+        )
+
+
+def check_needs(rewards: Iterable[Reward]) -> None:
+    """Refuses rewards that will not be able to score, as far as this machine can tell without the network.
+
+    A function or object that is a reward is asked by its attribute `check_needs`, if it has one: called with the
+    reward's arguments, it raises OSError, ImportError or ValueError.
+
+    Raises:
+        ValueError: the first reward that needs something which is not there.
+    """
+    for reward in rewards:
+        check = _check_of(reward.function)
+        if check is None:
+            continue
+        try:
+            check(**reward.arguments)
+        except (OSError, ImportError, ValueError) as error:
+            raise ValueError(f"The reward {reward.name!r} cannot score: {error}") from error
+
+
+def needs(check: Callable[..., None]) -> Callable[[Callable], Callable]:
+    """Marks a function that is a reward with what `check_needs` is to call for it."""
+
+    def mark(function: Callable) -> Callable:
+        function.check_needs = check
+        return function
+
+    return mark
+
+
+def check_package(package: str, command: str) -> None:
+    """Raises ImportError, with the command that installs it, where a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"the package {package} is not installed; get it with `{command}`.")
+
+
+def _check_of(function: Callable) -> Callable | None:
+    if not isinstance(function, functools.partial):
+        return getattr(function, "check_needs", None)
+    check = _check_of(function.func)
+    return None if check is None else functools.partial(check, **function.keywords)
+
+
+def _is_hub_id(place: str) -> bool:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(place)
+    except HFValidationError:
+        return False
+    return not place.startswith((".", "/", "~"))
+
+
+def _parts(path: Path) -> list[str]:
+    """What a file is no use without: the files that an index names, or the merges of a vocabulary."""
+    if path.name == "vocab.json":
+        return ["merges.txt"]
+    if not path.name.endswith(".index.json"):
+        return []
+    return sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
