@@ -49,6 +49,7 @@ from .distributed import (
     hide_deepspeed,
     in_step,
     layered,
+    next_of_all,
     precision,
     redirected,
     set_learning_rate,
@@ -62,6 +63,7 @@ from .inputs import checked_inputs
 from .loading import check_peft_config, load_pipeline, model_name, pipeline_class, prepare_model
 from .losses import LossInputs, get_loss, loss_per_reward
 from .offload import placed
+from .policy import replaced
 from .ranks import Ranks, gathered_means
 from .records import check_same_run, run_record, write_json
 from .rewards import (
@@ -260,13 +262,15 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             self.policy.skips_hooks = True
 
     def _trained_weights(self, model: nn.Module) -> TrainedWeights:
-        self.policy.counts_of_all = fsdp.agreement(self.accelerator)
         if self.is_fsdp_enabled:
-            return fsdp.ShardedWeights(model)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        weights = TrainedWeights(trained, zero_stage(self.accelerator), ", " in self.component)
+            weights: TrainedWeights = fsdp.ShardedWeights(model)
+        else:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            weights = TrainedWeights(trained, zero_stage(self.accelerator), ", " in self.component)
         if weights.stage == 3:
             self.policy.shapes_only, self.policy.skips_hooks = lambda: without_weights(model), True
+        if weights.stage == 3 or self.is_fsdp_enabled:
+            self.policy.next_of_all = next_of_all(self.accelerator, weights)
         return weights
 
     @property
@@ -288,7 +292,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             return method(*args)
         if self.passes_together:
             return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
-        with contextlib.ExitStack() as stack:
+        with replaced(self.policy, "next_of_all", None), contextlib.ExitStack() as stack:
             for engine in (self.model_wrapped, self.ref_model):
                 if engine is not None and self.accelerator.unwrap_model(engine) is not engine:
                     stack.enter_context(gathered(engine))
