@@ -286,12 +286,14 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         for network in self.policy.networks if is_waiting else []:
             network.to(self.args.device)  # before training they wait where they were loaded
         if self.is_fsdp_enabled:
-            with fsdp.gathered(self.model, self.accelerator, self.args.fsdp_gather_for_generation):
+            kept = fsdp.gathered(self.model, self.accelerator, self.args.fsdp_gather_for_generation)
+            with self.ranks.together(), kept:
                 return method(*args)
         if not self.weights.is_parted:
             return method(*args)
         if self.passes_together:
-            return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
+            with self.ranks.together():
+                return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
         with replaced(self.policy, "next_of_all", None), contextlib.ExitStack() as stack:
             for engine in (self.model_wrapped, self.ref_model):
                 if engine is not None and self.accelerator.unwrap_model(engine) is not engine:
@@ -391,7 +393,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._has_started = True
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / "run.json", self.run)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        with self.ranks.together():
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch: a replay, a loss and a backward pass for each trained step. Returns the detached loss.
