@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import conftest  # noqa: F401
+import plain_attention
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
@@ -102,7 +103,8 @@ WHOLE_GROUPS = [ranked, shared]
 def built(folder, settings, rewards=brightness):
     """A trainer; sizes in `settings` are as for one process, `rows` the columns of the dataset; `mode` is "zero3",
     "layered3", "fsdp2", or DDP by default."""
-    settings, processes = dict(settings), int(os.environ.get("WORLD_SIZE", 1))
+    settings = dict(settings)
+    processes = int(os.environ.get("WORLD_SIZE", 1)) // settings.get("context_parallel_size", 1)
     mode = settings.pop("mode", "ddp")
     if mode.startswith("zero3"):
         settings |= {"deepspeed": deepspeed_config(3), "ds3_gather_for_generation": mode == "zero3"}
@@ -137,6 +139,12 @@ def train(folder, settings, rewards="brightness", resume=None):
             save_file(trained_weights(own), Path(folder) / "weights.safetensors")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def train_in_rings(folder, settings):
+    """`train` with context parallelism by rings."""
+    plain_attention.install()
+    train(folder, settings | {"context_parallel_type": "ring"})
 
 
 def first_weights(settings):
