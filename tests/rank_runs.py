@@ -199,7 +199,7 @@ def fail(folder, settings, where):
         return loss, 0.5 if rank() == 1 and where in ("ratio", "late") else error
 
     trainer.DiffusionGRPOTrainer._step_loss = step_loss
-    ranks.NOTICE, ranks.BEAT, ranks.GRACE = 1.0, 0.5, 2.0
+    ranks.NOTICE, ranks.BEAT, ranks.GRACE = 1.0, 0.5, 1.0
     if rank() == 1 and where == "late":
         wait = ranks.Ranks._wait_for_all
         ranks.Ranks._wait_for_all = lambda *args: (wait(*args), time.sleep(5))
@@ -207,7 +207,7 @@ def fail(folder, settings, where):
     try:
         own.train()
     except ZeroDivisionError:
-        time.sleep(8 if where == "lingering" else 0)  # its connections stay open, and no collective breaks
+        time.sleep(5 if where == "lingering" else 0)  # its connections stay open, and no collective breaks
         raise
 
 
