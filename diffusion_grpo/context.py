@@ -6,7 +6,10 @@ all else sees a group as one process: its processes get the same samples, seeds 
 """
 
 import contextlib
+import functools
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from diffusers import ContextParallelConfig
@@ -15,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from .config import DiffusionGRPOConfig
 
+UNEQUAL = "divisible by mesh size"  # in diffusers' assertion
 RING_BACKEND = "_native_cudnn"  # of torch's own: it gives the log-sum-exps by which the parts of a ring are joined
 
 
@@ -44,6 +48,7 @@ def spread_over_context(networks: list[nn.Module], args: DiffusionGRPOConfig) ->
         config = ContextParallelConfig(ring_degree=shape[1], ulysses_degree=shape[2], mesh=mesh)
         with _an_accelerator(), _quiet("diffusers.models.modeling_utils"):
             network.enable_parallelism(config=config)
+        network.forward = says_what_does_not_divide(network, size)
 
 
 def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.device) -> None:
@@ -66,6 +71,31 @@ def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.de
             f"context_parallel_size={size} does not divide the {heads} attention heads of {name}, which Ulysses deals "
             "out; choose a divisor, or context_parallel_type='ring'."
         )
+
+
+def says_what_does_not_divide(network: nn.Module, size: int) -> Callable:
+    """The network's forward, which says in a sentence that a sequence cannot be cut into `size` equal parts.
+
+    Which inputs are cut, and where, stands in diffusers' plan of the network, and how long they are there is known at
+    the call alone: diffusers refuses it then, by an assertion without numbers.
+    """
+    real, name = network.forward, type(network).__name__
+
+    @functools.wraps(real)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return real(*args, **kwargs)
+        except AssertionError as error:
+            if UNEQUAL not in str(error):
+                raise
+            given = [f"{key} {tuple(value.shape)}" for key, value in kwargs.items() if torch.is_tensor(value)]
+            raise ValueError(
+                f"context_parallel_size={size} does not divide the tokens of a sample, so that no equal parts can "
+                f"be made: {name} was given {', '.join(given)}; choose another height, "
+                "width, num_frames or max_sequence_length, or a size that divides them."
+            ) from error
+
+    return forward
 
 
 def one_a_group(gathered: Tensor, args: DiffusionGRPOConfig) -> Tensor:

@@ -158,6 +158,17 @@ def in_step(passes: list[Any], accelerator: Accelerator, is_together: bool) -> l
     return [(one, True) for one in passes] + [(passes[-1], False)] * missing
 
 
+def next_of_all(accelerator: Accelerator, weights: "TrainedWeights") -> Callable[[int], list[int]]:
+    """How [`~diffusion_grpo.policy.Policy`] asks what each process does next: a collective once weights are parted."""
+
+    def ask(own: int) -> list[int]:
+        if not weights.is_parted:
+            return [own]
+        return accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
+
+    return ask
+
+
 def clear_gradients(optimizer: Any, weights: "TrainedWeights") -> None:
     """Before an update under ZeRO-3, whose first backward pass overwrites the last update's gradients.
 

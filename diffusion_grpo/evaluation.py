@@ -185,7 +185,7 @@ def _sample(
 ) -> list[Any]:
     """What the pipeline makes of each row; and into `latents`, where given, the latents it is made from."""
     args, samples = trainer.args, [None] * len(rows)
-    trainer.inputs.learn(trainer.policy, rows, trainer.noise_level)
+    trainer._learn(rows)
     for first in range(0, len(rows), args.per_device_eval_batch_size):
         trainer.policy.prompts.clear()
         parts = trainer.inputs.parts(rows[first : first + args.per_device_eval_batch_size])

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -283,10 +282,3 @@ def as_shard(whole: Tensor, like: DTensor) -> DTensor:
 def _as_dtensor(share: Tensor, like: DTensor) -> DTensor:
     layout = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, **layout)
-
-
-def agreement(accelerator: Accelerator) -> Any:
-    """How [`~diffusion_grpo.policy.Policy`] asks the other processes how often they call the network; else None."""
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return None
-    return lambda counts: accelerator.gather(torch.tensor([counts], device=accelerator.device)).tolist()

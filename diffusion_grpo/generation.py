@@ -121,18 +121,21 @@ class GeneratingTrainer(ReplayingTrainer):
         every = one_a_group(self.accelerator.gather(local.to(self.args.device)), self.args)
         return every.cpu()[inverse(order.by_process())]
 
+    def _learn(self, rows: list[dict]) -> None:
+        self.inputs.learn(self.policy, rows, self.noise_level, is_together=self.passes_together)
+
     def _rolled_out(
         self, rows: list[dict], generation: int, positions: Tensor, scoring: AnyScoring
     ) -> tuple[list, Recorded, Tensor | None, Tensor | None]:
         """What of a generation passes the network; divergences for `kl_reward`, states for a value model."""
-        self.inputs.learn(self.policy, rows, self.noise_level)
+        self._learn(rows)
         observed = contextlib.nullcontext() if self.values is None else recorded_conditions(self.policy)
         with observed as conditions:
             samples, trajectory = self._rollout(rows, generation, positions, scoring)
         divergences = self._divergences(rows, trajectory) if self.args.kl_reward > 0 else None
         seen = None
         if conditions is not None:
-            seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows, self.accelerator))
+            seen = states_of_calls(trajectory.samples, conditions, self.inputs.calls(rows))
         return samples, trajectory, divergences, seen
 
     @torch.no_grad()
@@ -155,7 +158,7 @@ class GeneratingTrainer(ReplayingTrainer):
         steps = steps if args.permute_steps else steps * len(rows)
         trajectories = [None] * len(rows)
         is_decoded = self._is_saving or not all(map(only_takes_latents, self.reward_funcs))
-        calls = self.inputs.calls(rows, self.accelerator)
+        calls = self.inputs.calls(rows)
         for places, is_own in in_step(calls, self.accelerator, self.passes_together):
             latents = [] if self._takes_latents(self.reward_funcs) else None
             images, trajectory = rollout(
@@ -256,7 +259,7 @@ class GeneratingTrainer(ReplayingTrainer):
     def _restored_buffer(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
         def rows_at(positions: list[int]) -> list[dict]:
             rows = self._rows_at(positions, numbers)
-            self.with_weights(self.inputs.learn, self.policy, rows, self.noise_level)
+            self.with_weights(self._learn, rows)
             return rows
 
         folder, process = Path(self._resumed_from or ""), self.args.data_process

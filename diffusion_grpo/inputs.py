@@ -9,8 +9,7 @@ import inspect
 import logging
 from typing import Any
 
-import torch
-from accelerate import Accelerator, DistributedType
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 
@@ -103,7 +102,12 @@ class PipelineInputs:
             )
 
     def learn(
-        self, policy: Policy, rows: list[dict[str, Any]], noise_level: float, args: DiffusionGRPOConfig | None = None
+        self,
+        policy: Policy,
+        rows: list[dict[str, Any]],
+        noise_level: float,
+        args: DiffusionGRPOConfig | None = None,
+        is_together: bool = False,
     ) -> None:
         """Finds out, once for each set of columns, whether samples share a call; `parts` and `__call__` follow it.
 
@@ -112,6 +116,8 @@ class PipelineInputs:
             rows: of the dataset, decoded.
             noise_level: of its process.
             args: the training's sizes and steps, where the constructor was given other settings.
+            is_together: whether processes pass the network together. All ask about the same rows then, which is a
+                collective: each set of columns that one of them has to ask about, by the row that one has.
 
         Raises:
             Exception: what the pipeline raised, where it takes the rows in no form.
@@ -121,13 +127,15 @@ class PipelineInputs:
         args = args or self.args
         count = args.rollout_batch_size or args.per_device_train_batch_size
         start, stop = args.window
+        asked: dict[frozenset[str], dict[str, Any]] = {}
         for row in rows:
             given = self._given(row)
-            if given in self.forms:
-                continue
+            if given not in self.forms:
+                asked.setdefault(given, {name: row[name] for name in row if name in given})
+        for given, row in (_asked_by_all(asked) if is_together else asked).items():
             form = find_form(
                 policy,
-                {name: row[name] for name in row if name in given},
+                row,
                 self._arguments,
                 count,
                 num_inference_steps=args.num_inference_steps,
@@ -150,27 +158,26 @@ class PipelineInputs:
             parts += [part] if is_batched else [[place] for place in part]
         return parts
 
-    def calls(self, rows: list[dict[str, Any]], accelerator: Accelerator) -> list[list[int]]:
-        """Places of the samples of each pipeline call of a rollout, cut as the updates cut it.
-
-        Args:
-            rows: one a sample.
-            accelerator: where its processes pass the network together under DeepSpeed, all need as many calls.
-
-        Raises:
-            ValueError: calls of one process would wait for those of another that never come.
-        """
+    def calls(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        """Places of the samples of each pipeline call of a rollout, cut as the updates cut it; `rows` are one a
+        sample."""
         size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
         starts = range(0, len(rows), size)
-        parts = [self.parts(rows[start : start + size]) for start in starts]
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            counts = torch.tensor([len(part) for part in parts], device=accelerator.device)
-            if len(accelerator.gather(counts).unique()) > 1:
-                raise ValueError(
-                    "Micro-batches of different numbers of shapes cannot be trained with DeepSpeed, whose processes "
-                    "pass the network together; give all rows one shape, or set per_device_train_batch_size=1."
-                )
-        return [[start + i for i in places] for start, part in zip(starts, parts, strict=True) for places in part]
+        return [[start + i for i in places] for start in starts for places in self.parts(rows[start : start + size])]
+
+
+def _asked_by_all(own: dict[frozenset[str], dict[str, Any]]) -> dict[frozenset[str], dict[str, Any]]:
+    """A row for each set of columns that some process asks about, in the same order on all; a collective.
+
+    It is the first such process' row, as it has decoded it.
+    """
+    every = gather_object([[sorted(given) for given in own]])
+    found: dict[frozenset[str], dict[str, Any]] = {}
+    for process, asked in enumerate(every):
+        for given in map(frozenset, asked):
+            if given not in found:
+                (found[given],) = broadcast_object_list([own.get(given)], from_process=process)
+    return found
 
 
 def checked_inputs(

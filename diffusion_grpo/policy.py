@@ -26,6 +26,7 @@ from .schedulers import StochasticScheduler, stochastic_scheduler
 from .tokens import Sampling
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+DONE, PLAIN, GRAPH = 0, 1, 2  # what a process does next: no more calls of the network, one without or with gradient
 POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
 
 
@@ -70,13 +71,13 @@ class Policy:
         self.is_mixed_precision = is_mixed_precision
         self.prompts = PromptCache()
         self.draws_globally = False
-        self.counts_of_all: Callable[[list[int]], list[list[int]]] | None = None
+        # where a call gathers weights: what this process does next goes in, what each of all does comes out
+        self.next_of_all: Callable[[int], list[int]] | None = None
         self._blank_outputs: dict[Any, Any] = {}
-        # for ZeRO-3, whose hooks gather weights: entered where a network runs for the shape of its output alone, and
-        # whether its hooks stay out of the calls that are skipped
-        self.shapes_only: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+        # where hooks gather weights: entered where a network runs for the shape of its output alone, without them and
+        # uncounted (None: that is a call as any other); and whether hooks stay out of the calls that are skipped
+        self.shapes_only: Callable[[], contextlib.AbstractContextManager] | None = None
         self.skips_hooks = False
-        self._calls: list[int] = [0, 0]  # of the networks in the pipeline's call: without and with gradient
         self._last_call: Callable | None = None
         self._spare: list[Tensor] = []
 
@@ -151,29 +152,27 @@ class Policy:
                 stack.enter_context(replaced(holder, "_progress_bar_config", {"disable": True}))
             for name, part in inner.items():
                 stack.enter_context(replaced(pipe, name, _Undecorated(part)))
-            self._calls = [0, 0]
             try:
                 yield
-                self._keep_in_step()
+                self._keep_in_step(DONE)
             finally:
                 self.scheduler.driver = None
 
-    def _keep_in_step(self) -> None:
-        """Calls the networks as often as the process that called them most, where a call gathers their weights.
+    def _keep_in_step(self, own: int) -> None:
+        """Returns when it is the turn of what this process does next.
 
-        How often depends on the samples: on whether a step is guided, and on which output shapes are known already.
-        Those with gradient leave a term of zero behind, so that their backward passes come as often too.
+        Where a call gathers weights, processes make the same calls one after the other: those without gradient that
+        any of them is to make, then those with. How many there are depends on the samples: on whether a step is
+        guided, and on which output shapes are known already. Who has none to make calls for nothing, with gradient
+        for a term of zero, so that backward passes come as often too.
         """
-        if self.counts_of_all is None:
+        if self.next_of_all is None:
             return
-        every = self.counts_of_all(self._calls)
-        plain, graphs = (max(counts) for counts in zip(*every, strict=True))
-        for _ in range(graphs - self._calls[1]):
-            output = pytree.tree_leaves(self._last_call())
-            self._spare.append(sum((leaf * 0.0).sum() for leaf in output if torch.is_tensor(leaf)))
-        with torch.no_grad():
-            for _ in range(plain - self._calls[0]):
-                self._last_call()
+        while (turn := min(filter(None, self.next_of_all(own)), default=DONE)) != own:
+            with torch.set_grad_enabled(turn == GRAPH):
+                output = pytree.tree_leaves(self._last_call())
+            if turn == GRAPH:
+                self._spare.append(sum((leaf * 0.0).sum() for leaf in output if torch.is_tensor(leaf)))
 
     def spare(self) -> Tensor | float:
         """Zero, with the gradient of calls that were only made to keep in step; once."""
@@ -221,9 +220,8 @@ class Policy:
             )
             is_skipped = not (driver.needs_network or must_run)
             if is_skipped and key not in self._blank_outputs:
-                with torch.no_grad(), self.shapes_only():
-                    shaped = real if self.counts_of_all is None else run
-                    self._remember(key, self._passed(shaped, tensors, args, kwargs))
+                with torch.no_grad():
+                    self._remember(key, self._shaped(real, run, tensors, args, kwargs))
             if is_skipped and key in self._blank_outputs:
                 return self._blank_outputs[key]
             output = self._passed(run, tensors, args, kwargs)
@@ -232,12 +230,22 @@ class Policy:
 
         return gate
 
-    def _passed(self, real: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _shaped(self, real: Callable, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
+        """An output of which only the shape is looked at."""
+        if self.shapes_only is None:
+            return self._passed(run, tensors, args, kwargs)
+        with self.shapes_only():
+            return self._cast(self._called(real, args, kwargs), tensors)
+
+    def _passed(self, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        call = functools.partial(self._called, run, args, kwargs)
+        if self.next_of_all is not None:
+            self._last_call = call
+            self._keep_in_step(GRAPH if torch.is_grad_enabled() else PLAIN)
+        return self._cast(call(), tensors)
+
+    def _cast(self, output: Any, tensors: list[Tensor]) -> Any:
         """The network's output, in the dtype of the latents that the pipeline gave: autocast leaves half precision."""
-        if self.counts_of_all is not None:
-            self._calls[torch.is_grad_enabled()] += 1
-            self._last_call = functools.partial(self._called, real, args, kwargs)
-        output = self._called(real, args, kwargs)
         if not self.is_mixed_precision:
             return output
         dtype = next(x.dtype for x in tensors if x.is_floating_point())

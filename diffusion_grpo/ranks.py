@@ -1,4 +1,4 @@
-"""Processes that wait for each other outside of collectives, and end together where one of them fails.
+"""Processes that wait for each other outside of collectives, and end together where one of them fails, inside or out.
 
 In: what each process does by itself, for however long (a rollout, its rewards), and the error it ended in, if any.
 Out: that error on every process. A module of its own because a collective in which one process is missing runs into a
@@ -6,8 +6,11 @@ time-out that names nobody; torch's key-value store, through which processes fin
 """
 
 import contextlib
+import itertools
 import json
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +23,11 @@ from torch import distributed
 logger = logging.getLogger(__name__)
 NOTICE = 60.0  # seconds between two lines about those who are waited for
 BEAT = 2.0  # seconds between two signs of life
+REQUESTS = 200  # a second that all processes together make of the store while they wait: more of them ask less often
+NAMED = 4  # processes whose signs of life are read, and told of, where many are waited for
 FAREWELL = 30.0  # seconds that the process which may hold the store stays for those who still read errors from it
+GRACE = 30.0  # seconds that a process has to end by itself after another one has failed
+NUMBERS = itertools.count()  # of the runs of a process: each has its own part of the store
 
 
 class RankError(RuntimeError):
@@ -29,6 +36,9 @@ class RankError(RuntimeError):
 
 class _OtherFailed(Exception):
     """What this process waits for does not come: another one has failed, and says so when they meet."""
+
+
+Error = tuple[int, str, str]  # the process that failed, the kind of its error, and what it says
 
 
 class Ranks:
@@ -44,7 +54,10 @@ class Ranks:
     def __init__(self, accelerator: Accelerator, timeout: float, kinds: tuple[type[Exception], ...]):
         self.accelerator, self.timeout = accelerator, timeout
         self.kinds = {kind.__name__: kind for kind in kinds}
-        self._turn = 0
+        self._number, self._turn = next(NUMBERS), 0
+        self._known: Exception | None = None  # that this process ends with, where the others know of it
+        self._news: Error | None = None  # that another process has left in the store, once it is read
+        self._reading, self._watches = threading.Lock(), 0
         self._apart: str | None = None  # the turn of which this process is inside of `apart`
         self._task, self._since = "", time.monotonic()
 
@@ -85,8 +98,9 @@ class Ranks:
         except _OtherFailed:
             pass  # they meet below
         except Exception as error:
+            if error is self._known:  # from inside of `together`: they do not come
+                raise
             own = self.accelerator.process_index
-            # at once: others that are in a collective which this process does not reach may never come
             logger.error("Process %d failed, which %s; it waits for the others to end.", own, task, exc_info=error)
             self._meet(turn, error)
             raise
@@ -110,15 +124,107 @@ class Ranks:
         while not store.check([name]):
             if not is_waiting:
                 return None
-            if store.add(f"{turn}/failed", 0):
+            if store.check([f"{turn}/failed"]):
                 raise _OtherFailed
+            self._heed()
             time.sleep(pause)
-            pause = min(2 * pause, 0.2)
+            pause = min(2 * pause, self._pause(0.2))
             if watch.is_due():
                 watch.look([process], lambda process: _read(store, f"{turn}/life/{process}"))
         value = store.get(name).decode()
         store.delete_key(name)
         return value
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done inside meets the other processes in collectives, in which one that has failed is missing.
+
+        It leaves its error in the store. The others end with its words as soon as their collective breaks; those
+        whose does not (NCCL's may wait for the whole `ddp_timeout`) are ended `GRACE` seconds after they have read
+        them, with exit code 1.
+
+        Raises:
+            Exception: this process' own.
+            RankError: another one's, where this one's may be but a broken collective.
+        """
+        if self.is_alone:
+            yield
+            return
+        stop = threading.Event()
+        self._watches += 1
+        if self._watches == 1:
+            threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
+        try:
+            yield
+        except Exception as error:
+            if error is not self._known:
+                self._leave(error)
+            raise
+        finally:
+            self._watches -= 1
+            stop.set()
+
+    def _leave(self, error: Exception) -> None:
+        """Tells the others of an error, or finds that it comes of another process'."""
+        self._known = error
+        own, store = self.accelerator.process_index, self._store
+        try:
+            if store.add("failures", 1) == 1:
+                store.set("failure", json.dumps([own, type(error).__name__, str(error)]))
+                logger.error("Process %d failed; the others end too.", own, exc_info=error)
+                self._stay(store, "failure/read", self.accelerator.num_processes - 1)
+                return
+            news = self._read_failure(store)
+        except distributed.DistError:  # who holds the store has ended, perhaps after this process has read its error
+            news = self._news
+        is_broken = type(error) is RuntimeError or isinstance(error, distributed.DistError)  # a collective
+        if news is not None and is_broken:
+            self._known = RankError(self._said(news))
+            raise self._known from error
+
+    def _watch(self, stop: threading.Event) -> None:
+        """Ends a process that waits in vain for another one, which has failed."""
+        while not stop.wait(self._pause(1.0)):
+            try:
+                if not self._store.check(["failure"]):
+                    continue
+                news = self._read_failure(self._store)
+            except distributed.DistError:  # who holds the store has ended, and this process' collectives with it
+                return
+            if news[0] == self.accelerator.process_index:
+                return
+            logger.error("%s; this process ends too.", self._said(news))
+            if not stop.wait(GRACE):
+                logging.shutdown()
+                sys.stdout.flush()
+                os._exit(1)
+
+    def _read_failure(self, store: distributed.Store) -> Error:
+        with self._reading:
+            if self._news is None:
+                self._news = tuple(json.loads(store.get("failure")))
+                store.add("failure/read", int(self._news[0] != self.accelerator.process_index))
+            return self._news
+
+    def _heed(self) -> None:
+        """Waits no longer where another process has left its error in the store."""
+        if self._news is not None:
+            self._known = RankError(self._said(self._news))
+            raise self._known
+
+    def _said(self, news: Error) -> str:
+        process, kind, message = news
+        return f"Process {process} of {self.accelerator.num_processes} failed with {kind}: {message}"
+
+    def _pause(self, least: float) -> float:
+        """Seconds between two requests of one process to the store, so that it bears those of all."""
+        return max(least, self.accelerator.num_processes / REQUESTS)
+
+    def _stay(self, store: distributed.Store, read: str, count: int) -> None:
+        """The store may end with this process: it stays until so many have read an error from it."""
+        latest = time.monotonic() + min(FAREWELL, self.timeout)
+        while self.accelerator.process_index == 0 and store.add(read, 0) < count and time.monotonic() < latest:
+            time.sleep(0.05)
 
     def agree(self, error: Exception | None) -> None:
         """Raises on all processes where one has an error: a collective that all of them come to.
@@ -131,6 +237,7 @@ class Ranks:
             if self.accelerator.gather(failed).any():
                 self._meet(self._next_turn(), error)
         if error is not None:
+            self._known = error
             raise error
 
     def _next_turn(self) -> str:
@@ -139,13 +246,15 @@ class Ranks:
 
     @property
     def _store(self) -> distributed.Store:
-        return distributed.PrefixStore("diffusion_grpo", distributed.distributed_c10d._get_default_store())
+        return distributed.PrefixStore(
+            f"diffusion_grpo/{self._number}", distributed.distributed_c10d._get_default_store()
+        )
 
     def _live(self, turn: str, stop: threading.Event) -> None:
         """Signs of life, until the work is done."""
         while True:
             self._give_sign(turn)
-            if stop.wait(BEAT):
+            if stop.wait(self._pause(BEAT)):
                 return
 
     def _give_sign(self, turn: str) -> None:
@@ -155,60 +264,58 @@ class Ranks:
 
     def _meet(self, turn: str, error: Exception | None) -> None:
         """Waits for all, and raises what another one failed with where this one did not."""
+        self._known = error
         try:
             failures = self._exchange(turn, error)
         except distributed.DistError as lost:
             if error is not None:  # its own is what there is to say
                 raise error from lost
-            raise RankError(
-                f"The processes lost touch ({lost}); the one that holds their store has ended, and its "
-                "output says why."
-            ) from lost
-        kinds = {kind for kind, _ in failures.values()} | ({type(error).__name__} if error is not None else set())
-        if failures and (error is None or len(kinds) > 1):  # who is told of different ones ends with the same
-            process, (kind, message) = next(iter(failures.items()))
-            where = f"Process {process} of {self.accelerator.num_processes} failed"
+            self._known = RankError(
+                f"The processes lost touch ({lost}); the one that holds their store has ended, and its output says "
+                "why."
+            )
+            raise self._known from lost
+        others = [failure for failure in failures if failure[0] != self.accelerator.process_index]
+        kinds = {kind for _, kind, _ in failures}
+        if others and (error is None or len(kinds) > 1):  # who is told of different ones ends with the same
+            process, kind, message = others[0]
+            self._known = RankError(self._said(others[0]))
             if kind in self.kinds and len(kinds) == 1:
-                raise self.kinds[kind](f"{where}: {message}")
-            raise RankError(f"{where} with {kind}: {message}")
+                self._known = self.kinds[kind](
+                    f"Process {process} of {self.accelerator.num_processes} failed: {message}"
+                )
+            raise self._known
 
-    def _exchange(self, turn: str, error: Exception | None) -> dict[int, list[str]]:
-        """Kind and message of each process' error."""
+    def _exchange(self, turn: str, error: Exception | None) -> list[Error]:
+        """The errors of all processes."""
         store, own = self._store, self.accelerator.process_index
-        told = None if error is None else [type(error).__name__, str(error)]
-        store.set(f"{turn}/end/{own}", json.dumps(told))
-        store.add(f"{turn}/failed", int(error is not None))
+        if error is not None:
+            store.append(f"{turn}/failed", json.dumps([own, type(error).__name__, str(error)]) + "\n")
+        store.append(f"{turn}/who", f"{own} ")
         store.add(f"{turn}/arrived", 1)
         self._wait_for_all(store, turn)
         store.delete_key(f"{int(turn) - 1}/life/{own}")  # all have left the turn before
-        store.delete_key(f"{int(turn) - 1}/end/{own}")
-        if own == 0:
-            store.delete_key(f"{int(turn) - 1}/failed")
-            store.delete_key(f"{int(turn) - 1}/arrived")
-        if not store.add(f"{turn}/failed", 0):
-            return {}
-        ends = {process: json.loads(store.get(f"{turn}/end/{process}")) for process in self._others()}
+        for key in ("who", "arrived") if own == 0 else ():
+            store.delete_key(f"{int(turn) - 1}/{key}")
+        if not store.check([f"{turn}/failed"]):
+            return []
+        lines = store.get(f"{turn}/failed").decode().splitlines()
         store.add(f"{turn}/read", 1)
-        if own == 0:  # the store may end with this process
-            latest = time.monotonic() + min(FAREWELL, self.timeout)
-            while store.add(f"{turn}/read", 0) < self.accelerator.num_processes and time.monotonic() < latest:
-                time.sleep(0.05)
-        return {process: end for process, end in ends.items() if end is not None}
-
-    def _others(self) -> list[int]:
-        own = self.accelerator.process_index
-        return [process for process in range(self.accelerator.num_processes) if process != own]
+        self._stay(store, f"{turn}/read", self.accelerator.num_processes)
+        return sorted(tuple(json.loads(line)) for line in lines)
 
     def _wait_for_all(self, store: distributed.Store, turn: str) -> None:
         """Asks one counter; only where that takes long, who is missing."""
         watch = _Watch(self.timeout, time.monotonic())
         pause = 1e-3
         while store.add(f"{turn}/arrived", 0) < self.accelerator.num_processes:
+            self._heed()
             time.sleep(pause)
-            pause = min(2 * pause, 0.2)
+            pause = min(2 * pause, self._pause(0.2))
             if watch.is_due():
-                missing = [process for process in self._others() if not store.check([f"{turn}/end/{process}"])]
-                watch.look(missing, lambda process: _read(store, f"{turn}/life/{process}"))
+                here = {int(process) for process in store.get(f"{turn}/who").split()}
+                missing = [process for process in range(self.accelerator.num_processes) if process not in here]
+                watch.look(missing[:NAMED], lambda process: _read(store, f"{turn}/life/{process}"))
 
 
 def gathered_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:

@@ -49,6 +49,7 @@ from .distributed import (
     hide_deepspeed,
     in_step,
     layered,
+    next_of_all,
     precision,
     redirected,
     set_learning_rate,
@@ -62,6 +63,7 @@ from .inputs import checked_inputs
 from .loading import check_peft_config, load_pipeline, model_name, pipeline_class, prepare_model
 from .losses import LossInputs, get_loss, loss_per_reward
 from .offload import placed
+from .policy import replaced
 from .ranks import Ranks, gathered_means
 from .records import check_same_run, run_record, write_json
 from .rewards import (
@@ -262,13 +264,15 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             self.policy.skips_hooks = True
 
     def _trained_weights(self, model: nn.Module) -> TrainedWeights:
-        self.policy.counts_of_all = fsdp.agreement(self.accelerator)
         if self.is_fsdp_enabled:
-            return fsdp.ShardedWeights(model)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        weights = TrainedWeights(trained, zero_stage(self.accelerator), ", " in self.component)
+            weights: TrainedWeights = fsdp.ShardedWeights(model)
+        else:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            weights = TrainedWeights(trained, zero_stage(self.accelerator), ", " in self.component)
         if weights.stage == 3:
             self.policy.shapes_only, self.policy.skips_hooks = lambda: without_weights(model), True
+        if weights.stage == 3 or self.is_fsdp_enabled:
+            self.policy.next_of_all = next_of_all(self.accelerator, weights)
         return weights
 
     @property
@@ -284,13 +288,15 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         for network in self.policy.networks if is_waiting else []:
             network.to(self.args.device)  # before training they wait where they were loaded
         if self.is_fsdp_enabled:
-            with fsdp.gathered(self.model, self.accelerator, self.args.fsdp_gather_for_generation):
+            kept = fsdp.gathered(self.model, self.accelerator, self.args.fsdp_gather_for_generation)
+            with self.ranks.together(), kept:
                 return method(*args)
         if not self.weights.is_parted:
             return method(*args)
         if self.passes_together:
-            return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
-        with contextlib.ExitStack() as stack:
+            with self.ranks.together():
+                return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
+        with replaced(self.policy, "next_of_all", None), contextlib.ExitStack() as stack:
             for engine in (self.model_wrapped, self.ref_model):
                 if engine is not None and self.accelerator.unwrap_model(engine) is not engine:
                     stack.enter_context(gathered(engine))
@@ -389,7 +395,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._has_started = True
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / "run.json", self.run)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        with self.ranks.together():
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch: a replay, a loss and a backward pass for each trained step. Returns the detached loss.

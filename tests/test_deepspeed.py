@@ -19,7 +19,7 @@ import zero_run
 from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_runs import logged, trained_weights, trainer_for
+from tiny_runs import GUIDED, OPTIONAL, logged, pictures, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo import distributed, hub
@@ -226,6 +226,20 @@ TOGETHER = {
     "best3": ("best", 3, {}),
 }
 HALF = {"half-lora2": (BASE | SAVED, 2), "half-full3": (FULL | SAVED, 3), "half-lora3": (BASE | SAVED, 3)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rows", ["optional", "pictures", "guided"])
+def test_rows_may_differ_in_how_often_they_pass_the_network(tmp_path, rows):
+    """An optional column, two sizes, guidance: one process makes more calls of pipeline or network than the other."""
+    own = {"optional": OPTIONAL, "pictures": pictures(tmp_path), "guided": GUIDED}[rows]
+    own = BASE | own | {"beta": 0.05, "validation_prompts": ["a", "b", "c"], "validation_steps": 2}
+    stages = {"zero1": {"stage": 1}, "zero2": {"stage": 2}, "zero3": {"stage": 3}}
+    stages["layered3"] = {"stage": 3, "ds3_gather_for_generation": False}
+    zero_run.run(tmp_path, "alone", dict(own))
+    on_two_processes(tmp_path, {name: own | stage for name, stage in stages.items()})
+    for name, stage in stages.items():
+        assert_trains_as_one(tmp_path / name, tmp_path / "alone", stage["stage"])
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ import torch
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
-from tiny_runs import trained_weights, trainer_for
+from tiny_runs import GUIDED, OPTIONAL, pictures, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, distributed, fsdp
+from diffusion_grpo.policy import DONE, GRAPH, PLAIN
 from diffusion_grpo.rollout import Policy, replay, rollout
 from diffusion_grpo.sharded_checkpoints import has_shards
 
@@ -36,6 +37,7 @@ CASES = {
     | {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "beta": 0.1}
     | (SAVED | EVALUATED | AVERAGED),
 }
+TRAINED = CASES | {"optional": SETTINGS | OPTIONAL | {"beta": 0.1}}
 
 
 def results(folder, processes, cases):
@@ -66,12 +68,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(folder):
-    return results(folder / "two", 2, CASES)
+    return results(folder / "two", 2, TRAINED)
 
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return results(folder / "one", 1, CASES)
+    return results(folder / "one", 1, TRAINED)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,9 +86,10 @@ def test_each_of_two_processes_holds_half_of_every_weight(together, case):
     assert {"FSDPJointTransformerBlock", "FSDPSD3Transformer2DModel"} <= set(report["units"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TRAINED)
 def test_two_processes_train_what_one_trains(alone, together, case):
-    """With a LoRA whose units hold frozen weights too; with a sharded reference, average and evaluations in full."""
+    """With a LoRA whose units hold frozen weights too; with a sharded reference, average and evaluations in full; and
+    where one process calls the network more often than the other."""
     (one, weights), (two, shared) = alone[case], together[case]
     assert one["ratio"] == two["ratio"] == 0.0
     assert one["rewards"] == two["rewards"]
@@ -167,13 +170,15 @@ MATRIX = {
     "synced": FULL | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "offload_ref_model": True},
     "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
     "bf16": SETTINGS | {"bf16": True, "beta": 0.1},
+    "guided": SETTINGS | GUIDED | {"beta": 0.1},
 }
 
 
 @pytest.mark.distributed
 def test_whatever_is_set_two_processes_train_what_one_trains(folder):
-    one, two = results(folder / "one", 1, MATRIX), results(folder / "two", 2, MATRIX)
-    for case in MATRIX:
+    cases = MATRIX | {"pictures": SETTINGS | pictures(folder / "pictures")}
+    one, two = results(folder / "one", 1, cases), results(folder / "two", 2, cases)
+    for case in cases:
         (single, weights), (double, shared) = one[case], two[case]
         assert double["sharded"] == double["parameters"], case
         assert single["rewards"] == double["rewards"], case
@@ -252,8 +257,8 @@ def test_a_process_with_fewer_passes_repeats_its_last():
     assert distributed.in_step(["a"], accelerator, False) == [("a", True)]
 
 
-def test_networks_are_called_as_often_as_on_the_process_that_calls_them_most():
-    """And neither score nor gradient know of it."""
+def test_networks_are_called_as_on_the_process_that_calls_them_most():
+    """In the same order, and neither score nor gradient know of it."""
     pipe, inputs = tiny_pipelines.build("sd3")
     policy, calls = Policy(pipe), []
     policy.skips_hooks = True  # as where hooks gather weights
@@ -264,12 +269,20 @@ def test_networks_are_called_as_often_as_on_the_process_that_calls_them_most():
         calls.clear()
         pipe.transformer.zero_grad()
         scored = replay(policy, inputs, trajectory, 1)
-        scored.log_prob.sum().backward()
+        (scored.log_prob.sum() + policy.spare()).backward()
         return scored.log_prob.detach(), pipe.transformer.proj_out.weight.grad.clone()
 
     expected = gradient()
     assert calls == [True]
-    policy.counts_of_all = lambda counts: [counts, [2, 3]]
+    others = [PLAIN, GRAPH, GRAPH, PLAIN, DONE]
+
+    def next_of_all(own):
+        other = others[0]
+        if other == min(filter(None, (own, other)), default=DONE):  # it is the other one's turn too
+            others.pop(0)
+        return [own, other]
+
+    policy.next_of_all = next_of_all
     found = gradient()
-    assert calls == [True, True, True, False, False]
+    assert calls == [False, True, True, False] and not others
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))

@@ -2,13 +2,11 @@
 
 import inspect
 import logging
-import types
 
 import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from accelerate import DistributedType
 from datasets import Dataset
 from diffusers import FluxKontextPipeline
 from peft import LoraConfig
@@ -16,6 +14,7 @@ from PIL import Image
 from tiny_runs import LORA, SETTINGS, brightness, logged, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo import inputs as module
 from diffusion_grpo.batching import Form
 from diffusion_grpo.data import groups_by_shape
 from diffusion_grpo.inputs import PipelineInputs, check_count
@@ -225,20 +224,24 @@ def test_a_run_of_single_samples_is_resumed_within_a_rollout(tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
 
 
-@pytest.mark.parametrize("counts", [[1, 1], [2, 1]])
-def test_processes_that_pass_the_network_together_need_equal_parts(tmp_path, counts):
-    """Of DeepSpeed: another number of calls on one process would leave the others waiting. FSDP2 repeats a call."""
+def test_a_rollout_is_cut_into_calls_as_its_updates_are(tmp_path):
     inputs, row = learned(FluxKontextPipeline, tmp_path, per_device_train_batch_size=2)
-    rows = [row | {"image": picture(0, (16 * (place % count + 1), 16))} for count in counts for place in range(2)]
-    processes = types.SimpleNamespace(device="cpu", gather=lambda mine: torch.cat([mine, mine]))
-    processes.distributed_type = DistributedType.DEEPSPEED
-    if counts == [1, 1]:
-        assert inputs.calls(rows, processes) == [[0, 1], [2, 3]]
-        return
-    with pytest.raises(ValueError, match="different numbers of shapes.*per_device_train_batch_size=1"):
-        inputs.calls(rows, processes)
-    processes.distributed_type = DistributedType.MULTI_GPU
-    assert inputs.calls(rows, processes) == [[0], [1], [2, 3]]
+    rows = [row | {"image": picture(0, (16 * (place % count + 1), 16))} for count in (2, 1) for place in range(2)]
+    assert inputs.calls(rows) == [[0], [1], [2, 3]]
+
+
+def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_path, monkeypatch):
+    """This one has no negative prompt, the other one no plain row: both ask about both, each by one row."""
+    own, others = {"prompt": "a cat", "color": "red"}, {"prompt": "a dog", "negative_prompt": "grey"}
+    given = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
+    monkeypatch.setattr(module, "gather_object", lambda asked: [*asked, [["negative_prompt", "prompt"]]])
+    sent = {0: {"prompt": "a cat"}, 1: others}
+    monkeypatch.setattr(module, "broadcast_object_list", lambda mine, from_process: [sent[from_process]])
+    asked = []
+    monkeypatch.setattr(module, "find_form", lambda policy, row, *rest, **more: asked.append(row) or Form("listed"))
+    given.learn(None, [own, dict(own)], noise_level=0.7, is_together=True)
+    assert asked == [{"prompt": "a cat"}, others]
+    assert given.parts([others, others]) == [[0], [1]]
 
 
 def mixed(folder, **changes):

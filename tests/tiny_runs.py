@@ -30,6 +30,34 @@ SETTINGS = {
 }
 
 
+# of each update's two prompts one is guided by a negative prompt, in twice as many passes of the network
+OPTIONAL = {
+    "name": "flux",
+    "pipeline_kwargs": {"max_sequence_length": 32, "true_cfg_scale": 3.0},
+    "columns": {"negative_prompt": ["grey", None, "blurred", None]},
+    "shuffle_dataset": False,
+}
+GUIDED = {"name": "wan", "guidance_scale": None, "columns": {"guidance_scale": [5.0, 1.0, 5.0, 1.0]}}
+GUIDED |= {"shuffle_dataset": False}
+
+
+def pictures(folder: Path) -> dict:
+    """Settings of a training that edits pictures of two sizes, and a prompt without one; written to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [str(folder / f"{width}.png") for width in (16, 32)]
+    for width, path in zip((16, 32), paths, strict=True):
+        numbers = np.random.default_rng(width).integers(0, 255, (16, width, 3), dtype=np.uint8)
+        Image.fromarray(numbers).save(path)
+    return {
+        "name": "flux_kontext",
+        "pipeline_kwargs": {"max_sequence_length": 32, "max_area": 256, "_auto_resize": False},
+        "columns": {"image": [*paths, paths[0], None]},
+        "shuffle_dataset": False,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+    }
+
+
 def brightness(images: list[Image.Image], **columns) -> list[float]:
     """Mean grey value in [0, 1]."""
     return [float(np.asarray(image.convert("L")).mean() / 255) for image in images]
