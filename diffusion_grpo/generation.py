@@ -122,7 +122,8 @@ class GeneratingTrainer(ReplayingTrainer):
         return every.cpu()[inverse(order.by_process())]
 
     def _learn(self, rows: list[dict]) -> None:
-        self.inputs.learn(self.policy, rows, self.noise_level, is_together=self.passes_together)
+        all_ask = self.accelerator if self.passes_together else None
+        self.inputs.learn(self.policy, rows, self.noise_level, accelerator=all_ask)
 
     def _rolled_out(
         self, rows: list[dict], generation: int, positions: Tensor, scoring: AnyScoring

@@ -9,7 +9,8 @@ import inspect
 import logging
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 
@@ -18,6 +19,8 @@ from .columns import Columns, is_media
 from .config import DiffusionGRPOConfig
 from .config_checks import RESERVED
 from .data import groups_by_shape, pipeline_inputs
+from .parcels import packed, unpacked
+from .ranks import broadcast_bytes, gathered_json
 from .rewards.contract import Reward, asked_columns
 from .rollout import Policy, TokenPolicy, UnsupportedPipeline
 
@@ -107,7 +110,7 @@ class PipelineInputs:
         rows: list[dict[str, Any]],
         noise_level: float,
         args: DiffusionGRPOConfig | None = None,
-        is_together: bool = False,
+        accelerator: Accelerator | None = None,
     ) -> None:
         """Finds out, once for each set of columns, whether samples share a call; `parts` and `__call__` follow it.
 
@@ -116,7 +119,7 @@ class PipelineInputs:
             rows: of the dataset, decoded.
             noise_level: of its process.
             args: the training's sizes and steps, where the constructor was given other settings.
-            is_together: whether processes pass the network together. All ask about the same rows then, which is a
+            accelerator: of processes that pass the network together. All ask about the same rows then, which is a
                 collective: each set of columns that one of them has to ask about, by the row that one has.
 
         Raises:
@@ -132,7 +135,7 @@ class PipelineInputs:
             given = self._given(row)
             if given not in self.forms:
                 asked.setdefault(given, {name: row[name] for name in row if name in given})
-        for given, row in (_asked_by_all(asked) if is_together else asked).items():
+        for given, row in (asked if accelerator is None else _asked_by_all(asked, accelerator)).items():
             form = find_form(
                 policy,
                 row,
@@ -166,17 +169,19 @@ class PipelineInputs:
         return [[start + i for i in places] for start in starts for places in self.parts(rows[start : start + size])]
 
 
-def _asked_by_all(own: dict[frozenset[str], dict[str, Any]]) -> dict[frozenset[str], dict[str, Any]]:
+def _asked_by_all(
+    own: dict[frozenset[str], dict[str, Any]], accelerator: Accelerator
+) -> dict[frozenset[str], dict[str, Any]]:
     """A row for each set of columns that some process asks about, in the same order on all; a collective.
 
     It is the first such process' row, as it has decoded it.
     """
-    every = gather_object([[sorted(given) for given in own]])
     found: dict[frozenset[str], dict[str, Any]] = {}
-    for process, asked in enumerate(every):
+    for process, asked in enumerate(gathered_json(accelerator, [sorted(given) for given in own])):
         for given in map(frozenset, asked):
             if given not in found:
-                (found[given],) = broadcast_object_list([own.get(given)], from_process=process)
+                parcel = packed([own[given]], None) if process == accelerator.process_index else None
+                (found[given],), _ = unpacked(broadcast_bytes(accelerator, parcel, process), torch.device("cpu"))
     return found
 
 

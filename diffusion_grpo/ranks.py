@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import distributed
 
 logger = logging.getLogger(__name__)
@@ -327,6 +328,13 @@ def gathered_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else 0
     every = accelerator.gather(padded.to(accelerator.device)).view(len(sizes), -1).cpu().numpy()
     return [row[:size].tobytes() for row, size in zip(every, sizes, strict=True)]
+
+
+def broadcast_bytes(accelerator: Accelerator, own: torch.Tensor | None, process: int) -> torch.Tensor:
+    """(bytes,) uint8 on the CPU: what `process` has, on all; a collective, of numbers alone."""
+    size = broadcast(torch.tensor([0 if own is None else len(own)], device=accelerator.device), process).item()
+    content = torch.zeros(size, dtype=torch.uint8) if own is None else own
+    return broadcast(content.to(accelerator.device), process).cpu()
 
 
 def gathered_json(accelerator: Accelerator, own: Any) -> list[Any]:

@@ -14,12 +14,12 @@ from torch import Tensor
 from .checkpoints import CheckpointingTrainer
 from .media import sampling_rate
 from .order import RolloutOrder
+from .parcels import packed_columns, unpacked_columns
 from .ranks import gathered_bytes
 from .records import extra_column
 from .rewards import Reward
 from .rewards.contract import is_marked
 from .rewards.overlap import Overlap, RolloutScoring
-from .rewards.parcels import packed_columns, unpacked_columns
 from .rewards.score import Scoring, score_here
 from .rewards.subset import Deal, Post, SubsetScoring, exchanged
 from .rollout import check_latents

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import types
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from diffusion_grpo import inputs as module
 from diffusion_grpo.batching import Form
 from diffusion_grpo.data import groups_by_shape
 from diffusion_grpo.inputs import PipelineInputs, check_count
+from diffusion_grpo.parcels import packed
 from diffusion_grpo.rollout import Policy, UnsupportedPipeline
 
 KONTEXT = inspect.unwrap(FluxKontextPipeline.__call__)
@@ -234,12 +236,12 @@ def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_pa
     """This one has no negative prompt, the other one no plain row: both ask about both, each by one row."""
     own, others = {"prompt": "a cat", "color": "red"}, {"prompt": "a dog", "negative_prompt": "grey"}
     given = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
-    monkeypatch.setattr(module, "gather_object", lambda asked: [*asked, [["negative_prompt", "prompt"]]])
-    sent = {0: {"prompt": "a cat"}, 1: others}
-    monkeypatch.setattr(module, "broadcast_object_list", lambda mine, from_process: [sent[from_process]])
+    monkeypatch.setattr(module, "gathered_json", lambda _, asked: [asked, [["negative_prompt", "prompt"]]])
+    sent = {0: None, 1: packed([others], None)}
+    monkeypatch.setattr(module, "broadcast_bytes", lambda _, mine, process: mine if process == 0 else sent[process])
     asked = []
     monkeypatch.setattr(module, "find_form", lambda policy, row, *rest, **more: asked.append(row) or Form("listed"))
-    given.learn(None, [own, dict(own)], noise_level=0.7, is_together=True)
+    given.learn(None, [own, dict(own)], noise_level=0.7, accelerator=types.SimpleNamespace(process_index=0))
     assert asked == [{"prompt": "a cat"}, others]
     assert given.parts([others, others]) == [[0], [1]]
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.media import VideoWithSound
+from diffusion_grpo.parcels import packed, packed_columns, unpacked, unpacked_columns
 from diffusion_grpo.rewards import RewardError, score
 from diffusion_grpo.rewards.contract import load_rewards
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
-from diffusion_grpo.rewards.parcels import packed, packed_columns, unpacked, unpacked_columns
 from diffusion_grpo.rewards.score import Scoring
 from diffusion_grpo.rewards.subset import Deal, SubsetScoring, scoring_process
 
@@ -62,8 +62,20 @@ def test_a_video_keeps_its_sound_and_what_cannot_travel_is_refused():
     video = VideoWithSound([noise("RGB")] * 2, np.arange(6, dtype=np.float32).reshape(2, 3), 16000)
     ((found,), _) = unpacked(packed([video], None), CPU)
     assert same(video, found) and same(video.sound, found.sound) and found.sampling_rate == 16000
-    with pytest.raises(TypeError, match="A sample is a dict, .*leave reward_processes out"):
-        packed([{"a": 1}], None)
+    with pytest.raises(TypeError, match="holds a set, .*Leave reward_processes out"):
+        packed([{1}], None)
+
+
+def test_a_row_arrives_as_it_was_decoded():
+    palette = noise("RGB").quantize(4)
+    row = {"prompt": "a", "image": noise("L"), "mask": palette, "height": 16, "scale": 0.1, "none": None, "is": True}
+    row |= {"pose": {"angles": [1, 2.5], "name": "é"}, "video": [noise("RGB")] * 2}
+    ((found,), _) = unpacked(packed([row], None), CPU)
+    assert found.keys() == row.keys()
+    for name in ("image", "video"):
+        assert same(row.pop(name), found.pop(name))
+    own, theirs = row.pop("mask"), found.pop("mask")
+    assert same(own, theirs) and own.getpalette() == theirs.getpalette() and found == row
 
 
 def test_columns_come_back_as_they_were():

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from ..parcels import packed, unpacked
 from ..ranks import RankError, Ranks
 from .overlap import Arrivals, RolloutScoring
-from .parcels import packed, unpacked
 
 Parcel = tuple[list[int], list | None, list[Tensor] | None]  # positions, samples and latents, one each
 

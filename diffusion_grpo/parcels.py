@@ -1,4 +1,4 @@
-"""Samples on their way to the process that scores them: samples enter, bytes leave, and the same samples come out.
+"""Samples and rows on their way to another process: they enter, bytes leave, and the same come out.
 
 A parcel is a file of safetensors: pixels and numbers as tensors, and JSON that says what each of them was. Columns
 that rewards add come back in Arrow's format. A module of its own because what arrives must be what was sent, bit for
@@ -7,6 +7,7 @@ bit and of the same type, and nothing may be unpickled; `wire.py` is for servers
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -22,7 +23,8 @@ def packed(samples: list | None, latents: list[Tensor] | None) -> Tensor:
     """(bytes,) uint8 on the CPU.
 
     Args:
-        samples: PIL pictures, arrays, tensors, or lists of these (with their sound, if they are `VideoWithSound`).
+        samples: PIL pictures, arrays, tensors, or lists of these (with their sound, if they are `VideoWithSound`);
+            also rows: mappings from names to these, texts and numbers.
         latents: of the same samples.
 
     Raises:
@@ -70,10 +72,17 @@ def unpacked_columns(content: bytes) -> tuple[dict[str, list], list[int]]:
 
 def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """What a sample is, with its numbers put among the tensors."""
-    from ..media import VideoWithSound
+    from .media import VideoWithSound
 
     name = str(len(tensors))
-    if isinstance(sample, Image.Image) and sample.mode != "P":  # whose palette lies beside the pixels
+    if sample is None or isinstance(sample, (bool, int, float, str)):
+        return {"plain": sample}
+    if isinstance(sample, Image.Image) and sample.mode == "P":  # whose palette lies beside the pixels
+        file = io.BytesIO()
+        sample.save(file, "PNG")
+        tensors[name] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        return {"png": name}
+    if isinstance(sample, Image.Image):
         tensors[name] = torch.frombuffer(bytearray(sample.tobytes()), dtype=torch.uint8)
         return {"picture": name, "mode": sample.mode, "size": sample.size}
     if isinstance(sample, np.ndarray):
@@ -87,16 +96,25 @@ def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if isinstance(sample, VideoWithSound):
             form |= {"sound": _form(sample.sound, tensors), "sampling_rate": sample.sampling_rate}
         return form
+    if isinstance(sample, dict):
+        return {"dict": {name: _form(one, tensors) for name, one in sample.items()}}
     raise TypeError(
-        f"A sample is a {type(sample).__name__}, which is not sent to another process to be scored; leave "
-        "reward_processes out, so that each process scores its own."
+        f"A sample or a column holds a {type(sample).__name__}, which is not sent to another process: pictures, "
+        "arrays, tensors, texts, numbers, and lists and mappings of these are. Leave reward_processes out where it is "
+        "a sample, so that each process scores its own."
     )
 
 
 def _sample(form: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Any:
-    from ..media import VideoWithSound
+    from .media import VideoWithSound
 
     (kind, content), *_ = form.items()
+    if kind == "plain":
+        return content
+    if kind == "dict":
+        return {name: _sample(part, tensors, device) for name, part in content.items()}
+    if kind == "png":
+        return Image.open(io.BytesIO(tensors[content].numpy().tobytes())).copy()
     if kind == "picture":
         return Image.frombytes(form["mode"], tuple(form["size"]), tensors[content].numpy().tobytes())
     if kind == "array":
