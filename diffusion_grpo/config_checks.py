@@ -26,6 +26,7 @@ def check_settings(args: "DiffusionGRPOConfig") -> None:
     """
     _check_choices(args)
     _check_numbers(args)
+    _check_ranges(args)
     _check_shares(args)
     _check_steps(args)
     _check_context(args)
@@ -101,12 +102,15 @@ def _check_numbers(args: "DiffusionGRPOConfig") -> None:
         if value is not None and value < least:
             reason = "; one sample has no group to be better than" if name == "num_generations" else ""
             raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise ValueError(f"top_p must lie in (0, 1], got {args.top_p}.")
     for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ValueError(f"{name} must be above 0, got {value}.")
+
+
+def _check_ranges(args: "DiffusionGRPOConfig") -> None:
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {args.top_p}.")
     if not all(math.isfinite(weight) for weight in args.reward_weights or []):
         raise ValueError(f"reward_weights must be finite numbers, got {args.reward_weights}.")
     if args.ema_decay is not None and not 0 < args.ema_decay < 1:

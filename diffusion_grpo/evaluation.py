@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .advantages import combine
 from .distributed import in_step
+from .gathering import gathered_json, gathered_means
 from .inputs import check_count
 from .media import sampling_rate
-from .ranks import gathered_json, gathered_means
 from .records import write_files, write_samples
 from .rewards import Reward
 from .rollout import rollout, sample_seed

@@ -19,8 +19,8 @@ from .columns import Columns, is_media
 from .config import DiffusionGRPOConfig
 from .config_checks import RESERVED
 from .data import groups_by_shape, pipeline_inputs
+from .gathering import broadcast_bytes, gathered_json
 from .parcels import packed, unpacked
-from .ranks import broadcast_bytes, gathered_json
 from .rewards.contract import Reward, asked_columns
 from .rollout import Policy, TokenPolicy, UnsupportedPipeline
 
@@ -128,30 +128,34 @@ class PipelineInputs:
         if isinstance(policy, TokenPolicy):  # who writes tokens takes a list of prompts
             return
         args = args or self.args
-        count = args.rollout_batch_size or args.per_device_train_batch_size
-        start, stop = args.window
         asked: dict[frozenset[str], dict[str, Any]] = {}
         for row in rows:
             given = self._given(row)
             if given not in self.forms:
                 asked.setdefault(given, {name: row[name] for name in row if name in given})
         for given, row in (asked if accelerator is None else _asked_by_all(asked, accelerator)).items():
-            form = find_form(
-                policy,
-                row,
-                self._arguments,
-                count,
-                num_inference_steps=args.num_inference_steps,
-                steps=list(range(start, min(start + 2, stop))),
-                noise_level=noise_level,
+            self.forms[given] = self._form(policy, row, noise_level, args)
+
+    def _form(self, policy: Policy, row: dict[str, Any], noise_level: float, args: DiffusionGRPOConfig) -> Form:
+        """Asks the pipeline by one row; warns where it takes samples one by one."""
+        count = args.rollout_batch_size or args.per_device_train_batch_size
+        start, stop = args.window
+        form = find_form(
+            policy,
+            row,
+            self._arguments,
+            count,
+            num_inference_steps=args.num_inference_steps,
+            steps=list(range(start, min(start + 2, stop))),
+            noise_level=noise_level,
+        )
+        if form.reason is not None and count > 1:
+            logger.warning(
+                "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",
+                self.pipeline.__name__,
+                form.reason,
             )
-            self.forms[given] = form
-            if form.reason is not None and count > 1:
-                logger.warning(
-                    "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",
-                    self.pipeline.__name__,
-                    form.reason,
-                )
+        return form
 
     def parts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         """Positions of the rows that share a call: equal in all numbers and shapes; or each row for itself."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from torch import distributed
 
 logger = logging.getLogger(__name__)
@@ -317,48 +316,6 @@ class Ranks:
                 here = {int(process) for process in store.get(f"{turn}/who").split()}
                 missing = [process for process in range(self.accelerator.num_processes) if process not in here]
                 watch.look(missing[:NAMED], lambda process: _read(store, f"{turn}/life/{process}"))
-
-
-def gathered_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:
-    """What each process has, on all of them: a collective, of numbers alone."""
-    if accelerator.num_processes == 1:
-        return [own]
-    sizes = accelerator.gather(torch.tensor([len(own)], device=accelerator.device)).tolist()
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else 0
-    every = accelerator.gather(padded.to(accelerator.device)).view(len(sizes), -1).cpu().numpy()
-    return [row[:size].tobytes() for row, size in zip(every, sizes, strict=True)]
-
-
-def broadcast_bytes(accelerator: Accelerator, own: torch.Tensor | None, process: int) -> torch.Tensor:
-    """(bytes,) uint8 on the CPU: what `process` has, on all; a collective, of numbers alone."""
-    size = broadcast(torch.tensor([0 if own is None else len(own)], device=accelerator.device), process).item()
-    content = torch.zeros(size, dtype=torch.uint8) if own is None else own
-    return broadcast(content.to(accelerator.device), process).cpu()
-
-
-def gathered_json(accelerator: Accelerator, own: Any) -> list[Any]:
-    """What each process has, of numbers, texts, lists and mappings from texts, on all of them: a collective."""
-    return [json.loads(content) for content in gathered_bytes(accelerator, json.dumps(own).encode())]
-
-
-def gathered_means(
-    accelerator: Accelerator, metrics: dict[str, list[float]], largest: tuple[str, ...] = ()
-) -> dict[str, float]:
-    """Means over the values of all processes, each of which may have measured something else.
-
-    Args:
-        accelerator: a collective of all its processes.
-        metrics: values by name.
-        largest: names of which the largest value is given instead.
-    """
-    own = {name: (float(sum(values)), len(values), float(max(values))) for name, values in metrics.items() if values}
-    found, every = {}, gathered_json(accelerator, own)
-    for name in sorted(set().union(*every)):
-        parts = [each[name] for each in every if name in each]
-        total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
-        found[name] = max(part[2] for part in parts) if name in largest else total / count
-    return found
 
 
 class _Watch:

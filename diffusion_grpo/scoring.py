@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .checkpoints import CheckpointingTrainer
+from .gathering import gathered_bytes
 from .media import sampling_rate
 from .order import RolloutOrder
 from .parcels import packed_columns, unpacked_columns
-from .ranks import gathered_bytes
 from .records import extra_column
 from .rewards import Reward
 from .rewards.contract import is_marked
@@ -40,7 +40,7 @@ class ScoringTrainer(CheckpointingTrainer):
 
     @cached_property
     def _overlap(self) -> Overlap:
-        return Overlap(self.args.overlap_rewards, lambda: self.policy.draws_globally)
+        return Overlap(self.args.overlap_rewards, lambda: self.policy.draws_globally, self.passes_together)
 
     def _takes_latents(self, funcs: list[Reward]) -> bool:
         """Whether one of the rewards takes latents.

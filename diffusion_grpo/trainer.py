@@ -57,6 +57,7 @@ from .distributed import (
     zero_stage,
 )
 from .evaluation import evaluate_policy, write_validation
+from .gathering import gathered_means
 from .generation import GeneratingTrainer
 from .hub import lora_loader
 from .inputs import checked_inputs
@@ -64,7 +65,7 @@ from .loading import check_peft_config, load_pipeline, model_name, pipeline_clas
 from .losses import LossInputs, get_loss, loss_per_reward
 from .offload import placed
 from .policy import replaced
-from .ranks import Ranks, gathered_means
+from .ranks import Ranks
 from .records import check_same_run, run_record, write_json
 from .rewards import (
     RewardError,
@@ -75,7 +76,7 @@ from .rewards import (
     load_rewards,
     reward_weights,
 )
-from .rewards.subset import Post
+from .rewards.subset import Post, is_scorer
 from .rollout import TokenPolicy, replay
 from .token_policy import policy_for
 from .values import ValueCallback, ValueModel
@@ -197,7 +198,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         trained = {reward.name for reward in self.reward_funcs}
         self.eval_reward_funcs = [judge for judge in judges if judge.name not in trained]  # those are measured anyway
         watched = watched_rewards(args.watch_rewards, None, self.reward_funcs)  # refuses unknown names
-        check_needs([*self.reward_funcs, *self.eval_reward_funcs, *watched])
+        if not args.scores_on_some or is_scorer(args):  # the others load nothing
+            check_needs([*self.reward_funcs, *self.eval_reward_funcs, *watched])
         self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
         if not args.scores_on_some:  # where groups are put together first
             check_groups(self.reward_funcs, args.samples_side_by_side, args.num_generations)

@@ -53,6 +53,8 @@ def pytest_xdist_make_scheduler(config, log):
 
     As `--dist loadgroup` would, which groups nothing under pytest 9.2 (pytest-xdist's issue 1386).
     """
+    if config.getvalue("dist") != "load":  # somebody asked for another one
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class FilesThatShare(LoadScopeScheduling):

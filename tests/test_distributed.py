@@ -59,6 +59,7 @@ SEVERAL = {  # three updates of four samples a rollout, made twice, and one of t
     "beta": 0.05,
     "max_grad_norm": 0.5,
 }
+WHOLE = SEVERAL | {"lora": False, "optim": "sgd", "learning_rate": 0.1, "gradient_checkpointing": True}
 # two prompts an update, one on each process; of each the best and the worst of four
 CHOSEN = SEVERAL | {"steps_per_generation": 4, "num_generations": 4, "best_of_n": 2, "max_steps": 5}
 CHOSEN |= {"permute_steps": True, "timestep_fraction": 0.5}
@@ -87,11 +88,12 @@ def samples(run):
     "settings",
     [
         SEVERAL,
-        pytest.param(SEVERAL | {"lora": False, "optim": "sgd", "learning_rate": 0.1}, marks=pytest.mark.distributed),
+        pytest.param(WHOLE, marks=pytest.mark.distributed),
+        pytest.param(SEVERAL | {"bf16": True, "gradient_checkpointing": True}, marks=pytest.mark.distributed),
         pytest.param(CHOSEN, marks=pytest.mark.distributed),
         pytest.param(SIZES, marks=pytest.mark.distributed),
     ],
-    ids=["a group on two", "full", "best of n, own steps", "sizes"],
+    ids=["a group on two", "full", "bf16", "best of n, own steps", "sizes"],
 )
 def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settings):
     (alone, weights, scored), (both, together, found) = (

@@ -34,8 +34,8 @@ def held_out_gain(folder: Path, sign: float, micro_batches: int) -> float:
     return sign * (after - before)
 
 
-# half the samples are too few to gain and enough to lose 0.3
-@pytest.mark.parametrize(("sign", "micro_batches"), [(1.0, 2), (-1.0, 1)], ids=["learns", "sign flipped"])
+# half the samples would gain too little to be told from chance, and lose 0.3
+@pytest.mark.parametrize(("sign", "micro_batches"), [(1.0, 4), (-1.0, 2)], ids=["learns", "sign flipped"])
 def test_the_demo_at_a_reduced_size(tmp_path, sign, micro_batches):
     gain = held_out_gain(tmp_path, sign, micro_batches)
     assert gain * sign > MARGIN, gain

@@ -13,7 +13,8 @@ from transformers import TrainerCallback
 from diffusion_grpo import cli
 from diffusion_grpo.arguments import LaunchArguments, parse_train_arguments
 from diffusion_grpo.commands.train import build_trainer
-from diffusion_grpo.plan import Batches, Sharding, optimizer_bytes, plan, settings_for
+from diffusion_grpo.counts import Batches
+from diffusion_grpo.plan import Sharding, optimizer_bytes, plan, settings_for
 from diffusion_grpo.weightless import _Kept, _storage
 
 SETTINGS = {

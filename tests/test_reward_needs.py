@@ -98,8 +98,9 @@ def test_every_file_of_a_folder_is_looked_for(name, bare) -> None:
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_a_folder_that_there_is_not_is_refused_in_every_setting(name, bare) -> None:
     options, _ = pretended(name, bare)
-    for setting in options.keys() - {"model"}:
-        assert f"{setting}=/no/such/folder is no folder" in refusal({name: {**options, setting: "/no/such/folder"}})
+    for setting in options:
+        wanted = "no folder /no/such/folder" if setting == "model" else f"{setting}=/no/such/folder is no folder"
+        assert wanted in refusal({name: {**options, setting: "/no/such/folder"}})
         assert f"{setting}=a/b/c is no folder" in refusal({name: {**options, setting: "a/b/c"}})
 
 
@@ -143,6 +144,16 @@ def test_parts_of_weights_and_of_a_vocabulary_are_looked_for(bare) -> None:
     assert refusal({"clip_score": options}) == ""
     (bare / "model" / "tokenizer.json").rename(bare / "model" / "vocab.json")
     assert "without merges.txt" in refusal({"clip_score": options})
+    for content in ("{}", "no JSON"):
+        (bare / "model" / "model.safetensors.index.json").write_text(content)
+        assert "model.safetensors.index.json is no index of weights" in refusal({"clip_score": options})
+
+
+@pytest.mark.parametrize("name", ["sentencepiece.bpe.model", "spiece.model", "vocab.txt"])
+def test_a_vocabulary_has_many_names(name, bare) -> None:
+    options, _ = pretended("clip_score", bare)
+    (bare / "model" / "tokenizer.json").rename(bare / "model" / name)
+    assert refusal({"clip_score": options}) == ""
 
 
 def test_videoalign_as_its_training_leaves_it_needs_the_base_too(bare) -> None:

@@ -126,6 +126,30 @@ def test_failures_are_those_without_overlap(tmp_path) -> None:
     assert "'late' returned 2 values, expected 3" in errors[0] and sorted(files[0]) == ["late-3.json", "late-3.png"]
 
 
+def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> None:
+    seen, overlap = [], Overlap(True, lambda: False, waits_for_rollout=True)
+
+    def noted(images, place):
+        seen.append((threading.current_thread().name, place))
+        return [float(p) for p in place]
+
+    def begin(funcs, places, samples, latents):
+        rows = {"prompts": [""] * len(places), "columns": {"place": places}}
+        return Scoring(funcs, images=samples, **rows, groups=[GROUPS[place] for place in places], places=places)
+
+    for turn in range(2):
+        with RolloutScoring(load_rewards(noted), GROUPS, begin, overlap) as scoring:
+            for places in CALLS:
+                scoring.add(places, [PICTURES[place] for place in places], None)
+            assert turn == 1 or not seen and not overlap.is_tried
+            scoring.wait()
+            assert scoring.result(None, print, print)[:, 0].tolist() == list(range(12)) and scoring.waited == 0.0
+    assert overlap.is_tried and overlap.is_possible
+    assert [place for _, place in seen[: len(seen) // 2]] == [place for _, place in seen[len(seen) // 2 :]]
+    assert {name for name, _ in seen[: len(seen) // 2]} == {"MainThread"}
+    assert {name for name, _ in seen[len(seen) // 2 :]} == {"rewards"}
+
+
 def test_who_waits_says_for_what() -> None:
     is_said, said = threading.Event(), []
 

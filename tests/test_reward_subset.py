@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -20,7 +21,7 @@ from diffusion_grpo.rewards import RewardError, score
 from diffusion_grpo.rewards.contract import load_rewards
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
 from diffusion_grpo.rewards.score import Scoring
-from diffusion_grpo.rewards.subset import Deal, SubsetScoring, scoring_process
+from diffusion_grpo.rewards.subset import Deal, SubsetScoring, is_scorer, scoring_process
 
 CPU = torch.device("cpu")
 
@@ -104,6 +105,9 @@ def test_groups_stay_together_and_each_sample_is_scored_once():
         scoring = {rank: {p // 6 for p in deal.taken} for rank, deal in enumerate(deals) if deal.taken}
         assert scoring == {0: {0, 1}, 3 * copies: {2, 3}}
         for rank, deal in enumerate(deals):
+            args = SimpleNamespace(process_index=rank, data_process=rank // copies, data_processes=6)
+            args.reward_processes, args.context_parallel_size = 2, copies
+            assert is_scorer(args) == bool(deal.taken)
             for position, scorer in zip(deal.own, deal.scorers, strict=True):
                 is_sender = rank % copies == 0
                 assert (scorer is not None) == is_sender

@@ -51,7 +51,7 @@ def takes_latents(function: Callable) -> Callable:
 
 
 def batchwise(function: Callable) -> Callable:
-    """Marks a reward that is called once, with all samples of this process's rollout, when the last one is made.
+    """Marks a reward that is called once with all samples of a rollout that this process scores, when all are made.
 
     For what compares prompts with each other. Others may be called with whole groups as these are finished.
     """

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 CONFIG = (("config.json",),)
 WEIGHTS = (("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),)
 TOKENIZER = (
-    ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model"),
+    (
+        *("tokenizer.json", "vocab.json", "vocab.txt"),
+        *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model"),
+    ),
     ("tokenizer_config.json", "config.json"),
 )
 IMAGE_PROCESSOR = (("preprocessor_config.json", "processor_config.json"),)
@@ -154,4 +157,7 @@ def _parts(path: Path) -> list[str]:
         return ["merges.txt"]
     if not path.name.endswith(".index.json"):
         return []
-    return sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+    try:
+        return sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no index of weights; get the file anew.") from error

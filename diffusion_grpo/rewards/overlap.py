@@ -40,10 +40,12 @@ class Overlap:
     Args:
         is_wanted: the setting `overlap_rewards`.
         draws_globally: whether a call of the pipeline has drawn from torch's global generator.
+        waits_for_rollout: the first samples are scored when the first rollout is through, for a rollout in which other
+            processes would wait in a collective meanwhile.
     """
 
-    def __init__(self, is_wanted: bool, draws_globally: Callable[[], bool]):
-        self.is_wanted, self._draws_globally = is_wanted, draws_globally
+    def __init__(self, is_wanted: bool, draws_globally: Callable[[], bool], waits_for_rollout: bool = False):
+        self.is_wanted, self._draws_globally, self.waits_for_rollout = is_wanted, draws_globally, waits_for_rollout
         self.is_tried, self.reason = False, None
 
     @property
@@ -52,6 +54,11 @@ class Overlap:
         if self.is_wanted and self.reason is None and self._draws_globally():
             self._give_up("the pipeline draws from torch's global generator, or a reward did during its call")
         return self.is_wanted and self.reason is None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether what is scored next is the first of the training, and to be watched."""
+        return self.is_wanted and not self.is_tried
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -161,7 +168,9 @@ class RolloutScoring:
     def _hand_over(self, numbers: list[int], places: list[int]) -> None:
         scoring = self.begin([self.rewards[number] for number in numbers], places, *self.arrivals.of(places))
         self.parts.append((places, numbers, scoring))
-        if self.overlap.is_wanted and not self.overlap.is_tried:
+        if self.overlap.is_first and self.overlap.waits_for_rollout:
+            return
+        if self.overlap.is_first:
             start = time.perf_counter()
             with self.overlap.watching():
                 score_here([scoring], self.announce)
@@ -185,7 +194,8 @@ class RolloutScoring:
             done.result()
         if late:
             self._hand_over(late, list(range(len(self.groups))))
-        score_here([scoring for _, _, scoring in self.parts if not scoring.calls], self.announce)
+        with self.overlap.watching() if self.overlap.is_first else contextlib.nullcontext():
+            score_here([scoring for _, _, scoring in self.parts if not scoring.calls], self.announce)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
         """`(samples, functions)` float32, after `wait`; see `score`.

@@ -14,7 +14,7 @@ import datetime
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
@@ -23,6 +23,9 @@ from ..parcels import packed, unpacked
 from ..ranks import RankError, Ranks
 from .overlap import Arrivals, RolloutScoring
 
+if TYPE_CHECKING:
+    from ..config import DiffusionGRPOConfig
+
 Parcel = tuple[list[int], list | None, list[Tensor] | None]  # positions, samples and latents, one each
 
 
@@ -30,6 +33,13 @@ def scoring_process(process: int, processes: int, count: int) -> int:
     """Of so many processes in `count` equal blocks, the first in the block of `process`."""
     block = process * count // processes
     return -(-block * processes // count)
+
+
+def is_scorer(args: DiffusionGRPOConfig) -> bool:
+    """Whether this process computes rewards."""
+    own, copies = args.data_process, args.context_parallel_size
+    is_first = args.reward_processes is None or own == scoring_process(own, args.data_processes, args.reward_processes)
+    return is_first and args.process_index % copies == 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,9 +73,8 @@ def text(
             otherwise the picture is one line of text.
         engine: the reader, `"rapidocr"` or `"paddleocr"` (3.x, which always searches, and is what Flow-GRPO reads
             with). A model of transformers reads in the reward `text_by_model`.
-        engine_kwargs: arguments of `paddleocr.PaddleOCR`, such as the folders of its models
-            (`text_detection_model_dir`, `text_recognition_model_dir`), which it downloads otherwise, or another
-            `lang` than `en`.
+        engine_kwargs: arguments of `paddleocr.PaddleOCR`, such as another `lang` than `en`, or folders of its models
+            (`text_detection_model_dir`, `text_recognition_model_dir`), which it downloads otherwise.
 
     Returns:
         `None` for a prompt without a quoted text, or an empty column.
@@ -202,7 +201,8 @@ def _check_paddle(options: dict[str, Any]) -> None:
     if int(version.partition(".")[0]) < 3:
         raise ImportError(f"PaddleOCR {version} is installed, but 3 or later is needed; pip install -U paddleocr.")
     folder = Path(os.environ.get("PADDLE_PDX_CACHE_HOME", Path.home() / ".paddlex")) / "official_models"
-    if not _paddle_models(options) and constants.HF_HUB_OFFLINE and not folder.is_dir():
+    named = {"text_detection_model_name", "text_recognition_model_name"} <= _paddle_models(options).keys()
+    if not named and constants.HF_HUB_OFFLINE and not folder.is_dir():
         raise FileNotFoundError(
             f"HF_HUB_OFFLINE is set, and PaddleOCR's models are not at {folder}; put them there, or name folders in "
             "engine_kwargs (text_detection_model_dir, text_recognition_model_dir)."
