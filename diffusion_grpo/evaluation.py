@@ -96,8 +96,9 @@ def _part(
     ]
     funcs, extra = trainer.reward_funcs + trainer.eval_reward_funcs, {}
     kind, points, local = None, {}, None
-    with trainer.ranks.apart("samples for the evaluation"):
+    with trainer.ranks.apart("reads rows for the evaluation"):  # who fails at it comes to no collective of the samples
         rows = trainer.inputs.rows(dataset, [place // count for place in mine])
+    with trainer.ranks.apart("samples for the evaluation"):
         latents = [None] * len(rows) if trainer._takes_latents(funcs) else None
         samples = trainer.with_weights(_sample, trainer, rows, mine, pipeline_kwargs, latents)
         samples, rows, mine = (part[: own * count] for part in (samples, rows, mine))

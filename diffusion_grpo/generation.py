@@ -67,9 +67,11 @@ class GeneratingTrainer(ReplayingTrainer):
         positions = order.of_process(order.rolled, self.args.data_process)
         extra: dict[str, list] = {}
         try:
-            with self.ranks.apart("rolls out"):
+            with self.ranks.apart("reads its rows"):  # who fails at it comes to no collective of the rollout
                 rows = self._rows_at(positions.tolist(), numbers)
-                with self._scoring_of(order, numbers, rows) as scoring:
+                scoring = self._scoring_of(order, numbers, rows)
+            with self.ranks.apart("rolls out"):
+                with scoring:
                     samples, trajectory, *parts = self._observed_rollout(rows, generation, positions, scoring)
                     start = time.perf_counter()
                     local = self._rewards_of(scoring, extra)

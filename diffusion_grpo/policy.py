@@ -78,7 +78,7 @@ class Policy:
         # uncounted (None: that is a call as any other); and whether hooks stay out of the calls that are skipped
         self.shapes_only: Callable[[], contextlib.AbstractContextManager] | None = None
         self.skips_hooks = False
-        self._last_call: Callable | None = None
+        self._last_calls: dict[int, Callable] = {}  # of each network, in this call of the pipeline
         self._spare: list[Tensor] = []
 
     def _make_scheduler(self, sde_type: str) -> StochasticScheduler | None:
@@ -139,7 +139,7 @@ class Policy:
             for number, network in enumerate(self.networks):
                 real = forwards[number] if forwards else network.forward
                 run = _with_hooks(network, real) if self.skips_hooks and not forwards else real
-                stack.enter_context(replaced(network, "forward", self._gate(driver, network, real, run)))
+                stack.enter_context(replaced(network, "forward", self._gate(driver, number, network, real, run)))
                 for hooks in HOOKS if self.skips_hooks else ():
                     stack.enter_context(replaced(network, hooks, OrderedDict()))
             stack.enter_context(self.prompts.serving(pipe))
@@ -152,6 +152,7 @@ class Policy:
                 stack.enter_context(replaced(holder, "_progress_bar_config", {"disable": True}))
             for name, part in inner.items():
                 stack.enter_context(replaced(pipe, name, _Undecorated(part)))
+            self._last_calls = {}
             try:
                 yield
                 self._keep_in_step(DONE)
@@ -161,17 +162,18 @@ class Policy:
     def _keep_in_step(self, own: int) -> None:
         """Returns when it is the turn of what this process does next.
 
-        Where a call gathers weights, processes make the same calls one after the other: those without gradient that
-        any of them is to make, then those with. How many there are depends on the samples: on whether a step is
-        guided, and on which output shapes are known already. Who has none to make calls for nothing, with gradient
-        for a term of zero, so that backward passes come as often too.
+        Where a call gathers weights, processes make the same calls one after the other: of each network those without
+        gradient that any of them is to make, then those with. How many there are depends on the samples: on whether a
+        step is guided, and on which output shapes are known already. Who has none to make calls for nothing, with
+        gradient for a term of zero, so that backward passes come as often too.
         """
         if self.next_of_all is None:
             return
         while (turn := min(filter(None, self.next_of_all(own)), default=DONE)) != own:
-            with torch.set_grad_enabled(turn == GRAPH):
-                output = pytree.tree_leaves(self._last_call())
-            if turn == GRAPH:
+            number, kind = divmod(turn - 1, GRAPH)
+            with torch.set_grad_enabled(kind + 1 == GRAPH):
+                output = pytree.tree_leaves(self._last_calls[number]())
+            if kind + 1 == GRAPH:
                 self._spare.append(sum((leaf * 0.0).sum() for leaf in output if torch.is_tensor(leaf)))
 
     def spare(self) -> Tensor | float:
@@ -206,7 +208,7 @@ class Policy:
             seeds=seeds,
         )
 
-    def _gate(self, driver: Driver, network: nn.Module, real: Callable, run: Callable) -> Callable:
+    def _gate(self, driver: Driver, number: int, network: nn.Module, real: Callable, run: Callable) -> Callable:
         """The network's forward, which does not run where its result is known already; `run` has its hooks too."""
 
         def gate(*args, **kwargs):
@@ -221,27 +223,29 @@ class Policy:
             is_skipped = not (driver.needs_network or must_run)
             if is_skipped and key not in self._blank_outputs:
                 with torch.no_grad():
-                    self._remember(key, self._shaped(real, run, tensors, args, kwargs))
+                    self._remember(key, self._shaped(number, real, run, tensors, args, kwargs))
             if is_skipped and key in self._blank_outputs:
                 return self._blank_outputs[key]
-            output = self._passed(run, tensors, args, kwargs)
+            output = self._passed(number, run, tensors, args, kwargs)
             self._remember(key, output)
             return output
 
         return gate
 
-    def _shaped(self, real: Callable, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
+    def _shaped(
+        self, number: int, real: Callable, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """An output of which only the shape is looked at."""
         if self.shapes_only is None:
-            return self._passed(run, tensors, args, kwargs)
+            return self._passed(number, run, tensors, args, kwargs)
         with self.shapes_only():
             return self._cast(self._called(real, args, kwargs), tensors)
 
-    def _passed(self, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _passed(self, number: int, run: Callable, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         call = functools.partial(self._called, run, args, kwargs)
         if self.next_of_all is not None:
-            self._last_call = call
-            self._keep_in_step(GRAPH if torch.is_grad_enabled() else PLAIN)
+            self._last_calls[number] = call
+            self._keep_in_step(number * GRAPH + (GRAPH if torch.is_grad_enabled() else PLAIN))
         return self._cast(call(), tensors)
 
     def _cast(self, output: Any, tensors: list[Tensor]) -> Any:

@@ -57,7 +57,7 @@ class Ranks:
         self._number, self._turn = next(NUMBERS), 0
         self._known: Exception | None = None  # that this process ends with, where the others know of it
         self._news: Error | None = None  # that another process has left in the store, once it is read
-        self._reading, self._watches = threading.Lock(), 0
+        self._reading, self._watches, self._entry = threading.Lock(), 0, 0
         self._apart: str | None = None  # the turn of which this process is inside of `apart`
         self._task, self._since = "", time.monotonic()
 
@@ -97,6 +97,8 @@ class Ranks:
                 life.join()
         except _OtherFailed:
             pass  # they meet below
+        except RankError:  # another one is dead or gone, and does not come to meet
+            raise
         except Exception as error:
             if error is self._known:  # from inside of `together`: they do not come
                 raise
@@ -153,6 +155,7 @@ class Ranks:
         stop = threading.Event()
         self._watches += 1
         if self._watches == 1:
+            self._entry, self._news = self._entry + 1, None  # an error of an earlier one is over
             threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
         try:
             yield
@@ -169,15 +172,16 @@ class Ranks:
         self._known = error
         own, store = self.accelerator.process_index, self._store
         try:
-            if store.add("failures", 1) == 1:
-                store.set("failure", json.dumps([own, type(error).__name__, str(error)]))
+            if store.add(f"failures/{self._entry}", 1) == 1:
+                store.set(f"failure/{self._entry}", json.dumps([own, type(error).__name__, str(error)]))
                 logger.error("Process %d failed; the others end too.", own, exc_info=error)
-                self._stay(store, "failure/read", self.accelerator.num_processes - 1)
+                self._stay(store, f"failure/{self._entry}/read", self.accelerator.num_processes - 1)
                 return
             news = self._read_failure(store)
         except distributed.DistError:  # who holds the store has ended, perhaps after this process has read its error
             news = self._news
-        is_broken = type(error) is RuntimeError or isinstance(error, distributed.DistError)  # a collective
+        # of a collective, or of a sample that was under way
+        is_broken = type(error) in (RuntimeError, RankError) or isinstance(error, distributed.DistError)
         if news is not None and is_broken:
             self._known = RankError(self._said(news))
             raise self._known from error
@@ -186,7 +190,7 @@ class Ranks:
         """Ends a process that waits in vain for another one, which has failed."""
         while not stop.wait(self._pause(1.0)):
             try:
-                if not self._store.check(["failure"]):
+                if not self._store.check([f"failure/{self._entry}"]):
                     continue
                 news = self._read_failure(self._store)
             except distributed.DistError:  # who holds the store has ended, and this process' collectives with it
@@ -202,8 +206,8 @@ class Ranks:
     def _read_failure(self, store: distributed.Store) -> Error:
         with self._reading:
             if self._news is None:
-                self._news = tuple(json.loads(store.get("failure")))
-                store.add("failure/read", int(self._news[0] != self.accelerator.process_index))
+                self._news = tuple(json.loads(store.get(f"failure/{self._entry}")))
+                store.add(f"failure/{self._entry}/read", int(self._news[0] != self.accelerator.process_index))
             return self._news
 
     def _heed(self) -> None:

@@ -114,15 +114,29 @@ class ReplayingTrainer(ScoringTrainer):
     def _at_trained_steps(self, batch: MicroBatch, measure: Callable) -> Tensor:
         """(batch, steps) of what `measure` says of each trained step, given inputs, trajectory and step."""
         values = torch.empty_like(batch.old_log_probs)
-        parts = [(places, batch.part(places)) for places in self.inputs.parts(batch.rows)]
-        passes = [(*part, step) for part in parts for step in part[1].trajectory.steps.unique().tolist()]
-        passes = in_step(passes, self.accelerator, self.passes_together)
-        for (places, whole, step), _ in passes:  # who repeats one finds the same
+        places_of = self.inputs.parts(batch.rows)
+        parts = [batch.part(places) for places in places_of]
+        passes = [one for turn in self._turns(parts) for one in in_step(turn, self.accelerator, self.passes_together)]
+        for (number, step), _ in passes:  # who repeats one finds the same
+            places, whole = places_of[number], parts[number]
             part = whole.at_step(step)
             found = values[places]
             found[whole.trajectory.steps == step] = measure(self.inputs(part.rows), part.trajectory, step).to(found)
             values[places] = found
         return values
+
+    def _turns(self, parts: list[MicroBatch]) -> list[list[tuple[int, int]]]:
+        """Number of the part and step of each pass of a micro-batch, in lists within which processes keep in step.
+
+        Two experts take turns by the step: each step is a list then, or one process would repeat a pass of one expert
+        while another one passes the other.
+        """
+        every = [
+            (number, step) for number, part in enumerate(parts) for step in part.trajectory.steps.unique().tolist()
+        ]
+        if ", " not in self.component:
+            return [every]
+        return [[one for one in every if one[1] == step] for step in sorted({step for _, step in every})]
 
 
 def _chunks(length: int, size: int) -> list[slice]:

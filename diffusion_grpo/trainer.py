@@ -293,8 +293,10 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             kept = fsdp.gathered(self.model, self.accelerator, self.args.fsdp_gather_for_generation)
             with self.ranks.together(), kept:
                 return method(*args)
-        if not self.weights.is_parted:
-            return method(*args)
+        if not self.weights.is_parted:  # a context-parallel group meets in every call of the network
+            is_split = self.args.context_parallel_size > 1
+            with self.ranks.together() if is_split else contextlib.nullcontext():
+                return method(*args)
         if self.passes_together:
             with self.ranks.together():
                 return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
@@ -428,7 +430,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                 with contextlib.nullcontext() if is_own else self._unmeasured():
                     loss, error = self._redirected(model, self._step_loss, part.at_step(step), step, is_on_policy)
                 loss = loss * is_own / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
-                if is_last and self.weights.are_shared_out:
+                if (is_last or self.ranks.is_alone) and self.weights.are_shared_out:  # one process may have DDP too
                     loss = loss + self.weights.nothing()
                 errors.append(error)
                 self._or_later(self._refuse_non_finite, loss.detach(), "loss")
@@ -447,9 +449,9 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         """What is trained one after the other: samples that share a call, a step they all train on; and whether
         it counts."""
         parts = [batch.part(places) for places in self.inputs.parts(batch.rows)]  # as in the rollout
-        passes = [(part, step) for part in parts for step in part.trajectory.steps.unique().tolist()]
         is_shared = self.weights.stage >= 2 or self.is_fsdp_enabled  # each backward pass
-        return in_step(passes, self.accelerator, is_shared)
+        passes = [one for turn in self._turns(parts) for one in in_step(turn, self.accelerator, is_shared)]
+        return [((parts[number], step), is_own) for (number, step), is_own in passes]
 
     @contextlib.contextmanager
     def _unmeasured(self) -> Iterator[None]:
@@ -573,7 +575,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             check_dataset(part, name)
             self.inputs.columns(part).check(name)
         try:
-            with self.averaged_weights():
+            with self.ranks.together(), self.averaged_weights():
                 distance = self._distance_to_reference() if metric_key_prefix.startswith("eval") else {}
                 metrics = evaluate_policy(self, datasets, metric_key_prefix, pipeline_kwargs)
         except RewardError:

@@ -124,6 +124,7 @@ class Post:
         """Returns at once; the process is told that something is there."""
         positions, samples, latents = parcel
         content = packed(samples, latents)
+        self.under_way = [work for work in self.under_way if not work.is_completed()]  # each holds what it sends
         self.under_way.append(distributed.isend(content, process, group=self.group, tag=self.turn))
         self.ranks.tell(self._next(self.own, process), json.dumps({"positions": positions, "bytes": len(content)}))
 
