@@ -1,5 +1,6 @@
 """What each process of a test with several does; see `ranks_server.py`."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from tiny_runs import brightness, trained_weights, trainer_for
 from zero_run import deepspeed_config
 
-from diffusion_grpo import generation, hub, ranks, trainer
+from diffusion_grpo import generation, hub, inputs, ranks, trainer
 from diffusion_grpo.rewards import batchwise, groupwise, takes_latents
 from diffusion_grpo.rewards.model import ModelReward
 
@@ -201,6 +202,14 @@ def fail(folder, settings, where):
             loss = loss * float("nan")
         return loss, 0.5 if rank() == 1 and where in ("ratio", "late") else error
 
+    real_rows = inputs.PipelineInputs.rows
+
+    def rows(self, dataset, numbers):
+        if rank() == 1 and where == "rows":
+            raise OSError("cannot read 17.png")
+        return real_rows(self, dataset, numbers)
+
+    inputs.PipelineInputs.rows = rows
     trainer.DiffusionGRPOTrainer._step_loss = step_loss
     ranks.NOTICE, ranks.BEAT, ranks.GRACE = 1.0, 0.5, 1.0
     if rank() == 1 and where == "late":
@@ -212,6 +221,17 @@ def fail(folder, settings, where):
     except ZeroDivisionError:
         time.sleep(5 if where == "lingering" else 0)  # its connections stay open, and no collective breaks
         raise
+
+
+def catch(folder, settings):
+    """Both fail, catch that, and go on."""
+    ranks.GRACE = 0.5
+    own = built(folder, settings)
+    with contextlib.suppress(ValueError), own.ranks.together():
+        raise ValueError("a setting that cannot be")
+    with own.ranks.together():
+        time.sleep(3)
+    print("went on")
 
 
 def die(folder, settings, moment, calls):

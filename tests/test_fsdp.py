@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import threading
 import types
 
 import fsdp_run
@@ -17,6 +18,7 @@ from tiny_runs import GUIDED, OPTIONAL, pictures, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, distributed, fsdp
 from diffusion_grpo.policy import DONE, GRAPH, PLAIN
+from diffusion_grpo.replays import ReplayingTrainer
 from diffusion_grpo.rollout import Policy, replay, rollout
 from diffusion_grpo.sharded_checkpoints import has_shards
 
@@ -286,3 +288,42 @@ def test_networks_are_called_as_on_the_process_that_calls_them_most():
     found = gradient()
     assert calls == [False, True, True, False] and not others
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_of_two_experts_each_keeps_in_step(tmp_path):
+    """One process calls them twice a step, for guidance, and the other once: never one expert here and one there."""
+    barrier, slots, called = threading.Barrier(2, timeout=60), [0, 0], ([], [])
+
+    def run(own, guidance):
+        torch.set_num_threads(1)
+        pipe, inputs = tiny_pipelines.build("wan_experts", 0)
+        for name in ("transformer", "transformer_2"):
+            getattr(pipe, name).register_forward_hook(lambda *_, name=name: called[own].append(name))
+        policy = Policy(pipe)
+        policy.skips_hooks = True
+
+        def ask(number):
+            slots[own] = number
+            barrier.wait()
+            found = list(slots)
+            barrier.wait()
+            return found
+
+        policy.next_of_all = ask
+        inputs = {**inputs, "prompt": ["a"], "guidance_scale": guidance, "guidance_scale_2": guidance}
+        rollout(policy, inputs, seeds=[1], num_inference_steps=6)
+
+    threads = [threading.Thread(target=run, args=(own, scale)) for own, scale in enumerate((5.0, 1.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert called[0] == called[1] and len(called[0]) >= 12 and set(called[0]) == {"transformer", "transformer_2"}
+
+
+def test_passes_of_experts_come_step_by_step():
+    parts = [types.SimpleNamespace(trajectory=types.SimpleNamespace(steps=torch.tensor([[2, 5]]))) for _ in range(2)]
+    names = types.SimpleNamespace(component="transformer, transformer_2")
+    assert ReplayingTrainer._turns(names, parts) == [[(0, 2), (1, 2)], [(0, 5), (1, 5)]]
+    names.component = "transformer"
+    assert ReplayingTrainer._turns(names, parts) == [[(0, 2), (0, 5), (1, 2), (1, 5)]]

@@ -43,6 +43,19 @@ def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):
         assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()
 
 
+def test_rows_that_one_process_cannot_read_end_all(tmp_path):
+    """Before a collective of the rollout, to which that process does not come."""
+    settings = SMALL | {"mode": "fsdp2", "ddp_timeout": 600}
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, "rows", limit=120)
+    assert ended.codes == [1, 1] and ended.seconds < LIMIT
+    assert "Process 1 of 2 failed with OSError: cannot read 17.png" in ended.said[0]
+
+
+def test_an_error_that_was_caught_is_over(tmp_path):
+    ended = ranks_server.succeed(tmp_path, 2, rank_runs.catch, tmp_path / "run", SMALL)
+    assert all("went on" in said for said in ended.said)
+
+
 @pytest.mark.parametrize(
     ("mode", "where"),
     [
