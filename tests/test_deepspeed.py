@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsdp_run
 import numpy as np
 import pytest
 import ranks_server
@@ -214,6 +215,7 @@ TOGETHER = {
     "permuted3": ("permuted", 3, {}),
     "permuted3-layered": ("permuted", 3, {"ds3_gather_for_generation": False}),
     "layered3": ("layered", 3, {}),
+    "synced0": ("synced", 0, {}),
     "synced2": ("synced", 2, {}),
     "synced3": ("synced", 3, {}),
     "experts0": ("experts", 0, {}),
@@ -225,7 +227,14 @@ TOGETHER = {
     "offload3": ("auto", 3, {"zero": OFFLOAD, "more": AUTO}),
     "best3": ("best", 3, {}),
 }
-HALF = {"half-lora2": (BASE | SAVED, 2), "half-full3": (FULL | SAVED, 3), "half-lora3": (BASE | SAVED, 3)}
+HALF = {
+    "half-lora1": (BASE | SAVED | {"gradient_checkpointing": True}, 1),
+    "half-lora2": (BASE | SAVED, 2),
+    "half-lora3": (BASE | SAVED, 3),
+    "half-full1": (FULL | SAVED, 1),
+    "half-full2": (FULL | SAVED, 2),
+    "half-full3": (FULL | SAVED, 3),
+}
 
 
 @pytest.mark.distributed
@@ -258,9 +267,13 @@ def matrix(tmp_path_factory):
         f"{name}-again": runs[name] | {"resume": f"{name}/checkpoint-1"} for name in ("synced2", "synced3", *HALF)
     }
     runs["one-to-two"] = SYNCED | {"stage": 3, "resume": "synced/checkpoint-1"}
-    stages = [[name for name in runs if runs[name]["stage"] == stage] for stage in range(4)]
+    runs["ddp-to-zero3"] = SYNCED | {"stage": 3, "resume": "synced0/checkpoint-1"}
+    runs["zero3-to-zero2"] = SYNCED | {"stage": 2, "resume": "synced3/checkpoint-1"}
+    stages = [[name for name in runs if runs[name]["stage"] == stage] for stage in (0, 1, 3, 2)]
     starts = [names[i : i + 7] for names in stages for i in range(0, len(names), 7)]
     printed = [on_two_processes(folder, {name: runs[name] for name in names}) for names in starts]
+    sharded = {"zero3-to-fsdp2": SYNCED | {"resume": str(folder / "synced3" / "checkpoint-1")}}
+    ranks_server.succeed(folder / "fsdp", 2, fsdp_run.run_all, folder, sharded)
     (folder / "printed.txt").write_text("\n".join(printed))
     return folder
 
@@ -304,3 +317,10 @@ def test_two_processes_go_on_from_one(matrix):
     """SGD keeps nothing between updates, so nothing is lost: weights, average and reference end where one's do."""
     assert difference(matrix / "one-to-two", matrix / "synced") < 1e-6
     assert "was written by one process with whole weights" in (matrix / "printed.txt").read_text()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ddp-to-zero3", "zero3-to-zero2", "zero3-to-fsdp2"])
+def test_a_run_goes_on_in_another_mode(matrix, name):
+    """With SGD, which keeps nothing; weights, average and reference are those of the unbroken run."""
+    assert difference(matrix / name / "checkpoint-2", matrix / "synced" / "checkpoint-2") < 1e-6

@@ -172,6 +172,7 @@ MATRIX = {
     "synced": FULL | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "offload_ref_model": True},
     "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
     "bf16": SETTINGS | {"bf16": True, "beta": 0.1},
+    "bf16, all weights": FULL | {"bf16": True, "gradient_checkpointing": True},
     "guided": SETTINGS | GUIDED | {"beta": 0.1},
 }
 
