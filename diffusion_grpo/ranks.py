@@ -96,11 +96,10 @@ class Ranks:
                 stop.set()
                 life.join()
         except _OtherFailed:
-            pass  # they meet below
-        except RankError:  # another one is dead or gone, and does not come to meet
+            self._meet(turn, None)  # raises what that one failed with
             raise
         except Exception as error:
-            if error is self._known:  # from inside of `together`: they do not come
+            if error is self._known or isinstance(error, RankError):  # from inside of `together`, or another is dead
                 raise
             own = self.accelerator.process_index
             logger.error("Process %d failed, which %s; it waits for the others to end.", own, task, exc_info=error)

@@ -161,6 +161,10 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             optimizers=optimizers,
         )
         self._set_up(pipe, peft_config)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What a training keeps from one step to the next, before the first."""
         self.buffer: RolloutBuffer | None = None
         self._has_started = False
         self._micro_step, self._update = 0, -1
