@@ -172,7 +172,7 @@ MATRIX = {
     "synced": FULL | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "offload_ref_model": True},
     "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
     "bf16": SETTINGS | {"bf16": True, "beta": 0.1},
-    "bf16, all weights": FULL | {"bf16": True, "gradient_checkpointing": True},
+    "all weights": FULL | {"gradient_checkpointing": True},
     "guided": SETTINGS | GUIDED | {"beta": 0.1},
 }
 
@@ -189,6 +189,15 @@ def test_whatever_is_set_two_processes_train_what_one_trains(folder):
         assert difference(weights, shared) < 1e-6, case
         assert single["ratio"] == double["ratio"], case
         assert double["ratio"] == 0.0 or case == "permuted"  # whose replays have other batches than its rollout
+
+
+@pytest.mark.distributed
+def test_all_weights_in_half_precision(folder):
+    """Their gradients are rounded in another order: the ratio is exactly 1, the weights are near."""
+    cases = {"half": FULL | {"bf16": True, "gradient_checkpointing": True}}
+    (single, weights), (double, shared) = (results(folder / f"half{n}", n, cases)["half"] for n in (1, 2))
+    assert double["sharded"] == double["parameters"] and single["ratio"] == double["ratio"] == 0.0
+    assert single["rewards"][0] == double["rewards"][0] and difference(weights, shared) < 1e-4
 
 
 # Refusals
