@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
 
 from .config_checks import check_settings
 from .config_run import RunSettings
@@ -48,7 +48,11 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
         default=None, metadata={"help": "Learning rate. By default 3e-4 for LoRA and 1e-5 for full training."}
     )
     lr_scheduler_type: str = field(
-        default="constant", metadata={"help": "Any of transformers' learning rate schedules."}
+        default="constant",
+        metadata={
+            "help": "Any of transformers' learning rate schedules. With warmup_steps, constant becomes "
+            "constant_with_warmup."
+        },
     )
     weight_decay: float = field(default=1e-4, metadata={"help": "AdamW's weight decay."})
     per_device_train_batch_size: int = field(
@@ -105,6 +109,7 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         super().__post_init__()
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
+        self.lr_scheduler_type = warming_schedule(self.lr_scheduler_type, self.warmup_steps)
         if self.steps_per_generation is None:
             self.steps_per_generation = self.gradient_accumulation_steps
         if self.epsilon_high is None:
@@ -186,6 +191,23 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
             return start, stop
         start = random.Random(f"window {self.seed} {generation}").randint(start, stop - self.sde_window_size)
         return start, start + self.sde_window_size
+
+
+def warming_schedule(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
+    """Return the schedule that warms up for `warmup_steps`; `get_scheduler` drops them where the schedule has none.
+
+    Raises:
+        ValueError: a schedule that follows the evaluations and never warms up.
+    """
+    if not warmup_steps:
+        return schedule
+    if schedule.value in WATCHING_SCHEDULES:
+        hint = "; lr_scheduler_kwargs: {warmup: ...} is its own" if schedule == SchedulerType.GREEDY else ""
+        raise ValueError(
+            f"warmup_steps={warmup_steps:g} has no effect with lr_scheduler_type={schedule.value!r}, which follows "
+            f"the evaluations; leave it out, or use another schedule{hint}."
+        )
+    return SchedulerType.CONSTANT_WITH_WARMUP if schedule == SchedulerType.CONSTANT else schedule
 
 
 def described(value: Any) -> Any:

@@ -47,14 +47,31 @@ def config_path(name: str) -> Path:
 
 
 def accelerate_settings(arguments: LaunchArguments) -> dict[str, Any]:
-    """What `accelerate launch` is told: its file's settings, with those of the command or the YAML file over them.
+    """What `accelerate launch` is told on this machine.
 
     Returns:
-        `config_file`, and the settings in that file, among them `distributed_type`; `num_processes`, of all machines
-        together, is the number of accelerators where nothing says it.
+        those of [`read_settings`]; `num_processes`, of all machines together, is the number of accelerators where
+        nothing says it.
 
     Raises:
         ValueError: they contradict each other, or several machines do not know where to meet.
+    """
+    settings = read_settings(arguments)
+    settings.setdefault("num_processes", settings["num_machines"] * max(1, accelerators()))
+    check_processes(settings)
+    _check_machine(settings)
+    return settings
+
+
+def read_settings(arguments: LaunchArguments) -> dict[str, Any]:
+    """Read accelerate's file of settings, with those of the command or the YAML file over them.
+
+    Returns:
+        `config_file`, and the settings in that file, among them `distributed_type`; `num_processes` where either
+        gives it.
+
+    Raises:
+        ValueError: there is no such file, or it is none of accelerate's.
     """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     has_many = max(given.get("num_processes", 0), given.get("num_machines", 0)) > 1
@@ -62,10 +79,7 @@ def accelerate_settings(arguments: LaunchArguments) -> dict[str, Any]:
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(settings, dict) or "distributed_type" not in settings:
         raise ValueError(f"accelerate_config: {path} has no distributed_type; make one with `accelerate config`.")
-    settings = {"num_machines": 1, **settings, **given, "config_file": str(path)}
-    settings.setdefault("num_processes", settings["num_machines"] * max(1, accelerators()))
-    _check(settings)
-    return settings
+    return {"num_machines": 1, **settings, **given, "config_file": str(path)}
 
 
 def accelerators() -> int:
@@ -75,7 +89,12 @@ def accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _check(settings: dict[str, Any]) -> None:
+def check_processes(settings: dict[str, Any]) -> None:
+    """Refuse a number of processes that does not fit the machines or the kind of distribution.
+
+    Raises:
+        ValueError: it does not.
+    """
     name, processes, machines = (settings[key] for key in ("config_file", "num_processes", "num_machines"))
     if processes < 1 or machines < 1 or processes % machines:
         raise ValueError(
@@ -83,6 +102,10 @@ def _check(settings: dict[str, Any]) -> None:
         )
     if processes > 1 and settings["distributed_type"] == "NO" and not settings.get("use_cpu"):
         raise ValueError(f"{Path(name).stem} starts one process, not {processes}; use multi_gpu, zero3 or another.")
+
+
+def _check_machine(settings: dict[str, Any]) -> None:
+    name, machines = settings["config_file"], settings["num_machines"]
     if settings["distributed_type"] == "DEEPSPEED":
         from accelerate.utils import is_deepspeed_available
 

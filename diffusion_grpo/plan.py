@@ -22,7 +22,7 @@ from .arguments import LaunchArguments, LoraArguments, ScriptArguments, parse_tr
 from .config import DiffusionGRPOConfig
 from .counts import Batches
 from .inputs import PipelineInputs
-from .launch import accelerate_settings
+from .launch import check_processes, read_settings
 from .loading import check_peft_config, prepare_model
 from .token_policy import policy_for
 from .weightless import Measured, configuration_folder, measure, run_on_cpu, weightless_pipeline
@@ -35,7 +35,7 @@ OPTIMIZER_SMALL = 4096  # smaller tensors keep 32-bit states there
 
 
 def settings_for(processes: int) -> type[DiffusionGRPOConfig]:
-    """Settings as that many processes read them, from one; bf16 as on an accelerator, where nothing says otherwise."""
+    """Return the settings' class as that many processes with accelerators read it, whatever this machine has."""
 
     class PlannedConfig(DiffusionGRPOConfig):
         world_size: ClassVar[int] = processes
@@ -43,7 +43,17 @@ def settings_for(processes: int) -> type[DiffusionGRPOConfig]:
         def __post_init__(self):
             if self.bf16 is None:
                 self.bf16 = not self.fp16 and not self.use_cpu
+            # only looked up on this machine, and set on it
+            tf32, self.tf32 = self.tf32, None
             super().__post_init__()
+            self.tf32 = tf32
+
+        def _validate_args(self) -> None:
+            use_cpu, self.use_cpu = self.use_cpu, True  # or bf16 would be refused where the planning machine lacks it
+            try:
+                super()._validate_args()
+            finally:
+                self.use_cpu = use_cpu
 
     return PlannedConfig
 
@@ -146,15 +156,20 @@ def plan(config_file: str | None, overrides: list[str], launch: LaunchArguments 
     Args:
         config_file: as for `diffusion-grpo train`.
         overrides: `--key value` words over it.
-        launch: what processes are to be started; one by default.
+        launch: what processes are to be started; one by default. What this machine has does not count.
 
     Raises:
         ValueError: settings that the training would refuse, too.
     """
-    told = accelerate_settings(launch or LaunchArguments())
+    told = read_settings(launch or LaunchArguments())
+    is_counted = "num_processes" in told
+    told.setdefault("num_processes", told["num_machines"])
+    check_processes(told)
     sharding = Sharding.of(told)
     script, lora, args = parse_train_arguments(config_file, overrides, settings_for(sharding.processes))
     made = Plan(Batches.of(args, None), sharding)
+    if not is_counted and told["distributed_type"] != "NO":
+        made.notes.append("num_processes is not given, so one process a machine is planned; add --num_processes N.")
     rows = _rows(script, made.notes)
     made.batches = Batches.of(args, None if rows is None else len(rows))
     try:

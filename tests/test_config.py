@@ -55,6 +55,14 @@ def config(**settings):
         ({"selective_checkpointing": 0.0}, r"selective_checkpointing must lie in \(0, 1\]"),
         ({"selective_checkpointing": 0.5, "gradient_checkpointing": False}, "set gradient_checkpointing=True"),
         ({"remove_unused_columns": True}, "must stay False"),
+        (
+            {"warmup_steps": 5, "lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
+            "warmup_steps=5 has no effect with lr_scheduler_type='greedy'.*{warmup: ...}",
+        ),
+        (
+            {"warmup_steps": 0.1, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+            "warmup_steps=0.1 has no effect.*use another schedule",
+        ),
         ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ],
     ids=str,

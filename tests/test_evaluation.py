@@ -90,6 +90,14 @@ def test_learning_rate_schedules(tmp_path, schedule):
         assert trainer.args.metric_for_best_model == "eval_reward"
 
 
+@pytest.mark.parametrize(("steps", "first"), [(2, [0.0, 0.5, 1.0, 1.0]), (0.25, [0.0, 1.0, 1.0, 1.0]), (0, [1.0] * 4)])
+def test_the_default_schedule_warms_up(tmp_path, steps, first):
+    trainer = trainer_for(tmp_path, warmup_steps=steps, max_steps=4, learning_rate=1e-3)
+    trainer.train()
+    assert logged(trainer, "learning_rate") == pytest.approx([1e-3 * factor for factor in first])
+    assert trainer.args.lr_scheduler_type == ("constant_with_warmup" if steps else "constant")
+
+
 def test_the_run_is_read_without_the_extra_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("diffusion_grpo.report.PACKAGES", ("no_such_package",))
     trainer = trainer_for(tmp_path, **EVALUATED)

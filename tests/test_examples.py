@@ -33,3 +33,5 @@ def args_dir(trainer: DiffusionGRPOTrainer) -> str:
 def test_every_file_of_settings_is_accepted(file, tmp_path):
     script, _, args = parse_train_arguments(str(EXAMPLES / file), ["--output_dir", str(tmp_path), "--use_cpu", "true"])
     assert script.reward_funcs and args.num_generations >= 1
+    if args.warmup_steps:
+        assert args.lr_scheduler_type != "constant"  # which has no warm-up

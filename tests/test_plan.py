@@ -1,6 +1,7 @@
 """The plan is what happens: its bytes are those that a training really allocates, its counts those of the run."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,30 @@ def write(folder, name, **settings):
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(SETTINGS | where | sizes | {"pipeline_kwargs": inputs} | settings))
     return str(path)
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+STAND_INS = {  # tiny pipelines of the classes that the examples train
+    "flux": "flux",
+    "flux_kontext": "flux_kontext",
+    "glm_image_ar": "glm_image",
+    "glm_image_dit": "glm_image",
+    "glm_image_edit": "glm_image_edit",
+    "hunyuan_video": "hunyuan_video",
+    "qwen_image": "qwen_image",
+    "sd15": "sd15",
+    "sd35_geneval": "sd3",
+    "sd35_ocr": "sd3",
+    "sd35_ocr_fast": "sd3",
+    "sdxl": "sdxl",
+    "sdxl_inpaint": "sdxl_inpaint",
+    "stable_audio": "stable_audio",
+    "wan21_gae": "wan",
+    "wan21_ocr": "wan",
+    "wan22_a14b": "wan_experts",
+    "wan22_image_to_video": "wan_image",
+    "wan22_ti2v_5b": "wan_ti2v",
+}
 
 
 def size(tensors):
@@ -247,6 +272,44 @@ def test_a_model_that_is_not_here_leaves_the_batches(capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "prompts a rollout │ 48" in out
     assert "stable-diffusion-3.5-medium is not here" in out and "--model FOLDER" in out
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_example_is_planned_on_a_machine_without_an_accelerator(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert not torch.cuda.is_available()
+    words = ["--output_dir", str(tmp_path / "run")]
+    if file.stem in STAND_INS:
+        build(STAND_INS[file.stem])[0].save_pretrained(tmp_path / "model")
+        words += ["--model", str(tmp_path / "model")]
+    made = plan(str(file), words)
+    settings = yaml.safe_load(file.read_text())
+    assert made.batches.samples_per_prompt == settings["num_generations"]
+    if file.stem in STAND_INS or settings["model"] == "tiny":
+        assert {item.name for item in made.memory} >= {"parameters", "gradients", "optimizer", "frozen parts"}
+    else:
+        assert "is not here" in made.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "bf16"), [("--bf16 true --tf32 true", True), ("--fp16 true", False), ("--bf16 false", False), ("", True)]
+)
+def test_the_precision_is_that_of_the_target(words, bf16):
+    args = parse_train_arguments(str(EXAMPLES / "demo.yaml"), words.split(), settings_for(2))[2]
+    assert (args.bf16, args.fp16, args.tf32) == (bf16, "fp16" in words, True if "tf32" in words else None)
+    assert not args.use_cpu
+    with pytest.raises(ValueError, match="At most one of fp16 and bf16"):
+        parse_train_arguments(str(EXAMPLES / "demo.yaml"), ["--bf16", "true", "--fp16", "true"], settings_for(2))
+
+
+def test_what_this_machine_has_does_not_count(monkeypatch):
+    config = str(EXAMPLES / "sd35_ocr.yaml")
+    monkeypatch.setattr("diffusion_grpo.launch.accelerators", lambda: 8)
+    monkeypatch.setattr("accelerate.utils.is_deepspeed_available", lambda: False)
+    made = plan(config, [], LaunchArguments("zero3"))
+    assert made.batches.processes == 1 and "add --num_processes N" in made.notes[0]
+    assert plan(config, [], LaunchArguments("zero3", num_processes=2)).batches.processes == 2
+    assert "num_processes" not in plan(config, []).notes[0]
 
 
 def test_the_plan_refuses_what_the_training_refuses(tmp_path, capsys):
