@@ -32,7 +32,10 @@ class SamplingSettings:
     )
     scheduler_kwargs: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": "Settings of the pipeline's scheduler in place of its own, for instance {shift: 3.0}."},
+        metadata={
+            "help": "Settings of the pipeline's scheduler in place of its own, for instance {shift: 3.0}; one that "
+            "changes no step is refused with what to set."
+        },
     )
     rollout_batch_size: int | None = field(
         default=None,

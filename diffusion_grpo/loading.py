@@ -7,7 +7,6 @@ that is trained: its network, or a LoRA around it.
 import contextlib
 import copy
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from . import tiny
 from .config import DiffusionGRPOConfig
 from .pipelines import family_of
 from .rollout import POLICY_COMPONENTS, policy_component
+from .scheduler_settings import change_scheduler
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
@@ -43,6 +43,28 @@ def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) ->
     kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
     config = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **kwargs)
     return getattr(diffusers, str(config.get("_class_name")), None)
+
+
+def check_scheduler(
+    model: str | DiffusionPipeline, pipeline: type[DiffusionPipeline] | None, args: DiffusionGRPOConfig
+) -> None:
+    """Refuse `scheduler_kwargs` of a named model before its weights are loaded; `load_pipeline` refuses the others.
+
+    Args:
+        model: as the user gave it.
+        pipeline: of [`pipeline_class`].
+
+    Raises:
+        ValueError: see [`~diffusion_grpo.scheduler_settings.change_scheduler`].
+    """
+    given = args.model_init_kwargs or {}
+    if not args.scheduler_kwargs or not isinstance(model, str) or pipeline is None or "scheduler" in given:
+        return
+    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
+    source = tiny.PATH if model == "tiny" else model
+    _, name = DiffusionPipeline.load_config(source, **kwargs)["scheduler"]
+    scheduler = getattr(diffusers, name).from_pretrained(source, subfolder="scheduler", **kwargs)
+    change_scheduler(scheduler, args.scheduler_kwargs, pipeline)
 
 
 def load_pipeline(
@@ -97,19 +119,11 @@ def with_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> 
     """The pipeline with some settings of its scheduler changed, e.g. `{"shift": 3.0}`; without, as it was.
 
     Raises:
-        ValueError: the scheduler has no such setting; the message lists those it has.
+        ValueError: see [`~diffusion_grpo.scheduler_settings.change_scheduler`].
     """
     if not settings:
         return pipe
-    scheduler = type(pipe.scheduler)
-    known = set(inspect.signature(scheduler.__init__).parameters) - {"self", "kwargs"}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        raise ValueError(
-            f"scheduler_kwargs: {scheduler.__name__} has no setting {', '.join(unknown)}; it has "
-            f"{', '.join(sorted(known))}."
-        )
-    pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **settings)
+    pipe.scheduler = change_scheduler(pipe.scheduler, settings, type(pipe))
     return pipe
 
 

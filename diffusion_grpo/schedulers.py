@@ -103,6 +103,12 @@ def _kind(scheduler: SchedulerMixin) -> tuple[type, type, list[str]] | None:
     return None
 
 
+def step_kind(scheduler: SchedulerMixin) -> type[StochasticScheduler] | None:
+    """Return the mixin that draws the scheduler's steps, None where there is none."""
+    found = _kind(scheduler)
+    return None if found is None else found[0]
+
+
 def _refusal(scheduler: SchedulerMixin) -> UnsupportedScheduler:
     name = type(scheduler).__name__
     reasons = [reason for part, reason in _REFUSED.items() if name.startswith(part)]

@@ -61,7 +61,7 @@ from .gathering import gathered_means
 from .generation import GeneratingTrainer
 from .hub import lora_loader
 from .inputs import checked_inputs
-from .loading import check_peft_config, load_pipeline, model_name, pipeline_class, prepare_model
+from .loading import check_peft_config, check_scheduler, load_pipeline, model_name, pipeline_class, prepare_model
 from .losses import LossInputs, get_loss, loss_per_reward
 from .offload import placed
 from .policy import replaced
@@ -141,6 +141,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         hide_deepspeed()
         given = named_datasets(train_dataset, eval_dataset), self.reward_funcs + self.eval_reward_funcs
         cls = pipeline_class(model, args)
+        check_scheduler(model, cls, args)
         self.inputs = None if cls is None else checked_inputs(cls, args, *given)  # before the model is loaded
         self._describe_run(model, args, peft_config)
 
