@@ -1,4 +1,4 @@
-"""What happens beside the training: average and reference weights, progress bar, grid of samples, report.
+"""What happens beside the training: reference weights, progress bar, grid of samples, report.
 
 In: the trainer's events. Out: files in the run's folder, pictures, videos and sound for whatever `report_to` names, a
 line in the terminal.
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.training_utils import EMAModel
 from PIL import Image, ImageDraw
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
@@ -24,31 +23,6 @@ from .watch import collapse
 
 GRID_CELL = 256  # pixels, the longest side of a picture in the grid
 STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in a picture that shows its motion
-
-
-class EMACallback(TrainerCallback):
-    """Moving average of the trained parameters: decay as given, `(1 + n) / (10 + n)` while n is small.
-
-    Args:
-        weights: the trained ones.
-        decay: of the average.
-        interval: updates between two steps of it.
-    """
-
-    def __init__(self, weights: TrainedWeights, decay: float, interval: int):
-        self.weights = weights
-        self.average = EMAModel(weights.parameters, decay=decay)
-        self.interval = interval
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        shares = self.weights.shares(self.average.shadow_params)
-        places = [value.device for value in self.weights.exact()]  # engines move weights when training begins
-        self.average.shadow_params = [share.to(place) for share, place in zip(shares, places, strict=True)]
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.interval == 0:
-            self.average.optimization_step = state.global_step // self.interval - 1  # right after a resume too
-            self.average.step([value.requires_grad_() for value in self.weights.exact()])
 
 
 class SyncRefModelCallback(TrainerCallback):

@@ -24,6 +24,7 @@ from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.utils import PushInProgress, hf_api
 
 from . import checkpoint_mode, distributed, hub
+from .average import POLICY_FOLDER, policy_folder
 from .records import refuse_used_folder
 from .report import write_curve
 from .restore import rollout_file
@@ -73,15 +74,8 @@ class CheckpointingTrainer(Trainer):
         if self.ema is None:
             yield
             return
-        used = self.weights.used()
-        self.ema.average.store(used)
-        self.ema.average.copy_to(used)
-        self.weights.refresh()
-        try:
+        with self.ema.placed(is_shown=True):
             yield
-        finally:
-            self.ema.average.restore(used)
-            self.weights.refresh()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
@@ -114,9 +108,6 @@ class CheckpointingTrainer(Trainer):
             self._push_from_checkpoint(str(folder))
 
     def _save_beside_model(self, folder: Path) -> None:
-        if self.ema is not None:
-            with self.weights.whole(self.ema.average.shadow_params, is_kept=self.args.should_save):
-                self._write(self.accelerator.unwrap_model(self.model), folder / "ema")
         if self.args.sync_ref_model:
             with self.ref_weights.whole(is_kept=self.args.should_save):
                 self._write(self.accelerator.unwrap_model(self.ref_model), folder / "reference")
@@ -152,15 +143,20 @@ class CheckpointingTrainer(Trainer):
             shutil.rmtree(aside)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer`'s: weights that diffusers loads, in `output_dir` or the run's folder; every process calls it."""
+        """`Trainer`'s: weights that diffusers loads, in `output_dir` or the run's folder; every process calls it.
+
+        With `ema_decay` these are the average's, which the evaluations measure; the policy's own are in `policy`.
+        """
         folder = Path(output_dir or self.args.output_dir)
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            with self.weights.whole(is_kept=self.args.should_save):
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled or self.ema is not None:
+            average = None if self.ema is None else self.ema.average.shadow_params
+            with self.weights.whole(average, is_kept=self.args.should_save):
                 self._save(str(folder))
         else:
             super().save_model(str(folder), _internal_call=True)
-        if self.ema is not None and folder.resolve() == Path(self.args.output_dir).resolve():
-            self._save_beside_model(folder)
+        if self.ema is not None:
+            with self.ema.placed(is_shown=False), self.weights.whole(is_kept=self.args.should_save):
+                self._write(self.accelerator.unwrap_model(self.model), folder / POLICY_FOLDER)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -235,7 +231,7 @@ class CheckpointingTrainer(Trainer):
         if self.args.sync_ref_model:
             with self.ref_weights.rewritten() if self.is_fsdp_enabled else contextlib.nullcontext():
                 hub.load_policy(self.ref_model, self.component, folder / "reference")
-        self._load_policy(folder)
+        self._load_policy(policy_folder(folder, has_average=self.ema is not None))
         if self.values is not None:
             self.values.load(folder)
         self._resumed_from, self.buffer, self._update = str(folder), None, -1
@@ -244,7 +240,7 @@ class CheckpointingTrainer(Trainer):
         """Into the moving average; the model holds it afterwards too, until its own weights are loaded."""
         if self.ema is None:
             return
-        self._load_policy(folder / "ema")
+        self._load_policy(folder)
         for average, value in zip(self.ema.average.shadow_params, self.weights.exact(), strict=True):
             average.data.copy_(value)
 
@@ -253,8 +249,9 @@ class CheckpointingTrainer(Trainer):
             hub.load_policy(self.accelerator.unwrap_model(self.model), self.component, folder)
 
     def _load_best_model(self) -> None:
-        self._load_average(Path(self.state.best_model_checkpoint))
-        self._load_policy(Path(self.state.best_model_checkpoint))
+        best = Path(self.state.best_model_checkpoint)
+        self._load_average(best)
+        self._load_policy(policy_folder(best, has_average=self.ema is not None))
 
     # Hub
 

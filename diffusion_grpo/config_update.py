@@ -137,6 +137,10 @@ class UpdateSettings:
         default=False, metadata={"help": "Keep a reference copy in CPU memory between its uses (full training)."}
     )
     ema_decay: float | None = field(
-        default=None, metadata={"help": "Keep a moving average of the policy, evaluate with it and save it."}
+        default=None,
+        metadata={
+            "help": "Keep a moving average of the policy; it is what evaluations measure and what is saved and "
+            "pushed, with the policy itself in the subfolder `policy`."
+        },
     )
     ema_update_interval: int = field(default=8, metadata={"help": "Updates between two steps of the average."})

@@ -20,6 +20,7 @@ from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from .average import POLICY_FOLDER
 from .rollout import policy_component
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -110,8 +111,8 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path) -> None:
 
     Args:
         pipe: of the model that was trained.
-        source: a run's folder or one of its checkpoints (or the `ema` in it), with a LoRA (of a second expert too) or
-            with the networks of full training; or any LoRA that the pipeline itself loads, a file or a Hub id.
+        source: a run's folder or one of its checkpoints (or the `policy` in it), with a LoRA (of a second expert too)
+            or with the networks of full training; or any LoRA that the pipeline itself loads, a file or a Hub id.
 
     Raises:
         ValueError: the folder holds no such weights.
@@ -183,7 +184,7 @@ def copy_weights(checkpoint: str | Path, folder: str | Path, component: str) -> 
     for name in (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS):
         if (checkpoint / name).is_file():
             shutil.copy(checkpoint / name, folder / name)
-    for name in (*component.split(", "), "ema"):
+    for name in (*component.split(", "), POLICY_FOLDER):
         if (checkpoint / name).is_dir():
             shutil.copytree(checkpoint / name, folder / name, dirs_exist_ok=True)
 
@@ -211,6 +212,7 @@ def write_model_card(folder: str | Path, run: dict[str, Any], history: list[dict
         f"({run['trains_by']}).",
         "## Use",
         f"```python\n{_usage(run, folder, lora)}\n```",
+        *_average_note(run["settings"]),
         "## Rewards",
         _reward_table(run, history),
         *[f"![{title}]({file})" for title, file in _pictures(folder)],
@@ -249,6 +251,16 @@ def _usage(run: dict[str, Any], folder: Path, lora: bool) -> str:
         else:
             lines.append(f'PeftModel.from_pretrained(pipe.{name}, "{place}")  # changes the pipeline itself')
     return "\n".join(lines)
+
+
+def _average_note(settings: dict[str, Any]) -> list[str]:
+    """Say which weights are published, where a moving average was kept."""
+    if settings.get("ema_decay") is None:
+        return []
+    return [
+        f"These weights are the moving average of the policy (`ema_decay` {settings['ema_decay']:g}), which the "
+        f"evaluations measured. The folder `{POLICY_FOLDER}` holds the policy itself, for training to go on from."
+    ]
 
 
 def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:

@@ -23,10 +23,10 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from . import fsdp
+from .average import PolicyAverage
 from .buffer import MicroBatch, RolloutBuffer
 from .callbacks import (
     CollapseCallback,
-    EMACallback,
     PipelineTensorBoardCallback,
     ReportCallback,
     RewardProgressCallback,
@@ -251,7 +251,10 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
 
     @property
     def pipe(self) -> DiffusionPipeline:
-        """The pipeline that is trained; call it at any time as usual."""
+        """The pipeline that is trained; call it at any time as usual.
+
+        With `ema_decay` it has the average's weights once training has ended, those that were evaluated and are saved.
+        """
         return self.policy.pipe
 
     def _autocast(self) -> contextlib.AbstractContextManager:
@@ -337,7 +340,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         args = self.args
         self.ema = None
         if args.ema_decay is not None:
-            self.ema = EMACallback(self.weights, args.ema_decay, args.ema_update_interval)
+            self.ema = PolicyAverage(self.weights, args.ema_decay, args.ema_update_interval)
             self.add_callback(self.ema)
         if args.sync_ref_model:
             self.add_callback(
@@ -404,8 +407,13 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._has_started = True
         if self.args.should_save:
             write_json(Path(self.args.output_dir) / "run.json", self.run)
+        if self.ema is not None:
+            self.ema.hide()  # a second training goes on from the policy
         with self.ranks.together():
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        if self.ema is not None:
+            self.ema.show()
+        return output
 
     def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch: a replay, a loss and a backward pass for each trained step. Returns the detached loss.

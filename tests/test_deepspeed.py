@@ -46,7 +46,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for path in sorted(folder.glob("**/*.safetensors")):
         place = path.relative_to(folder)
-        if place.parts[0] in ("ema", "reference", "transformer", "transformer_2") or len(place.parts) == 1:
+        if place.parts[0] in ("policy", "reference", "transformer", "transformer_2") or len(place.parts) == 1:
             found |= {f"{place}:{name}": tensor for name, tensor in load_file(path).items()}
     return found
 
@@ -99,7 +99,7 @@ def test_the_whole_network_with_zero2_trains_as_one_process_does(runs):
 
 
 def test_a_resumed_zero3_run_ends_with_the_same_weights(runs):
-    assert (runs / "again3" / "checkpoint-2" / "ema").is_dir()
+    assert (runs / "again3" / "checkpoint-2" / "policy").is_dir()
     assert difference(runs / "again3" / "checkpoint-2", runs / "lora3" / "checkpoint-2") == 0.0
     assert difference(runs / "again3", runs / "lora3") == 0.0
     assert difference(runs / "lora3" / "checkpoint-1", runs / "lora3" / "checkpoint-2") > 1e-5
@@ -116,7 +116,7 @@ def test_one_process_goes_on_from_a_zero3_checkpoint(runs, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=str(runs / "lora3" / "checkpoint-1"))
     assert "was written by 2 processes with ZeRO-3" in caplog.text and "the optimizer starts anew" in caplog.text
-    saved = load_file(runs / "lora3" / "checkpoint-1" / "adapter_model.safetensors")
+    saved = load_file(runs / "lora3" / "checkpoint-1" / "policy" / "adapter_model.safetensors")
     assert all(torch.equal(value, saved[name.replace(".default", "")]) for name, value in found.items())
     assert len(found) == len(saved)
     assert logged(trainer, "ratio/max_error") == [0.0] * 2 and trainer.state.global_step == 2
@@ -125,7 +125,7 @@ def test_one_process_goes_on_from_a_zero3_checkpoint(runs, tmp_path, caplog):
 def test_one_process_draws_what_zero3_drew(runs):
     """The average, as it was used under ZeRO-3, from its file in a plain pipeline: the same picture."""
     pipe, inputs = tiny_pipelines.build("sd3", 0)
-    hub.load_weights(pipe, runs / "lora3" / "ema")
+    hub.load_weights(pipe, runs / "lora3")
     args = inputs | {"prompt": ["a ship"]}
     seeds = [sample_seed(42, "evaluation", 1)]
     images, _ = rollout(Policy(pipe), args, seeds=seeds, num_inference_steps=3, noise_level=0.0)

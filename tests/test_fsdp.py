@@ -115,7 +115,9 @@ def test_what_is_saved_is_loaded_by_plain_diffusers(folder, together):
     assert type(pipe.transformer).__name__ == "SD3Transformer2DModel"
     state = pipe.transformer.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in together["full"][1].items())
-    config = json.loads((folder / "two" / "full" / "checkpoint-1" / "ema" / "transformer" / "config.json").read_text())
+    config = json.loads(
+        (folder / "two" / "full" / "checkpoint-1" / "policy" / "transformer" / "config.json").read_text()
+    )
     assert config["_class_name"] == "SD3Transformer2DModel"
 
 

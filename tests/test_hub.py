@@ -101,13 +101,13 @@ def test_full_training_of_two_experts(tmp_path):
     moved = {name.split(".")[0] for name, value in trained_weights(trainer).items() if not value.equal(before[name])}
     assert moved == {"transformer", "transformer_2"}
     _, inputs = tiny_pipelines.build("wan_experts")
-    trained = picture(trainer.pipe, inputs)
-    with trainer.averaged_weights():
-        average = picture(trainer.pipe, inputs)
+    average = picture(trainer.pipe, inputs)
+    with trainer.ema.placed(is_shown=False):
+        policy = picture(trainer.pipe, inputs)
     whole = DiffusionPipeline.from_pretrained(tmp_path)
     whole.set_progress_bar_config(disable=True)
-    assert torch.equal(picture(whole, inputs), trained) and not torch.equal(average, trained)
-    for place, expected in (("checkpoint-2", trained), ("checkpoint-2/ema", average), ("ema", average)):
+    assert torch.equal(picture(whole, inputs), average) and not torch.equal(average, policy)
+    for place, expected in (("checkpoint-2", average), ("checkpoint-2/policy", policy), ("policy", policy)):
         fresh, _ = tiny_pipelines.build("wan_experts")
         for name in ("transformer", "transformer_2"):
             setattr(fresh, name, WanTransformer3DModel.from_pretrained(tmp_path / place / name))
@@ -131,16 +131,23 @@ def test_full_weights_and_the_whole_pipeline(tmp_path):
     assert all(torch.equal(state[name], value) for name, value in trained_weights(trainer).items())
 
 
-def test_the_average_is_saved_beside_the_weights(tmp_path):
+def test_what_was_measured_is_what_is_published(tmp_path):
+    """Top of the folder, `trainer.pipe` and card have the average's weights; the policy's own are in a subfolder."""
     trainer = trainer_for(tmp_path, ema_decay=0.5, ema_update_interval=1, learning_rate=0.05, max_steps=3)
     trainer.train()
     trainer.save_model()
-    fresh, inputs = tiny_pipelines.build("sd3")
-    fresh.load_lora_weights(tmp_path / "ema")
+    average, policy = (tiny_pipelines.build("sd3")[0] for _ in range(2))
+    _, inputs = tiny_pipelines.build("sd3")
+    average.load_lora_weights(tmp_path)
+    policy.load_lora_weights(tmp_path / "policy")
     with trainer.averaged_weights():
-        average = picture(trainer.pipe, inputs)
-    assert torch.equal(picture(fresh, inputs), average)
-    assert not torch.equal(average, picture(trainer.pipe, inputs))
+        measured = picture(trainer.pipe, inputs)
+    assert torch.equal(picture(average, inputs), measured) and torch.equal(picture(trainer.pipe, inputs), measured)
+    assert not torch.equal(picture(policy, inputs), measured)
+    with trainer.ema.placed(is_shown=False):
+        assert torch.equal(picture(policy, inputs), picture(trainer.pipe, inputs))
+    card = (tmp_path / "README.md").read_text()
+    assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card
 
 
 @pytest.mark.plots

@@ -8,7 +8,7 @@ import ranks_server
 import resumable_run
 import torch
 from safetensors.torch import load_file
-from tiny_runs import first_frame_brightness, logged, trained_weights, trainer_for
+from tiny_runs import brightness, first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
 
 # 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
 PLAIN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
@@ -30,7 +30,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for path in [
         *folder.glob("*.safetensors"),
-        *folder.glob("ema/*.safetensors"),
+        *folder.glob("policy/*.safetensors"),
         *folder.glob("transformer/*.safetensors"),
     ]:
         found |= {f"{path.relative_to(folder)}:{name}": tensor for name, tensor in load_file(path).items()}
@@ -72,9 +72,9 @@ def test_two_experts_trained_in_full_resume_exactly(tmp_path):
     whole.train()
     again = trainer_for(tmp_path / "again", **EXPERTS)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    expected = trained_weights(whole)
+    expected = policy_weights(whole)
     assert {name.split(".")[0] for name in expected} == {"transformer", "transformer_2"}
-    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+    assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
     pairs = zip(whole.ema.average.shadow_params, again.ema.average.shadow_params, strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
@@ -85,12 +85,12 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
     settings = settings | {"save_total_limit": None}
     whole = trainer_for(tmp_path / "whole", **settings)
     whole.train()
-    expected = trained_weights(whole)
+    expected = policy_weights(whole)
     for step in (1, 3, 5):
         again = trainer_for(tmp_path / f"from-{step}", **settings)
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert again.state.global_step == 6
-        assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+        assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
         assert logged(again, "reward") == logged(whole, "reward")
         if whole.ema is not None:
             pairs = zip(whole.ema.average.shadow_params, again.ema.average.shadow_params, strict=True)
@@ -105,8 +105,8 @@ def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
     whole.train()
     again = trainer_for(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    expected = trained_weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+    expected = policy_weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
@@ -143,8 +143,15 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
 
 
 def test_save_total_limit_and_the_best_model(tmp_path):
+    """The second of four evaluations is the best: rotation spares its checkpoint, and the run ends with its weights."""
+
+    def scripted(images, trainer_state, **columns):
+        best = 0.5 if trainer_state.global_step == 2 else 0.0
+        return [best + value for value in brightness(images)]
+
     trainer = trainer_for(
         tmp_path,
+        rewards=scripted,
         max_steps=4,
         save_strategy="steps",
         save_steps=1,
@@ -157,11 +164,10 @@ def test_save_total_limit_and_the_best_model(tmp_path):
         learning_rate=0.05,
     )
     trainer.train()
-    rewards = logged(trainer, "eval_reward")
-    best = 1 + rewards.index(max(rewards))
-    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
-    left = {path.name for path in tmp_path.glob("checkpoint-*")}
-    assert len(left) == 2 and {f"checkpoint-{best}", "checkpoint-4"} <= left | {"checkpoint-4"}
-    loaded = load_file(tmp_path / f"checkpoint-{best}" / "adapter_model.safetensors")
-    for name, value in trained_weights(trainer).items():
-        assert torch.equal(value, loaded[name.replace(".default", "")])
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    best, last = (load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 4))
+    trained = {name.replace(".default", ""): value for name, value in trained_weights(trainer).items()}
+    assert trained.keys() == best.keys() == last.keys()
+    assert all(torch.equal(value, best[name]) for name, value in trained.items())
+    assert not all(torch.equal(value, last[name]) for name, value in trained.items())

@@ -9,7 +9,7 @@ import resumable_run
 import tiny_pipelines
 import torch
 from safetensors.torch import load_file
-from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
+from tiny_runs import brightness, first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
 
 from diffusion_grpo.policy import Policy
 from diffusion_grpo.rollout import rollout
@@ -224,8 +224,8 @@ def test_a_resumed_run_has_the_same_value_model(tmp_path):
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         pairs = zip(whole.values.state_dict().values(), again.values.state_dict().values(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
-        expected = trained_weights(whole)
-        assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+        expected = policy_weights(whole)
+        assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
     saved = load_file(tmp_path / "whole" / "checkpoint-4" / VALUE_WEIGHTS)
     assert all(torch.equal(saved[name], value) for name, value in whole.values.state_dict().items())
     whole.save_model()

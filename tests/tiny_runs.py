@@ -3,6 +3,7 @@
 One file for all tests of the trainer, so that each states only what it is about.
 """
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -102,5 +103,11 @@ def logged(trainer: DiffusionGRPOTrainer, key: str) -> list[float]:
 
 
 def trained_weights(trainer: DiffusionGRPOTrainer) -> dict:
-    """Copies of the trained parameters by name."""
+    """Copies of the trained parameters by name, as the pipeline uses them now."""
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def policy_weights(trainer: DiffusionGRPOTrainer) -> dict:
+    """The policy's own, also where the pipeline has those of its moving average."""
+    with contextlib.nullcontext() if trainer.ema is None else trainer.ema.placed(is_shown=False):
+        return trained_weights(trainer)
