@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
 
 
 def test_save_total_limit_and_the_best_model(tmp_path):
-    """The second of four evaluations is the best: rotation spares its checkpoint, and the run ends with its weights."""
+    """The second of four evaluations is the best: rotation spares its checkpoint, the run ends with its weights."""
 
     def scripted(images, trainer_state, **columns):
         best = 0.5 if trainer_state.global_step == 2 else 0.0
