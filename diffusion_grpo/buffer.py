@@ -74,6 +74,7 @@ class MicroBatch:
             value model.
         old_log_probs: (batch, steps) float32, the ratio's denominator; of tokens (batch, 1, tokens).
         targets: of the value model, where there is one.
+        weights: (batch,) float32, of each sample's loss; None where all are 1.
         log_ratio: (batch,) float32, mean log-ratio over a sample's trained steps, where the loss takes that one; of
             tokens (batch, 1).
     """
@@ -84,6 +85,7 @@ class MicroBatch:
     old_log_probs: Tensor
     targets: ValueTargets | None = None
     log_ratio: Tensor | None = None
+    weights: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -91,9 +93,9 @@ class MicroBatch:
     def part(self, places: list[int]) -> "MicroBatch":
         """The samples at some places, which are of one shape."""
         rows = [self.rows[place] for place in places]
-        targets, log_ratio = (None if x is None else x[places] for x in (self.targets, self.log_ratio))
+        optional = (None if x is None else x[places] for x in (self.targets, self.log_ratio, self.weights))
         part = (self.trajectory[places].joined(), self.advantages[places], self.old_log_probs[places])
-        return MicroBatch(rows, *part, targets, log_ratio)
+        return MicroBatch(rows, *part, *optional)
 
     def at_step(self, step: int) -> "MicroBatch":
         """The samples that train on `step`; all of them keep their order, and so the geometry of the rollout."""
@@ -101,9 +103,9 @@ class MicroBatch:
         if kept.all():
             return self
         rows = [row for row, keep in zip(self.rows, kept.tolist(), strict=True) if keep]
-        targets, log_ratio = (None if x is None else x[kept] for x in (self.targets, self.log_ratio))
+        optional = (None if x is None else x[kept] for x in (self.targets, self.log_ratio, self.weights))
         part = (self.trajectory[kept], self.advantages[kept], self.old_log_probs[kept])
-        return MicroBatch(rows, *part, targets, log_ratio)
+        return MicroBatch(rows, *part, *optional)
 
     def old_log_prob(self, step: int) -> Tensor:
         """(batch,) the denominator at one step, for samples that all train on it."""
@@ -126,6 +128,7 @@ class RolloutBuffer:
         targets: of the value model, where there is one.
         positions: (samples,) int64, where the samples are in the generation of all processes.
         updates: that one iteration makes, each of as many micro-batches.
+        weights: (samples,) float32, of each sample's loss; None where all are 1.
     """
 
     def __init__(
@@ -138,8 +141,10 @@ class RolloutBuffer:
         targets: ValueTargets | None = None,
         positions: Tensor | None = None,
         updates: int = 1,
+        weights: Tensor | None = None,
     ):
         self.rows, self.trajectory, self.advantages, self.targets = rows, trajectory, advantages, targets
+        self.weights = weights
         self.old_log_probs = trajectory.log_probs
         self.micro_batch_size, self.seed, self.updates = micro_batch_size, seed, updates
         self.positions = torch.arange(len(rows)) if positions is None else positions
@@ -163,9 +168,9 @@ class RolloutBuffer:
 
     def part(self, rows: slice) -> MicroBatch:
         """Some samples that follow each other."""
-        targets = None if self.targets is None else self.targets[rows]
+        targets, weights = (None if x is None else x[rows] for x in (self.targets, self.weights))
         part = (self.trajectory[rows], self.advantages[rows], self.old_log_probs[rows])
-        return MicroBatch(self.rows[rows], *part, targets)
+        return MicroBatch(self.rows[rows], *part, targets, weights=weights)
 
     def save(self, path: Path, processes: int = 1) -> None:
         """Writes all but the rows, which the dataset gives again; of `processes` each writes a file of its own."""
@@ -173,6 +178,8 @@ class RolloutBuffer:
         tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
         tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone()}
         tensors["positions"] = self.positions
+        if self.weights is not None:
+            tensors["weights"] = self.weights
         if self.targets is not None:
             tensors |= {f"targets.{name}": getattr(self.targets, name).contiguous() for name in ValueTargets.TENSORS}
         first = self.trajectory.samples[0]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from .advantages import AGGREGATIONS
 from .losses import get_loss
-from .schedulers import PROCESSES
+from .processes import LOG_PROBS, SILENT_LAST_STEP
+from .schedulers import PROCESSES, check_log_prob
 
 if TYPE_CHECKING:
     from .config import DiffusionGRPOConfig
@@ -36,6 +37,7 @@ def check_settings(args: "DiffusionGRPOConfig") -> None:
 def _check_choices(args: "DiffusionGRPOConfig") -> None:
     choices = {
         "sde_type": ["auto", *PROCESSES],
+        "log_prob_type": list(LOG_PROBS),
         "scale_rewards": ["group", "batch", "none"],
         "reward_baseline": ["group", "batch"],
         "advantage_estimator": ["group", "gae"],
@@ -50,6 +52,8 @@ def _check_choices(args: "DiffusionGRPOConfig") -> None:
             near = difflib.get_close_matches(str(value), known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
+    if args.sde_type != "auto":  # which is known with the pipeline
+        check_log_prob(args.log_prob_type, args.sde_type)
     get_loss(args.loss_type)
     if args.remove_unused_columns:
         raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
@@ -130,6 +134,7 @@ def _check_shares(args: "DiffusionGRPOConfig") -> None:
 
 def _check_steps(args: "DiffusionGRPOConfig") -> None:
     _check_pipeline_kwargs(args)
+    _check_last_step(args)
     last = args.num_inference_steps - 1
     window = list(args.sde_window or (0, last))
     if len(window) != 2 or not 0 <= window[0] < window[1] <= last:
@@ -141,6 +146,19 @@ def _check_steps(args: "DiffusionGRPOConfig") -> None:
         raise ValueError(
             f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
             "that may be trained; make it smaller, or sde_window larger."
+        )
+
+
+def _check_last_step(args: "DiffusionGRPOConfig") -> None:
+    if args.noise_in_last_step and args.deterministic_outside_window:
+        raise ValueError(
+            "noise_in_last_step=True and deterministic_outside_window=True contradict each other: the last step is "
+            "outside every window; set one of them to False."
+        )
+    if args.noise_in_last_step and args.sde_type in SILENT_LAST_STEP:
+        raise ValueError(
+            f"noise_in_last_step=True changes nothing with sde_type={args.sde_type!r}, whose noise is 0 in the last "
+            "step whatever is asked for; leave it out."
         )
 
 

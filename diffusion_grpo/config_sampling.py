@@ -93,6 +93,22 @@ class SamplingSettings:
         default=False, metadata={"help": "No noise in steps outside the window (Flow-GRPO-Fast, MixGRPO)."}
     )
 
+    noise_in_last_step: bool = field(
+        default=False,
+        metadata={
+            "help": "Draw noise in the last step of a rollout too, which stays on the finished sample and is never "
+            "trained (Flow-GRPO's base scripts for SD3 and FLUX). For flow_sde, dance_sde and ddim; in the last step "
+            "cps and ancestral have none."
+        },
+    )
+    log_prob_type: str = field(
+        default="gaussian",
+        metadata={
+            "help": "gaussian, or squared_error: minus the mean squared distance to the step's mean, without the "
+            "division by 2 std^2 and the constants (Flow-GRPO's code for cps, and for cps only)."
+        },
+    )
+
     # Tokens, of pipelines in which a language model writes some
     temperature: float | None = field(
         default=None, metadata={"help": "Temperature of tokens; by default that of the model's generation config."}

@@ -78,6 +78,14 @@ class UpdateSettings:
     reward_threshold: float | None = field(
         default=None, metadata={"help": "Groups whose mean reward is below it contribute nothing."}
     )
+    drop_zero_advantages: bool = field(
+        default=False,
+        metadata={
+            "help": "Samples with the advantage 0 do not count at all: the loss is divided by the number of the "
+            "others, and they have no KL term (Flow-GRPO's code). By default they count as samples with a policy loss "
+            "of 0."
+        },
+    )
     old_log_prob: str = field(
         default="rollout",
         metadata={

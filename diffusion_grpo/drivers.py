@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .processes import log_density
 from .schedulers import StochasticScheduler
 from .trajectory import StepDistribution, Trajectory, generators
 
@@ -114,22 +113,25 @@ class Recorder(Driver):
         noise_level: float,
         device: str | torch.device,
         is_complete: bool = True,
+        noise_in_last_step: bool = False,
     ):
         super().__init__(initial_seeds, len(seeds), noise_level)
         self.generators = generators(seeds)
         self.noise_steps, self.trained_steps = noise_steps, trained_steps
+        self.noise_in_last_step = noise_in_last_step
         self.device, self.is_complete = device, is_complete
         self.records: dict[int, _Parts] = {}
         self.left: dict[int, Tensor] = {}  # what each scheduler handed back last
         self.loop_length: int | None = None
 
     def _begin(self, scheduler: StochasticScheduler) -> None:
-        """Takes the default steps, all but the last, from the loop: image-to-image starts in the middle."""
+        """Take what depends on the loop's length from the loop itself: image-to-image starts in the middle."""
         self.loop_length = scheduler.loop_length
+        noisy = range(self.loop_length) if self.noise_steps is None else self.noise_steps
+        last = self.loop_length - 1
+        self.noise_steps = {step for step in noisy if step != last or self.noise_in_last_step}
         if self.trained_steps is None:
             self.trained_steps = torch.arange(self.loop_length - 1).expand(self.count, -1)
-        if self.noise_steps is None:
-            self.noise_steps = set(range(self.loop_length - 1))
         trained = self.trained_steps.flatten().tolist()
         if trained and max(trained) >= self.loop_length - 1:
             raise UnsupportedPipeline(
@@ -161,7 +163,7 @@ class Recorder(Driver):
             handed = self.left.get(id(scheduler), sample)[: self.count].float()
             # scored as rounded: what replay is given back must be what was scored
             next_latents, mean, std = _own_rows((latents.float(), mean, std), sample, self.count)
-            score = log_density(next_latents, mean, std)
+            score = scheduler.log_prob(next_latents, mean, std)
             kept = (x.clone().to(self.device) for x in (handed, next_latents, score))
             self.records.setdefault(index, _Parts()).add(*kept)
         return latents
@@ -268,7 +270,7 @@ class Teacher(Driver):
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
         next_latents = self._part("next_latents", sample).to(device=mean.device, dtype=torch.float32)
         mean, std = _own_rows((mean, std), sample, self.count)
-        self.parts.add(sample, next_latents, log_density(next_latents, mean, std))
+        self.parts.add(sample, next_latents, scheduler.log_prob(next_latents, mean, std))
         self.means.append(mean)
         self.stds.append(std)
         if self.offsets["next_latents"] >= self.next_latents[0].numel():

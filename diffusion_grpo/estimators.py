@@ -24,6 +24,7 @@ class Estimate:
         advantages: here and below of the samples of this process. `(samples,)`; `(samples, rewards)` for a loss that
             is summed over rewards; `(samples, steps)` with a value model.
         targets: of the value model, or `None`.
+        every: the advantages of all samples of all processes.
         columns: for the table of samples, one value a sample.
         metrics: by the key under which they are logged.
     """
@@ -31,6 +32,7 @@ class Estimate:
     result: Advantages
     advantages: Tensor
     targets: ValueTargets | None
+    every: Tensor
     columns: dict[str, list[float]]
     metrics: dict[str, float]
 
@@ -71,22 +73,24 @@ def estimate(
         advantage_clip=args.advantage_clip,
         reward_threshold=args.reward_threshold,
     )
-    advantages = result.advantages[positions]
-    columns = {"reward": result.rewards[positions].tolist(), "advantage": advantages.tolist()}
+    every = result.advantages
+    columns = {"reward": result.rewards[positions].tolist(), "advantage": every[positions].tolist()}
     metrics, targets = {}, None
     if divergences is not None:
         columns["kl"] = divergences.mean(1)[positions].tolist()
         metrics["kl/rollout"] = divergences.mean().item()
     if result.by_reward is not None:
-        advantages = result.by_reward[positions]
-        columns |= {f"advantage/{name}": column.tolist() for name, column in zip(names, advantages.T, strict=True)}
+        every = result.by_reward
+        columns |= {
+            f"advantage/{name}": column.tolist() for name, column in zip(names, every[positions].T, strict=True)
+        }
     if model is not None:
         every, targets = value_advantages(args, result, batches, divergences, states, model)
         metrics |= value_metrics(targets)
-        advantages, targets = every[positions], targets[positions]
-        columns["advantage"] = advantages.mean(1).tolist()
+        targets = targets[positions]
+        columns["advantage"] = every[positions].mean(1).tolist()
         columns["value"] = targets.values[:, 0].tolist()
-    return Estimate(result, advantages, targets, columns, metrics)
+    return Estimate(result, every[positions], targets, every, columns, metrics)
 
 
 @torch.no_grad()

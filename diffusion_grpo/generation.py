@@ -29,6 +29,7 @@ from .rollout import rollout, sample_seed, trained_steps
 from .scoring import only_takes_latents
 from .values import recorded_conditions, states_of_calls
 from .watch import diversity, thumbnails
+from .zero_advantages import sample_weights
 
 AnyScoring = RolloutScoring | SubsetScoring
 
@@ -154,7 +155,7 @@ class GeneratingTrainer(ReplayingTrainer):
         seeds = torch.tensor([sample_seed(args.seed, "noise", generation, place) for place in positions.tolist()])
         places = groups if args.same_initial_noise else positions
         initial = torch.tensor([sample_seed(args.seed, "initial", generation, place) for place in places.tolist()])
-        noise_steps = range(start, stop) if args.deterministic_outside_window else range(args.num_inference_steps - 1)
+        noise_steps = range(start, stop) if args.deterministic_outside_window else None
         steps = trained_steps(
             args.num_inference_steps, window, args.timestep_fraction, seeds if args.permute_steps else None
         )
@@ -172,6 +173,7 @@ class GeneratingTrainer(ReplayingTrainer):
                 num_inference_steps=args.num_inference_steps,
                 steps=[steps[place] for place in places],
                 noise_steps=noise_steps,
+                noise_in_last_step=args.noise_in_last_step,
                 noise_level=self.noise_level,
                 device=self._trajectory_device,
                 latents=latents,
@@ -243,7 +245,9 @@ class GeneratingTrainer(ReplayingTrainer):
         self, rows: list[dict], trajectory: Recorded, found: Estimate, order: RolloutOrder
     ) -> RolloutBuffer:
         args, process = self.args, self.args.data_process
-        positions = order.of_process(order.trained(found.result.advantages), process)
+        trained = order.trained(found.result.advantages)
+        positions = order.of_process(trained, process)
+        weights = sample_weights(found.every, trained)[positions] if args.drop_zero_advantages else None
         kept = inverse(order.of_process(order.rolled, process), len(order.rolled))[positions]
         buffer = RolloutBuffer(
             [rows[place] for place in kept.tolist()],
@@ -254,6 +258,7 @@ class GeneratingTrainer(ReplayingTrainer):
             None if found.targets is None else found.targets[kept],
             positions,
             order.updates,
+            weights,
         )
         if args.old_log_prob == "replay" and self._slots > args.gradient_accumulation_steps:
             buffer.old_log_probs = self.with_weights(self._replayed_log_probs, buffer)

@@ -42,12 +42,13 @@ class Policy:
         is_mixed_precision: whether that context computes in another dtype than it is given.
         sampling: how a language model in the pipeline's call draws tokens: `temperature`, `top_k` and `top_p` where
             they are not to be those of its own generation config.
+        log_prob_type: see [`~diffusion_grpo.schedulers.stochastic_scheduler`].
 
     Attributes:
         draws_globally: whether a call has drawn from torch's global generator so far.
 
     Raises:
-        ValueError: no such component, or an `sde_type` that does not fit.
+        ValueError: no such component, or an `sde_type` or `log_prob_type` that does not fit.
         UnsupportedPipeline: it has no network or no scheduler to train.
         UnsupportedScheduler: the scheduler takes no Gaussian steps.
     """
@@ -60,10 +61,11 @@ class Policy:
         forward_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         is_mixed_precision: bool = False,
         sampling: dict[str, float | None] | None = None,
+        log_prob_type: str = "gaussian",
     ):
         self.pipe = pipe
         self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original under torch.no_grad
-        self.scheduler = self._make_scheduler(sde_type)
+        self.scheduler = self._make_scheduler(sde_type, log_prob_type)
         self.component = policy_component(pipe, component)
         self.family = family_of(pipe)
         self.sampling = self._make_sampling(sampling or {})
@@ -81,7 +83,7 @@ class Policy:
         self._last_calls: dict[int, Callable] = {}  # of each network, in this call of the pipeline
         self._spare: list[Tensor] = []
 
-    def _make_scheduler(self, sde_type: str) -> StochasticScheduler | None:
+    def _make_scheduler(self, sde_type: str, log_prob_type: str) -> StochasticScheduler | None:
         original = getattr(self.pipe, "scheduler", None)
         if original is None:
             raise UnsupportedPipeline(
@@ -93,7 +95,7 @@ class Policy:
                 f"{type(self.pipe).__name__} starts from what its method invert has read off a given image before; "
                 "only pipelines whose call alone makes a sample can be trained."
             )
-        return stochastic_scheduler(original, sde_type)
+        return stochastic_scheduler(original, sde_type, log_prob_type)
 
     def _make_sampling(self, wanted: dict[str, float | None]) -> Sampling | None:
         if self.writer is not None:

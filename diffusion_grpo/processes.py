@@ -27,6 +27,17 @@ def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return log_density_by_element(value, mean, std).flatten(1).mean(1)
 
 
+def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """What Flow-GRPO's code takes for the log-density under CPS: `-(value - mean)**2`, averaged as in [`log_density`].
+
+    It leaves out 1 / (2 * std**2) and the constants, so that its ratios move 2 * std**2 times as far as the Gaussian's
+    and the noisy steps weigh more than the later ones. `std` only tells what is held fixed. Returns (batch,).
+    """
+    error = (-((value - mean) ** 2)).flatten(1)
+    moves = (std > 0).expand(value.shape).flatten(1)
+    return (error * moves).sum(1) / moves.sum(1)
+
+
 def log_density_by_element(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Gaussian log-density of each element of `value`."""
     return -((value - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
@@ -133,4 +144,6 @@ def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, 
 
 FLOW_PROCESSES = {"flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps}
 PROCESSES = {**FLOW_PROCESSES, "ddim": ddim, "ancestral": ancestral}
+LOG_PROBS = {"gaussian": log_density, "squared_error": squared_error}
+SILENT_LAST_STEP = ("cps", "ancestral")  # their noise ends with the schedule
 DEFAULT_NOISE_LEVELS = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8, "ddim": 1.0, "ancestral": 1.0}

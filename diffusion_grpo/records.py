@@ -28,6 +28,8 @@ IDENTITY_SETTINGS = (
     "num_inference_steps",
     "sde_type",
     "noise_level",
+    "noise_in_last_step",
+    "log_prob_type",
     "sde_window",
     "sde_window_size",
     "scheduler_kwargs",

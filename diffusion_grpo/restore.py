@@ -60,6 +60,9 @@ def restored_buffer(
             name: [part.tensors[f"targets.{name}"][row] for part, row in found] for name in ValueTargets.TENSORS
         }
         targets = ValueTargets(**{name: torch.stack(column) for name, column in columns.items()})
+    weights = None
+    if "weights" in parts[0].tensors:
+        weights = torch.stack([part.tensors["weights"][row] for part, row in found])
     buffer = RolloutBuffer(
         rows_at(positions.tolist()),
         Recorded([part.sample(row) for part, row in found]),
@@ -69,6 +72,7 @@ def restored_buffer(
         targets,
         positions,
         order.updates,
+        weights,
     )
     buffer.old_log_probs = old
     return buffer

@@ -71,6 +71,7 @@ def rollout(
     initial_seeds: Sequence[int] | None = None,
     steps: Sequence[Sequence[int]] | None = None,
     noise_steps: Sequence[int] | None = None,
+    noise_in_last_step: bool = False,
     noise_level: float | None = None,
     device: str | torch.device = "cpu",
     is_complete: bool = True,
@@ -89,6 +90,8 @@ def rollout(
             and the noise of the steps comes from seeds derived from them, so that the two are independent.
         steps: trained steps, one row of ascending indices a sample; all but the last by default. Empty: none.
         noise_steps: steps that draw noise, at least the trained ones; all but the last by default.
+        noise_in_last_step: the loop's last step draws noise too, if it is among `noise_steps` or these are not given.
+            It is never trained.
         noise_level: of the process; its usual one by default. 0 samples deterministically and records nothing; tokens
             are drawn at 0 as at any other.
         device: where the trajectory is kept.
@@ -123,7 +126,7 @@ def rollout(
     if noise_level <= 0 or (rows is not None and not rows.numel()):
         noise_steps, rows = noise_steps if noise_level > 0 else (), torch.empty(len(seeds), 0, dtype=torch.int64)
     noises = None if noise_steps is None else set(noise_steps)
-    recorder = Recorder(seeds, initial_seeds, noises, rows, noise_level, device, is_complete)
+    recorder = Recorder(seeds, initial_seeds, noises, rows, noise_level, device, is_complete, noise_in_last_step)
     shown = inputs if is_decoded else inputs | {"output_type": "latent"}
     arguments = call_arguments(policy.pipe, shown, num_inference_steps, initial_seeds)
     samples = None

@@ -172,6 +172,7 @@ class Sampler:
             num_inference_steps=settings.num_inference_steps,
             steps=[[]] * len(places),
             noise_steps=self._noise_steps(places[0]),
+            noise_in_last_step=settings.train is not None and settings.train.noise_in_last_step,
             noise_level=settings.noise_level,
         )
         return samples

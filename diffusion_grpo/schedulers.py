@@ -29,7 +29,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 
-from .processes import DEFAULT_NOISE_LEVELS, FLOW_PROCESSES, PROCESSES
+from .processes import DEFAULT_NOISE_LEVELS, FLOW_PROCESSES, LOG_PROBS, PROCESSES
 from .stochastic import (
     EDM_SCHEDULERS,
     CosineSteps,
@@ -129,7 +129,24 @@ def _ddim_config(scheduler: SchedulerMixin) -> dict[str, Any]:
     return config
 
 
-def stochastic_scheduler(scheduler: SchedulerMixin, process: str = "auto") -> StochasticScheduler:
+def check_log_prob(log_prob_type: str, process: str) -> None:
+    """Refuse an unknown form of the log-probability, or one that a process does not have.
+
+    Raises:
+        ValueError: `log_prob_type` is not in `LOG_PROBS`, or it is "squared_error" and `process` is not "cps".
+    """
+    if log_prob_type not in LOG_PROBS:
+        raise ValueError(f"log_prob_type must be one of {', '.join(LOG_PROBS)}, got {log_prob_type!r}.")
+    if log_prob_type == "squared_error" and process != "cps":
+        raise ValueError(
+            f"log_prob_type='squared_error' is Flow-GRPO's form for cps, but the process is {process}; set "
+            "sde_type='cps', or leave it out."
+        )
+
+
+def stochastic_scheduler(
+    scheduler: SchedulerMixin, process: str = "auto", log_prob_type: str = "gaussian"
+) -> StochasticScheduler:
     """The scheduler to train with: the same schedule as `scheduler`, with `process` on top.
 
     Flow matching (Euler, Heun, or UniPC, DPM-Solver and DEIS set to flow prediction), EDM and Euler with continuous
@@ -139,9 +156,10 @@ def stochastic_scheduler(scheduler: SchedulerMixin, process: str = "auto") -> St
     Args:
         scheduler: the pipeline's own scheduler; it is not modified.
         process: a key of `PROCESSES`, or "auto": `flow_sde` for flow matching, `ancestral` for EDM, `ddim` otherwise.
+        log_prob_type: "gaussian", or "squared_error" for Flow-GRPO's form of the log-probability under `cps`.
 
     Raises:
-        ValueError: unknown process, or one that does not fit the scheduler.
+        ValueError: unknown process, or one that does not fit the scheduler; a `log_prob_type` that does not fit it.
         UnsupportedScheduler: the scheduler takes no Gaussian steps that are known here.
     """
     name = type(scheduler).__name__
@@ -153,6 +171,8 @@ def stochastic_scheduler(scheduler: SchedulerMixin, process: str = "auto") -> St
     kind, base, fitting = found
     if process != "auto" and process not in fitting:
         raise ValueError(f"sde_type={process!r} does not fit {name}; use auto or one of {', '.join(fitting)}.")
+    process = fitting[0] if process == "auto" else process
+    check_log_prob(log_prob_type, process)
     if base is type(scheduler):  # with all that was set on it after it was built, such as set_shift
         stochastic = copy.copy(scheduler)
         stochastic.__class__ = stochastic_class(kind, base)
@@ -160,5 +180,5 @@ def stochastic_scheduler(scheduler: SchedulerMixin, process: str = "auto") -> St
         config = _ddim_config(scheduler) if base is DDIMScheduler else dict(scheduler.config)
         stochastic = stochastic_class(kind, base).from_config(config)
         stochastic.original = copy.deepcopy(scheduler)
-    stochastic.process = fitting[0] if process == "auto" else process
+    stochastic.process, stochastic.log_prob_type = process, log_prob_type
     return stochastic

@@ -24,7 +24,7 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from .processes import FLOW_PROCESSES, MeanStd, ancestral, ddim
+from .processes import FLOW_PROCESSES, LOG_PROBS, MeanStd, ancestral, ddim
 
 EDM_SCHEDULERS = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSolverMultistepScheduler)
 
@@ -47,11 +47,13 @@ class StochasticScheduler:
 
     Attributes:
         process: name of the process, a key of `PROCESSES`.
+        log_prob_type: what counts as the log-probability of a step, a key of `LOG_PROBS`.
         driver: who decides what a step does; without one, steps are deterministic. Copies share it.
         original: a copy of the pipeline's own scheduler, with the same timesteps set.
     """
 
     process: str
+    log_prob_type: str = "gaussian"
     driver: StepDriver | None = None
     original: SchedulerMixin | None = None
     index: int = 0
@@ -121,6 +123,10 @@ class StochasticScheduler:
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         """Mean (batch, ...) and std of the next latent, float32, with the gradient of `prediction`."""
         raise NotImplementedError
+
+    def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        """(batch,) log-probability of the latent that a step left, given mean and std of its distribution."""
+        return LOG_PROBS[self.log_prob_type](next_latents, mean, std)
 
 
 class FlowSteps(StochasticScheduler):

@@ -22,6 +22,7 @@ from .language import Drawn, prompt_of, recomputing, score
 from .media import samples_of
 from .pipelines import family_of
 from .policy import Policy, replaced, seeded
+from .processes import SILENT_LAST_STEP
 from .tokens import TokenDistribution, TokenTrajectory, packed, unpacked
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class TokenPolicy(Policy):
 
     default_noise_level = None  # its decoder takes the pipeline's own steps
 
-    def _make_scheduler(self, sde_type: str) -> None:
+    def _make_scheduler(self, sde_type: str, log_prob_type: str) -> None:
         return None
 
     @contextlib.contextmanager
@@ -142,7 +143,7 @@ def policy_for(
         ValueError: a setting of denoising steps where tokens are trained, or of tokens where there are none.
     """
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    settings = (pipe, component, args.sde_type, forward_context, is_mixed_precision, sampling)
+    settings = (pipe, component, args.sde_type, forward_context, is_mixed_precision, sampling, args.log_prob_type)
     if component == family_of(pipe).language_model:
         check_token_settings(args)
         return TokenPolicy(*settings)
@@ -151,7 +152,23 @@ def policy_for(
             f"{type(pipe).__name__}'s {component} is a language model, and it is not known how the pipeline uses what "
             "it generates; train another component, or add a family to diffusion_grpo.pipelines."
         )
-    return Policy(*settings)
+    policy = Policy(*settings)
+    check_last_step(args, policy)
+    return policy
+
+
+def check_last_step(args: DiffusionGRPOConfig, policy: Policy) -> None:
+    """Refuse noise in the last step of a process that has none there.
+
+    Raises:
+        ValueError: `noise_in_last_step` would change nothing.
+    """
+    process = policy.scheduler.process
+    if args.noise_in_last_step and process in SILENT_LAST_STEP:
+        raise ValueError(
+            f"noise_in_last_step=True changes nothing: {type(policy.pipe).__name__} is sampled by {process}, whose "
+            "noise is 0 in the last step whatever is asked for; leave it out."
+        )
 
 
 def check_token_settings(args: DiffusionGRPOConfig) -> None:
@@ -162,6 +179,7 @@ def check_token_settings(args: DiffusionGRPOConfig) -> None:
     """
     usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
     usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": False}
+    usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
     usual |= {"kl_reward": 0.0, "advantage_estimator": "group"}
     for name, default in usual.items():
         if getattr(args, name) != default:

@@ -81,6 +81,7 @@ from .rollout import TokenPolicy, replay
 from .token_policy import policy_for
 from .values import ValueCallback, ValueModel
 from .watch import watched_rewards
+from .zero_advantages import summed_loss
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
@@ -495,7 +496,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             old = now.log_prob.detach()  # one update a rollout: this replay is the first
         if batch.log_ratio is not None:  # that value, with the gradient of this step
             old = now.log_prob.detach() - batch.log_ratio.to(now.log_prob)
-        output = self.loss(
+        output = summed_loss(
+            self.loss,
             LossInputs(
                 log_prob=now.log_prob,
                 old_log_prob=old,
@@ -504,12 +506,13 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                 epsilon=self.args.epsilon,
                 epsilon_high=self.args.epsilon_high,
                 beta=self.args.beta,
-            )
+            ),
+            batch.weights,
         )
         for name, value in output.metrics.items():
             self._metrics[name].append(value.item())
         error = float((now.log_prob.detach() - recorded).double().expm1().abs().max()) if is_on_policy else 0.0
-        return output.loss * len(batch) + self.policy.spare(), error
+        return output.loss + self.policy.spare(), error
 
     def _train_values(self, batch: MicroBatch) -> None:
         """One backward pass of the value model, which shares nothing with the policy."""

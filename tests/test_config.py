@@ -32,6 +32,13 @@ def config(**settings):
         ({"timestep_fraction": 0.0}, r"\(0, 1\]"),
         ({"noise_level": 0.0}, "noise_level must be above 0"),
         ({"sde_type": "cps", "noise_level": 1.5}, "noise_level of cps lies in"),
+        ({"log_prob_type": "square"}, "choose one of gaussian, squared_error"),
+        (
+            {"log_prob_type": "squared_error", "sde_type": "flow_sde"},
+            "but the process is flow_sde; set sde_type='cps'",
+        ),
+        ({"noise_in_last_step": True, "deterministic_outside_window": True}, "contradict each other.*to False"),
+        ({"noise_in_last_step": True, "sde_type": "ancestral"}, "changes nothing with sde_type='ancestral'"),
         ({"ema_decay": 1.0}, "between 0 and 1"),
         ({"beta": -0.1}, "beta must be at least 0"),
         ({"sync_ref_model": True}, "set beta above 0"),
