@@ -1,10 +1,13 @@
 """The documentation agrees with the code: settings, links, and the commands a reader is told to type."""
 
+import ast
 import importlib.util
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,3 +46,18 @@ def test_make_targets_that_the_docs_name_exist(build):
     for page in build.PAGES:
         named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)
         assert set(named) <= targets, page
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_reward_runs_without_a_warning(page):
+    """As it is written on the page, with the imports from Pillow that stand there; nothing else of it is run."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def brightness" in block]
+    parts = ast.parse(block).body
+    kept = [part for part in parts if isinstance(part, ast.FunctionDef) or getattr(part, "module", "") == "PIL"]
+    names = {}
+    exec(compile(ast.Module(kept, []), page, "exec"), names)
+    images = [Image.new("RGB", (8, 4), (shade,) * 3) for shade in (0, 51, 255)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert names["brightness"](images, prompts=["a"] * 3) == pytest.approx([0, 0.2, 1])
