@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 
 import numpy as np
 import pytest
@@ -317,6 +318,31 @@ def test_sizes_are_those_of_qwen(size, least, most) -> None:
     assert (height, width) == smart_resize(size[1], size[0], min_pixels=least, max_pixels=most)
     with pytest.raises(ValueError, match="too long"):
         fitting_size(2010, 10, 1, 2)
+
+
+@pytest.mark.parametrize(("least", "most"), [(200704, 200704), (100352, 200704), (100352, 602112)])
+def test_sizes_of_a_dense_grid_are_those_of_qwen_vl_utils(least, most) -> None:
+    """Its formula written out; where sides land on multiples of 28 the order of the operations decides."""
+
+    def expected(height: int, width: int) -> tuple[int, int]:
+        rows, columns = max(28, round(height / 28) * 28), max(28, round(width / 28) * 28)
+        if rows * columns > most:
+            beta = math.sqrt((height * width) / most)
+            rows, columns = (math.floor(side / beta / 28) * 28 for side in (height, width))
+        elif rows * columns < least:
+            beta = math.sqrt(least / (height * width))
+            rows, columns = (math.ceil(side * beta / 28) * 28 for side in (height, width))
+        return columns, rows
+
+    sides = range(16, 2049, 8)
+    wrong = [
+        (width, height)
+        for width in sides
+        for height in sides
+        if fitting_size(width, height, min_pixels=least, max_pixels=most) != expected(height, width)
+    ]
+    assert wrong == []
+    assert fitting_size(272, 272, min_pixels=200704, max_pixels=200704) == (448, 448)
 
 
 def test_the_texts_are_as_the_models_were_trained_on() -> None:

@@ -113,9 +113,10 @@ def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
 
 
 def fitting_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: int = 28) -> tuple[int, int]:
-    """Width and height in multiples of `factor`, with the number of pixels kept within limits, near the same ratio.
+    """Round width and height to multiples of `factor`, keeping the number of pixels within limits and the ratio near.
 
-    The rule of qwen-vl-utils.
+    The rule of qwen-vl-utils' `smart_resize`, operation by operation: where a side lands on a multiple of `factor`, as
+    272 x 272 for HPSv3 does, another order of the same operations rounds to another size.
 
     Raises:
         ValueError: one side is more than 200 times the other.
@@ -123,11 +124,12 @@ def fitting_size(width: int, height: int, min_pixels: int, max_pixels: int, fact
     if max(width, height) > LONGEST_SIDE * min(width, height):
         raise ValueError(f"A picture of {width} x {height} is too long; its sides may differ by {LONGEST_SIDE} times.")
     sides = [max(factor, round(side / factor) * factor) for side in (width, height)]
-    scale = math.sqrt(width * height / (max_pixels if math.prod(sides) > max_pixels else min_pixels))
     if math.prod(sides) > max_pixels:
-        sides = [math.floor(side / scale / factor) * factor for side in (width, height)]
+        shrink = math.sqrt(width * height / max_pixels)
+        sides = [max(factor, math.floor(side / shrink / factor) * factor) for side in (width, height)]
     elif math.prod(sides) < min_pixels:
-        sides = [math.ceil(side / scale / factor) * factor for side in (width, height)]
+        grow = math.sqrt(min_pixels / (width * height))
+        sides = [math.ceil(side * grow / factor) * factor for side in (width, height)]
     return sides[0], sides[1]
 
 
