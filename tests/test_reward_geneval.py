@@ -165,6 +165,72 @@ def test_partial_credit_and_reasons() -> None:
     assert verdict.reason == "expected 1 red dog, found blue" and not verdict.is_correct
 
 
+# Flow-GRPO's dense score: each value worked out by its server's rule, entry by entry
+
+
+@pytest.mark.parametrize(
+    ("objects", "include", "expected"),
+    [
+        ([], [{"class": "cat", "count": 4}], 0.0),
+        (["cat"], [{"class": "cat", "count": 4}], 0.25),
+        (["cat"] * 4, [{"class": "cat", "count": 4}], 1.0),
+        (["cat"] * 5, [{"class": "cat", "count": 4}], 0.75),  # one too many costs as much as one too few
+        (["cat"] * 5, [{"class": "cat", "count": 2}], -0.5),
+        (["cat"], [CAT, DOG], 0.5),
+        (["cat", "dog"], [CAT, DOG], 1.0),
+    ],
+)
+def test_the_dense_score_of_counts(objects, include, expected) -> None:
+    scene = Scene(*((label, "red", (5 + 35 * place, 80, 20, 20)) for place, label in enumerate(objects)))
+    assert one(scene, "counting", include, score="dense") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("objects", "include", "expected"),
+    [
+        ([("cat", "red", LEFT)], [{**CAT, "color": "red"}], 1.0),  # 1, 1
+        ([("cat", "blue", LEFT)], [{**CAT, "color": "red"}], 0.5),  # 1, 0
+        ([], [{**CAT, "color": "red"}], 0.0),  # 0, 0
+        ([("cat", "red", LEFT), ("cat", "blue", RIGHT)], [{**CAT, "color": "red"}], 0.0),  # two of one: 0, 0
+        ([("cat", "red", LEFT), ("cat", "blue", RIGHT)], [{"class": "cat", "count": 2, "color": "red"}], 0.75),
+        ([("cat", "red", LEFT), ("dog", "red", RIGHT)], [CAT, {**DOG, "position": ["right of", 0]}], 1.0),  # 1, 1, 1
+        (
+            [("cat", "red", LEFT), ("dog", "red", RIGHT)],
+            [CAT, {**DOG, "position": ["left of", 0]}],
+            0.75,
+        ),  # 1, 1, 0, 1
+        ([("dog", "red", RIGHT)], [CAT, {**DOG, "position": ["left of", 0]}], 1 / 3),  # 0, 1, 0
+        ([("cat", "red", LEFT)], [CAT, {**DOG, "position": ["left of", 0]}], 1 / 3),  # 1, 0, 0
+        (  # the colour is wrong, so the position is not looked at: 1, 1, 0
+            [("cat", "red", LEFT), ("dog", "red", RIGHT)],
+            [CAT, {**DOG, "color": "blue", "position": ["right of", 0]}],
+            2 / 3,
+        ),
+    ],
+)
+def test_the_dense_score_of_colours_and_positions(objects, include, expected) -> None:
+    assert one(Scene(*objects), "position", include, score="dense") == pytest.approx(expected)
+
+
+def test_what_is_to_be_absent_has_no_say_in_the_dense_score() -> None:
+    scene, exclude = Scene(("cat", "red", LEFT)), [{"class": "cat", "count": 1}]
+    assert one(scene, "single_object", [CAT], exclude, score="dense") == 1
+    assert one(scene, "single_object", [CAT], exclude) == 0
+
+
+def test_ways_to_score_are_named_or_refused() -> None:
+    scene, wanted = Scene(("cat", "red", LEFT)), {"tag": "", "include": [CAT, DOG], "exclude": [{**CAT, "count": 2}]}
+    found = {way: verdicts([scene], [wanted], **options)[0] for way, options in (
+        ("correct", {}), ("also", {"score": "correct"}), ("partial", {"partial": True}), ("p", {"score": "partial"}),
+        ("dense", {"score": "dense"}))}  # fmt: skip
+    assert found == {"correct": 0, "also": 0, "partial": pytest.approx(2 / 3), "p": pytest.approx(2 / 3), "dense": 0.5}
+    assert GenEval("a/b", partial=True) == GenEval("a/b", score="partial") != GenEval("a/b", score="dense")
+    with pytest.raises(ValueError, match="partial is set beside score: dense"):
+        GenEval("a/b", partial=True, score="dense")
+    with pytest.raises(ValueError, match="score='sparse'"):
+        load_rewards({"geneval": {"detector": "a/b", "score": "sparse"}})
+
+
 def test_rows_as_json_or_metadata_and_rows_without() -> None:
     scene = Scene(("cat", "red", LEFT))
     row = {"tag": "single_object", "include": [{**CAT, "color": None}], "exclude": None}

@@ -77,7 +77,9 @@ class GenEval:
             a callable from pictures and labels to a list of `Detection`s each.
         colors: "pixels" compares the object's median colour with ten named ones; otherwise the Hub id or folder of a
             CLIP model that names it, as GenEval does with ViT-L/14.
-        partial: the share of the requirements that hold in place of 0.
+        score: of a picture that lacks something: "correct" is 0, "partial" the share of the requirements that hold,
+            "dense" what Flow-GRPO trains on (`dense_score`).
+        partial: the same as `score="partial"`.
         min_score: detections below it do not count; `min_score_counting` in the task "counting". GenEval's numbers are
             for its Mask2Former; other detectors are calibrated otherwise.
         max_objects: of one class.
@@ -91,7 +93,8 @@ class GenEval:
     Two with equal settings are equal, so that a reward may be trained on and named as a judge.
 
     Raises:
-        ValueError: `min_score`, `min_score_counting` or `max_overlap` outside [0, 1].
+        ValueError: `min_score`, `min_score_counting` or `max_overlap` outside [0, 1], an unknown `score`, or `partial`
+            beside another one.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class GenEval:
         revision: str = "main",
         colors_revision: str = "main",
         offload: bool = False,
+        score: Literal["correct", "partial", "dense"] = "correct",
     ):
         for name, value in (
             ("min_score", min_score),
@@ -117,7 +121,12 @@ class GenEval:
         ):
             if not 0 <= value <= 1:
                 raise ValueError(f"geneval: {name} is {value}; it lies in [0, 1].")
-        self.detector, self.colors, self.partial, self.device = detector, colors, partial, device
+        if score not in ("correct", "partial", "dense"):
+            raise ValueError(f"geneval: score is {score!r}; use correct, partial or dense.")
+        if partial and score == "dense":
+            raise ValueError("geneval: partial is set beside score: dense; take one of the two out.")
+        self.score = "partial" if partial else score
+        self.detector, self.colors, self.device = detector, colors, device
         self.min_score, self.min_score_counting = min_score, min_score_counting
         self.max_objects, self.max_overlap, self.margin = max_objects, max_overlap, margin
         self.dtype, self.revision, self.colors_revision, self.offload = dtype, revision, colors_revision, offload
@@ -133,7 +142,7 @@ class GenEval:
         return hash((type(self), self.colors))
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """`1.0`, `0.0` or the share for each picture; see the class."""
+        """One score a picture; see the class."""
         rows = [requirements(columns, row) for row in range(len(images))]
         labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
         scores: list[float | None] = [None] * len(images)
@@ -157,8 +166,14 @@ class GenEval:
             places = [row for row, own in enumerate(labels) if own == asked]
             found = self._detect([images[row] for row in places], list(asked))
             for row, detections in zip(places, found, strict=True):
-                verdict = self.verdict(images[row], detections, rows[row])
-                scores[row] = verdict.share if self.partial else float(verdict.is_correct)
+                scores[row] = self._value(images[row], detections, rows[row])
+
+    def _value(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> float:
+        if self.score == "dense":
+            objects = self._objects(detections, wanted)
+            return dense_score(objects, wanted["include"], lambda *what: self._name(image, *what), self.margin)
+        verdict = self.verdict(image, detections, wanted)
+        return verdict.share if self.score == "partial" else float(verdict.is_correct)
 
     def _rest(self) -> None:
         """Not after each of the many calls of a model, but after the last."""
@@ -170,11 +185,14 @@ class GenEval:
 
     def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
         """Judges one picture by its detections and requirements."""
-        least = self.min_score_counting if wanted["tag"] == COUNTING else self.min_score
-        objects = by_class(detections, least, self.max_objects, self.max_overlap)
+        objects = self._objects(detections, wanted)
         return judge(
             objects, wanted["include"], wanted["exclude"], lambda *what: self._name(image, *what), self.margin
         )
+
+    def _objects(self, detections: list[Detection], wanted: dict[str, Any]) -> dict[str, list[Detection]]:
+        least = self.min_score_counting if wanted["tag"] == COUNTING else self.min_score
+        return by_class(detections, least, self.max_objects, self.max_overlap)
 
     @cached_property
     def _detect(self) -> Callable:
@@ -305,6 +323,48 @@ def judge(
         count = len(objects.get(part["class"], []))
         checks.append((count < part["count"], f"expected fewer than {part['count']} {part['class']}, found {count}"))
     return Verdict(checks)
+
+
+def dense_score(
+    objects: dict[str, list[Detection]],
+    include: list[dict[str, Any]],
+    name_colors: Callable[[list[Detection], str], list[str]],
+    margin: float = 0.1,
+) -> float:
+    """The reward that Flow-GRPO trains on with GenEval's prompts: how far off the counts are, in (-inf, 1].
+
+    The mean over the parts of all entries in `include`. Of an entry with `count` c, and n objects found:
+
+    * 1 - |c - n| / c, also where there are too many, so below 0 for n > 2c;
+    * where n differs from c, 0 once more if a colour or a position is asked for;
+    * otherwise, for a colour that m of them have, 1 - |c - m| / c;
+    * and for a position, if the colour held: 1 where it holds for all pairs; 0 where the other entry failed; 0 and 1
+      where it does not hold (its server adds the 1 in either case, so that a wrong position counts a half).
+
+    `exclude` has no say. After `evaluate_reward` of https://github.com/yifan123/reward-server.
+
+    Args:
+        objects, include, name_colors, margin: as of `judge`; all objects of a class count, not the surest alone.
+    """
+    parts: list[float] = []
+    matched: list[list[Detection] | None] = []
+    for part in include:
+        label, count = part["class"], part["count"]
+        found = objects.get(label, [])
+        parts.append(1 - abs(count - len(found)) / count)
+        holds = len(found) == count
+        if not holds and part.keys() & {"color", "position"}:
+            parts.append(0.0)
+        if holds and "color" in part:
+            right = name_colors(found, label).count(part["color"])
+            parts.append(1 - abs(count - right) / count)
+            holds = right == count
+        if holds and "position" in part:
+            side, others = part["position"][0], matched[int(part["position"][1])]
+            holds = others is not None and all(side in relations(a, b, margin) for a in found for b in others)
+            parts += [1.0] if holds else [0.0] if others is None else [0.0, 1.0]
+        matched.append(found if holds else None)
+    return sum(parts) / len(parts) if parts else 0.0
 
 
 # Colours as pixels have them: sRGB of what people call so
