@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from .rewards import Reward, load_rewards
-from .rewards.samples import as_pictures, frame_positions
+from .rewards.samples import as_pictures, frame_positions, own_copy
 
 # rewards without weights that are measured in evaluations, where nobody trains on them
 CHEAP = {"images": ["brightness", "sharpness", "colorfulness", "jpeg_compressibility"]}
@@ -109,7 +109,8 @@ def embeddings(reward: Reward, samples: list[Any]) -> Tensor:
     """`(samples, numbers)` float32 on the CPU; of a video the mean over some of its frames."""
     videos = [sample if isinstance(sample, list) else [sample] for sample in as_pictures(samples)]
     chosen = [[video[place] for place in frame_positions(FRAMES, len(video))] for video in videos]
-    found = torch.as_tensor(reward.function.embed([frame for frames in chosen for frame in frames])).float().cpu()
+    pictures = [own_copy(frame) for frames in chosen for frame in frames]
+    found = torch.as_tensor(reward.function.embed(pictures)).float().cpu()
     return torch.stack([part.mean(0) for part in found.split([len(frames) for frames in chosen])])
 
 

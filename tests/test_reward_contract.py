@@ -1,5 +1,7 @@
 """What a user may write as `reward_funcs`, and what rewards get and return: groups, tensors, frames, options."""
 
+import functools
+import inspect
 import math
 from functools import partial
 
@@ -89,6 +91,17 @@ def test_a_class_is_made_with_its_arguments() -> None:
         (["brightness", "brightness"], "two rewards called 'brightness'"),
         ({"brightness": {"name": "reward"}}, "'reward' is a column of every table of samples"),
         ({"brightness": {"name": "a/b"}}, "'a/b' may not hold '/'"),
+        ({"brightness": {"name": "a\\b"}}, r"may not hold '\\\\'"),
+        ({"brightness": {"name": ""}}, "name '' is empty"),
+        ({"brightness": {"name": "."}}, "nothing but dots"),
+        ({"brightness": {"name": ".."}}, "name '..' holds nothing but dots and blanks"),
+        ({"brightness": {"name": "  "}}, "nothing but dots and blanks"),
+        ({"brightness": {"name": "a\nb"}}, r"name 'a\\nb' holds a line break"),
+        ({"brightness": {"name": "a\u2028b"}}, "holds a line break"),
+        ({"brightness": {"name": "a\0b"}}, "another character that cannot be printed"),
+        ({"brightness": {"name": "x" * 300}}, "takes 300 bytes, more than 150"),
+        ({"brightness": {"name": "好" * 80}}, "takes 240 bytes"),
+        ({"brightness": {"name": 3}}, "name 3 is a int"),
         ({"brightness": {"clip": [1, 0]}}, "low must be below high"),
         ({"brightness": {"clip": 1}}, "two numbers"),
         ({"brightness": {"std": 0}}, "above 0"),
@@ -98,12 +111,17 @@ def test_a_class_is_made_with_its_arguments() -> None:
         ({f"{__name__}.Judge": {"size": 3}}, "needs the argument 'model'"),
         ({f"{__name__}.Judge": {"model": "m", "size": 0.5}}, "size=0.5; expected int"),
     ],
-    ids=lambda value: str(value).split(" at 0x")[0],
+    ids=lambda value: str(value).split(" at 0x")[0][:60],
 )
 def test_what_is_wrong_is_refused(written, said) -> None:
     with pytest.raises(ValueError, match=said) as refusal:
         load_rewards(written)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["two words", "<lambda>", "Schärfe", "好"])
+def test_names_of_other_scripts_stay(name) -> None:
+    assert load_rewards({"brightness": {"name": name}})[0].name == name
 
 
 def test_the_same_reward_twice_under_two_names() -> None:
@@ -231,7 +249,7 @@ def test_no_gradients() -> None:
 # tensors and frames
 
 
-def test_tensors_are_shared_and_in_range() -> None:
+def test_tensors_are_in_range() -> None:
     seen = []
 
     @takes_tensors
@@ -247,7 +265,7 @@ def test_tensors_are_shared_and_in_range() -> None:
 
     table = score([first, partial(second)], images=PICTURES, prompts=PROMPTS)
     torch.testing.assert_close(table, torch.tensor([[0, 0], [0.2, 0.2], [0.4, 0.4], [1, 1.0]]))
-    assert seen[0] is seen[1] and seen[0].shape == (4, 1, 3, 8, 8) and seen[0].dtype == torch.float32
+    assert torch.equal(seen[0], seen[1]) and seen[0].shape == (4, 1, 3, 8, 8) and seen[0].dtype == torch.float32
     videos = [[picture] * 3 for picture in PICTURES]
     torch.testing.assert_close(score([first, second], videos=videos, prompts=PROMPTS), table)
     assert seen[2].shape == (4, 3, 3, 8, 8)
@@ -316,7 +334,7 @@ def test_a_groupwise_reward_of_pictures_compares_frame_with_frame() -> None:
     assert score([reward], videos=videos, prompts=["a"] * 3)[:, 0].tolist() == [0, 0.5, 0.5]
 
 
-def test_arrays_become_pictures_once() -> None:
+def test_arrays_become_pictures() -> None:
     seen = []
 
     def keep(videos):
@@ -325,8 +343,8 @@ def test_arrays_become_pictures_once() -> None:
 
     array = np.linspace(0, 1, 2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
     score([keep, partial(keep)], videos=[array, (255 * array).round().astype(np.uint8)], prompts=["a", "b"])
-    assert seen[0] is seen[1] and isinstance(seen[0][0][0], Image.Image)
-    assert seen[0][0][1].tobytes() == seen[0][1][1].tobytes()
+    assert all(isinstance(frame, Image.Image) for samples in seen for video in samples for frame in video)
+    assert len({video[1].tobytes() for samples in seen for video in samples}) == 1
 
 
 def test_a_reward_of_videos_refuses_pictures() -> None:
@@ -369,7 +387,81 @@ def test_what_is_no_picture_reaches_the_reward_as_it_is() -> None:
 
     for samples in ([np.zeros((2, 480))] * 2, [torch.zeros(16, 24)] * 2, [torch.zeros(4, 8, 24)] * 2):
         score([spy], images=samples, prompts=["a", "b"])
-        assert seen[-1] is samples
+        for own, sample in zip(seen[-1], samples, strict=True):
+            assert type(own) is type(sample) and own.dtype == sample.dtype and (own == sample).all()
     grey = np.full((8, 8, 1), 0.5, dtype=np.float32)
     score([spy], images=[grey, grey], prompts=["a", "b"])
     assert seen[-1][0].size == (8, 8) and seen[-1][0].mode == "L"
+
+
+# options and columns
+
+OPTIONS_OF_REWARDS = {
+    "scene",
+    "match",
+    "target_column",
+    "engine",
+    "engine_kwargs",
+    "ignore_case",
+    "fps",
+    "sampling_rate",
+}
+
+
+def handed(name: str, columns: dict) -> tuple[dict, dict]:
+    """What a reward of the catalogue is called with beside these columns, and its signature."""
+    reward, found = REWARDS[name], {}
+
+    @functools.wraps(reward.__call__ if isinstance(reward, type) else reward)
+    def spy(*own, **keywords):
+        found.update(keywords)
+        return [0.0] * len(keywords.get("prompts") or keywords.get("images") or keywords["videos"])
+
+    function = object.__new__(type("Spy", (reward,), {"__call__": spy})) if isinstance(reward, type) else spy
+    kind = "videos" if name in ("videoalign", "flicker", "smoothness", "motion") else "images"
+    samples = {"images": PICTURES[:1], "videos": [PICTURES[:2]]}[kind]
+    score([Reward(function, name)], **{kind: samples}, prompts=["a"], columns=columns, fps=8.0)
+    return found, inspect.signature(spy).parameters
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_no_column_is_taken_for_an_option(name) -> None:
+    made_with = set(inspect.signature(REWARDS[name]).parameters) if isinstance(REWARDS[name], type) else set()
+    options = {key for key, own in inspect.signature(REWARDS[name]).parameters.items() if own.default is not own.empty}
+    columns = {key: ["poison"] for key in (OPTIONS_OF_REWARDS | made_with | options) - {"self", "columns"}}
+    found, parameters = handed(name, columns)
+    for key, own in parameters.items():
+        if own.default is not own.empty and own.kind is not own.VAR_KEYWORD:
+            assert found.get(key) != ["poison"], key
+
+
+def test_columns_of_such_names_change_no_score() -> None:
+    images, prompts = [Image.new("RGB", (24, 24), (shade,) * 3) for shade in (0, 99)], ["a", 'the word "NO"']
+    target = {"target": [Image.new("RGB", (24, 24), (9, 9, 9))] * 2}
+    poison = target | {key: ["x"] * 2 for key in OPTIONS_OF_REWARDS}
+    rewards = load_rewards(["psnr", "ssim", "text"])
+    plain = score(rewards, images=images, prompts=prompts, columns=target)
+    poisoned = score(rewards, images=images, prompts=prompts, columns=poison)
+    torch.testing.assert_close(plain, poisoned, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_user_s_own_default_is_filled_by_a_column_unless_it_is_set() -> None:
+    def lengths(images, word=None, factor=1.0):
+        return [factor * len(own) for own in word] if isinstance(word, list) else [-1.0] * len(images)
+
+    class Object:
+        def __call__(self, images, word=None):
+            return lengths(images, word)
+
+    columns = {"word": ["a", "bb", "ccc", "dddd"], "other": [0] * 4}
+    given = {"images": PICTURES, "prompts": PROMPTS, "columns": columns}
+    set_ones = [partial(lengths, word="fixed"), *load_rewards({lengths: {"word": "fixed"}})]
+    table = score([lengths, Object(), partial(lengths, factor=2.0), *set_ones], **given)
+    assert table.tolist() == [[n, n, 2 * n, -1, -1] for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("column", ["match", "images", "prompts"])
+def test_a_column_that_cannot_be_passed_is_refused(column) -> None:
+    rewards = load_rewards({"text": {"target_column": column}})
+    with pytest.raises(ValueError, match=f"'text' is to read the column '{column}'.*rename the column"):
+        check_columns(rewards, ["prompt", column], "train_dataset")

@@ -233,7 +233,7 @@ def test_score_passes_what_a_function_accepts() -> None:
     assert set(seen["wide"]) == {
         "prompts", "completions", "images", "trainer_state", "log_metric", "log_extra", "mood",
     }  # fmt: skip
-    assert seen["wide"]["completions"] is seen["wide"]["images"] is PICTURES
+    assert seen["wide"]["completions"] is seen["wide"]["images"] and seen["wide"]["images"] == PICTURES
     assert seen["wide"]["trainer_state"] == "state"
     assert rewards.dtype == torch.float32
     torch.testing.assert_close(rewards, torch.tensor([[0, 1], [0.5, math.nan], [1, 1]]), equal_nan=True)

@@ -20,6 +20,7 @@ PROVIDED = ("prompts", "completions", "images", "videos", "latents", "fps", "sam
 PROVIDED += ("log_metric", "log_extra")
 # columns of the tables of samples, which a reward of that name would overwrite
 TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file")
+LONGEST_NAME = 150  # bytes; a file's name has 255, and more than the reward's name goes into it
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -32,8 +33,8 @@ def groupwise(function: Callable) -> Callable:
 def takes_tensors(function: Callable) -> Callable:
     """Marks a reward that gets the samples as one tensor, `(batch, frames, 3, height, width)` float32 in [0, 1].
 
-    In place of PIL pictures under the names `images`, `videos` and `completions`; on the CPU, shared with the other
-    rewards, so it must not be written to. A picture is a video of one frame.
+    In place of PIL pictures under the names `images`, `videos` and `completions`; on the CPU. A picture is a video of
+    one frame.
     """
     function.takes_tensors = True
     return function
@@ -43,8 +44,7 @@ def takes_latents(function: Callable) -> Callable:
     """Marks a reward that gets `latents` (also as `completions`) in place of pictures: `(batch, ...)` float32.
 
     What the last denoising step left, as a call of the pipeline with `output_type="latent"` returns it, on the device
-    of the rollout and shared with the other rewards, so it must not be written to. Where nothing else needs pixels,
-    nothing is decoded.
+    of the rollout. Where nothing else needs pixels, nothing is decoded.
     """
     function.takes_latents = True
     return function
@@ -86,7 +86,7 @@ class Reward:
         made_with: the arguments from which `function` was made, where a class was named.
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: an option is out of its range, or the name cannot stand in file names and metrics.
     """
 
     function: Callable
@@ -101,6 +101,7 @@ class Reward:
     made_with: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
+        _check_name(self.name)
         for option in ("weight", "mean", "std", "threshold"):
             value = getattr(self, option)
             if value is not None and not (_is_number(value) and math.isfinite(value)):
@@ -117,7 +118,7 @@ class Reward:
         if not is_count and self.frames != "all":
             raise ValueError(f"The reward {self.name!r} has frames={self.frames!r}; give 1 or more, or 'all'.")
 
-    def __call__(self, **keywords: Any) -> Any:
+    def __call__(self, /, **keywords: Any) -> Any:
         """The function's own answer, with its arguments; nothing is applied to it."""
         return self.function(**self.arguments, **keywords)
 
@@ -125,6 +126,20 @@ class Reward:
     def parameters(self) -> dict[str, inspect.Parameter]:
         """What the function's signature names."""
         return dict(inspect.signature(self.function).parameters)
+
+    @property
+    def fixed(self) -> set[str]:
+        """Names whose value comes from the settings alone, so that a dataset column of that name is not passed.
+
+        What `arguments` or a `functools.partial` fixes; and of this package's own rewards every parameter with a
+        default, `scene` of `text` for one. A default of a user's function stands for a column that may be missing.
+        """
+        fixed, function = set(self.arguments), self.function
+        while isinstance(function, functools.partial):
+            fixed, function = fixed | set(function.keywords), function.func
+        if _is_built_in(function):
+            fixed |= {name for name, own in self.parameters.items() if own.default is not own.empty}
+        return fixed
 
     @property
     def reads_frames(self) -> bool:
@@ -153,6 +168,27 @@ class Reward:
         return {key: _written(value) for key, value in arguments.items() if key != "token"} | changed
 
 
+def _check_name(name: Any) -> None:
+    """Refuse what cannot be part of a file's name and of a metric's name, in one line."""
+    wrong = None
+    if not isinstance(name, str):
+        wrong = f"is a {type(name).__name__}"
+    elif not name.strip(". "):
+        wrong = "holds nothing but dots and blanks" if name else "is empty"
+    elif "/" in name or "\\" in name:
+        wrong = f"may not hold {'/' if '/' in name else chr(92)!r}"
+    elif not name.isprintable():
+        wrong = "holds a line break or another character that cannot be printed"
+    elif len(name.encode()) > LONGEST_NAME:
+        wrong = f"takes {len(name.encode())} bytes, more than {LONGEST_NAME}"
+    if wrong is not None:
+        shown = repr(name) if len(repr(name)) <= 60 else f"{repr(name)[:60]}..."
+        raise ValueError(
+            f"The reward's name {shown} {wrong}, but it goes into file names and metrics; give the reward another "
+            "`name`."
+        )
+
+
 OPTIONS = ("name", "weight", "mean", "std", "clip", "threshold", "frames")
 
 
@@ -168,18 +204,13 @@ def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
 
     Raises:
         ValueError: an unknown name, option or argument, a value of the wrong type, two rewards of one name, a
-            name with "/" in it, or one that the tables of samples have for something else.
+            name that cannot stand in file names, or one that the tables of samples have for something else.
     """
     loaded = [_load(reward, options) for reward, options in _entries(rewards, setting)]
     names = [reward.name for reward in loaded]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{setting} has two rewards called {name!r}; give one of them another `name`.")
-        if "/" in name:
-            raise ValueError(
-                f"{setting}: a reward's name is part of its metrics' names, so {name!r} may not hold '/'; give it "
-                "another `name`."
-            )
         if name in TAKEN:
             raise ValueError(
                 f"{setting}: {name!r} is a column of every table of samples; give the reward another `name`."
@@ -228,9 +259,11 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
     A reward asks for the parameters without a default in its signature, and for what its arguments `..._column` name.
 
     Raises:
-        ValueError: a column is missing; the message names reward, column and dataset.
+        ValueError: a column is missing, or `..._column` names one that cannot be passed; the message names reward,
+            column and dataset.
     """
     for reward in rewards:
+        _check_column_names(reward)
         required = [
             name
             for name, parameter in reward.parameters.items()
@@ -247,7 +280,7 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
 
 def asked_columns(reward: Reward) -> set[str]:
     """Columns that a reward names: as a parameter, or by an argument `..._column`."""
-    return {*reward.parameters, *_columns_in_arguments(reward)}
+    return {*reward.parameters} - reward.fixed | {*_columns_in_arguments(reward)}
 
 
 def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> None:
@@ -328,6 +361,12 @@ def _check_required(name: str, cls: type, arguments: dict[str, Any]) -> None:
             raise ValueError(f"The reward {name!r} needs the argument {key!r}; write `{name}: {{{key}: ...}}`.")
 
 
+def _is_built_in(function: Callable) -> bool:
+    """Whether the code that a call runs, a function or a class's `__call__`, is part of this package."""
+    code = function if inspect.isroutine(function) else type(function).__call__
+    return str(getattr(code, "__module__", "")).startswith(f"{__package__}.")
+
+
 def _defaults(function: Callable) -> dict[str, Any]:
     """What can be set: parameters with a default that are not handed over with the samples; all of a class."""
     return {
@@ -341,6 +380,15 @@ def _defaults(function: Callable) -> dict[str, Any]:
 def _columns_in_arguments(reward: Reward) -> list[str]:
     given = {**_defaults(reward.function), **reward.arguments, **_attributes(reward.function)}
     return [value for name, value in given.items() if name.endswith("_column") and value is not None]
+
+
+def _check_column_names(reward: Reward) -> None:
+    for name in _columns_in_arguments(reward):
+        if name in PROVIDED or name in reward.fixed:
+            raise ValueError(
+                f"The reward {reward.name!r} is to read the column {name!r}, but its keyword of that name is for "
+                "something else; rename the column."
+            )
 
 
 def _attributes(function: Callable) -> dict[str, Any]:

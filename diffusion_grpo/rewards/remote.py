@@ -13,7 +13,9 @@ import os
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
+from .contract import PROVIDED
 from .http import Answer, FailedRequest, Slots, ask, json_object, seconds_to_wait, sentence, transport_errors
 from .needs import check_package
 from .samples import frame_positions
@@ -99,6 +101,8 @@ class RemoteReward:
         ):
             if value < least:
                 raise ValueError(f"remote: {name} is {value}; use at least {least}.")
+        if given := sorted({*(columns or [])} & {*PROVIDED}):
+            raise ValueError(f"remote: columns names {given[0]!r}, which is no column where rewards are called.")
         if body not in CONTENT_TYPES:
             raise ValueError(f"remote: body is {body!r}; use {', '.join(CONTENT_TYPES)}.")
         if latents and body != "safetensors":
@@ -207,7 +211,9 @@ class RemoteReward:
         while True:
             try:
                 name = self.reward or await self._only_reward(client, server)
-                answer = await ask(client, "POST", f"{server.url}/score/{name}", self.timeout, content=body)
+                answer = await ask(
+                    client, "POST", f"{server.url}/score/{quote(name, safe='')}", self.timeout, content=body
+                )
                 if answer.status in BUSY:
                     if time.monotonic() > patience:
                         raise _Broken(f"its queue was full for {self.timeout:g} seconds")

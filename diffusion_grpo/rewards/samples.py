@@ -6,6 +6,7 @@ and which frames of a video stand for it is one rule.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,46 @@ def as_tensor(samples: list) -> Tensor:
         )
     pixels = np.stack([[np.asarray(frame.convert("RGB")) for frame in video] for video in videos])
     return torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).float() / 255
+
+
+def own_copy(value: Any) -> Any:
+    """Copy `value` so that writing to the copy leaves the original as it is.
+
+    Images, tensors and arrays are copied as they are, lists, tuples and mappings with what they hold, a video with its
+    sound; any other object that can change is deep-copied.
+
+    Example:
+        >>> own_copy(["a", {"count": 2}])
+        ['a', {'count': 2}]
+    """
+    if value is None or isinstance(value, (str, bytes, bool, int, float)):
+        return value
+    if isinstance(value, Image.Image):
+        return _copy_image(value)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) is tuple:
+        return tuple(map(own_copy, value))
+    if type(value) is dict:
+        return {name: own_copy(item) for name, item in value.items()}
+    if not isinstance(value, list):
+        return copy.deepcopy(value)
+    copied = copy.copy(value)  # a video with sound is a list with attributes
+    copied[:] = map(own_copy, value)
+    for name, item in getattr(value, "__dict__", {}).items():
+        setattr(copied, name, own_copy(item))
+    return copied
+
+
+def _copy_image(image: Image.Image) -> Image.Image:
+    """Copy pixels and `info`, and where the image was read from, which `Image.copy` leaves out."""
+    copied = image.copy()
+    copied.format = image.format
+    if hasattr(image, "filename"):
+        copied.filename = image.filename
+    return copied
 
 
 def frame_positions(frames: int | str, length: int) -> list[int]:

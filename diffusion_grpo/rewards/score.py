@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .answers import Failure, RewardError, checked
 from .contract import Reward, is_marked
-from .samples import as_pictures, as_tensor, frame_positions
+from .samples import as_pictures, as_tensor, frame_positions, own_copy
 
 SETTINGS = (  # of torch, for the whole process: how each is read and written
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -60,7 +60,9 @@ def score(
     column, as far as it accepts them. Async functions run concurrently. A function that asks for `images` and gets
     videos is called with frames of them, and the mean over a video's frames is its value (`Reward.frames`). A function
     marked `groupwise` is called once a group, one marked `takes_tensors` gets a tensor, one marked `takes_latents` the
-    latents under that name. None sees gradients, and what it changes of torch's settings is put back after each call.
+    latents under that name. Each gets copies of its own of samples and columns, so that what it writes to them reaches
+    neither another function nor the caller. None sees gradients, and what it changes of torch's settings is put back
+    after each call.
 
     Args:
         reward_funcs: each returns one `float | None` a sample.
@@ -321,11 +323,14 @@ def _answer(call: _Call, batch: _Batch, shared: dict) -> object:
     parameters = call.reward.parameters
     if "videos" in parameters and "images" not in parameters and call.kind == "images":
         return RewardError("asks for videos, but the samples are pictures")
-    columns = {name: values for name, values in batch.columns.items() if name not in call.reward.arguments}
-    keywords = {name: [values[row] for row in call.rows] for name, values in columns.items()}
-    keywords |= {"prompts": [batch.prompts[row] for row in call.rows], "completions": call.items}
-    keywords |= {call.kind: call.items, "log_extra": call.log_extra, "log_metric": call.log_metric, **shared}
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    fixed = call.reward.fixed
+    taken = [name for name in batch.columns if name not in fixed and (takes_all or name in parameters)]
+    items = own_copy(call.items)
+    keywords = {name: [own_copy(batch.columns[name][row]) for row in call.rows] for name in taken}
+    keywords |= {"prompts": [batch.prompts[row] for row in call.rows], "completions": items, call.kind: items}
+    keywords |= {"log_extra": call.log_extra, "log_metric": call.log_metric, **shared}
+    if not takes_all:
         keywords = {name: value for name, value in keywords.items() if name in parameters}
     try:
         with torch.no_grad(), unchanged_settings():
