@@ -6,6 +6,7 @@ module of its own because nothing here takes a gradient.
 
 import contextlib
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .restore import restored_buffer
 from .rewards import RewardError, reward_name
 from .rewards.overlap import RolloutScoring
 from .rewards.subset import SubsetScoring
+from .rewards.unscored import UnscoredRollouts
 from .rollout import rollout, sample_seed, trained_steps
 from .scoring import only_takes_latents
 from .values import recorded_conditions, states_of_calls
@@ -40,6 +42,10 @@ class GeneratingTrainer(ReplayingTrainer):
     The trainer that inherits sets `policy`, `inputs`, `noise_level`, `reward_funcs`, `reward_weights`, `values`,
     `ranks` and `_metrics`, and has `with_weights`.
     """
+
+    @cached_property
+    def _unscored(self) -> UnscoredRollouts:
+        return UnscoredRollouts([reward.name for reward in self.reward_funcs])
 
     def _next_batch(self, numbers: list[int]) -> tuple[MicroBatch, bool]:
         """The next micro-batch, from a new rollout where the old one is used up.
@@ -77,11 +83,12 @@ class GeneratingTrainer(ReplayingTrainer):
                     start = time.perf_counter()
                     local = self._rewards_of(scoring, extra)
                     self._metrics["time/reward"].append(time.perf_counter() - start + scoring.waited)
+            divergences, seen = (self._gathered(part, order) for part in parts)
+            rewards, local, extra = self._shared(scoring, local, extra, order)
+            self._unscored.add(rewards)
         except RewardError:
             self._save_before_stopping()
             raise
-        divergences, seen = (self._gathered(part, order) for part in parts)
-        rewards, local, extra = self._shared(scoring, local, extra, order)
         self._images += len(rewards)
 
         names = [reward.name for reward in self.reward_funcs]
@@ -194,7 +201,8 @@ class GeneratingTrainer(ReplayingTrainer):
         metrics, result = self._metrics, found.result
         for name, value in found.metrics.items():
             metrics[name].append(value)
-        metrics["reward"].append(result.rewards.nanmean().item())
+        if not result.rewards.isnan().all():
+            metrics["reward"].append(result.rewards.nanmean().item())
         metrics["reward_std"].append(result.group_std.mean().item())
         metrics["frac_reward_zero_std"].append(result.frac_reward_zero_std)
         if self.args.advantage_clip is not None:
