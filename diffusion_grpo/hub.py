@@ -16,10 +16,12 @@ from diffusers.loaders import PeftAdapterMixin
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.utils import convert_state_dict_to_diffusers
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from . import markdown
 from .average import POLICY_FOLDER
 from .rollout import policy_component
 
@@ -207,8 +209,8 @@ def write_model_card(folder: str | Path, run: dict[str, Any], history: list[dict
     )
     parts = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {name or folder.resolve().name}",
-        f"{run['pipeline']} `{run['model']}`, its {run['component']} trained with GRPO by diffusion-grpo "
+        f"# {markdown.escape(name or folder.resolve().name)}",
+        f"{run['pipeline']} {markdown.code(run['model'])}, its {run['component']} trained with GRPO by diffusion-grpo "
         f"({run['trains_by']}).",
         "## Use",
         f"```python\n{_usage(run, folder, lora)}\n```",
@@ -227,9 +229,17 @@ def write_model_card(folder: str | Path, run: dict[str, Any], history: list[dict
 
 def _base_model(model: str, lora: bool) -> dict[str, str]:
     """The Hub's link to the base model, for models that came from the Hub."""
-    if model.count("/") != 1 or Path(model).exists():
+    if model.count("/") != 1 or Path(model).exists() or not _is_repo_id(model):
         return {}
     return {"base_model": model, "base_model_relation": "adapter" if lora else "finetune"}
+
+
+def _is_repo_id(model: str) -> bool:
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _usage(run: dict[str, Any], folder: Path, lora: bool) -> str:
@@ -244,12 +254,13 @@ def _usage(run: dict[str, Any], folder: Path, lora: bool) -> str:
     for name in names if lora else []:
         place, into = (folder.name, "") if name == names[0] else (f"{folder.name}/{name}", f", load_into_{name}=True")
         if way == "load_lora_weights":
-            lines.append(f'pipe.load_lora_weights("{place}"{into})')
+            lines.append(f"pipe.load_lora_weights({json.dumps(place)}{into})")
         elif way == "load_lora_adapter":
-            arguments = f'"{place}", prefix=None, weight_name="{LORA_WEIGHTS}"'
+            arguments = f'{json.dumps(place)}, prefix=None, weight_name="{LORA_WEIGHTS}"'
             lines.append(f"pipe.{name}.load_lora_adapter({arguments})")
         else:
-            lines.append(f'PeftModel.from_pretrained(pipe.{name}, "{place}")  # changes the pipeline itself')
+            loading = f"PeftModel.from_pretrained(pipe.{name}, {json.dumps(place)})"
+            lines.append(f"{loading}  # changes the pipeline itself")
     return "\n".join(lines)
 
 
@@ -271,7 +282,7 @@ def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:
         key = f"eval_rewards/{name}/mean"
         values = [f"{entry[key]:.3f}" if key in entry else "–" for entry in evaluations[:1] + evaluations[-1:]]
         before, after = values if len(values) == 2 else ("–", "–")
-        lines.append(f"| {name} | {weights.get(name, 'only evaluated')} | {before} | {after} |")
+        lines.append(f"| {markdown.escape(name)} | {weights.get(name, 'only evaluated')} | {before} | {after} |")
     return "\n".join(lines)
 
 

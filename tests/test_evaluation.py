@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 
 import pyarrow.parquet
 import pytest
@@ -10,6 +11,7 @@ from tiny_runs import brightness, logged, trainer_for
 
 from diffusion_grpo.data import load_prompts
 from diffusion_grpo.rewards.score import _warn_unscored
+from diffusion_grpo.rollout import rollout
 from diffusion_grpo.run_folder import read_run
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
@@ -120,3 +122,42 @@ def test_parquet_prompts_and_a_cosine_after_a_warm_up(tmp_path):
     assert logged(trainer, "learning_rate") == pytest.approx([1e-3 * factor for factor in (0.0, 0.5, *cosine)])
     tables = [pyarrow.parquet.read_table(path) for path in (tmp_path / "run" / "samples").glob("*.parquet")]
     assert {prompt for table in tables for prompt in table["prompt"].to_pylist()} == set(prompts)
+
+
+def shade_and_constant(tmp_path, **settings):
+    """A run's first evaluation, of two rewards of which the second is always 3; its log and its table."""
+
+    def constant(images, **columns):
+        return [3.0] * len(images)
+
+    trainer = trainer_for(tmp_path, rewards={brightness: 2.0, constant: 0.5}, num_generations_eval=3, **settings)
+    return trainer.evaluate(), table_of(tmp_path)
+
+
+def test_the_evaluated_reward_is_weighted_as_in_training(tmp_path):
+    metrics, table = shade_and_constant(tmp_path)
+    assert table["reward"] == pytest.approx([2 * value + 0.5 * 3 for value in table["brightness"]])
+    assert metrics["eval_reward"] == pytest.approx(2 * metrics["eval_rewards/brightness/mean"] + 1.5)
+
+
+def test_errors_are_those_of_the_mean(tmp_path):
+    metrics, table = shade_and_constant(tmp_path)
+    for key, values in (("eval_rewards/brightness/std_error", "brightness"), ("eval_reward_std_error", "reward")):
+        expected = statistics.stdev(table[values]) / math.sqrt(6)
+        assert metrics[key] == pytest.approx(expected, rel=1e-4) and expected > 0
+    assert metrics["eval_rewards/constant/std_error"] == 0
+
+
+def test_evaluations_draw_no_noise_in_their_steps(tmp_path, monkeypatch):
+    """The pictures are those of the pipeline's own scheduler from the same initial latents, at any noise_level."""
+    found = {level: shade_and_constant(tmp_path / str(level), noise_level=level)[1] for level in (0.2, 1.5)}
+    assert found[0.2]["brightness"] == found[1.5]["brightness"]
+    levels = []
+
+    def watched(*arguments, noise_level, **keywords):
+        levels.append(noise_level)
+        return rollout(*arguments, noise_level=noise_level, **keywords)
+
+    monkeypatch.setattr("diffusion_grpo.evaluation.rollout", watched)
+    shade_and_constant(tmp_path / "watched")
+    assert levels and set(levels) == {0.0}

@@ -213,3 +213,41 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch):
         files
     )
     assert "training_args.bin" not in files
+
+
+EVIL = "a|b](javascript:x) <script>*"
+RUN = {
+    "model": "/home/me/base `model`\n---\n# not a heading",
+    "trains_by": "LoRA rank 4",
+    "pipeline": "SomePipeline",
+    "component": "transformer",
+    "reward_funcs": [EVIL],
+    "eval_reward_funcs": ["judge_of_two"],
+    "reward_weights": [1.0],
+    "settings": {"validation_prompts": ["```\n# a prompt\n---\n<b>"]},
+    "versions": {"torch": "2"},
+}
+
+
+def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
+    folder = tmp_path / 'run "x"'
+    folder.mkdir()
+    hub.write_model_card(folder, RUN, [], name="my <b>run</b>\n# and more")
+    text = (folder / "README.md").read_text()
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.to_dict().get("base_model") is None and card.data.library_name == "diffusers"
+    lines = card.content.splitlines()
+    assert "# my \\<b\\>run\\</b\\> \\# and more" in lines
+    assert "| a\\|b\\](javascript:x) \\<script\\>\\* | 1.0 | – | – |" in lines
+    assert "| judge_of_two | only evaluated | – | – |" in lines
+    assert "SomePipeline ``/home/me/base `model` --- # not a heading``, its transformer trained" in text
+    assert lines.count("---") == 2 and text.count("```") == 5 and text.count("\n```") == 4
+    assert 'pipe.load_lora_weights("run \\"x\\"")' in lines
+    code = text.split("```python\n")[1].split("\n```")[0]
+    compile(code, "card", "exec")
+
+
+@pytest.mark.parametrize("model", ["../away", "a b/c", "x/y: z"])
+def test_a_base_model_that_is_no_repository_is_not_linked(tmp_path, model):
+    hub.write_model_card(tmp_path, RUN | {"model": model}, [], name=None)
+    assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()

@@ -9,7 +9,8 @@ import httpx2
 import pytest
 from test_reward_remote import FAST, PICTURES, SHADES, scores_of
 
-from diffusion_grpo.rewards import RemoteReward, RewardError
+from diffusion_grpo import cli
+from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, score
 from diffusion_grpo.rewards.wire import write_request
 
 
@@ -90,3 +91,52 @@ def test_too_large_and_unknown_are_refused(serve) -> None:
             yield b"x" * 1000
 
     assert httpx2.post(f"{url}/score/brightness", content=chunks(), trust_env=False).status_code == 413
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(serve) -> None:
+    """And none of it is waited for: the connection is left open, with nothing sent."""
+    url = serve("brightness", max_bytes=1000, body_seconds=30)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as half:
+        half.sendall(b"POST /score/brightness HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
+        answer = half.recv(4096)
+    assert b" 413 " in answer.splitlines()[0]
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_the_limit_is_on_the_bytes_of_the_body(serve, has_length) -> None:
+    body = write_request(PICTURES[:1], ["a"], {}, None, None)
+    for limit, status in ((len(body), 200), (len(body) - 1, 413)):
+        url = serve("brightness", max_bytes=limit)
+        content = body if has_length else iter([body[:10], body[10:]])
+        answer = httpx2.post(f"{url}/score/brightness", content=content, trust_env=False)
+        assert answer.status_code == status, answer.text
+
+
+def test_the_command_passes_its_limits_on(monkeypatch) -> None:
+    given = []
+
+    def create_app(rewards, token, max_waiting, max_bytes):
+        given.append(([reward.name for reward in rewards], token, max_waiting, max_bytes))
+
+    monkeypatch.setattr("diffusion_grpo.rewards.serve.create_app", create_app)
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: [each.close() for each in sockets])
+    words = ["brightness", "--port", "0", "--max_megabytes", "3", "--max_waiting", "5"]
+    assert cli.main(["rewards", "serve", *words]) == 0
+    assert given == [(["brightness"], None, 5, 3 * 2**20)]
+
+
+def test_columns_named_like_options_reach_a_served_reward_as_columns_alone(serve) -> None:
+    """`fps` is an option of the client, `target_column` one of the reward that is served."""
+    columns = {"target": PICTURES, "target_column": ["x"] * len(PICTURES), "fps": ["y"] * len(PICTURES)}
+    remote = RemoteReward(serve("psnr"), columns=["target", "target_column"], **FAST)
+    prompts = ["a"] * len(PICTURES)
+    table = score([remote, REWARDS["psnr"]], images=PICTURES, prompts=prompts, columns=columns)
+    assert table[:, 0].tolist() == table[:, 1].tolist() == [100.0] * len(PICTURES)
+    with pytest.raises(ValueError, match="columns names 'fps', which is no column"):
+        RemoteReward("http://a", columns=["fps"])
+
+
+@pytest.mark.parametrize("name", ["two words?", "100 %", "a#b&c"])
+def test_any_name_of_a_reward_finds_it(serve, name) -> None:
+    url = serve({"brightness": {"name": name}})
+    assert scores_of(RemoteReward(url, name)) == pytest.approx(SHADES)
