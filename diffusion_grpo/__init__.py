@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from .config import DiffusionGRPOConfig
     from .trainer import DiffusionGRPOTrainer
 
+from .quiet import quiet_imports
+
+quiet_imports()
+
 __version__ = "0.1.0"
 __all__ = ["DiffusionGRPOConfig", "DiffusionGRPOTrainer", "ReplayReport", "check_pipeline"]
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import yaml
 
+from .tiny import default_settings
+
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import HfArgumentParser
@@ -206,6 +208,8 @@ def parse_train_arguments(
     if isinstance(experiment, str):  # it lies beside the file that names it
         values["report_experiment"] = str(Path(config_file).parent / experiment)
     values |= read_overrides(overrides)
+    if values.get("model") == "tiny":
+        values = default_settings(values) | values
 
     from transformers import HfArgumentParser
 

@@ -1,4 +1,4 @@
-"""What happens beside the training: reference weights, progress bar, grid of samples, report.
+"""What happens beside the training: reference weights, grid of samples, report.
 
 In: the trainer's events. Out: files in the run's folder, pictures, videos and sound for whatever `report_to` names, a
 line in the terminal.
@@ -14,9 +14,10 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
-from transformers.trainer_callback import CallbackHandler, ProgressCallback
+from transformers.trainer_callback import CallbackHandler
 
 from .distributed import TrainedWeights
+from .held_out import describe_prompts
 from .media import read_sound, read_video
 from .rewards.samples import frame_positions
 from .watch import collapse
@@ -49,24 +50,6 @@ class SyncRefModelCallback(TrainerCallback):
             for ref, value in zip(reference.used(), values, strict=True):
                 ref.lerp_(value.to(ref), self.alpha)
             reference.refresh()
-
-
-class RewardProgressCallback(ProgressCallback):
-    """transformers' progress bar, with the reward and images a second behind it instead of a dictionary a step."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or self.training_bar is None or logs is None:
-            return
-        if "eval_reward" in logs:
-            error = logs.get("eval_reward_std_error", 0.0)
-            self.training_bar.write(
-                f"step {state.global_step}: held-out reward {logs['eval_reward']:.3f} ± {error:.3f}"
-            )
-        elif "reward" in logs:
-            shown = {"reward": f"{logs['reward']:.3f}"}
-            if "images_per_second" in logs:
-                shown["images/s"] = f"{logs['images_per_second']:.1f}"
-            self.training_bar.set_postfix(shown)
 
 
 class PipelineTensorBoardCallback(TensorBoardCallback):
@@ -212,14 +195,14 @@ class ReportCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         from .report import missing_packages, write_report, write_summary
+        from .run_folder import describe_change, read_run
 
         state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
-        summary, missing = write_summary(args.output_dir), missing_packages()
-        if summary["reward_before"] is not None and summary["reward_after"] is not None:
-            print(
-                f"Held-out reward {summary['reward_before']:.3f} -> {summary['reward_after']:.3f} "
-                f"± {summary['standard_error']:.3f} on {summary['held_out_prompts']} prompts."
-            )
+        write_summary(args.output_dir)
+        run, missing = read_run(args.output_dir), missing_packages()
+        change = describe_change(run, "reward")
+        if change is not None:
+            print(f"Reward {change}, on {describe_prompts(run.prompts)}.")
         if missing:  # the weights are what matters, the page can be written later
             print(
                 f"No report: {' and '.join(missing)} not installed. After pip install 'diffusion-grpo[report]': "

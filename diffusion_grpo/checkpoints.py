@@ -25,6 +25,7 @@ from transformers.utils import PushInProgress, hf_api
 
 from . import checkpoint_mode, distributed, hub
 from .average import POLICY_FOLDER, policy_folder
+from .card_data import upload_patterns
 from .records import refuse_used_folder
 from .report import write_curve
 from .restore import rollout_file
@@ -260,7 +261,38 @@ class CheckpointingTrainer(Trainer):
         if self.is_world_process_zero():
             if (Path(self.args.output_dir) / "run.json").is_file():
                 write_curve(self.args.output_dir)
-            hub.write_model_card(self.args.output_dir, self.run, self.state.log_history, model_name)
+            repository = self.hub_model_id or self.args.hub_model_id
+            updates = self.state.global_step
+            hub.write_model_card(
+                self.args.output_dir, self.run, self.state.log_history, model_name, updates, repository
+            )
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`Trainer`'s, of weights, card and the pictures in it; of everything but checkpoints with `push_samples`."""
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token or self.args.hub_token, private=private)
+        self.save_model(_internal_call=True)  # with the card
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(kwargs.get("model_name"))
+        self._finish_current_push()
+        return self._upload(
+            self.args.output_dir,
+            commit_message,
+            run_as_future=not blocking,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            **upload_patterns(self.pipe.components, self.args.push_samples),
+        )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """`Trainer`'s, for diffusers' layout and without its pickled arguments."""
@@ -273,7 +305,8 @@ class CheckpointingTrainer(Trainer):
         hub.copy_weights(checkpoint_folder, self.args.output_dir, self.component)
         self.create_model_card()
         message = f"Training in progress, step {self.state.global_step}"
-        jobs = [self._upload(self.args.output_dir, message, ignore_patterns=["_*", "checkpoint-*", "tmp-*"])]
+        patterns = upload_patterns(self.pipe.components, self.args.push_samples)
+        jobs = [self._upload(self.args.output_dir, message, **patterns)]
         if self.args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             is_last = self.args.hub_strategy == HubStrategy.CHECKPOINT
             name = "last-checkpoint" if is_last else Path(checkpoint_folder).name
@@ -284,14 +317,9 @@ class CheckpointingTrainer(Trainer):
             self.push_in_progress = PushInProgress(jobs)
 
     def _upload(self, folder: str, message: str, **kwargs: Any) -> Any:
+        defaults = {"run_as_future": True, "token": self.args.hub_token, "revision": self.args.hub_revision}
         return hf_api().upload_folder(
-            repo_id=self.hub_model_id,
-            folder_path=folder,
-            commit_message=message,
-            token=self.args.hub_token,
-            run_as_future=True,
-            revision=self.args.hub_revision,
-            **kwargs,
+            repo_id=self.hub_model_id, folder_path=folder, commit_message=message, **defaults | kwargs
         )
 
 

@@ -116,6 +116,19 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
             self.epsilon_high = self.epsilon
         check_settings(self)
 
+    def fill(self, defaults: dict[str, Any]) -> None:
+        """Take these values for settings that were not given, before anything has used them.
+
+        Raises:
+            ValueError: together with those that were given they cannot work.
+        """
+        for name, value in defaults.items():
+            if name not in self.given:
+                setattr(self, name, value)
+        if "steps_per_generation" not in self.given:
+            self.steps_per_generation = self.gradient_accumulation_steps
+        check_settings(self)
+
     def to_dict(self) -> dict[str, Any]:
         """`TrainingArguments.to_dict`, with tensors and pictures among the settings named by their kind and size."""
         return {name: described(value) for name, value in super().to_dict().items()}
@@ -230,6 +243,7 @@ def _with_suggestions(init):
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
                 raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; did you mean {near!r}?")
+        self.given = frozenset(kwargs)  # by name, to tell a choice from a default
         init(self, *args, **kwargs)
 
     return checked

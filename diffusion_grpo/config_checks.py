@@ -95,6 +95,7 @@ def _check_numbers(args: "DiffusionGRPOConfig") -> None:
         "ref_model_sync_steps": 1,
         "num_completions_to_log": 0,
         "save_samples_steps": 1,
+        "log_samples_steps": 1,
         "validation_steps": 1,
         "top_k": 0,
         "beta": 0,

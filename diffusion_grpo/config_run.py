@@ -51,13 +51,28 @@ class RunSettings:
         default=True, metadata={"help": "Write prompts, rewards and advantages of each rollout to a parquet file."}
     )
     num_completions_to_log: int = field(
-        default=16, metadata={"help": "Evaluation pictures that are saved and drawn in the grid."}
+        default=16,
+        metadata={"help": "Samples of an evaluation, or of a rollout (log_samples_steps), that are saved and shown."},
+    )
+    log_samples_steps: int | None = field(
+        default=50,
+        metadata={
+            "help": "Every N updates, and in the first and the last rollout, save num_completions_to_log samples for "
+            "the report; null for none. Without effect where save_samples_steps is set or log_completions is False."
+        },
     )
     save_samples_steps: int | None = field(
         default=None,
         metadata={
             "help": "Every so many updates, save all samples of the rollout (PNG, MP4 or WAV) beside the table of its "
             "prompts, rewards and advantages."
+        },
+    )
+    push_samples: bool = field(
+        default=False,
+        metadata={
+            "help": "Push samples, evaluations, the report and tensorboard's events (which hold the host's name) to "
+            "the Hub too. By default only the weights, the model card and the pictures in it are pushed."
         },
     )
     validation_prompts: list[str] | None = field(

@@ -138,3 +138,12 @@ def value_metrics(targets: ValueTargets) -> dict[str, float]:
     if len(returns) > 1 and returns.var() > 0:
         metrics["value/explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
     return metrics
+
+
+def measure_spread(name: str, values: Tensor) -> dict[str, float]:
+    """`spread/{name}_min`, `_max` and the unbiased `_std` over all values that are not NaN."""
+    values = values[~values.isnan()].double()
+    if len(values) < 2:
+        return {}
+    found = {"min": values.min(), "max": values.max(), "std": values.std()}
+    return {f"spread/{name}_{key}": value.item() for key, value in found.items()}

@@ -229,8 +229,10 @@ def _mean_and_error(key: str, values: Tensor, mean: str = "", error: str = "_std
     values = values[~values.isnan()]
     if len(values) == 0:
         return {}
-    spread = values.double().std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return {f"{key}{mean}": values.double().mean().item(), f"{key}{error}": spread}
+    found = {f"{key}{mean}": values.double().mean().item()}
+    if len(values) > 1:  # one value says nothing about its noise
+        found[f"{key}{error}"] = values.double().std().item() / math.sqrt(len(values))
+    return found
 
 
 def _keep(trainer: "DiffusionGRPOTrainer", parts: dict[str, _Part]) -> None:

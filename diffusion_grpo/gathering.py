@@ -36,19 +36,26 @@ def gathered_json(accelerator: Accelerator, own: Any) -> list[Any]:
 
 
 def gathered_means(
-    accelerator: Accelerator, metrics: dict[str, list[float]], largest: tuple[str, ...] = ()
+    accelerator: Accelerator,
+    metrics: dict[str, list[float]],
+    largest: tuple[str, ...] = (),
+    smallest: tuple[str, ...] = (),
 ) -> dict[str, float]:
     """Means over the values of all processes, each of which may have measured something else.
 
     Args:
         accelerator: a collective of all its processes.
         metrics: values by name.
-        largest: names of which the largest value is given instead.
+        largest, smallest: names of which the largest, or the smallest, value is given instead.
     """
-    own = {name: (float(sum(values)), len(values), float(max(values))) for name, values in metrics.items() if values}
+    own = {name: (float(sum(v)), len(v), float(max(v)), float(min(v))) for name, v in metrics.items() if v}
     found, every = {}, gathered_json(accelerator, own)
     for name in sorted(set().union(*every)):
         parts = [each[name] for each in every if name in each]
         total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
-        found[name] = max(part[2] for part in parts) if name in largest else total / count
+        found[name] = total / count
+        if name in largest:
+            found[name] = max(part[2] for part in parts)
+        if name in smallest:
+            found[name] = min(part[3] for part in parts)
     return found

@@ -16,10 +16,12 @@ from torch import Tensor
 from .buffer import MicroBatch, Recorded, RolloutBuffer
 from .context import one_a_group
 from .distributed import in_step
-from .estimators import Estimate, estimate
+from .estimators import Estimate, estimate, measure_spread
 from .inputs import check_count
+from .kept_samples import count_kept, saves_whole_rollout
 from .media import sampling_rate
 from .order import RolloutOrder, inverse
+from .progress import UpdateProgress
 from .records import write_files, write_samples
 from .replays import ReplayingTrainer
 from .restore import restored_buffer
@@ -47,8 +49,12 @@ class GeneratingTrainer(ReplayingTrainer):
     def _unscored(self) -> UnscoredRollouts:
         return UnscoredRollouts([reward.name for reward in self.reward_funcs])
 
-    def _next_batch(self, numbers: list[int]) -> tuple[MicroBatch, bool]:
+    def _next_batch(self, numbers: list[int], progress: UpdateProgress) -> tuple[MicroBatch, bool]:
         """The next micro-batch, from a new rollout where the old one is used up.
+
+        Args:
+            numbers: dataset rows of the rollout.
+            progress: is told how far the rollout is.
 
         Returns:
             the batch, and whether the policy is still the one that rolled it out.
@@ -62,14 +68,19 @@ class GeneratingTrainer(ReplayingTrainer):
             everyone = self.accelerator.gather(torch.tensor(numbers, device=self.args.device))
             everyone = one_a_group(everyone, self.args).tolist()
             order = RolloutOrder(self.args, generation)
-            self.buffer = (self._generate if slot == 0 else self._restored_buffer)(order, everyone, generation)
+            if slot == 0:
+                self.buffer = self._generate(order, everyone, generation, progress)
+            else:
+                self.buffer = self._restored_buffer(order, everyone)
         return self.buffer.micro_batch(slot), slot < self.args.gradient_accumulation_steps
 
     def _rows_at(self, positions: list[int], numbers: list[int]) -> list[dict]:
         """Dataset rows of samples by their position in a generation; `numbers` are those of all its rows."""
         return self.inputs.rows(self.train_dataset, [numbers[position] for position in positions])
 
-    def _generate(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
+    def _generate(
+        self, order: RolloutOrder, numbers: list[int], generation: int, progress: UpdateProgress
+    ) -> RolloutBuffer:
         """One rollout, its rewards (which are computed while it is made), advantages, and the buffer they end in."""
         positions = order.of_process(order.rolled, self.args.data_process)
         extra: dict[str, list] = {}
@@ -77,9 +88,12 @@ class GeneratingTrainer(ReplayingTrainer):
             with self.ranks.apart("reads its rows"):  # who fails at it comes to no collective of the rollout
                 rows = self._rows_at(positions.tolist(), numbers)
                 scoring = self._scoring_of(order, numbers, rows)
+            scoring.arrivals.watch = progress.advance
+            progress.begin("rollout", len(rows))
             with self.ranks.apart("rolls out"):
                 with scoring:
                     samples, trajectory, *parts = self._observed_rollout(rows, generation, positions, scoring)
+                    progress.begin("rewards", len(rows))
                     start = time.perf_counter()
                     local = self._rewards_of(scoring, extra)
                     self._metrics["time/reward"].append(time.perf_counter() - start + scoring.waited)
@@ -89,7 +103,7 @@ class GeneratingTrainer(ReplayingTrainer):
         except RewardError:
             self._save_before_stopping()
             raise
-        self._images += len(rewards)
+        self._samples += len(rewards)
 
         names = [reward.name for reward in self.reward_funcs]
         found = estimate(self.args, self.reward_weights, names, rewards, positions, divergences, seen, self.values)
@@ -168,7 +182,8 @@ class GeneratingTrainer(ReplayingTrainer):
         )
         steps = steps if args.permute_steps else steps * len(rows)
         trajectories = [None] * len(rows)
-        is_decoded = self._is_saving or not all(map(only_takes_latents, self.reward_funcs))
+        is_saved = saves_whole_rollout(args, self.state.global_step)
+        is_decoded = is_saved or not all(map(only_takes_latents, self.reward_funcs))
         calls = self.inputs.calls(rows)
         for places, is_own in in_step(calls, self.accelerator, self.passes_together):
             latents = [] if self._takes_latents(self.reward_funcs) else None
@@ -205,6 +220,12 @@ class GeneratingTrainer(ReplayingTrainer):
             metrics["reward"].append(result.rewards.nanmean().item())
         metrics["reward_std"].append(result.group_std.mean().item())
         metrics["frac_reward_zero_std"].append(result.frac_reward_zero_std)
+        # of a value model, or of rewards that are trained on one by one, there are several for each sample
+        advantages = result.advantages if found.advantages.ndim == 1 else found.advantages
+        for name, value in (
+            measure_spread("reward", result.rewards) | measure_spread("advantage", advantages)
+        ).items():
+            metrics[name].append(value)
         if self.args.advantage_clip is not None:
             reached = result.advantages.abs() >= self.args.advantage_clip
             metrics["frac_advantage_clipped"].append(reached.float().mean().item())
@@ -212,7 +233,8 @@ class GeneratingTrainer(ReplayingTrainer):
             known = column[~column.isnan()]
             if len(known):
                 metrics[f"rewards/{reward_name(func)}/mean"].append(known.mean().item())
-                metrics[f"rewards/{reward_name(func)}/std"].append(known.std(correction=0).item())
+            if len(known) > 1:  # unbiased, as that of the groups in `reward_std`
+                metrics[f"rewards/{reward_name(func)}/std"].append(known.std().item())
 
     def _log_diversity(self, samples: list, order: RolloutOrder) -> None:
         """How different the samples of a prompt are, wherever they were made."""
@@ -232,21 +254,14 @@ class GeneratingTrainer(ReplayingTrainer):
         table |= dict(zip(names, rewards.T.tolist(), strict=True))
         write_samples(path, columns | table)
 
-    @property
-    def _is_saving(self) -> bool:
-        """Whether it is this rollout's turn to be saved: the first at or after each multiple of save_samples_steps."""
-        every = self.args.save_samples_steps
-        updates = self._slots // self.args.gradient_accumulation_steps
-        return every is not None and self.state.global_step % every < updates
-
     def _sample_files(self, samples: list, positions: Tensor) -> dict[str, list]:
         """Columns that name the files of this rollout's samples; none where it is not its turn to be saved."""
-        if not self._is_saving:
-            return {}
-        if not self.args.writes_samples:
-            return {}
         folder, step = Path(self.args.output_dir) / "samples", self.state.global_step
-        stems = [folder / f"step-{step:06d}" / f"{position:04d}" for position in positions.tolist()]
+        kept = count_kept(self.args, step, self.state.max_steps)
+        if kept == 0 or not self.args.writes_samples or samples[0] is None:  # None: only latents are looked at
+            return {}
+        names = [f"{position:04d}" if position < kept else None for position in positions.tolist()]
+        stems = [None if name is None else folder / f"step-{step:06d}" / name for name in names]
         return write_files(samples, stems, folder, self.args.fps, sampling_rate(self.pipe))
 
     def _buffer_of(
@@ -272,7 +287,7 @@ class GeneratingTrainer(ReplayingTrainer):
             buffer.old_log_probs = self.with_weights(self._replayed_log_probs, buffer)
         return buffer
 
-    def _restored_buffer(self, order: RolloutOrder, numbers: list[int], generation: int) -> RolloutBuffer:
+    def _restored_buffer(self, order: RolloutOrder, numbers: list[int]) -> RolloutBuffer:
         def rows_at(positions: list[int]) -> list[dict]:
             rows = self._rows_at(positions, numbers)
             self.with_weights(self._learn, rows)

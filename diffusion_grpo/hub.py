@@ -23,7 +23,9 @@ from torch import nn
 
 from . import markdown
 from .average import POLICY_FOLDER
+from .held_out import describe_prompts
 from .rollout import policy_component
+from .run_folder import format_updates
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -191,29 +193,42 @@ def copy_weights(checkpoint: str | Path, folder: str | Path, component: str) -> 
             shutil.copytree(checkpoint / name, folder / name, dirs_exist_ok=True)
 
 
-def write_model_card(folder: str | Path, run: dict[str, Any], history: list[dict[str, Any]], name: str | None) -> None:
+def write_model_card(
+    folder: str | Path,
+    run: dict[str, Any],
+    history: list[dict[str, Any]],
+    name: str | None,
+    updates: int,
+    repository: str | None = None,
+) -> None:
     """Writes `README.md` with base model, rewards, settings, curve and sample pictures.
 
     Args:
         folder: the run's output folder; pictures in it are shown.
         run: contents of `run.json`.
         history: the trainer's `log_history`.
-        name: title; by default the folder's name.
+        name: title; by default that of the repository, or the folder's.
+        updates: that were done.
+        repository: Hub id under which readers find the weights; None where they are in this folder alone.
     """
     folder = Path(folder)
     lora = run["trains_by"] != "full"
+    source = repository or folder.resolve().name
     data = ModelCardData(
         library_name="diffusers",
         **_base_model(run["model"], lora),
+        **run.get("license", {}),
+        pipeline_tag=run.get("pipeline_tag"),
         tags=["diffusion-grpo", "grpo", "reinforcement-learning", *(["lora"] if lora else [])],
     )
     parts = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {markdown.escape(name or folder.resolve().name)}",
+        f"# {markdown.escape(name or source.split('/')[-1])}",
         f"{run['pipeline']} {markdown.code(run['model'])}, its {run['component']} trained with GRPO by diffusion-grpo "
-        f"({run['trains_by']}).",
+        f"({run['trains_by']}) for {updates} update{'' if updates == 1 else 's'}.",
         "## Use",
-        f"```python\n{_usage(run, folder, lora)}\n```",
+        *([] if repository else [f"{markdown.code(source)} is the folder that holds this file: give its path."]),
+        f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
         *_average_note(run["settings"]),
         "## Rewards",
         _reward_table(run, history),
@@ -242,25 +257,29 @@ def _is_repo_id(model: str) -> bool:
     return True
 
 
-def _usage(run: dict[str, Any], folder: Path, lora: bool) -> str:
+def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str:
     is_embedded = lora and run["model"] == "tiny"  # it has no name on the Hub
-    base = "tiny.PATH" if is_embedded else json.dumps(run["model"] if lora else folder.name)
+    base = "tiny.PATH" if is_embedded else json.dumps(run["model"] if lora else source)
     lines = ["from diffusers import DiffusionPipeline"]
     lines += ["from diffusion_grpo import tiny"] if is_embedded else []
     way = run.get("loads_by", "load_lora_weights")
     lines += ["from peft import PeftModel"] if lora and way == "peft" else []
-    lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base})"]
+    is_local = lora and not is_embedded and not _base_model(run["model"], lora)
+    note = "  # a folder on the machine that trained it" if is_local else ""
+    lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base}){note}"]
     names = run["component"].split(", ")
     for name in names if lora else []:
-        place, into = (folder.name, "") if name == names[0] else (f"{folder.name}/{name}", f", load_into_{name}=True")
+        into = "" if name == names[0] else f", load_into_{name}=True"
+        place = json.dumps(source)
+        if name != names[0]:
+            place = f'{place}, subfolder="{name}"' if is_on_hub else json.dumps(f"{source}/{name}")
         if way == "load_lora_weights":
-            lines.append(f"pipe.load_lora_weights({json.dumps(place)}{into})")
+            lines.append(f"pipe.load_lora_weights({place}{into})")
         elif way == "load_lora_adapter":
-            arguments = f'{json.dumps(place)}, prefix=None, weight_name="{LORA_WEIGHTS}"'
+            arguments = f'{place}, prefix=None, weight_name="{LORA_WEIGHTS}"'
             lines.append(f"pipe.{name}.load_lora_adapter({arguments})")
         else:
-            loading = f"PeftModel.from_pretrained(pipe.{name}, {json.dumps(place)})"
-            lines.append(f"{loading}  # changes the pipeline itself")
+            lines.append(f"PeftModel.from_pretrained(pipe.{name}, {place})  # changes the pipeline itself")
     return "\n".join(lines)
 
 
@@ -277,12 +296,15 @@ def _average_note(settings: dict[str, Any]) -> list[str]:
 def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:
     evaluations = [entry for entry in history if "eval_reward" in entry]
     weights = dict(zip(run["reward_funcs"], run["reward_weights"], strict=True))
-    lines = ["| reward | weight | before | after |", "|---|---|---|---|"]
+    shown = evaluations[:1] + evaluations[-1:] if len(evaluations) > 1 else evaluations
+    times = [format_updates(entry["step"]) for entry in shown]
+    lines = [f"| {' | '.join(['reward', 'weight', *times])} |", "|---" * (2 + len(shown)) + "|"]
     for name in [*run["reward_funcs"], *run["eval_reward_funcs"]]:
         key = f"eval_rewards/{name}/mean"
-        values = [f"{entry[key]:.3f}" if key in entry else "–" for entry in evaluations[:1] + evaluations[-1:]]
-        before, after = values if len(values) == 2 else ("–", "–")
-        lines.append(f"| {markdown.escape(name)} | {weights.get(name, 'only evaluated')} | {before} | {after} |")
+        values = [f"{entry[key]:.3f}" if key in entry else "–" for entry in shown]
+        lines.append(f"| {' | '.join([markdown.escape(name), str(weights.get(name, 'only evaluated')), *values])} |")
+    if shown:
+        lines += ["", f"Means over {describe_prompts(run.get('prompts', {}))}."]
     return "\n".join(lines)
 
 

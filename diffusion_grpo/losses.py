@@ -104,9 +104,10 @@ def grpo(inputs: LossInputs) -> LossOutput:
     [`token_kl_divergence`], and `epsilon` is of the order of 0.2: their log-probabilities are no averages.
 
     Returns:
-        Metrics `ratio/mean`, and the shares of samples (or tokens) whose ratio left the interval on the side where
-        the clip acts: `clip_ratio/low_mean` (below, negative advantage), `clip_ratio/high_mean` (above, positive
-        advantage), `clip_ratio/region_mean` (either). With a reference also `kl`.
+        Metrics `ratio/mean`, `ratio/min`, `ratio/max`, and the shares of samples (or tokens) whose ratio left the
+        interval on the side where the clip acts: `clip_ratio/low_mean` (below, negative advantage),
+        `clip_ratio/high_mean` (above, positive advantage), `clip_ratio/region_mean` (either). With a reference also
+        `kl`.
     """
     low, high = 1 - inputs.epsilon, 1 + inputs.epsilon_high
     ratio = torch.exp(inputs.log_prob - inputs.old_log_prob)
@@ -118,6 +119,8 @@ def grpo(inputs: LossInputs) -> LossOutput:
     is_high = (ratio > high) & (advantages > 0)
     metrics = {
         "ratio/mean": _mean(ratio.detach(), inputs.mask),
+        "ratio/min": _counted(ratio, inputs.mask).min(),
+        "ratio/max": _counted(ratio, inputs.mask).max(),
         "clip_ratio/low_mean": _mean(is_low.float(), inputs.mask),
         "clip_ratio/high_mean": _mean(is_high.float(), inputs.mask),
         "clip_ratio/region_mean": _mean((is_low | is_high).float(), inputs.mask),
@@ -132,6 +135,13 @@ def grpo(inputs: LossInputs) -> LossOutput:
 def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Over samples; of tokens first over those of each sample, so that a long one counts as much as a short one."""
     return (values if mask is None else masked_mean(values, mask)).mean()
+
+
+def _counted(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The values themselves, without gradient; of tokens those that count, and 1 where none does."""
+    if mask is None:
+        return values.detach()
+    return values.detach()[mask.bool()] if mask.any() else values.new_ones(1)
 
 
 def _kl(inputs: LossInputs) -> torch.Tensor | None:

@@ -50,6 +50,7 @@ class Curve:
         eval_steps, eval, eval_errors: updates done, held-out mean, its standard error.
         baselines: name -> held-out mean of another way to use the untrained model.
         judge: never trained on.
+        prompts: what the evaluations' prompts may be called.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Curve:
     eval_errors: list[float]
     baselines: dict[str, float]
     judge: bool = False
+    prompts: str = "held-out"
 
 
 def draw_curve(curve: Curve, width: float = 10.0, height: float = 3.7, legend: bool = True) -> str:
@@ -81,7 +83,7 @@ def _curve_figure(curve: Curve, width: float, height: float, legend: bool) -> Fi
     if curve.train:
         axes.plot(curve.train_steps, curve.train, color=TRAIN, linewidth=1.4, label="rollouts in training")
     if curve.eval:
-        label = "held-out prompts ± standard error"
+        label = f"{curve.prompts} prompts ± standard error"
         errors = curve.eval_errors or None
         style = {"color": color, "marker": "o", "markersize": 4.5, "linewidth": 1.8, "capsize": 3}
         axes.errorbar(curve.eval_steps, curve.eval, yerr=errors, label=label, **style)

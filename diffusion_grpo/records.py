@@ -16,6 +16,7 @@ import pyarrow.parquet
 from peft import PeftConfig
 from transformers.trainer_utils import get_last_checkpoint
 
+from .card_data import public_model_name, without_folders
 from .config import DiffusionGRPOConfig, described
 from .media import write_sample
 
@@ -51,7 +52,7 @@ def run_record(
     """Contents of `run.json`, as far as they are known before the model is loaded."""
     trains_by = "full" if peft_config is None else f"LoRA rank {getattr(peft_config, 'r', '?')}"
     return {
-        "model": model,
+        "model": public_model_name(model),
         "trains_by": trains_by,
         "reward_funcs": reward_funcs,
         "eval_reward_funcs": eval_reward_funcs,
@@ -71,7 +72,7 @@ def changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
         if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
             continue
         if isinstance(value, (str, int, float, list, dict, type(None))):
-            changed[setting.name] = described(getattr(value, "value", value))
+            changed[setting.name] = without_folders(described(getattr(value, "value", value)))
     return changed
 
 
@@ -109,6 +110,7 @@ def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
     if not path.is_file():
         return
     other = json.loads(path.read_text(encoding="utf-8"))
+    other["model"] = public_model_name(other["model"])  # as it is kept now
     differences = [(key, other[key], run[key]) for key in IDENTITY]
     differences += [(key, other["settings"].get(key), run["settings"].get(key)) for key in IDENTITY_SETTINGS]
     here = run["prompts_per_rollout"]

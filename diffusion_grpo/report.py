@@ -9,21 +9,24 @@ import base64
 import importlib.util
 import io
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import PIL.Image
 import yaml
 
-from .run_folder import Run, read_run, summarise
+from .held_out import describe_prompts, name_prompts
+from .run_folder import Run, format_updates, read_run, summarise
 from .watch import collapse
 
 if TYPE_CHECKING:
     from .plots import Curve
 
 PACKAGES = ("jinja2", "matplotlib")  # the extra `report`
-SHOWN = 8  # held-out prompts shown in order
+SHOWN = 8  # evaluation prompts shown in order
 EXTREMES = 4  # of the most and of the least improved
+ROLLOUTS, ROLLOUT_SAMPLES = 3, 8  # rollouts of training, and samples of each
 FILM_ROWS, FILM_COLUMNS = 6, 8  # prompts and evaluations in the strip
 WIDEST = 384  # pixels of an embedded picture or video
 SMALL_VIDEO = 100_000  # bytes up to which one is embedded as it is
@@ -92,6 +95,9 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         watched=watched_table(run),
         curves=curves(run),
         pictures=pictures(run),
+        rollouts=rollouts(run),
+        prompts=describe_prompts(run.prompts),
+        prompts_name=name_prompts(run.prompts),
         film=film(run),
         times=times(run),
         diagnostics=diagnostics(run),
@@ -130,30 +136,43 @@ def format_number(value: float | None, digits: int = 3) -> str:
 
 
 def gain(run: Run, name: str) -> float | None:
-    """Share of what was missing to the reward's maximum that was gained on held-out prompts; None where unknown."""
+    """Share of what was missing to the reward's maximum that was gained in evaluations.
+
+    None where it is unknown, and where the reward did not change beyond its noise.
+    """
     before, after, maximum = run.held_out(name, 0)[0], run.held_out(name, -1)[0], run.maximum(name)
-    if None in (before, after, maximum) or len(run.evaluations) < 2 or before >= maximum:
+    if None in (before, after, maximum) or not changed(run, name) or before >= maximum:
         return None
     return (after - before) / (maximum - before)
 
 
+def changed(run: Run, name: str) -> bool | None:
+    """Whether a reward differs by more than twice the standard error between the first and the last evaluation.
+
+    None where that cannot be told: with fewer than two evaluations, or on a single sample.
+    """
+    (before, error_before), (after, error_after) = run.held_out(name, 0), run.held_out(name, -1)
+    if len(run.evaluations) < 2 or None in (before, error_before, after, error_after):
+        return None
+    is_visible = f"{before:.3f}" != f"{after:.3f}"
+    return is_visible and abs(after - before) > 2 * math.hypot(error_before, error_after)
+
+
 def results_table(run: Run) -> list[dict[str, Any]]:
-    """Rows of the held-out table: untrained, baselines, trained; each cell (mean, standard error)."""
+    """Rows of the evaluations' table: untrained, baselines, trained; each cell (mean, standard error)."""
     names = ["reward", *run.reward_names]
     if not run.evaluations:
         return []
-    first = "before training" if run.evaluations[0]["step"] == 0 else f"after {run.evaluations[0]['step']} updates"
-    rows = [{"name": first, "cells": [run.held_out(name, 0) for name in names]}]
+    rows = [{"name": run.times[0], "cells": [run.held_out(name, 0) for name in names]}]
     for line in run.baseline_cells("reward"):
         cells = [run.baseline_cells(name)[line] for name in names]
         rows.append({"name": f"before training, {line}", "cells": cells})
     if len(run.evaluations) > 1:
-        last = f"after {run.evaluations[-1]['step']} updates"
-        rows.append({"name": last, "cells": [run.held_out(name, -1) for name in names], "trained": True})
+        rows.append({"name": run.times[-1], "cells": [run.held_out(name, -1) for name in names], "trained": True})
     return rows
 
 
-def watched_table(run: Run) -> list[tuple[str, float, float, float, float]]:
+def watched_table(run: Run) -> list[tuple[str, float, float | None, float, float | None]]:
     """Name, mean and standard error before and after of each reward that was only looked at, and the diversity."""
     if len(run.evaluations) < 2:
         return []
@@ -163,7 +182,7 @@ def watched_table(run: Run) -> list[tuple[str, float, float, float, float]]:
         if key.startswith("eval_watch/") and key.endswith("/mean") and key in last:
             error = key.removesuffix("/mean") + "/std_error"
             name = key.removeprefix("eval_watch/").removesuffix("/mean")
-            rows.append((name, first[key], first[error], last[key], last[error]))
+            rows.append((name, first[key], first.get(error), last[key], last.get(error)))
     return rows
 
 
@@ -181,21 +200,33 @@ def findings(run: Run) -> list[str]:
         found.append("In the last updates more than half of the groups had equal rewards and taught nothing.")
     collapsed = collapse(run.train)
     found += [] if collapsed is None else [collapsed]
+    if run.prompts.get("eval_in_train"):
+        found.append(
+            f"The evaluations are on {describe_prompts(run.prompts)}: they do not say how well the model does on new "
+            "prompts."
+        )
     if len(run.evaluations) < 2:
-        found.append("There are fewer than two held-out evaluations, so nothing can be said about what was learned.")
+        found.append("There are fewer than two evaluations, so nothing can be said about what was learned.")
         return found
-    for name in ["reward", *run.reward_names]:
-        (before, error_before), (after, error_after) = run.held_out(name, 0), run.held_out(name, -1)
-        if None in (before, after):
-            continue
-        noise = 2 * ((error_before or 0) ** 2 + (error_after or 0) ** 2) ** 0.5
-        label = "The weighted reward" if name == "reward" else name
-        label += " (a judge, never trained on)" if name in run.judges else ""
-        if after < before - noise:
-            found.append(f"{label} fell on held-out prompts, from {before:.3f} to {after:.3f}.")
-        elif after <= before + noise:
-            found.append(f"{label} did not change beyond its noise: {before:.3f} to {after:.3f}.")
-    return found
+    changes = [change_found(run, name) for name in ["reward", *run.reward_names]]
+    return found + [sentence for sentence in changes if sentence is not None]
+
+
+def change_found(run: Run, name: str) -> str | None:
+    """A sentence on a reward that fell in evaluations or did not change beyond its noise; None where it rose."""
+    before, after = (run.held_out(name, at)[0] for at in (0, -1))
+    if None in (before, after):
+        return None
+    label = "The weighted reward" if name == "reward" else name
+    label += " (a judge, never trained on)" if name in run.judges else ""
+    is_changed = changed(run, name)
+    if is_changed is None:
+        return f"{label} was measured on one sample, so its noise is unknown: {before:.3f}, then {after:.3f}."
+    if not is_changed:
+        return f"{label} did not change beyond its noise: {before:.3f}, then {after:.3f}."
+    if after > before:
+        return None
+    return f"{label} fell on {name_prompts(run.prompts)} prompts, from {before:.3f} to {after:.3f}."
 
 
 def curves(run: Run) -> dict[str, str]:
@@ -230,6 +261,7 @@ def reward_curve(run: Run, name: str) -> "Curve | None":
         eval_errors=[entry.get(error_key) or 0.0 for entry in evaluated],
         baselines={line: mean for line, (mean, _) in run.baseline_cells(name).items() if mean is not None},
         judge=name in run.judges,
+        prompts=name_prompts(run.prompts),
     )
 
 
@@ -266,7 +298,7 @@ def diagnostics(run: Run) -> list[dict[str, str]]:
 
 
 def paired(run: Run) -> list[dict[str, Any]]:
-    """Held-out samples of the first and the last evaluation side by side: same prompt, same seed."""
+    """Samples of the first and the last evaluation side by side: same prompt, same seed."""
     if len(run.samples) < 2:
         return []
     first, last = run.samples[min(run.samples)], run.samples[max(run.samples)]
@@ -293,12 +325,15 @@ def pictures(run: Run) -> dict[str, Any] | None:
     best = [pair for pair, change in reversed(by_change) if change > noticed][:EXTREMES]
     worst = [pair for pair, change in by_change if change < -noticed][:EXTREMES]
     groups = {
-        f"The first {len(shown[:SHOWN])} held-out prompts": [pair for pair, _ in shown[:SHOWN]],
+        f"The first {len(shown[:SHOWN])} {name_prompts(run.prompts)} prompts": [pair for pair, _ in shown[:SHOWN]],
         "Most improved of the others": best,
         "Worse than before, of the others": worst,
     }
     cards = {title: [card(run, pair) for pair in group] for title, group in groups.items() if group}
-    return {"counts": counts, "total": len(pairs), "groups": cards}
+    before, after = (format_updates(step) for step in (min(run.samples), max(run.samples)))
+    if before == "before training":
+        before, after = "before", "after"
+    return {"counts": counts, "total": len(pairs), "groups": cards, "before": before, "after": after}
 
 
 def has_pictures(run: Run, pair: dict[str, Any]) -> bool:
@@ -328,6 +363,20 @@ def shown(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
     path = picture_path(run, sample.get("file") or sample["image"])
     kind = None if path is None else KINDS.get(path.suffix)
     return {"picture": picture, "kind": kind, "media": embed_media(path) if kind else None}
+
+
+def rollouts(run: Run) -> list[dict[str, Any]]:
+    """Some samples of training, of the first, the last and a few rollouts between: prompt, picture, reward."""
+    steps = sorted(run.rollouts)
+    count = min(ROLLOUTS, len(steps))
+    chosen = dict.fromkeys(steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count))
+    found = []
+    for step in chosen:
+        paths = [(row, run.path / "samples" / row["image"]) for row in run.rollouts[step]]
+        rows = [(row, path) for row, path in paths if path.is_file()][:ROLLOUT_SAMPLES]
+        cards = [{"prompt": row["prompt"], "picture": embed(path), "reward": row["reward"]} for row, path in rows]
+        found += [{"when": format_updates(step), "cards": cards}] if cards else []
+    return found
 
 
 def film(run: Run) -> dict[str, Any] | None:

@@ -19,6 +19,16 @@ import pyarrow.parquet
 AT_MOST_ONE = ("text", "color", "tesseract", "brightness")
 
 
+def format_updates(step: int) -> str:
+    """When something was measured: `before training`, `after 1 update`, `after 20 updates`."""
+    return "before training" if step == 0 else f"after {step} update{'s' if step > 1 else ''}"
+
+
+def format_measured(mean: float, error: float | None) -> str:
+    """A mean with its standard error, where that is known."""
+    return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
+
+
 @dataclass
 class Run:
     """One run.
@@ -31,6 +41,7 @@ class Run:
             is 0.
         baselines: the untrained model used in other ways, `[{"name", "rewards": {name: {"mean", "std_error"}}, ...}]`.
         samples: held-out samples of each evaluation, by step: dicts with prompt, seed, image, rewards.
+        rollouts: samples of training that were kept as files, by the updates done when they were made.
         seconds: wall time of the training, evaluations included.
         updates: optimizer updates done.
     """
@@ -41,6 +52,7 @@ class Run:
     evaluations: list[dict[str, float]]
     baselines: list[dict[str, Any]]
     samples: dict[int, list[dict[str, Any]]]
+    rollouts: dict[int, list[dict[str, Any]]]
     seconds: float
     updates: int
 
@@ -48,6 +60,16 @@ class Run:
     def reward_names(self) -> list[str]:
         """Trained rewards, then those only measured."""
         return [*self.info["reward_funcs"], *self.judges]
+
+    @property
+    def prompts(self) -> dict[str, int | None]:
+        """How many prompts there are; see `held_out.count_prompts`."""
+        return self.info.get("prompts") or {}
+
+    @property
+    def times(self) -> list[str]:
+        """When the first and the last evaluation took place, in words; one of them alone; or none."""
+        return list(dict.fromkeys(format_updates(self.evaluations[at]["step"]) for at in (0, -1) if self.evaluations))
 
     @property
     def judges(self) -> list[str]:
@@ -115,6 +137,7 @@ def read_run(run_dir: str | Path) -> Run:
         evaluations=sorted(evaluations, key=lambda entry: entry["step"]),
         baselines=json.loads(baselines.read_text(encoding="utf-8")) if baselines.is_file() else [],
         samples=samples,
+        rollouts=read_rollouts(path),
         seconds=run_seconds(history),
         updates=max((entry["step"] for entry in [*history, *evaluations]), default=0),
     )
@@ -127,8 +150,20 @@ def read_log_history(path: Path) -> list[dict[str, float]]:
     return max(histories, key=lambda history: max((entry["step"] for entry in history), default=-1), default=[])
 
 
+def read_rollouts(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Samples of training that were kept as files, by step, in the order of their positions in the rollout."""
+    found = {}
+    for folder in sorted(path.glob("samples/step-*/")):
+        files = path.glob(f"samples/{folder.name}*.parquet")  # one of each process
+        rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
+        kept = [row for row in rows if row.get("image") is not None]
+        if kept:
+            found[int(folder.name.split("-")[1])] = sorted(kept, key=lambda row: row["image"])
+    return found
+
+
 def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Samples of every evaluation that left a table, by step, in the order of the held-out prompts."""
+    """Samples of every evaluation that left a table, by step, in the order of the evaluation's prompts."""
     tables: dict[int, list[list[dict]]] = {}
     for file in sorted(path.glob("evaluations/step-*.parquet"), key=lambda file: (len(file.stem), file.stem)):
         tables.setdefault(int(file.stem.split("-")[1]), []).append(pyarrow.parquet.read_table(file).to_pylist())
@@ -146,7 +181,8 @@ def evaluation_of(step: int, rows: list[dict[str, Any]], names: list[str]) -> di
         values = [row[name] for row in rows if row.get(name) is not None and not math.isnan(row[name])]
         if values:
             entry[mean_key] = statistics.fmean(values)
-            entry[error_key] = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+            if len(values) > 1:
+                entry[error_key] = statistics.stdev(values) / math.sqrt(len(values))
     return entry
 
 
@@ -164,20 +200,42 @@ def run_seconds(history: list[dict[str, float]]) -> float:
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """What summary.json holds; None where nothing was measured."""
-    rewards = {}
-    for name in run.reward_names:
-        after, error = run.held_out(name, -1)
-        rewards[name] = {"before": run.held_out(name, 0)[0], "after": after, "standard_error": error}
-    after, error = run.held_out("reward", -1)
-    speeds = [entry["images_per_second"] for entry in run.train if "images_per_second" in entry]
+    """What summary.json holds; None where nothing was measured.
+
+    `before` is measured before the first update and nothing else is called so; `first` is what the first of several
+    evaluations gave, whenever that was; `after` is what the last one gave that came after an update.
+    """
+    steps = [entry["step"] for entry in run.evaluations]
+    total, speeds = compare(run, "reward"), [e["samples_per_second"] for e in run.train if "samples_per_second" in e]
     return {
-        "held_out_prompts": (run.info.get("prompts") or {}).get("eval") or 0,
-        "reward_before": run.held_out("reward", 0)[0],
-        "reward_after": after,
-        "standard_error": error,
-        "rewards": rewards,
+        "evaluation_prompts": run.prompts.get("eval") or 0,
+        "evaluation_prompts_in_training": run.prompts.get("eval_in_train"),
+        "first_evaluation_after": steps[0] if steps else None,
+        "last_evaluation_after": steps[-1] if steps else None,
+        **{f"reward_{when}": total[when] for when in ("before", "first", "after")},
+        "standard_error": total["standard_error"],
+        "rewards": {name: compare(run, name) for name in run.reward_names},
         "seconds": run.seconds,
-        "images_per_second": math.fsum(speeds) / len(speeds) if speeds else None,
+        "samples_per_second": math.fsum(speeds) / len(speeds) if speeds else None,
         "updates": run.updates,
+    }
+
+
+def describe_change(run: Run, name: str) -> str | None:
+    """What evaluations gave, in words: `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`, or one."""
+    values = [run.held_out(name, at) for at in (0, -1)[-len(run.times) :]]
+    if not run.times or any(mean is None for mean, _ in values):
+        return None
+    return ", ".join(f"{format_measured(*value)} {when}" for value, when in zip(values, run.times, strict=True))
+
+
+def compare(run: Run, name: str) -> dict[str, float | None]:
+    """`before`, `first`, `after` (see `summarise`) and the standard error of the last evaluation."""
+    steps = [entry["step"] for entry in run.evaluations]
+    first, (last, error) = run.held_out(name, 0)[0], run.held_out(name, -1)
+    return {
+        "before": first if steps and steps[0] == 0 else None,
+        "first": first if len(steps) > 1 else None,
+        "after": last if steps and steps[-1] > 0 else None,
+        "standard_error": error,
     }

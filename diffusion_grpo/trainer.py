@@ -19,7 +19,6 @@ from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback, set_seed
 from transformers.integrations import TensorBoardCallback
-from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from . import fsdp
@@ -29,11 +28,11 @@ from .callbacks import (
     CollapseCallback,
     PipelineTensorBoardCallback,
     ReportCallback,
-    RewardProgressCallback,
     SampleGridCallback,
     SyncRefModelCallback,
     ValidationCallback,
 )
+from .card_data import known_license, pipeline_tag
 from .config import DiffusionGRPOConfig
 from .context import spread_over_context
 from .data import GroupSampler, check_dataset, named_datasets
@@ -59,12 +58,15 @@ from .distributed import (
 from .evaluation import evaluate_policy, write_validation
 from .gathering import gathered_means
 from .generation import GeneratingTrainer
+from .held_out import count_prompts, name_prompts, warn_of_trained_prompts
 from .hub import lora_loader
 from .inputs import checked_inputs
 from .loading import check_peft_config, check_scheduler, load_pipeline, model_name, pipeline_class, prepare_model
 from .losses import LossInputs, get_loss, loss_per_reward
+from .memory import peak_memory_gib
 from .offload import placed
 from .policy import replaced
+from .progress import UpdateProgress, replace_progress
 from .ranks import Ranks
 from .records import check_same_run, run_record, write_json
 from .rewards import (
@@ -78,11 +80,15 @@ from .rewards import (
 )
 from .rewards.subset import Post, is_scorer
 from .rollout import TokenPolicy, replay
+from .tiny import default_settings
 from .token_policy import policy_for
 from .values import ValueCallback, ValueModel
 from .watch import watched_rewards
 from .zero_advantages import summed_loss
 
+# metrics of which the largest or the smallest value since the last log is kept, not the mean
+LARGEST = ("ratio/max_error", "ratio/max", "spread/reward_max", "spread/advantage_max", "memory/peak_gib")
+SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min")
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
 
@@ -130,6 +136,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     ):
         model = str(model) if isinstance(model, Path) else model
         args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
+        if model == "tiny":
+            args.fill(default_settings(args.given))
         self._take_rewards(reward_funcs, eval_reward_funcs, args)
         check_peft_config(peft_config, args.beta or args.kl_reward)
         if args.sync_ref_model and peft_config is not None:
@@ -172,7 +180,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._micro_step, self._update = 0, -1
         self._resumed_from: str | None = None
         self._metrics: dict[str, list[float]] = defaultdict(list)
-        self._images, self._logged_step = 0, None
+        self._samples, self._logged_step = 0, None
         self._failure: Exception | None = None
 
     def _set_up(self, pipe: DiffusionPipeline, peft_config: PeftConfig | None) -> None:
@@ -193,8 +201,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             spread_over_context([*self.policy.networks, *reference], args)
         self.offload = placed(pipe, self.policy.networks, args)
         self.values = self._value_model() if args.advantage_estimator == "gae" else None
-        self._add_callbacks()
         self._describe_model(pipe)
+        self._add_callbacks()
 
     def _take_rewards(self, reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionGRPOConfig) -> None:
         """Rewards, judges, and the loss they are trained with."""
@@ -218,14 +226,18 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         names = [[reward.name for reward in rewards] for rewards in (self.reward_funcs, self.eval_reward_funcs)]
         self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
         self.run["reward_options"] = {r.name: r.options() for r in self.reward_funcs + self.eval_reward_funcs}
+        self.run["license"] = known_license(model_name(model))
         check_same_run(args.output_dir, self.run)
 
     def _describe_model(self, pipe: DiffusionPipeline) -> None:
         """What run.json says of the model and the data."""
-        evaluations = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        counts = {"train": len(self.train_dataset or []), "eval": sum(len(part or []) for part in evaluations)}
+        counts = count_prompts(self.train_dataset, self.eval_dataset)
+        if self.is_world_process_zero():
+            warn_of_trained_prompts(counts)
         self.run |= {"pipeline": type(pipe).__name__, "component": self.component, "prompts": counts}
         self.run["loads_by"] = lora_loader(pipe, self.component)
+        given = {*self.inputs.fixed, *(self.train_dataset.column_names if self.train_dataset is not None else [])}
+        self.run["pipeline_tag"] = pipeline_tag(type(pipe), given)
 
     def _check_processes(self) -> None:
         """Refuses a layout of processes that cannot train this model."""
@@ -349,11 +361,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                     self.weights, lambda: self.ref_weights, args.ref_model_mixup_alpha, args.ref_model_sync_steps
                 )
             )
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(RewardProgressCallback)
         if self.pop_callback(TensorBoardCallback) is not None:
             self.add_callback(PipelineTensorBoardCallback)
         self.add_callback(SampleGridCallback(self.callback_handler))
+        self.progress = UpdateProgress(args.data_processes)
+        prompts = name_prompts(self.run["prompts"])
+        replace_progress(self.callback_handler, args, self.progress, prompts)  # after the grid, which it may show
         self.add_callback(CollapseCallback)
         if args.validation_prompts:
             self.add_callback(ValidationCallback(lambda: write_validation(self), self.callback_handler))
@@ -425,7 +438,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         model.eval()  # dropout would part the replay from the rollout
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        batch, is_on_policy = self._next_batch(inputs)
+        batch, is_on_policy = self._next_batch(inputs, self.progress)
         start = time.perf_counter()
         total, errors = torch.zeros((), device=self.args.device), []
         if self.args.importance_sampling_level == "sequence" and not is_on_policy:  # on policy all ratios are 1
@@ -437,6 +450,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if self.is_fsdp_enabled:  # Trainer's no_sync would keep whole gradients on each process
             model.set_requires_gradient_sync(True)
         passes = self._passes(batch)
+        if self._micro_step == 1 or self.progress.stage != "update":
+            self.progress.begin("update", len(passes) * self.current_gradient_accumulation_steps)
         for number, ((part, step), is_own) in enumerate(passes, start=1):
             is_last = number == len(passes)
             is_reduced = is_last or self.is_fsdp_enabled  # waiting would keep sharded gradients whole
@@ -453,6 +468,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                 if is_last and self.accelerator.sync_gradients:
                     self.ranks.agree(self._failure)
                 self._backward(loss * self.args.context_parallel_size)  # DDP takes the mean, a group makes the sum
+                self.progress.advance()
             total += loss.detach()
         if self.weights.are_shared_out and self.weights.stage == 0:
             drop_idle_gradients(self.accelerator.unwrap_model(model))
@@ -616,10 +632,11 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         totals = ("time/rollout", "time/reward", "time/update")
         updates = max(1, self.state.global_step - self._logged_step)
         measured = self._metrics | {name: [sum(self._metrics[name]) / updates] for name in totals}
-        metrics = gathered_means(self.accelerator, measured, largest=("ratio/max_error", *totals))
-        if self._images:
-            metrics["images_per_second"] = self._images / (sum(metrics[name] for name in totals) * updates)
-        self._images, self._logged_step = 0, self.state.global_step
+        measured["memory/peak_gib"] = [peak_memory_gib(self.args.device)]
+        metrics = gathered_means(self.accelerator, measured, largest=(*LARGEST, *totals), smallest=SMALLEST)
+        if self._samples:
+            metrics["samples_per_second"] = self._samples / (sum(metrics[name] for name in totals) * updates)
+        self._samples, self._logged_step = 0, self.state.global_step
         return metrics
 
 

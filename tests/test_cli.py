@@ -13,6 +13,7 @@ from tiny_pipelines import build
 
 from diffusion_grpo import cli
 from diffusion_grpo.arguments import Yaml12Loader, parse_train_arguments, read_overrides
+from diffusion_grpo.commands.train import finish_run
 
 
 @pytest.fixture
@@ -248,7 +249,11 @@ def test_train_leaves_a_whole_run_folder(config, model, tmp_path, capsys):
     }
     assert files <= {file.name for file in run.iterdir()}
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["updates"] == 2 and summary["held_out_prompts"] == 2
+    assert (
+        summary["updates"] == 2
+        and summary["evaluation_prompts"] == 2
+        and summary["evaluation_prompts_in_training"] == 2
+    )
     assert set(summary["rewards"]) == {"brightness", "jpeg_compressibility"}
     baseline = json.loads((run / "baselines.json").read_text())[0]
     assert baseline["name"] == "guidance 2" and set(baseline["rewards"]) == set(summary["rewards"])
@@ -294,3 +299,11 @@ def test_report_writes_the_page_again(tmp_path, capsys):
     assert str(run / "report.html") in capsys.readouterr().out
     assert (run / "summary.json").is_file()
     assert "run.json" in refusal(capsys, "report", str(tmp_path))
+
+
+def test_the_terminal_names_no_path_that_does_not_exist(tmp_path, capsys):
+    run = make_run(tmp_path / "run", updates=2, eval_every=1, prompts=2)
+    finish_run(run, None)
+    printed = capsys.readouterr().out
+    assert f"Evaluations: {run / 'evaluations'}" in printed and "Samples:" not in printed
+    assert "text             0.400 ± 0.030 before training, 0.900 ± 0.030 after 2 updates" in printed

@@ -42,7 +42,7 @@ def test_where_nothing_is_scored_nothing_moves_and_it_is_said_once(tmp_path, cap
         trainer.train()
     assert len([entry for entry in warnings if "None from every reward" in str(entry.message)]) == 1
     assert logged(trainer, "grad_norm") == [0.0, 0.0] and logged(trainer, "eval_reward") == []
-    assert "Held-out reward" not in capsys.readouterr().out
+    assert "Reward " not in capsys.readouterr().out
 
 
 def test_several_datasets_are_measured_each_and_together(tmp_path):

@@ -1,15 +1,19 @@
 """What is saved is loaded by plain diffusers, and makes the same picture."""
 
+from pathlib import Path
+
 import pytest
 import tiny_pipelines
 import torch
+from datasets import Dataset
 from diffusers import DiffusionPipeline, SD3Transformer2DModel, WanTransformer3DModel
 from huggingface_hub import ModelCard
-from peft import PeftModel
+from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig, PeftModel
 from PIL import Image
-from tiny_runs import first_frame_brightness, trained_weights, trainer_for
+from tiny_runs import LORA, SETTINGS, brightness, first_frame_brightness, trained_weights, trainer_for
 
-from diffusion_grpo import hub
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, hub
 
 
 def picture(pipe, inputs, output_type="np"):
@@ -168,6 +172,34 @@ def test_the_model_card(tmp_path):
     ):
         assert part in card.content, part
     assert Image.open(tmp_path / "curve.png").width > 500
+    assert card.data.pipeline_tag == "text-to-image" and card.data.license is None
+    assert "for 2 updates." in card.content and "| before training | after 2 updates |" in card.content
+    assert f"`{tmp_path.name}` is the folder that holds this file" in card.content
+    assert "2 held-out prompts, none of which is trained on" in card.content
+
+
+def test_the_card_of_a_local_base_model_names_no_folder_of_this_machine(tmp_path):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    pipe.save_pretrained(tmp_path / "base" / "my-model")
+    (tmp_path / "base" / "my-model" / "README.md").write_text("---\nlicense: mit\n---\n")
+    settings = SETTINGS | {"height": 16, "width": 16, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = DiffusionGRPOTrainer(
+        model=str(tmp_path / "base" / "my-model"),
+        reward_funcs=brightness,
+        args=DiffusionGRPOConfig(str(tmp_path / "run"), **settings, pipeline_kwargs={"max_sequence_length": 8}),
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        eval_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        peft_config=LoraConfig(**LORA),
+    )
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "run" / "README.md")
+    line = 'DiffusionPipeline.from_pretrained("my-model")  # a folder on the machine that trained it'
+    assert line in card.content and card.data.license == "mit" and card.data.base_model is None
+    assert "| reward | weight | after 1 update |" in card.content  # one evaluation, one number
+    for file in ("README.md", "run.json", "summary.json"):
+        assert str(tmp_path) not in (tmp_path / "run" / file).read_text(), file
+    assert "<h1>my-model learns brightness</h1>" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_the_card_of_the_embedded_model_loads_it_by_its_path(tmp_path):
@@ -178,7 +210,8 @@ def test_the_card_of_the_embedded_model_loads_it_by_its_path(tmp_path):
     assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in (tmp_path / "README.md").read_text()
 
 
-def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch):
+@pytest.mark.parametrize("push_samples", [False, True])
+def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, push_samples):
     """Against a stand-in for the Hub's client: nothing leaves the machine."""
     uploads = []
 
@@ -186,10 +219,10 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch):
         def create_repo(self, repo_id, **kwargs):
             return type("Repo", (), {"repo_id": f"me/{repo_id}"})()
 
-        def upload_folder(self, folder_path, **kwargs):
-            from pathlib import Path
-
-            uploads.append((kwargs.get("path_in_repo"), sorted(path.name for path in Path(folder_path).iterdir())))
+        def upload_folder(self, folder_path, allow_patterns=None, ignore_patterns=None, **kwargs):
+            files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+            pushed = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+            uploads.append((kwargs.get("path_in_repo"), sorted(pushed)))
             return type("Job", (), {"is_done": lambda self: True, "done": lambda self: True})()
 
         def __getattr__(self, name):
@@ -204,6 +237,8 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch):
         hub_strategy="checkpoint",
         save_strategy="steps",
         save_steps=1,
+        report_to="tensorboard",
+        push_samples=push_samples,
     )
     trainer.train()
     trainer.push_to_hub()
@@ -212,7 +247,13 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch):
     assert path is None and {"README.md", "pytorch_lora_weights.safetensors", "adapter_model.safetensors"} <= set(
         files
     )
-    assert "training_args.bin" not in files
+    assert "training_args.bin" not in files and not [file for file in files if file.startswith("checkpoint-")]
+    for start in ("samples/", "runs/", "run.json", "report.html", "trainer_state.json"):
+        assert bool([file for file in files if file.startswith(start)]) == push_samples, start
+    for path, pushed in uploads:  # those during the training too
+        assert path is not None or push_samples or not [file for file in pushed if file.startswith("samples/")]
+    card = (tmp_path / "README.md").read_text()
+    assert 'pipe.load_lora_weights("me/mine")' in card and "# mine\n" in card and "folder that holds" not in card
 
 
 EVIL = "a|b](javascript:x) <script>*"
@@ -232,14 +273,14 @@ RUN = {
 def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
     folder = tmp_path / 'run "x"'
     folder.mkdir()
-    hub.write_model_card(folder, RUN, [], name="my <b>run</b>\n# and more")
+    hub.write_model_card(folder, RUN, [], name="my <b>run</b>\n# and more", updates=3)
     text = (folder / "README.md").read_text()
     card = ModelCard.load(folder / "README.md")
     assert card.data.to_dict().get("base_model") is None and card.data.library_name == "diffusers"
     lines = card.content.splitlines()
     assert "# my \\<b\\>run\\</b\\> \\# and more" in lines
-    assert "| a\\|b\\](javascript:x) \\<script\\>\\* | 1.0 | – | – |" in lines
-    assert "| judge_of_two | only evaluated | – | – |" in lines
+    assert "| a\\|b\\](javascript:x) \\<script\\>\\* | 1.0 |" in lines
+    assert "| judge_of_two | only evaluated |" in lines
     assert "SomePipeline ``/home/me/base `model` --- # not a heading``, its transformer trained" in text
     assert lines.count("---") == 2 and text.count("```") == 5 and text.count("\n```") == 4
     assert 'pipe.load_lora_weights("run \\"x\\"")' in lines
@@ -249,5 +290,5 @@ def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
 
 @pytest.mark.parametrize("model", ["../away", "a b/c", "x/y: z"])
 def test_a_base_model_that_is_no_repository_is_not_linked(tmp_path, model):
-    hub.write_model_card(tmp_path, RUN | {"model": model}, [], name=None)
+    hub.write_model_card(tmp_path, RUN | {"model": model}, [], name=None, updates=3)
     assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()

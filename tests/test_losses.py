@@ -131,6 +131,8 @@ def test_metrics_are_shares_of_the_batch_without_gradient():
     metrics = {name: value.item() for name, value in output.metrics.items()}
     assert metrics == {
         "ratio/mean": pytest.approx(1.0),
+        "ratio/min": pytest.approx(0.5),
+        "ratio/max": pytest.approx(1.5),
         "clip_ratio/low_mean": 0.25,
         "clip_ratio/high_mean": 0.25,
         "clip_ratio/region_mean": 0.5,

@@ -95,6 +95,32 @@ def test_samples_of_rollouts_are_saved_every_so_many_updates(tmp_path, rollouts,
             assert row["brightness"] == pytest.approx(value) and "advantage" in row and row["prompt"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {0: 3, 4: 3}),
+        ({"log_samples_steps": 2}, {0: 3, 2: 3, 4: 3}),
+        ({"log_samples_steps": None}, {}),
+        ({"num_completions_to_log": 0}, {}),
+        ({"log_completions": False}, {}),
+        ({"save_samples_steps": 3}, {0: 8, 3: 8}),
+    ],
+    ids=str,
+)
+def test_some_samples_are_kept_and_shown_without_an_evaluation(tmp_path, settings, expected):
+    """Of the first rollout, of the last, and of one every N updates."""
+    trainer_for(tmp_path, **{"max_steps": 5, "num_completions_to_log": 3, **settings}).train()
+    kept = {int(path.name[5:]): len(list(path.iterdir())) for path in (tmp_path / "samples").glob("step-*/")}
+    assert kept == expected
+    for step, count in expected.items():
+        rows = table_of(tmp_path / "samples" / f"step-{step:06d}.parquet")
+        assert sorted(row["file"] for row in rows if row["file"]) == [
+            f"step-{step:06d}/{place:04d}.png" for place in range(count)
+        ]
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('class="pixel"') == sum(min(count, 8) for count in expected.values())
+
+
 def test_rollouts_of_videos_are_written_as_mp4(tmp_path):
     trainer_for(tmp_path, **VIDEO, save_samples_steps=1, max_steps=1, best_of_n=2).train()
     rows = table_of(tmp_path / "samples" / "step-000000.parquet")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from diffusion_grpo.report import write_report, write_summary
-from diffusion_grpo.run_folder import read_run
+from diffusion_grpo.run_folder import describe_change, read_run
 
 pytestmark = pytest.mark.plots
 
@@ -18,7 +18,9 @@ REWARDS = ["text", "color"]
 JUDGE = "tesseract"
 
 
-def make_run(path, updates=20, eval_every=10, prompts=12, start=0.4, stop=0.9, size=(96, 32), baselines=True):
+def make_run(
+    path, updates=20, eval_every=10, prompts=12, start=0.4, stop=0.9, size=(96, 32), baselines=True, shared=0
+):
     """A run whose held-out rewards rise on a straight line from `start` to `stop`."""
     info = {
         "model": "tiny",
@@ -30,7 +32,7 @@ def make_run(path, updates=20, eval_every=10, prompts=12, start=0.4, stop=0.9, s
         "trains_by": "LoRA rank 16",
         "settings": {"learning_rate": 0.002, "num_inference_steps": 8, "sde_window": [0, 4]},
         "versions": {"diffusers": "0.42.1"},
-        "prompts": {"train": 608, "eval": prompts},
+        "prompts": {"train": 608, "eval": prompts, "eval_in_train": shared},
     }
     path.mkdir(parents=True, exist_ok=True)
     (path / "run.json").write_text(json.dumps(info))
@@ -54,7 +56,7 @@ def make_run(path, updates=20, eval_every=10, prompts=12, start=0.4, stop=0.9, s
 def train_entry(step, level):
     stages = {"time/rollout": 2.0, "time/reward": 1.0, "time/update": 3.0}
     rewards = {f"rewards/{name}/mean": level - 0.05 for name in REWARDS}
-    diagnostics = {"ratio/max_error": 0.0, "frac_reward_zero_std": 0.1, "loss": 0.01, "images_per_second": 40.0}
+    diagnostics = {"ratio/max_error": 0.0, "frac_reward_zero_std": 0.1, "loss": 0.01, "samples_per_second": 40.0}
     return {"step": step, "reward": level - 0.05, "reward_std": 0.2, **rewards, **stages, **diagnostics}
 
 
@@ -95,16 +97,25 @@ def test_summary_has_the_promised_keys_and_the_first_and_last_evaluation(tmp_pat
     summary = write_summary(make_run(tmp_path / "run"))
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary == {
-        "held_out_prompts": 12,
+        "evaluation_prompts": 12,
+        "evaluation_prompts_in_training": 0,
+        "first_evaluation_after": 0,
+        "last_evaluation_after": 20,
         "reward_before": pytest.approx(0.4),
+        "reward_first": pytest.approx(0.4),
         "reward_after": pytest.approx(0.9),
         "standard_error": 0.02,
         "rewards": {
-            name: {"before": pytest.approx(0.4), "after": pytest.approx(0.9), "standard_error": 0.03}
+            name: {
+                "before": pytest.approx(0.4),
+                "first": pytest.approx(0.4),
+                "after": pytest.approx(0.9),
+                "standard_error": 0.03,
+            }
             for name in ["text", "color", "tesseract"]
         },
         "seconds": 123.0,
-        "images_per_second": pytest.approx(40.0),
+        "samples_per_second": pytest.approx(40.0),
         "updates": 20,
     }
 
@@ -121,7 +132,7 @@ def test_report_says_what_was_gained(tmp_path):
     page = write_report(make_run(tmp_path / "run", start=0.4, stop=0.9)).read_text()
     assert "0.400 → 0.900" in page
     assert re.search(r"83 %</b><span>of what was missing", page)  # 0.5 of 0.6
-    assert "never trained on" in page and "guidance 2" in page
+    assert "12 held-out prompts, none of which is trained on" in page and "guidance 2" in page
     assert "12 held-out samples 12 got a higher reward than before, 0 the same, 0 a lower one" in page
 
 
@@ -212,3 +223,72 @@ def test_the_same_run_gives_the_same_page(tmp_path):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no run.json"):
         read_run(tmp_path)
+
+
+def keep_evaluations(run, steps):
+    """Leaves only these evaluations in a run, as one without `eval_on_start` has."""
+    state = json.loads((run / "trainer_state.json").read_text())
+    history = [e for e in state["log_history"] if "eval_reward" not in e or e["step"] in steps]
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    for table in (run / "evaluations").glob("*.parquet"):
+        if int(table.stem.split("-")[1]) not in steps:
+            table.unlink()
+
+
+def test_what_was_measured_after_updates_is_not_called_before(tmp_path):
+    run = make_run(tmp_path / "run")
+    keep_evaluations(run, (10, 20))
+    summary = write_summary(run)
+    assert summary["reward_before"] is None and summary["rewards"]["text"]["before"] is None
+    assert summary["reward_first"] == pytest.approx(0.65) and summary["first_evaluation_after"] == 10
+    page = write_report(run).read_text()
+    assert "reward after 10 updates and after 20 updates" in page and "Before and after" not in page
+    assert "got a higher reward than after 10 updates" in page and "<span>after 10 updates</span>" in page
+    assert describe_change(read_run(run), "reward") == "0.650 ± 0.020 after 10 updates, 0.900 ± 0.020 after 20 updates"
+
+
+@pytest.mark.parametrize(("step", "when"), [(0, "before training"), (20, "after 20 updates")])
+def test_one_evaluation_shows_one_number(tmp_path, step, when):
+    run = make_run(tmp_path / "run", baselines=False)
+    keep_evaluations(run, (step,))
+    value = "0.400" if step == 0 else "0.900"
+    assert describe_change(read_run(run), "reward") == f"{value} ± 0.020 {when}"
+    page, summary = write_report(run).read_text(), write_summary(run)
+    assert f"<b>{value}</b><span>held-out reward {when}" in page and "→" not in page
+    assert [summary["reward_before"], summary["reward_after"]].count(None) == 1 and summary["reward_first"] is None
+
+
+@pytest.mark.parametrize(("shared", "words"), [(12, "all of which are"), (5, "5 of which are"), (None, None)])
+def test_the_report_claims_no_more_than_was_compared(tmp_path, shared, words):
+    page = write_report(make_run(tmp_path / "run", shared=shared)).read_text()
+    assert "held-out" not in page and "come from other prompts" not in page
+    assert (
+        (f"12 evaluation prompts, {words} trained on too" in page) if words else ("which" not in page.split("To")[0])
+    )
+
+
+def test_no_change_is_claimed_within_the_standard_error(tmp_path):
+    run = make_run(tmp_path / "run", start=0.9512, stop=0.9508)  # both print as 0.951
+    state = json.loads((run / "trainer_state.json").read_text())
+    for errors in (0.0, None):
+        for entry in state["log_history"]:
+            for key in [key for key in entry if key.endswith("std_error")]:
+                entry[key] = errors
+        (run / "trainer_state.json").write_text(json.dumps(state))
+        page = write_report(run).read_text()
+        assert "fell on" not in page and "of what was missing" not in page
+        assert ("did not change beyond its noise: 0.951, then 0.951" if errors == 0 else "noise is unknown") in page
+
+
+def test_kept_samples_of_training_are_shown(tmp_path):
+    run = make_run(tmp_path / "run")
+    for step in (0, 10):
+        folder = run / "samples" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        Image.new("RGB", (96, 32), "red").save(folder / "0000.png")
+        rows = [{"prompt": f"drawn {step}", "reward": 0.25, "image": f"{folder.name}/0000.png"}]
+        rows.append({"prompt": "not kept", "reward": 0.75, "image": None})
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder.with_suffix(".parquet"))
+    page = write_report(run).read_text()
+    assert "The first rollout" in page and "After 10 updates" in page
+    assert "drawn 0" in page and "drawn 10" in page and "not kept" not in page

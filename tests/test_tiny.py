@@ -5,7 +5,11 @@ import random
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from peft import LoraConfig
+from PIL import Image
 
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
+from diffusion_grpo.arguments import parse_train_arguments
 from diffusion_grpo.tiny import COLORS, PATH, prompts, words
 from diffusion_grpo.tiny.evaluate import draw, measure
 from diffusion_grpo.tiny.render import corrupt, draw_word, random_word
@@ -136,3 +140,40 @@ def test_pictures_of_the_model_repeat(pipe: StableDiffusion3Pipeline) -> None:
     first, again = (draw(pipe, wanted, 1.0) for _ in range(2))
     assert [picture.tobytes() for picture in first] == [picture.tobytes() for picture in again]
     assert first[0].size == (96, 32)
+
+
+def test_the_embedded_model_has_settings_of_its_own(tmp_path):
+    """Its size and a batch of seconds by default; what the user gives stays, and what belongs to it is left alone."""
+    args = DiffusionGRPOConfig(str(tmp_path), num_generations=4, use_cpu=True)
+    args.fill(tiny.default_settings(args.given))
+    assert (args.height, args.width, args.pipeline_kwargs) == (32, 96, {"max_sequence_length": 1})
+    assert args.num_generations == 4 and args.per_device_train_batch_size == 4  # the batch is the user's
+    args = DiffusionGRPOConfig(str(tmp_path), height=64, sde_window=[0, 8], use_cpu=True)
+    args.fill(tiny.default_settings(args.given))
+    assert args.height == 64 and args.width is None and args.num_inference_steps == 10
+    assert args.samples_per_update == 32 and args.steps_per_generation == args.gradient_accumulation_steps == 2
+
+
+def test_the_command_line_takes_them_too(tmp_path):
+    words = ["--model", "tiny", "--dataset", "tiny", "--reward_funcs", "color", "--output_dir", str(tmp_path)]
+    words += ["--use_cpu", "true"]
+    _, _, args = parse_train_arguments(None, words)
+    assert (args.height, args.width, args.samples_per_update, args.num_inference_steps) == (32, 96, 32, 6)
+    _, _, args = parse_train_arguments(None, [*words, "--width", "64", "--num_inference_steps", "9"])
+    assert (args.height, args.width, args.num_inference_steps) == (None, 64, 9)
+    words[1] = "someone/some-model"
+    assert parse_train_arguments(None, words)[2].height is None
+
+
+def test_a_trainer_of_the_embedded_model_takes_them(tmp_path):
+    settings = {"max_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no", "num_inference_steps": 2}
+    trainer = DiffusionGRPOTrainer(
+        model="tiny",
+        reward_funcs="brightness",
+        args=DiffusionGRPOConfig(str(tmp_path), **settings),
+        train_dataset=tiny.prompts(n=8),
+        peft_config=LoraConfig(r=2, target_modules=["to_q"]),
+    )
+    trainer.train()
+    assert Image.open(tmp_path / "samples" / "step-000000" / "0000.png").size == (96, 32)
+    assert trainer.run["license"] == {"license": "apache-2.0"}

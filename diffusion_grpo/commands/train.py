@@ -122,6 +122,7 @@ def build_trainer(
 def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[float]) -> None:
     """Evaluates the untrained model at other guidance scales, and writes baselines.json into the run's folder."""
     from ..records import write_json
+    from ..run_folder import format_measured
 
     path = Path(trainer.args.output_dir) / "baselines.json"
     if trainer.args.resume_from_checkpoint and path.is_file():
@@ -131,11 +132,13 @@ def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[flo
         metrics = trainer.evaluate(metric_key_prefix="baseline", pipeline_kwargs={"guidance_scale": scale})
         names = [key.split("/")[1] for key in metrics if key.startswith("baseline_rewards/") and key.endswith("/mean")]
         rewards = {
-            name: {key: metrics[f"baseline_rewards/{name}/{key}"] for key in ("mean", "std_error")} for name in names
+            name: {key: metrics.get(f"baseline_rewards/{name}/{key}") for key in ("mean", "std_error")}
+            for name in names
         }
-        reward = {"mean": metrics["baseline_reward"], "std_error": metrics["baseline_reward_std_error"]}
+        reward = {"mean": metrics["baseline_reward"], "std_error": metrics.get("baseline_reward_std_error")}
         baselines.append({"name": f"guidance {scale:g}", "rewards": rewards, "reward": reward})
-        print(f"untrained, guidance {scale:g}: held-out reward {reward['mean']:.3f} ± {reward['std_error']:.3f}")
+        if trainer.is_world_process_zero():
+            print(f"before training, guidance {scale:g}: reward {format_measured(*reward.values())}")
     if trainer.is_world_process_zero():
         write_json(path, baselines)
 
@@ -143,16 +146,21 @@ def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[flo
 def finish_run(run_dir: Path, experiment: str | None) -> None:
     """Shows the earlier experiment in the report the trainer wrote, and says what lies where."""
     from ..report import missing_packages, write_report, write_summary
+    from ..run_folder import describe_change, read_run
 
     if experiment is not None and not missing_packages():
         write_report(run_dir, experiment=experiment)
-    for name, reward in write_summary(run_dir)["rewards"].items():
-        if reward["before"] is not None and reward["after"] is not None:
-            print(f"  {name:<16} {reward['before']:.3f} -> {reward['after']:.3f} ± {reward['standard_error']:.3f}")
+    write_summary(run_dir)
+    run = read_run(run_dir)
+    for name in run.reward_names:
+        line = describe_change(run, name)
+        if line is not None:
+            print(f"  {name:<16} {line}")
     for what, where in (
         ("Weights", run_dir),
         ("Summary", run_dir / "summary.json"),
-        ("Pictures", run_dir / "evaluations"),
+        ("Evaluations", run_dir / "evaluations"),
         ("Samples", run_dir / "samples"),
     ):
-        print(f"{what}: {where}")
+        if where.exists():  # without an eval_dataset, or with log_completions: false, there are none
+            print(f"{what}: {where}")

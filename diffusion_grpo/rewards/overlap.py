@@ -85,6 +85,9 @@ class Arrivals:
 
     Args:
         groups: the group of each sample, by its place.
+
+    Attributes:
+        watch: is told how many samples have come.
     """
 
     def __init__(self, groups: list[int]):
@@ -92,6 +95,7 @@ class Arrivals:
         self.samples: list[Any] = [None] * len(groups)
         self.latents: list[Tensor | None] = [None] * len(groups)
         self.is_there, self.is_given = [False] * len(groups), [False] * len(groups)
+        self.watch: Callable[[int], None] = lambda count: None
 
     def ready(self, places: list[int], samples: Any | None, latents: Any | None) -> list[int]:
         """Takes what was made at these places; places in groups that are whole by it, each once."""
@@ -103,6 +107,7 @@ class Arrivals:
         ready = [p for p, group in enumerate(self.groups) if group not in unfinished and not self.is_given[p]]
         for place in ready:
             self.is_given[place] = True
+        self.watch(len(places))
         return ready
 
     def of(self, places: list[int]) -> tuple[list | None, list[Tensor] | None]:
