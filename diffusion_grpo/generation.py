@@ -220,11 +220,8 @@ class GeneratingTrainer(ReplayingTrainer):
             metrics["reward"].append(result.rewards.nanmean().item())
         metrics["reward_std"].append(result.group_std.mean().item())
         metrics["frac_reward_zero_std"].append(result.frac_reward_zero_std)
-        # of a value model, or of rewards that are trained on one by one, there are several for each sample
-        advantages = result.advantages if found.advantages.ndim == 1 else found.advantages
-        for name, value in (
-            measure_spread("reward", result.rewards) | measure_spread("advantage", advantages)
-        ).items():
+        spread = measure_spread("reward", result.rewards) | measure_spread("advantage", found.every)
+        for name, value in spread.items():
             metrics[name].append(value)
         if self.args.advantage_clip is not None:
             reached = result.advantages.abs() >= self.args.advantage_clip
