@@ -74,6 +74,9 @@ class ScriptArguments:
             raise ValueError(f"report_experiment: there is no file {self.report_experiment}.")
 
 
+LORA_INITS = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's init_lora_weights
+
+
 @dataclass
 class LoraArguments:
     """LoRA under TRL's names; without `use_peft` every weight of the policy is trained."""
@@ -88,6 +91,13 @@ class LoraArguments:
             "or `all-linear`. Without it: to_q, to_k, to_v, to_out.0."
         },
     )
+    lora_init: str = field(
+        default="kaiming",
+        metadata={
+            "help": "How a LoRA's first factor starts: kaiming (PEFT's own) or gaussian, with the standard deviation "
+            "1 / lora_r (Flow-GRPO). The second one starts at 0."
+        },
+    )
     lora_dropout: float = field(default=0.0, metadata={"help": "Must be 0: dropout makes the replay inexact."})
 
     def __post_init__(self):
@@ -96,6 +106,8 @@ class LoraArguments:
                 f"lora_dropout is {self.lora_dropout}; set it to 0, because dropout draws a different network in "
                 "rollout and in replay and moves the ratio by more than the clip range."
             )
+        if self.lora_init not in LORA_INITS:
+            raise ValueError(f"lora_init is {self.lora_init!r}; choose one of {', '.join(LORA_INITS)}.")
         if self.lora_r < 1:
             raise ValueError(f"lora_r is {self.lora_r}; use at least 1.")
 
@@ -110,6 +122,7 @@ class LoraArguments:
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=0.0,
+            init_lora_weights=LORA_INITS[self.lora_init],
             target_modules=modules[0] if len(modules) == 1 else modules,
         )
 

@@ -9,8 +9,8 @@ args = DiffusionGRPOConfig(
     output_dir="outputs/wan21-ocr",
     num_generations=4,
     per_device_train_batch_size=2,
-    gradient_accumulation_steps=8,
-    steps_per_generation=16,
+    gradient_accumulation_steps=4,
+    steps_per_generation=8,
     num_batches_per_step=2,
     learning_rate=0.0001,
     bf16=True,
@@ -23,13 +23,14 @@ args = DiffusionGRPOConfig(
     fps=16,
     sde_type="flow_sde",
     noise_level=0.7,
+    drop_zero_advantages=True,
     epsilon=0.001,
     beta=0.004,
     ema_decay=0.9,
     ema_update_interval=8,
     eval_strategy="steps",
-    eval_steps=30,
-    save_steps=60,
+    eval_steps=60,
+    save_steps=120,
     report_to="tensorboard",
 )
 trainer = DiffusionGRPOTrainer(
@@ -41,7 +42,8 @@ trainer = DiffusionGRPOTrainer(
     peft_config=LoraConfig(
         r=32,
         lora_alpha=64,
-        target_modules=["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"],
+        init_lora_weights="gaussian",
+        target_modules=["to_q", "to_k", "to_v", "to_out.0"],
     ),
 )
 trainer.train()

@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from collections import OrderedDict
 
 import diffusers
 import pyarrow.parquet
 import pytest
+import torch
 import yaml
+from peft import get_peft_model
 from test_report import make_run
 from tiny_pipelines import build
 
@@ -203,6 +206,21 @@ def test_lora_arguments_become_a_peft_config(config):
     lora = parse_train_arguments(config(use_peft=True, lora_target_modules=[r".*attn\.to_q"]), [])[1]
     assert lora.peft_config().target_modules == r".*attn\.to_q"
     assert parse_train_arguments(config(), [])[1].peft_config() is None
+
+
+def test_how_a_lora_starts(config):
+    inits = [parse_train_arguments(config(use_peft=True, lora_init=name), [])[1] for name in ("kaiming", "gaussian")]
+    assert [lora.peft_config().init_lora_weights for lora in inits] == [True, "gaussian"]
+    spreads = []
+    for lora in inits:
+        torch.manual_seed(0)
+        model = get_peft_model(torch.nn.Sequential(OrderedDict(to_q=torch.nn.Linear(64, 64))), lora.peft_config())
+        first, second = (getattr(model.base_model.model.to_q, name)["default"].weight for name in ("lora_A", "lora_B"))
+        assert second.eq(0).all()
+        spreads.append(first.std().item())
+    assert spreads == pytest.approx([(3 * 64) ** -0.5, 1 / 16], rel=0.1)
+    with pytest.raises(ValueError, match="lora_init is 'gauss'; choose one of kaiming, gaussian"):
+        parse_train_arguments(config(use_peft=True, lora_init="gauss"), [])
 
 
 @pytest.fixture(scope="module")

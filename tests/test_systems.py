@@ -102,6 +102,10 @@ def small(values, inputs):
         changed["learning_rate"] = 0.02  # smaller steps change no token
     if "sde_window" in values:
         changed["sde_window"] = [0, 2]
+    if "ema_decay" in values:
+        changed["ema_update_interval"] = 1  # what is saved is the average, and there are two updates
+    if "sde_window_size" in values:
+        changed["sde_window_size"] = 2
     fixed = {key: value for key, value in inputs.items() if key not in SETTINGS and _is_plain(value)}
     own = {key: value for key, value in values.get("pipeline_kwargs", {}).items() if key not in SIZES}
     changed["pipeline_kwargs"] = fixed | own
@@ -260,7 +264,8 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
     assert given["train_dataset"].to_dict() == commands.inputs.load_checked(said.dataset, "train", "dataset").to_dict()
     if lora.use_peft:
         mine, theirs = given["peft_config"], lora.peft_config()
-        assert (mine.r, mine.lora_alpha, mine.target_modules) == (theirs.r, theirs.lora_alpha, theirs.target_modules)
+        names = ("r", "lora_alpha", "target_modules", "init_lora_weights")
+        assert [getattr(mine, name) for name in names] == [getattr(theirs, name) for name in names]
     log = given["trainer"].state.log_history
     assert max(entry["ratio/max_error"] for entry in log if "ratio/max_error" in entry) == 0.0
     assert trained(tmp_path)
