@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from .columns import with_absolute_paths
+from .names import check_name
 
 READERS = {
     ".txt": lambda path: datasets.Dataset.from_dict({"prompt": lines(path)}),
@@ -63,8 +64,14 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
 
 
 def named_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Dataset]]:
-    """The datasets that a user gave, one or several for evaluation, with what they were given as."""
+    """The datasets that a user gave, one or several for evaluation, with what they were given as.
+
+    Raises:
+        ValueError: the name of an evaluation dataset cannot be part of a file's name.
+    """
     evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+    for name in evaluations:
+        check_name(name, "The evaluation dataset's name", "give the dataset another name")
     named = [("train_dataset", train), *evaluations.items()]
     return [(name, dataset) for name, dataset in named if dataset is not None]
 

@@ -47,7 +47,8 @@ class GeneratingTrainer(ReplayingTrainer):
 
     @cached_property
     def _unscored(self) -> UnscoredRollouts:
-        return UnscoredRollouts([reward.name for reward in self.reward_funcs])
+        names = [reward.name for reward in self.reward_funcs]
+        return UnscoredRollouts(names, is_warning=self.args.process_index == 0)
 
     def _next_batch(self, numbers: list[int], progress: UpdateProgress) -> tuple[MicroBatch, bool]:
         """The next micro-batch, from a new rollout where the old one is used up.

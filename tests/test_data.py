@@ -8,7 +8,14 @@ from collections import Counter
 import datasets
 import pytest
 
-from diffusion_grpo.data import GroupSampler, check_dataset, groups_by_shape, load_prompts, pipeline_inputs
+from diffusion_grpo.data import (
+    GroupSampler,
+    check_dataset,
+    groups_by_shape,
+    load_prompts,
+    named_datasets,
+    pipeline_inputs,
+)
 from diffusion_grpo.rewards.geneval import requirements
 
 PROMPTS = ["a cat", "snow on the Zugspitze, août", 'the word "RAIN", in red']
@@ -241,3 +248,12 @@ def test_geneval_metadata_reaches_the_reward(tmp_path, rows, form):
         found = requirements(columns, place)
         assert found["include"] == wanted["include"] and found["tag"] == wanted["tag"]
         assert found["exclude"] == wanted.get("exclude", [])
+
+
+@pytest.mark.parametrize("name", ["../up", "", "a\nb", "x" * 300, 3])
+def test_names_of_evaluation_datasets_go_into_file_names(name):
+    dataset = datasets.Dataset.from_dict({"prompt": ["a"]})
+    with pytest.raises(ValueError, match="The evaluation dataset's name .*; give the dataset another name") as refusal:
+        named_datasets(dataset, {"fine": dataset, name: dataset})
+    assert "\n" not in str(refusal.value)
+    assert [name for name, _ in named_datasets(dataset, {"fine": dataset})] == ["train_dataset", "fine"]

@@ -1,7 +1,9 @@
 """Reports of run folders written by hand in the trainer's format: no model is needed."""
 
+import html
 import json
 import re
+import sys
 from html.parser import HTMLParser
 
 import pyarrow
@@ -292,3 +294,15 @@ def test_kept_samples_of_training_are_shown(tmp_path):
     page = write_report(run).read_text()
     assert "The first rollout" in page and "After 10 updates" in page
     assert "drawn 0" in page and "drawn 10" in page and "not kept" not in page
+
+
+@pytest.mark.parametrize("name", ["a|b <i>x", "$_{a", "<script>alert(1)"])
+def test_names_and_paths_stand_for_themselves(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "JUDGE", name)
+    run = make_run(tmp_path / "run", prompts=2)
+    info = json.loads((run / "run.json").read_text())
+    info["settings"]["validation_prompts"] = ["<b>bold</b>"]
+    (run / "run.json").write_text(json.dumps(info | {"model": "<u>model</u>"}))
+    page = write_report(run).read_text()
+    assert html.escape(name) in page and "&lt;u&gt;model" in page and "&lt;b&gt;bold" in page
+    assert not any(tag in page for tag in ("<script>alert", "<i>x", "<b>bold", "<u>model"))

@@ -101,7 +101,7 @@ def test_a_class_is_made_with_its_arguments() -> None:
         ({"brightness": {"name": "a\0b"}}, "another character that cannot be printed"),
         ({"brightness": {"name": "x" * 300}}, "takes 300 bytes, more than 150"),
         ({"brightness": {"name": "好" * 80}}, "takes 240 bytes"),
-        ({"brightness": {"name": 3}}, "name 3 is a int"),
+        ({"brightness": {"name": 3}}, "name 3 is of type int"),
         ({"brightness": {"clip": [1, 0]}}, "low must be below high"),
         ({"brightness": {"clip": 1}}, "two numbers"),
         ({"brightness": {"std": 0}}, "above 0"),

@@ -22,6 +22,9 @@ def test_so_many_in_a_row_and_one_warning(caplog) -> None:
     assert "(text, color)" in said and "after 3 such rollouts in a row the run stops" in said
     with pytest.raises(RewardError, match=r"\(text, color\) of the last 3 rollouts were None.*check") as refusal:
         rollouts.add(NONE)
+    silent = UnscoredRollouts(["text"], is_warning=False)  # another process of the same run
+    silent.add(NONE)
+    assert len(caplog.records) == 1 and silent.in_a_row == 1
     assert "\n" not in str(refusal.value) and MOST_IN_A_ROW == 10
 
 

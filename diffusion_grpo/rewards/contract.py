@@ -16,11 +16,12 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from ..names import check_name
+
 PROVIDED = ("prompts", "completions", "images", "videos", "latents", "fps", "sampling_rate", "trainer_state")
 PROVIDED += ("log_metric", "log_extra")
 # columns of the tables of samples, which a reward of that name would overwrite
 TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file")
-LONGEST_NAME = 150  # bytes; a file's name has 255, and more than the reward's name goes into it
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -101,7 +102,7 @@ class Reward:
     made_with: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        _check_name(self.name)
+        check_name(self.name, "The reward's name", "give the reward another `name`")
         for option in ("weight", "mean", "std", "threshold"):
             value = getattr(self, option)
             if value is not None and not (_is_number(value) and math.isfinite(value)):
@@ -166,27 +167,6 @@ class Reward:
         }
         arguments = {**self.arguments, **self.made_with}
         return {key: _written(value) for key, value in arguments.items() if key != "token"} | changed
-
-
-def _check_name(name: Any) -> None:
-    """Refuse what cannot be part of a file's name and of a metric's name, in one line."""
-    wrong = None
-    if not isinstance(name, str):
-        wrong = f"is a {type(name).__name__}"
-    elif not name.strip(". "):
-        wrong = "holds nothing but dots and blanks" if name else "is empty"
-    elif "/" in name or "\\" in name:
-        wrong = f"may not hold {'/' if '/' in name else chr(92)!r}"
-    elif not name.isprintable():
-        wrong = "holds a line break or another character that cannot be printed"
-    elif len(name.encode()) > LONGEST_NAME:
-        wrong = f"takes {len(name.encode())} bytes, more than {LONGEST_NAME}"
-    if wrong is not None:
-        shown = repr(name) if len(repr(name)) <= 60 else f"{repr(name)[:60]}..."
-        raise ValueError(
-            f"The reward's name {shown} {wrong}, but it goes into file names and metrics; give the reward another "
-            "`name`."
-        )
 
 
 OPTIONS = ("name", "weight", "mean", "std", "clip", "threshold", "frames")

@@ -20,10 +20,11 @@ class UnscoredRollouts:
     Args:
         names: of the rewards, for the messages.
         most: how many in a row are too many.
+        is_warning: whether this process warns, as one of several does.
     """
 
-    def __init__(self, names: list[str], most: int = MOST_IN_A_ROW):
-        self.names, self.most, self.in_a_row, self.has_warned = ", ".join(names), most, 0, False
+    def __init__(self, names: list[str], most: int = MOST_IN_A_ROW, is_warning: bool = True):
+        self.names, self.most, self.in_a_row, self.is_warning = ", ".join(names), most, 0, is_warning
 
     def add(self, rewards: Tensor) -> None:
         """Look at a rollout's rewards, `(samples, functions)` with NaN for `None`, of all processes.
@@ -40,8 +41,8 @@ class UnscoredRollouts:
                 f"All rewards ({self.names}) of the last {self.in_a_row} rollouts were None, so nothing is learned; "
                 "check that the prompts and columns hold what these rewards look for."
             )
-        if not self.has_warned:
-            self.has_warned = True
+        if self.is_warning:
+            self.is_warning = False
             logger.warning(
                 "All rewards (%s) of this rollout were None; after %d such rollouts in a row the run stops.",
                 self.names,
