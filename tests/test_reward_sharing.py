@@ -1,6 +1,7 @@
 """What a reward writes to what it was handed reaches no other reward, no saved file and no dataset row."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -130,6 +131,8 @@ def test_copies_are_alike() -> None:
     video = own_copy(VideoWithSound([picture(1)], sound(), 24))
     assert type(video) is VideoWithSound and video.sampling_rate == 24 and (video.sound == sound()).all()
     assert own_copy(("a", [1])) == ("a", [1]) and own_copy({1, 2}) == {1, 2}
+    lock = threading.Lock()
+    assert own_copy([lock])[0] is lock  # which cannot be copied
     palette = picture(7).convert("P")
     assert own_copy(palette).convert("RGB").tobytes() == palette.convert("RGB").tobytes()
 

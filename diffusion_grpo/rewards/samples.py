@@ -76,7 +76,7 @@ def own_copy(value: Any) -> Any:
     """Copy `value` so that writing to the copy leaves the original as it is.
 
     Images, tensors and arrays are copied as they are, lists, tuples and mappings with what they hold, a video with its
-    sound; any other object that can change is deep-copied.
+    sound; any other object is deep-copied, and one that cannot be, such as an open file, is returned itself.
 
     Example:
         >>> own_copy(["a", {"count": 2}])
@@ -95,12 +95,19 @@ def own_copy(value: Any) -> Any:
     if type(value) is dict:
         return {name: own_copy(item) for name, item in value.items()}
     if not isinstance(value, list):
-        return copy.deepcopy(value)
+        return _deep_copy(value)
     copied = copy.copy(value)  # a video with sound is a list with attributes
     copied[:] = map(own_copy, value)
     for name, item in getattr(value, "__dict__", {}).items():
         setattr(copied, name, own_copy(item))
     return copied
+
+
+def _deep_copy(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except TypeError:  # what `copy` raises of locks, files and decoders
+        return value
 
 
 def _copy_image(image: Image.Image) -> Image.Image:

@@ -323,20 +323,24 @@ def _answer(call: _Call, batch: _Batch, shared: dict) -> object:
     parameters = call.reward.parameters
     if "videos" in parameters and "images" not in parameters and call.kind == "images":
         return RewardError("asks for videos, but the samples are pictures")
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    fixed = call.reward.fixed
-    taken = [name for name in batch.columns if name not in fixed and (takes_all or name in parameters)]
-    items = own_copy(call.items)
-    keywords = {name: [own_copy(batch.columns[name][row]) for row in call.rows] for name in taken}
-    keywords |= {"prompts": [batch.prompts[row] for row in call.rows], "completions": items, call.kind: items}
-    keywords |= {"log_extra": call.log_extra, "log_metric": call.log_metric, **shared}
-    if not takes_all:
-        keywords = {name: value for name, value in keywords.items() if name in parameters}
     try:
         with torch.no_grad(), unchanged_settings():
-            return call.reward(**keywords)
+            return call.reward(**_keywords(call, batch, shared))
     except Exception as error:
         return error
+
+
+def _keywords(call: _Call, batch: _Batch, shared: dict) -> dict[str, Any]:
+    """What a function is called with: copies of its own of the samples and of the columns that it takes."""
+    reward, parameters = call.reward, call.reward.parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    fixed = reward.fixed
+    columns = [name for name in batch.columns if name not in fixed and (takes_all or name in parameters)]
+    items = own_copy(call.items)
+    keywords = {name: [own_copy(batch.columns[name][row]) for row in call.rows] for name in columns}
+    keywords |= {"prompts": [batch.prompts[row] for row in call.rows], "completions": items, call.kind: items}
+    keywords |= {"log_extra": call.log_extra, "log_metric": call.log_metric, **shared}
+    return keywords if takes_all else {name: value for name, value in keywords.items() if name in parameters}
 
 
 @contextlib.contextmanager
