@@ -162,6 +162,9 @@ class LaunchArguments:
         return all(value is None for value in vars(self).values())
 
 
+RENAMED = {"warmup_ratio": "write it as `warmup_steps`, below 1 a share of all updates"}
+
+
 class Yaml12Loader(yaml.SafeLoader):
     """YAML 1.2's scalars in place of PyYAML's 1.1: `no` is a word (eval_strategy: no) and 1e-3 a number."""
 
@@ -188,17 +191,31 @@ def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tup
     Raises:
         ValueError: a value of the wrong type.
     """
-    from transformers import HfArgumentParser
+    from .early_checks import read_value, type_name
 
-    names = [setting.name for setting in fields(LaunchArguments)]
-    in_file = {key: value for key, value in (read_yaml(config_file) if config_file else {}).items() if key in names}
-    given = {key: value for key, value in read_overrides(overrides).items() if key in names}
-    parser = HfArgumentParser([LaunchArguments], allow_abbrev=False)
-    parser.error = _raise_argparse_error
-    flags = _as_flags(in_file | given, get_type_hints(LaunchArguments), parser)
-    (launch,) = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
-    kept = [word for key, words in _grouped(overrides) if key not in names for word in words]
+    hints = get_type_hints(LaunchArguments)
+    in_file = {key: value for key, value in (read_yaml(config_file) if config_file else {}).items() if key in hints}
+    given = {key: value for key, value in read_overrides(overrides).items() if key in hints}
+    read = {key: read_value(key, value, type_name(hints[key])) for key, value in (in_file | given).items()}
+    launch = LaunchArguments(**read)
+    kept = [word for key, words in _grouped(overrides) if key not in hints for word in words]
     return launch, kept + [word for key in in_file for word in (f"--{key}", "null")]
+
+
+def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
+    """Read the settings of a YAML file and of `--key value` overrides, which win, as they are written.
+
+    Raises:
+        ValueError: the file is missing or is not a mapping, or a word stands alone.
+    """
+    values = read_yaml(config_file) if config_file else {}
+    experiment = values.get("report_experiment")
+    if isinstance(experiment, str):  # it lies beside the file that names it
+        values["report_experiment"] = str(Path(config_file).parent / experiment)
+    values |= read_overrides(overrides)
+    if values.get("model") == "tiny":
+        values = default_settings(values) | values
+    return values
 
 
 def parse_train_arguments(
@@ -216,28 +233,26 @@ def parse_train_arguments(
         ValueError: an unknown key (with the nearest known one), a value of the wrong type, a missing key, or settings
             that contradict each other.
     """
-    values = read_yaml(config_file) if config_file else {}
-    experiment = values.get("report_experiment")
-    if isinstance(experiment, str):  # it lies beside the file that names it
-        values["report_experiment"] = str(Path(config_file).parent / experiment)
-    values |= read_overrides(overrides)
-    if values.get("model") == "tiny":
-        values = default_settings(values) | values
+    from .early_checks import check_values, processes_here, type_name
+    from .source import Setting
+
+    values = read_values(config_file, overrides)
+    own = {} if config_class is None else {f.name: Setting(type_name(f.type), f.default) for f in fields(config_class)}
+    world_size = getattr(config_class, "world_size", None)
+    check_values(values, world_size if isinstance(world_size, int) else processes_here(), own)
 
     from transformers import HfArgumentParser
 
     from .config import DiffusionGRPOConfig
 
     classes = [ScriptArguments, LoraArguments, config_class or DiffusionGRPOConfig]
-    refuse_unknown(values, [f.name for cls in [*classes, LaunchArguments] for f in fields(cls) if f.init])
     values = {key: value for key, value in values.items() if key not in LaunchArguments.__dataclass_fields__}
     parser = HfArgumentParser(classes, allow_abbrev=False)
     parser.error = _raise_argparse_error
-    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
-    return parser.parse_args_into_dataclasses(_as_flags(values, hints, parser), look_for_args_file=False)
+    return parser.parse_args_into_dataclasses(_as_flags(values, parser), look_for_args_file=False)
 
 
-def _as_flags(values: dict[str, Any], hints: dict[str, Any], parser: "HfArgumentParser") -> list[str]:
+def _as_flags(values: dict[str, Any], parser: "HfArgumentParser") -> list[str]:
     """Flags where argparse can check the type; defaults where it has no spelling for the value (null, dicts)."""
     actions = {action.dest: action for action in parser._actions}
     flags = []
@@ -246,10 +261,6 @@ def _as_flags(values: dict[str, Any], hints: dict[str, Any], parser: "HfArgument
             actions[key].required = False
             parser.set_defaults(**{key: value})  # `load_rewards` checks it
             continue
-        for kind, name in ((type(None), "None"), (bool, "bool"), (list, "list"), (dict, "dict")):
-            resume = key == "resume_from_checkpoint"  # true is its word for the newest checkpoint
-            if isinstance(value, kind) and name not in str(hints[key]) and not resume:
-                raise ValueError(f"`{key}` is {value}, expected one {getattr(hints[key], '__name__', hints[key])}.")
         if not value and isinstance(value, (type(None), list)) or isinstance(value, dict):
             actions[key].required = False
             parser.set_defaults(**{key: value})
@@ -322,4 +333,4 @@ def refuse_unknown(values: dict[str, Any], known: list[str]) -> None:
     for key in values:
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown setting `{key}`; the nearest known one is `{nearest}`.")
+            raise ValueError(f"unknown setting `{key}`; {RENAMED.get(key, f'the nearest known one is `{nearest}`')}.")

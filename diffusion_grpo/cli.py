@@ -9,6 +9,7 @@ refused is refused, as one line `error: ...` with exit code 2, before a model is
 import argparse
 import sys
 
+from . import __version__
 from .commands import check, plan, report, rewards, sample, train
 from .commands.inputs import Refusal
 
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="diffusion-grpo", description="Post-train any diffusers pipeline with GRPO on any reward."
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the code an input was refused")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,check,sample,report,rewards}")
     for command, name, purpose in (
         (train, "train", "train from a YAML file"),

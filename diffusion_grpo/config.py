@@ -1,30 +1,33 @@
 """All settings of a training run. Names are TRL's where TRL has one.
 
 In: what the user wrote. Out: a `DiffusionGRPOConfig` without contradictions; what cannot work is refused here, in one
-sentence, before any model is loaded. The fields are in `config_sampling.py`, `config_update.py` and `config_run.py`.
+sentence, before any model is loaded. The fields are in `config_sampling.py`, `config_update.py` and `config_run.py`,
+what follows from them in `config_sizes.py`.
 """
 
 import dataclasses
 import difflib
 import functools
 import json
-import random
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from transformers import SchedulerType, TrainingArguments
 
+from .arguments import RENAMED
 from .config_checks import check_settings
 from .config_run import RunSettings
 from .config_sampling import SamplingSettings
+from .config_sizes import Sizes
 from .config_update import UpdateSettings
+from .losses import get_loss
 
 WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # learning rates that follow the evaluations
 
 
 @dataclass
-class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, TrainingArguments):
+class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, TrainingArguments):
     r"""Settings of [`DiffusionGRPOTrainer`]; everything of [`~transformers.TrainingArguments`] holds too.
 
     What this library adds is in the bases, a theme each; where only a default differs, it is in the class body. Each
@@ -84,16 +87,11 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
     )
 
     def __post_init__(self):
-        if self.gradient_checkpointing is not None:  # the name that TRL's users know
-            self.activation_checkpointing = self.gradient_checkpointing
-            self.gradient_checkpointing = None
+        self.fill_in()
         if self.bf16 is None:
             self.bf16 = (
                 not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
             )
-        for name in ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs"):
-            if isinstance(getattr(self, name), str):
-                setattr(self, name, json.loads(getattr(self, name)))
         watches = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type) in WATCHING_SCHEDULES
         if self.metric_for_best_model is None and (
             watches or self.load_best_model_at_end or self.save_strategy == "best"
@@ -110,11 +108,8 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
         super().__post_init__()
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
         self.lr_scheduler_type = warming_schedule(self.lr_scheduler_type, self.warmup_steps)
-        if self.steps_per_generation is None:
-            self.steps_per_generation = self.gradient_accumulation_steps
-        if self.epsilon_high is None:
-            self.epsilon_high = self.epsilon
         check_settings(self)
+        get_loss(self.loss_type)  # one of the user's own is imported
 
     def fill(self, defaults: dict[str, Any]) -> None:
         """Take these values for settings that were not given, before anything has used them.
@@ -132,78 +127,6 @@ class DiffusionGRPOConfig(RunSettings, UpdateSettings, SamplingSettings, Trainin
     def to_dict(self) -> dict[str, Any]:
         """`TrainingArguments.to_dict`, with tensors and pictures among the settings named by their kind and size."""
         return {name: described(value) for name, value in super().to_dict().items()}
-
-    @property
-    def samples_per_update_group(self) -> int:
-        """Samples of a prompt that are trained on: `best_of_n`, or the whole group."""
-        return self.best_of_n or self.num_generations
-
-    @property
-    def data_processes(self) -> int:
-        """Processes with samples of their own; those of a context-parallel group have the same and count as one."""
-        return self.world_size // self.context_parallel_size
-
-    @property
-    def data_process(self) -> int:
-        """Number of this process, or of its context-parallel group, among `data_processes`."""
-        return self.process_index // self.context_parallel_size
-
-    @property
-    def writes_samples(self) -> bool:
-        """Whether this process writes what it has of samples: one of each context-parallel group does."""
-        return self.process_index % self.context_parallel_size == 0
-
-    @property
-    def scores_on_some(self) -> bool:
-        """Whether samples travel to the processes that compute rewards."""
-        return self.reward_processes is not None and self.world_size > 1
-
-    @property
-    def prompts_per_generation(self) -> int:
-        """Prompts in one rollout, over all processes."""
-        trained = self.per_device_train_batch_size * self.data_processes * self.steps_per_generation
-        return trained // self.samples_per_update_group
-
-    @property
-    def rollout_size(self) -> int:
-        """Samples that one process rolls out for one generation."""
-        return self.prompts_per_generation * self.num_generations // self.data_processes
-
-    @property
-    def samples_per_share(self) -> int:
-        """Samples that one process trains on in one update."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
-
-    @property
-    def samples_per_update(self) -> int:
-        """Samples that all processes train on in one update."""
-        return self.samples_per_share * self.data_processes
-
-    @property
-    def samples_side_by_side(self) -> int:
-        """Consecutive samples that one process rolls out: all, or of several processes its share of an update."""
-        if self.data_processes == 1:
-            return self.rollout_size
-        return self.samples_per_share * self.num_generations // self.samples_per_update_group
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the KL divergence to a reference is measured."""
-        return self.beta > 0 or self.kl_reward > 0
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """[start, stop) of the steps that may be trained."""
-        start, stop = self.sde_window or (0, self.num_inference_steps - 1)
-        return start, stop
-
-    def window_of(self, generation: int) -> tuple[int, int]:
-        """[start, stop) of the steps that may be trained in a rollout: the window, or a part drawn by the seed."""
-        start, stop = self.window
-        if self.sde_window_size is None:
-            return start, stop
-        start = random.Random(f"window {self.seed} {generation}").randint(start, stop - self.sde_window_size)
-        return start, start + self.sde_window_size
 
 
 def warming_schedule(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
@@ -242,7 +165,8 @@ def _with_suggestions(init):
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; did you mean {near!r}?")
+                hint = RENAMED.get(name, f"did you mean {near!r}?")
+                raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; {hint}")
         self.given = frozenset(kwargs)  # by name, to tell a choice from a default
         init(self, *args, **kwargs)
 

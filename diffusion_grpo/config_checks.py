@@ -1,16 +1,14 @@
 """What cannot work together among the settings: a `DiffusionGRPOConfig` enters, a ValueError or nothing leaves.
 
-A module of its own because these are the sentences that a user reads first, and none of them needs a model.
+These are the sentences that a user reads first. None of them needs a model, and nothing heavy is imported for them.
 """
 
 import difflib
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .advantages import AGGREGATIONS
-from .losses import get_loss
-from .processes import LOG_PROBS, SILENT_LAST_STEP
-from .schedulers import PROCESSES, check_log_prob
+from .log_prob_type import check_log_prob
+from .source import aggregation_names, log_prob_names, loss_names, process_names, silent_last_step
 
 if TYPE_CHECKING:
     from .config import DiffusionGRPOConfig
@@ -36,12 +34,12 @@ def check_settings(args: "DiffusionGRPOConfig") -> None:
 
 def _check_choices(args: "DiffusionGRPOConfig") -> None:
     choices = {
-        "sde_type": ["auto", *PROCESSES],
-        "log_prob_type": list(LOG_PROBS),
+        "sde_type": ["auto", *process_names()],
+        "log_prob_type": log_prob_names(),
         "scale_rewards": ["group", "batch", "none"],
         "reward_baseline": ["group", "batch"],
         "advantage_estimator": ["group", "gae"],
-        "multi_objective_aggregation": AGGREGATIONS,
+        "multi_objective_aggregation": aggregation_names(),
         "old_log_prob": ["rollout", "replay"],
         "importance_sampling_level": ["token", "sequence"],
         "context_parallel_type": ["ulysses", "ring"],
@@ -54,7 +52,7 @@ def _check_choices(args: "DiffusionGRPOConfig") -> None:
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
     if args.sde_type != "auto":  # which is known with the pipeline
         check_log_prob(args.log_prob_type, args.sde_type)
-    get_loss(args.loss_type)
+    _check_loss(args.loss_type)
     if args.remove_unused_columns:
         raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
     if args.sync_ref_model and not args.needs_reference:
@@ -70,6 +68,18 @@ def _check_choices(args: "DiffusionGRPOConfig") -> None:
         raise ValueError("ignore_data_skip would pair resumed rollouts with other prompts; leave it False.")
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size would change the groups; set per_device_train_batch_size instead.")
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuses an unknown name; a dotted path and a function are looked at when they are needed."""
+    known = loss_names()
+    if isinstance(loss, str) and "." not in loss and loss not in known:
+        near = difflib.get_close_matches(loss, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"loss_type={loss!r} is unknown; choose one of {', '.join(known)}, or a dotted path such as "
+            f"my_package.my_loss.{hint}"
+        )
 
 
 def _check_numbers(args: "DiffusionGRPOConfig") -> None:
@@ -156,7 +166,7 @@ def _check_last_step(args: "DiffusionGRPOConfig") -> None:
             "noise_in_last_step=True and deterministic_outside_window=True contradict each other: the last step is "
             "outside every window; set one of them to False."
         )
-    if args.noise_in_last_step and args.sde_type in SILENT_LAST_STEP:
+    if args.noise_in_last_step and args.sde_type in silent_last_step():
         raise ValueError(
             f"noise_in_last_step=True changes nothing with sde_type={args.sde_type!r}, whose noise is 0 in the last "
             "step whatever is asked for; leave it out."

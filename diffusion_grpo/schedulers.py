@@ -29,7 +29,8 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 
-from .processes import DEFAULT_NOISE_LEVELS, FLOW_PROCESSES, LOG_PROBS, PROCESSES
+from .log_prob_type import check_log_prob
+from .processes import DEFAULT_NOISE_LEVELS, FLOW_PROCESSES, PROCESSES
 from .stochastic import (
     EDM_SCHEDULERS,
     CosineSteps,
@@ -127,21 +128,6 @@ def _ddim_config(scheduler: SchedulerMixin) -> dict[str, Any]:
         config["trained_betas"] = scheduler.betas.tolist()
         config["_use_default_values"] = ()  # or from_config would drop what was left at its default before
     return config
-
-
-def check_log_prob(log_prob_type: str, process: str) -> None:
-    """Refuse an unknown form of the log-probability, or one that a process does not have.
-
-    Raises:
-        ValueError: `log_prob_type` is not in `LOG_PROBS`, or it is "squared_error" and `process` is not "cps".
-    """
-    if log_prob_type not in LOG_PROBS:
-        raise ValueError(f"log_prob_type must be one of {', '.join(LOG_PROBS)}, got {log_prob_type!r}.")
-    if log_prob_type == "squared_error" and process != "cps":
-        raise ValueError(
-            f"log_prob_type='squared_error' is Flow-GRPO's form for cps, but the process is {process}; set "
-            "sde_type='cps', or leave it out."
-        )
 
 
 def stochastic_scheduler(

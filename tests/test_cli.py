@@ -14,7 +14,7 @@ from peft import get_peft_model
 from test_report import make_run
 from tiny_pipelines import build
 
-from diffusion_grpo import cli
+from diffusion_grpo import __version__, cli
 from diffusion_grpo.arguments import Yaml12Loader, parse_train_arguments, read_overrides
 from diffusion_grpo.commands.train import finish_run
 
@@ -66,6 +66,63 @@ def test_help_does_not_wait_for_torch():
     code = "import sys; from diffusion_grpo.cli import build_parser; build_parser(); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+TYPING_ERRORS = [  # what is changed in a good file, and the words
+    ({"learning_rat": 1e-3}, "train FILE"),
+    ({"num_generations": 3}, "train FILE"),
+    ({"num_generations": "many"}, "train FILE"),
+    ({"use_peft": "maybe"}, "train FILE"),
+    ({"loss_type": "grop"}, "train FILE"),
+    ({"dataset": "missing.txt"}, "train FILE"),
+    ({"reward_funcs": ["brigthness"]}, "train FILE"),
+    ({"model": "./nothing"}, "train FILE"),
+    ({"lora_dropout": 0.1}, "train FILE"),
+    ({"accelerate_config": "zero33"}, "train FILE"),
+    ({"num_processes": 2, "num_generations": 3}, "train FILE"),
+    ({}, "train missing.yaml"),
+    ({}, "train FILE --bta 0.1"),
+    ({"num_generations": 3}, "plan FILE"),
+    ({}, "plan FILE --accelerate_config zero33"),
+    ({}, "sample tiny --prompts missing.txt"),
+    ({}, "sample tiny --prompts tiny --reward_funcs nothing"),
+    ({"sde_type": "flow"}, "sample FILE"),
+    ({}, "check tiny --sde_type flow"),
+    ({}, "rewards verify nothing"),
+    ({}, "rewards serve nothing"),
+]
+
+
+def test_typing_errors_are_refused_before_anything_heavy_is_imported(config, tmp_path):
+    cases = []
+    for number, (changes, words) in enumerate(TYPING_ERRORS):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(open(config(**changes)).read())
+        cases.append(words.replace("FILE", str(path)).split())
+    code = (
+        "import sys; from diffusion_grpo import cli; print([cli.main(words) for words in CASES]); "
+        "print([name for name in ('torch', 'transformers', 'diffusers', 'datasets', 'numpy') if name in sys.modules])"
+    ).replace("CASES", repr(cases))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [str([2] * len(cases)), "[]"]
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(cases) and all(line.startswith("error: ") for line in lines)
+
+
+def test_config_errors_in_python_do_not_wait_for_diffusers():
+    code = (
+        "import sys\nfrom diffusion_grpo import DiffusionGRPOConfig\n"
+        "try:\n    DiffusionGRPOConfig('out', num_generations=1)\nexcept ValueError as error:\n    print(error)\n"
+        "print('diffusers' in sys.modules, 'datasets' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "num_generations must be at least 2" in result.stdout and result.stdout.endswith("False False\n")
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["--version"])
+    assert exit_info.value.code == 0 and capsys.readouterr().out == f"diffusion-grpo {__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -217,11 +217,11 @@ def test_two_processes_of_the_command_train_what_one_trains(tmp_path, mode, trac
 
 
 def test_an_error_in_a_process_is_the_commands_error(tmp_path):
-    config = write(tmp_path, output_dir=str(tmp_path / "run"), learning_rat=1.0, num_processes=2)
+    config = write(tmp_path, output_dir=str(tmp_path / "run"), reward_funcs={"color": {"wieght": 1}}, num_processes=2)
     process = command("train", config)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert "error: unknown setting `learning_rat`" in out
+    assert "'wieght'" in out
     assert "failed first, with exit code 2" in out and "Traceback" not in out
 
 

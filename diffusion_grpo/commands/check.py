@@ -4,7 +4,8 @@ import argparse
 from dataclasses import fields
 
 from .. import sample_settings
-from .inputs import check_model_name, hide_loading_bars, refusing
+from ..source import process_names
+from .inputs import Refusal, check_model_name, hide_loading_bars, refusing
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -21,6 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the replay report as a table. Returns 0 where the pipeline trains, else 1."""
     inputs = {"prompt": arguments.prompt, **refusing(sample_settings.call_options, arguments)}
     refusing(check_model_name, arguments.model)
+    if arguments.sde_type not in (known := ["auto", *process_names()]):
+        raise Refusal(f"--sde_type {arguments.sde_type} is unknown; choose one of {', '.join(known)}.")
     from rich.console import Console
     from rich.table import Table
 

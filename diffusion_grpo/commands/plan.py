@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+from ..early_checks import check_values
 from .inputs import check_model_name, refusing
 
 if TYPE_CHECKING:
@@ -47,12 +48,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code."""
-    from ..arguments import parse_launch_arguments, read_overrides, read_yaml
+    from ..arguments import parse_launch_arguments, read_values
+    from ..launch import read_settings
 
     launch, overrides = refusing(parse_launch_arguments, arguments.config, arguments.overrides)
-    values = refusing(read_yaml, arguments.config) | refusing(read_overrides, overrides)
-    if "model" in values:
-        refusing(check_model_name, str(values["model"]))
+    told = refusing(read_settings, launch)
+    values = refusing(read_values, arguments.config, overrides)
+    refusing(check_values, values, told.get("num_processes", told["num_machines"]))
+    refusing(check_model_name, str(values["model"]))
 
     from ..plan import plan
 

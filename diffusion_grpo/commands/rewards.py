@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import sample_settings
+from ..early_checks import check_reward_names
+from ..source import reward_names
 from .inputs import Refusal, refusing
 
 if TYPE_CHECKING:
@@ -67,10 +69,10 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Prints scores beside published ones, and those of pictures drawn here. Returns the exit code."""
+    name, options = _one_reward(arguments.reward)
     from ..rewards import REWARDS
     from ..rewards.verify import PUBLISHED, compare, rendered
 
-    name, options = _one_reward(arguments.reward)
     if arguments.model is not None:
         options["model"] = arguments.model
     images, targets = ([Path(path) for path in paths] for paths in (arguments.image, arguments.target))
@@ -101,11 +103,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def _one_reward(written: str) -> tuple[str, dict]:
     """A built-in reward's name and options."""
-    from ..rewards import REWARDS
-
     given = refusing(sample_settings.read_rewards, [written])
     pairs = list(given.items()) if isinstance(given, dict) else [(written, {})]
-    if len(pairs) != 1 or pairs[0][0] not in REWARDS or not isinstance(pairs[0][1], dict):
+    if len(pairs) != 1 or pairs[0][0] not in reward_names() or not isinstance(pairs[0][1], dict):
         raise Refusal(
             f"{written!r} is no built-in reward, or more than one; `diffusion-grpo rewards list` names them."
         )
@@ -131,9 +131,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
     import os
     import socket
 
+    named = refusing(sample_settings.read_rewards, arguments.rewards)
+    refusing(check_reward_names, named)
     from ..rewards import check_needs, load_rewards
 
-    rewards = refusing(load_rewards, refusing(sample_settings.read_rewards, arguments.rewards))
+    rewards = refusing(load_rewards, named)
     refusing(check_needs, rewards)
     token = os.environ.get(arguments.token_env) if arguments.token_env else None
     if arguments.token_env and not token:

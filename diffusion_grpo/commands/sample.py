@@ -3,6 +3,7 @@
 import argparse
 
 from .. import sample_settings
+from ..early_checks import check_prompts_file, check_reward_names
 from .inputs import check_model_name, hide_loading_bars, load_checked, refusing
 
 
@@ -14,9 +15,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes samples, scores and a table, without training. Returns the exit code."""
+    settings = refusing(sample_settings.read_settings, arguments, arguments.overrides)
+    refusing(check_reward_names, settings.reward_funcs)
+    refusing(check_prompts_file, settings.prompts, "--prompts")
+    refusing(check_model_name, settings.model)
+
     from ..rewards import check_columns, check_needs, load_rewards
 
-    settings = refusing(sample_settings.read_settings, arguments, arguments.overrides)
     rewards = refusing(load_rewards, settings.reward_funcs)
     judges = refusing(load_rewards, settings.eval_reward_funcs, "eval_reward_funcs")
     judges = [judge for judge in judges if judge.name not in {reward.name for reward in rewards}]
@@ -24,7 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     refusing(check_columns, rewards + judges, dataset.column_names, "--prompts")
     refusing(check_needs, rewards + judges)
     dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
-    refusing(check_model_name, settings.model)
 
     from ..sample import check_folder, load_sampled, write_samples
 

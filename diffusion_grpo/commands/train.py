@@ -5,8 +5,9 @@ import os
 import textwrap
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..early_checks import check_names, check_values, processes_here
 from .inputs import check_model_name, hide_loading_bars, load_checked, refusing
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def describe_settings(settings: type) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, saves, pushes where asked, and writes the report. Returns the exit code."""
-    from ..arguments import parse_launch_arguments, parse_train_arguments
+    from ..arguments import parse_launch_arguments, parse_train_arguments, read_values
 
     if arguments.list_settings:
         from ..config import DiffusionGRPOConfig
@@ -56,8 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(describe_settings(DiffusionGRPOConfig))
         return 0
     processes, overrides = refusing(parse_launch_arguments, arguments.config, arguments.overrides)
-    if not processes.is_empty and "LOCAL_RANK" not in os.environ:  # a launcher has started this one already
-        return start_processes(processes, arguments, overrides)
+    is_launcher = not processes.is_empty and "LOCAL_RANK" not in os.environ  # else one has started this one already
+    values = refusing(read_values, arguments.config, arguments.overrides)
+    refusing(check_before_imports, values, processes.num_processes if is_launcher else processes_here())
+    if is_launcher:
+        return start_processes(processes, arguments, overrides, str(values.get("use_cpu", False)).lower() == "true")
     script, lora, config = refusing(parse_train_arguments, arguments.config, overrides)
     trainer = build_trainer(script, lora, config)
     if script.baseline_guidance_scales:
@@ -71,16 +75,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def start_processes(processes: "LaunchArguments", arguments: argparse.Namespace, overrides: list[str]) -> int:
+def check_before_imports(values: dict[str, Any], world_size: int | None) -> None:
+    """Refuse what can be refused by names and numbers alone, in the two seconds before torch would be imported.
+
+    Raises:
+        ValueError: see [`~diffusion_grpo.early_checks`].
+    """
+    check_values(values, world_size)
+    check_names(values)
+    check_model_name(str(values["model"]))
+
+
+def start_processes(
+    processes: "LaunchArguments", arguments: argparse.Namespace, overrides: list[str], use_cpu: bool
+) -> int:
     """Starts this command in each process, and waits. Returns the exit code."""
-    from ..arguments import read_overrides, read_yaml
     from ..launch import accelerate_settings, launch
 
     settings = refusing(accelerate_settings, processes)
-    values = (read_yaml(arguments.config) if arguments.config else {}) | read_overrides(overrides)
     words = ["--traceback"] if arguments.traceback else []
     words += ["train", *([arguments.config] if arguments.config else []), *overrides]
-    return launch(settings, words, use_cpu=str(values.get("use_cpu", False)).lower() == "true")
+    return launch(settings, words, use_cpu=use_cpu)
 
 
 def build_trainer(
