@@ -9,7 +9,10 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from transformers.trainer import OPTIMIZER_NAME
+
 from .distributed import zero_stage
+from .sharded_checkpoints import has_pickled_shards, has_shards
 
 MODE_FILE = "processes.json"
 
@@ -41,6 +44,23 @@ def write_mode(folder: Path, accelerator: Accelerator) -> None:
     (folder / MODE_FILE).write_text(json.dumps(_mode(accelerator)), encoding="utf-8")
 
 
-def fits(folder: Path, accelerator: Accelerator) -> bool:
-    """Whether a checkpoint holds DeepSpeed state that was written in the same mode by as many processes."""
-    return written_mode(folder) == mode(accelerator) and any(folder.glob("global_step*"))
+def is_readable(folder: Path, accelerator: Accelerator) -> bool:
+    """Whether optimizer state that is there can be read: DeepSpeed's only in the mode and by as many as wrote it."""
+    is_engines = any(folder.glob("global_step*"))
+    if zero_stage(accelerator):
+        return is_engines and written_mode(folder) == mode(accelerator)
+    return not is_engines
+
+
+def missing_state(folder: Path, needed: tuple[str, ...]) -> str | None:
+    """What a checkpoint lacks of the optimizer's and the schedule's state, in words for a message.
+
+    Args:
+        folder: the checkpoint's.
+        needed: names of further files that must be there.
+    """
+    is_there = (folder / OPTIMIZER_NAME).is_file() or has_shards(folder) or any(folder.glob("global_step*"))
+    if not is_there:
+        old = " but one whose index would have to be unpickled" if has_pickled_shards(folder) else ""
+        return f"optimizer state{old}"
+    return next((name for name in needed if not (folder / name).is_file()), None)

@@ -14,21 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DeepSpeedSchedulerWrapper
+from accelerate.utils import DeepSpeedSchedulerWrapper, broadcast
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, sort_checkpoints
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, sort_checkpoints
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import HubStrategy, get_last_checkpoint
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress, hf_api
 
-from . import checkpoint_mode, distributed, hub
+from . import checkpoint_mode, distributed, hub, resume_point
 from .average import POLICY_FOLDER, policy_folder
 from .card_data import upload_patterns
+from .deepspeed_checkpoints import restore_engine
+from .manifest import ResumeError, write_manifest
 from .records import refuse_used_folder
 from .report import write_curve
 from .restore import rollout_file
+from .run_lock import locked
 from .sharded_checkpoints import restore_optimizer, save_shards
 
 logger = logging.getLogger(__name__)
@@ -47,27 +50,38 @@ class CheckpointingTrainer(Trainer):
         """Micro-batches that are trained on one rollout."""
         return self.args.steps_per_generation * self.args.num_iterations
 
-    def _resume_point(self, wanted: str | bool | None) -> str | None:
-        """The checkpoint to go on from. Removes what a kill left half written.
+    def _resume_point(self, wanted: str | bool | None, held: contextlib.ExitStack) -> str | None:
+        """The checkpoint to go on from, the same on every process; holds the output folder until `held` is left.
 
         Raises:
+            ResumeError: another run is writing there, or the checkpoint is damaged.
             ValueError: the output folder holds a run, and `wanted` does not say to go on with it.
         """
-        folder = Path(self.args.output_dir)
+        folder, point, error = Path(self.args.output_dir), None, None
         if self.args.should_save:
-            for replaced in folder.glob("tmp-checkpoint-*-old"):
-                name = replaced.name.removeprefix("tmp-").removesuffix("-old")
-                if not (
-                    folder / name
-                ).exists():  # killed between taking the old one away and putting the new one there
-                    replaced.rename(folder / name)
-            for leftover in folder.glob("tmp-checkpoint-*"):
-                shutil.rmtree(leftover)
-        last = get_last_checkpoint(folder) if folder.is_dir() else None
-        if not wanted and (last is not None or not self._has_started):
-            refuse_used_folder(folder, "pass resume_from_checkpoint=True")
+            try:
+                held.enter_context(locked(folder))
+                point = self._find_point(folder, wanted)
+            except ValueError as refused:
+                error = refused
+        self.ranks.agree(error)
+        if wanted and str(wanted).lower() != "true":
+            return str(wanted)
+        step = torch.tensor([-1 if point is None else int(point.name.split("-")[1])], device=self.args.device)
+        step = int(broadcast(step, from_process=0))
         # without any checkpoint the run was killed before its first, and starts where the unbroken one does
-        return last if str(wanted).lower() == "true" else wanted
+        return None if step < 0 else str(folder / f"checkpoint-{step}")
+
+    def _find_point(self, folder: Path, wanted: str | bool | None) -> Path | None:
+        resume_point.clear_leftovers(folder)
+        if wanted and str(wanted).lower() != "true":
+            resume_point.check_named(Path(wanted))
+            return None
+        if not wanted:
+            if resume_point.checkpoints(folder) or not self._has_started:
+                refuse_used_folder(folder, "pass resume_from_checkpoint=True")
+            return None
+        return resume_point.newest_whole(folder)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -101,7 +115,8 @@ class CheckpointingTrainer(Trainer):
             self._save_trainer_state(staging)
             checkpoint_mode.write_mode(staging, self.accelerator)
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:
+        if self.args.should_save:  # every process has written what it writes
+            write_manifest(staging)
             _replace_folder(staging, folder)
             self._rotate(folder.parent)
         self.accelerator.wait_for_everyone()
@@ -173,7 +188,7 @@ class CheckpointingTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_fsdp_enabled:
-            save_shards(Path(output_dir), self.model, self.optimizer)
+            save_shards(Path(output_dir), self.model, self.optimizer, self.args.should_save)
         elif self.is_deepspeed_enabled:
             self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
         else:
@@ -196,26 +211,30 @@ class CheckpointingTrainer(Trainer):
         return prepared
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """`Trainer`'s; where another mode wrote the checkpoint, the optimizer starts anew and says so."""
-        folder = Path(checkpoint or "")
-        is_read_here = checkpoint is not None and not self.is_deepspeed_enabled
-        if is_read_here and restore_optimizer(folder, self.model, self.optimizer):
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        """`Trainer`'s; where another mode wrote the checkpoint, the optimizer starts anew and says so.
+
+        Raises:
+            ResumeError: the state is not there, and `resume_without_optimizer` does not say to go on all the same.
+        """
+        if checkpoint is None:
             return
-        if self.is_deepspeed_enabled:
-            is_known = checkpoint_mode.fits(folder, self.accelerator)
-            if is_known:
-                self.model_wrapped.load_checkpoint(str(folder), load_module_strict=False)
-        else:
-            is_known = checkpoint is None or (not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file())
-        if is_known:
-            super()._load_optimizer_and_scheduler(checkpoint)
+        folder = Path(checkpoint)
+        is_readable = checkpoint_mode.is_readable(folder, self.accelerator)
+        is_own_schedule = is_readable and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper)
+        missing = checkpoint_mode.missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
+        if missing and not self.args.resume_without_optimizer:
+            raise ResumeError(
+                f"{folder} has no {missing}, without which the weights would end elsewhere; resume from another "
+                "checkpoint, or set resume_without_optimizer=True to start the optimizer anew."
+            )
+        if is_readable and not missing:
+            self._read_optimizer_and_scheduler(folder)
             return
         logger.warning(
-            "%s was written %s, and its optimizer state cannot be read %s: weights and learning rate go on from "
-            "there, the optimizer starts anew.",
+            "%s was written %s, and %s %s: weights and learning rate go on from there, the optimizer starts anew.",
             folder,
             checkpoint_mode.written_mode(folder),
+            f"has no {missing} to be read" if missing else "its optimizer state cannot be read",
             checkpoint_mode.mode(self.accelerator),
         )
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
@@ -224,17 +243,35 @@ class CheckpointingTrainer(Trainer):
                 for _ in range(self.state.global_step):
                     schedule.step()
 
+    def _read_optimizer_and_scheduler(self, folder: Path) -> None:
+        with resume_point.refuse_unreadable(folder):
+            if self.is_deepspeed_enabled:
+                restore_engine(self.model_wrapped, folder)
+            elif restore_optimizer(folder, self.model, self.optimizer):
+                self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+                return
+            super()._load_optimizer_and_scheduler(str(folder))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with resume_point.refuse_unreadable(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with resume_point.refuse_unreadable(Path(checkpoint or "")):
+            super()._load_scaler(checkpoint)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         if not (folder / TRAINER_STATE_NAME).is_file():
-            raise ValueError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
-        self._load_average(folder)
-        if self.args.sync_ref_model:
-            with self.ref_weights.rewritten() if self.is_fsdp_enabled else contextlib.nullcontext():
-                hub.load_policy(self.ref_model, self.component, folder / "reference")
-        self._load_policy(policy_folder(folder, has_average=self.ema is not None))
-        if self.values is not None:
-            self.values.load(folder)
+            raise ResumeError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
+        with resume_point.refuse_unreadable(folder):
+            self._load_average(folder)
+            if self.args.sync_ref_model:
+                with self.ref_weights.rewritten() if self.is_fsdp_enabled else contextlib.nullcontext():
+                    hub.load_policy(self.ref_model, self.component, folder / "reference")
+            self._load_policy(policy_folder(folder, has_average=self.ema is not None))
+            if self.values is not None:
+                self.values.load(folder)
         self._resumed_from, self.buffer, self._update = str(folder), None, -1
 
     def _load_average(self, folder: Path) -> None:

@@ -110,3 +110,10 @@ class RunSettings:
             "for them: names, or auto for cheap ones that fit what the pipeline makes. null for none."
         },
     )
+    resume_without_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume also from a checkpoint without optimizer or schedule state, as with save_only_model: the "
+            "optimizer starts anew, and the learning rate goes on from the checkpoint's update."
+        },
+    )

@@ -130,7 +130,7 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path) -> None:
     elif networks:
         for name in networks:
             network = getattr(pipe, name)
-            saved = type(network).from_pretrained(folder / name, torch_dtype=network.dtype)
+            saved = type(network).from_pretrained(folder / name, torch_dtype=network.dtype, use_safetensors=True)
             network.load_state_dict(saved.state_dict())
     elif folder.is_dir() and not list(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} holds neither a LoRA nor a network of {type(pipe).__name__}.")
@@ -178,7 +178,7 @@ def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:
         return
     if not (folder / component).is_dir():
         raise ValueError(f"{folder} has no folder {component!r}; it was not written by full training of that network.")
-    saved = type(model).from_pretrained(folder / component, torch_dtype=model.dtype)
+    saved = type(model).from_pretrained(folder / component, torch_dtype=model.dtype, use_safetensors=True)
     model.load_state_dict(saved.state_dict())
 
 

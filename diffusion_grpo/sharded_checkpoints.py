@@ -1,19 +1,19 @@
-"""Weights and optimizer state as FSDP2 keeps them, on disk: torch's distributed checkpoints (DCP).
+"""The optimizer's state of a sharded run on disk: safetensors and JSON, in which no code can hide.
 
-In: a model, its optimizer and a folder. Out: a folder `dcp` in a checkpoint, to which each process writes its shares
-and from which any number of processes, one among them, reads its own. A module of its own because the names in it are
-those of parameters and not the places of plain optimizer files.
+In: a model, its optimizer and a folder. Out: a folder `optimizer` in a checkpoint, to which each process writes its
+shares and from which any number of processes, one among them, reads its own. torch's distributed checkpoints cut and
+join the tensors; of their file formats this takes safetensors, because the default one keeps its index as a pickle.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -23,39 +23,100 @@ from transformers.trainer import OPTIMIZER_NAME
 
 from .fsdp import as_shard, is_sharded
 
-FOLDER = "dcp"
+FOLDER, REST = "optimizer", "optimizer.json"
+PICKLED = Path("dcp", ".metadata")  # of earlier versions
+OPTIONS = StateDictOptions(ignore_frozen_params=True)
 
 
 def has_shards(checkpoint: Path) -> bool:
     """Whether FSDP2 wrote it."""
-    return (checkpoint / FOLDER / ".metadata").is_file()
+    return (checkpoint / FOLDER / REST).is_file()
 
 
-def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Every process writes its shares of the trained weights and of the optimizer's state."""
-    dcp.save(_state(model, _plain(optimizer)), checkpoint_id=checkpoint / FOLDER)
+def has_pickled_shards(checkpoint: Path) -> bool:
+    """Whether an earlier version wrote it with FSDP2, with an index that would have to be unpickled."""
+    return (checkpoint / PICKLED).is_file()
+
+
+def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer, is_first: bool) -> None:
+    """Every process writes its shares of the optimizer's state; the first also what is not a tensor."""
+    state = get_optimizer_state_dict(model, _plain(optimizer), options=OPTIONS)
+    writer = dcp.HuggingFaceStorageWriter(str(checkpoint / FOLDER), save_distributed=True)
+    dcp.save(_tensors(state), storage_writer=writer)
+    if is_first:
+        rest = {"param_groups": state["param_groups"], "numbers": _numbers(state)}
+        (checkpoint / FOLDER / REST).write_text(json.dumps(rest), encoding="utf-8")
 
 
 def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> bool:
     """Optimizer state where FSDP2 wrote it or is to have it; of plain files into plain optimizers `Trainer` knows.
 
-    The weights are not read: they are in the checkpoint's portable files too, bit for bit the same.
+    The weights are in the checkpoint's portable files, bit for bit.
 
     Returns:
         whether there was such state.
+
+    Raises:
+        ValueError: tensors are missing, or belong to other parameters.
     """
     optimizer = _plain(optimizer)
     if has_shards(checkpoint):
-        state = {"optimizer": _state(model, optimizer)["optimizer"]}
-        dcp.load(state, checkpoint_id=checkpoint / FOLDER)
-        options = StateDictOptions(ignore_frozen_params=True)
-        set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"], options=options)
+        state = get_optimizer_state_dict(model, optimizer, options=OPTIONS)
+        _read_tensors(checkpoint / FOLDER, _tensors(state))
+        _fill_rest(json.loads((checkpoint / FOLDER / REST).read_text(encoding="utf-8")), state)
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=OPTIONS)
         return True
     file = checkpoint / OPTIMIZER_NAME
     if not is_sharded(model) or not file.is_file():
         return False
     _load_whole(torch.load(file, map_location="cpu", weights_only=True), optimizer)
     return True
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state under flat names, over the same memory.
+
+    Safetensors keep a number such as Adam's `step` as a vector of one element: DCP cuts no dimension from none.
+    """
+    return {
+        f"{parameter}.{name}": value.view(1) if value.dim() == 0 else value
+        for parameter, values in state["state"].items()
+        for name, value in values.items()
+        if torch.is_tensor(value)
+    }
+
+
+def _numbers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What some optimizers keep beside tensors, such as Adafactor's `step`."""
+    numbers = {
+        parameter: {name: value for name, value in values.items() if not torch.is_tensor(value)}
+        for parameter, values in state["state"].items()
+    }
+    return {parameter: values for parameter, values in numbers.items() if values}
+
+
+def _read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fills tensors, or this process's shares of them, in place."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise ValueError(f"{folder} has no optimizer state for {name}: it belongs to a run of other parameters.")
+        if saved[name].size != tensor.shape:
+            found, expected = tuple(saved[name].size), tuple(tensor.shape)
+            raise ValueError(f"{folder}: {name} has the shape {found}, and this run's {expected}.")
+    dcp.load(tensors, storage_reader=reader)
+
+
+def _fill_rest(saved: dict[str, Any], state: dict[str, Any]) -> None:
+    """The optimizer's settings and numbers, in place; lists become tuples again where they were."""
+    for ours, theirs in zip(state["param_groups"], saved["param_groups"], strict=True):
+        if ours["params"] != theirs["params"]:
+            raise ValueError("The checkpoint's optimizer state belongs to other parameters than this run trains.")
+        for name, value in theirs.items():
+            ours[name] = tuple(value) if isinstance(ours.get(name), tuple) else value
+    for parameter, numbers in saved["numbers"].items():
+        state["state"][parameter] |= numbers
 
 
 def _load_whole(saved: dict[str, Any], optimizer: Optimizer) -> None:
@@ -71,11 +132,3 @@ def _load_whole(saved: dict[str, Any], optimizer: Optimizer) -> None:
 
 def _plain(optimizer: Optimizer) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)  # inside accelerate's
-
-
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    options = StateDictOptions(ignore_frozen_params=True)
-    return {
-        "model": get_model_state_dict(model, options=options),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }

@@ -416,15 +416,15 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self.buffer, self._update, self._logged_step = None, -1, None  # a second call starts with its own rollout
         self._metrics.clear()
         self._failure = None
-        resume_from_checkpoint = self._resume_point(resume_from_checkpoint or self.args.resume_from_checkpoint)
-        self.accelerator.wait_for_everyone()  # the others have looked for a run before this one writes its own
-        self._has_started = True
-        if self.args.should_save:
-            write_json(Path(self.args.output_dir) / "run.json", self.run)
-        if self.ema is not None:
-            self.ema.hide()  # a second training goes on from the policy
-        with self.ranks.together():
-            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        with contextlib.ExitStack() as held:
+            point = self._resume_point(resume_from_checkpoint or self.args.resume_from_checkpoint, held)
+            self._has_started = True
+            if self.args.should_save:
+                write_json(Path(self.args.output_dir) / "run.json", self.run)
+            if self.ema is not None:
+                self.ema.hide()  # a second training goes on from the policy
+            held.enter_context(self.ranks.together())
+            output = super().train(resume_from_checkpoint=point, **kwargs)
         if self.ema is not None:
             self.ema.show()
         return output
