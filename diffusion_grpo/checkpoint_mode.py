@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 from accelerate import Accelerator
-
 from transformers.trainer import OPTIMIZER_NAME
 
 from .distributed import zero_stage

@@ -28,7 +28,7 @@ from .average import POLICY_FOLDER, policy_folder
 from .card_data import upload_patterns
 from .deepspeed_checkpoints import restore_engine
 from .manifest import ResumeError, write_manifest
-from .records import refuse_used_folder
+from .records import clear_started_run, refuse_used_folder
 from .report import write_curve
 from .restore import rollout_file
 from .run_lock import locked
@@ -54,8 +54,8 @@ class CheckpointingTrainer(Trainer):
         """The checkpoint to go on from, the same on every process; holds the output folder until `held` is left.
 
         Raises:
-            ResumeError: another run is writing there, or the checkpoint is damaged.
-            ValueError: the output folder holds a run, and `wanted` does not say to go on with it.
+            ResumeError: another run is writing there, the checkpoint is damaged, or the output folder holds a run and
+                `wanted` does not say to go on with it.
         """
         folder, point, error = Path(self.args.output_dir), None, None
         if self.args.should_save:
@@ -77,11 +77,12 @@ class CheckpointingTrainer(Trainer):
         if wanted and str(wanted).lower() != "true":
             resume_point.check_named(Path(wanted))
             return None
-        if not wanted:
-            if resume_point.checkpoints(folder) or not self._has_started:
-                refuse_used_folder(folder, "pass resume_from_checkpoint=True")
-            return None
-        return resume_point.newest_whole(folder)
+        if not wanted and (resume_point.checkpoints(folder) or not self._has_started):
+            refuse_used_folder(folder, "pass resume_from_checkpoint=True")
+        point = resume_point.newest_whole(folder) if wanted else None
+        if point is None and not self._has_started:
+            clear_started_run(folder)
+        return point
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ refused is refused, as one line `error: ...` with exit code 2, before a model is
 """
 
 import argparse
+import os
 import sys
 
 from . import __version__
@@ -15,8 +16,8 @@ from .commands.inputs import Refusal
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns 0; 1 where a check fails (a pipeline does not train, a score is not the
-    published one); 2 where input is refused."""
+    """Run one command. Returns 0; 1 where a check fails (a pipeline does not train, a score is not the
+    published one); 2 where input is refused; 130 after Ctrl-C."""
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:
         sys.path.append("")  # rewards and losses named by dotted path may lie in the working directory
@@ -32,6 +33,10 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {refusal}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as interrupt:
+        if os.environ.get("RANK", "0") == "0":  # of several processes the first says it
+            print(f"\n{interrupt or 'Interrupted.'}", file=sys.stderr)
+        return 130
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:

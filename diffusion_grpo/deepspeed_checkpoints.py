@@ -1,7 +1,7 @@
 """Read what a DeepSpeed engine wrote as tensors and plain values only.
 
-In: an engine and a checkpoint's folder. Out: the engine's state. DeepSpeed itself unpickles these files whole, and with
-them any code that somebody has put there.
+In: an engine and a checkpoint's folder. Out: the engine's state. DeepSpeed itself unpickles these files whole, and
+so runs any code that somebody has put there.
 """
 
 from pathlib import Path

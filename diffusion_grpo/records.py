@@ -6,7 +6,9 @@ In: settings and rows. Out: files that the report, the model card and a user's o
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from .card_data import public_model_name, without_folders
 from .config import DiffusionGRPOConfig, described
+from .manifest import ResumeError
 from .media import write_sample
 
+logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
 IDENTITY = ("model", "trains_by", "reward_funcs")
 # settings without which a resumed run would no longer be the one that was started; others may be changed on the way
@@ -38,6 +42,9 @@ IDENTITY_SETTINGS = (
     "best_of_n",
     "advantage_estimator",
 )
+# what a run leaves at its end, or `save_model` at any time
+RESULTS = ("summary.json", "model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+SAMPLES = ("evaluations", "samples", "validation")  # folders in which each update's have its number
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 
 
@@ -76,32 +83,80 @@ def changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
     return changed
 
 
+def has_result(output_dir: str | Path) -> bool:
+    """Whether a run has ended in this folder, or its weights were saved at the top of it."""
+    return any((Path(output_dir) / name).is_file() for name in RESULTS)
+
+
 def holds_run(output_dir: str | Path) -> bool:
-    """Whether a training has been started in this folder, with or without checkpoints."""
+    """Whether this folder holds what a run should not overwrite: a checkpoint or a result.
+
+    A run that was interrupted before its first checkpoint leaves neither, and is simply started again.
+    """
     folder = Path(output_dir)
-    return (folder / "run.json").is_file() or (folder.is_dir() and get_last_checkpoint(folder) is not None)
+    return has_result(folder) or (folder.is_dir() and get_last_checkpoint(folder) is not None)
 
 
 def refuse_used_folder(output_dir: str | Path, how_to_resume: str) -> None:
-    """Refuses a folder in which a training has been started.
+    """Refuse a folder that holds a run.
 
     Args:
-        how_to_resume: what to write to go on with that training.
+        how_to_resume: what to write to go on with that run.
 
     Raises:
-        ValueError: there is a run.
+        ResumeError: there is one.
     """
     if holds_run(output_dir):
         last = get_last_checkpoint(output_dir)
         newest = f" (newest: {Path(last).name})" if last else " (it has saved no checkpoint)"
-        raise ValueError(
+        raise ResumeError(
             f"{output_dir} holds a run already{newest}; {how_to_resume} to go on with it, choose another output_dir, "
             "or delete it."
         )
 
 
+def check_output_folder(output_dir: str, run: dict[str, Any], is_resumed: bool) -> None:
+    """Refuse, before a model is loaded, an output folder in which nothing can be trained.
+
+    A run that was interrupted only gets a warning: `train(resume_from_checkpoint=True)` may yet go on with it.
+
+    Args:
+        output_dir: the folder.
+        run: what this run says of itself.
+        is_resumed: whether the settings say to go on with what is there.
+
+    Raises:
+        ValueError: another run is there.
+        ResumeError: a run has ended there, and the settings do not say to go on with it.
+    """
+    if not holds_run(output_dir):
+        return
+    check_same_run(output_dir, run)
+    if is_resumed:
+        return
+    if has_result(output_dir):
+        refuse_used_folder(output_dir, "set resume_from_checkpoint=True in the settings")
+    logger.warning(
+        "%s holds a run that was interrupted (newest: %s); train(resume_from_checkpoint=True) goes on with it.",
+        output_dir,
+        Path(get_last_checkpoint(output_dir)).name,
+    )
+
+
+def clear_started_run(output_dir: Path) -> None:
+    """Remove samples of a run that was interrupted before its first checkpoint, and which is started again.
+
+    Those from before the first update stay: they may be this run's already.
+    """
+    if not (output_dir / "run.json").is_file():
+        return
+    for path in [path for name in SAMPLES for path in (output_dir / name).glob("step-*")]:
+        if not path.name.startswith("step-000000"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
-    """Refuses an output folder in which another run was started.
+    """Refuse an output folder that holds another run.
 
     Raises:
         ValueError: model, rewards, what is trained or how it is sampled differ from the run that is there.

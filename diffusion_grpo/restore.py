@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .buffer import Recorded, RolloutBuffer
 from .order import RolloutOrder
+from .resume_point import refuse_unreadable
 from .tokens import TokenTrajectory
 from .trajectory import Trajectory
 from .values import ValueTargets
@@ -87,7 +88,8 @@ class _Part:
     def __init__(self, path: Path, device: Any):
         if not path.is_file():
             raise ValueError(f"{path} is missing: the checkpoint lies within a rollout and cannot be resumed exactly.")
-        with safe_open(path, "pt") as file:  # torch's "cpu:0", of several processes on CPUs, is no device to it
+        # torch's "cpu:0", of several processes on CPUs, is no device to `safe_open`
+        with refuse_unreadable(path.parent), safe_open(path, "pt") as file:
             self.tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}
             about = file.metadata()
         if "processes" not in about:

@@ -10,7 +10,7 @@ import logging
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -92,7 +92,8 @@ def check(checkpoint: Path) -> None:
     """
     if has_manifest(checkpoint):
         check_manifest(checkpoint)
-        return
+    else:
+        logger.warning("%s has no manifest.json, so damage to its files would not be noticed.", checkpoint)
     state = checkpoint / TRAINER_STATE_NAME
     if not state.is_file():
         raise DamagedCheckpoint(f"{checkpoint} is no whole checkpoint: it has no {TRAINER_STATE_NAME}")
@@ -100,7 +101,6 @@ def check(checkpoint: Path) -> None:
         json.loads(state.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DamagedCheckpoint(f"{checkpoint} is damaged: {TRAINER_STATE_NAME} is no JSON ({error})") from None
-    logger.warning("%s has no manifest.json, so damage to its files would not be noticed.", checkpoint)
 
 
 @contextlib.contextmanager
@@ -132,3 +132,23 @@ def _unreadable(checkpoint: Path, error: Exception) -> DamagedCheckpoint:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+@contextlib.contextmanager
+def explain_interrupt(folder: Path, updates: Callable[[], int]) -> Iterator[None]:
+    """Ctrl-C inside ends in one line that says what there is to go on from.
+
+    Args:
+        folder: the run's.
+        updates: how many it has made.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        newest = next(iter(checkpoints(folder)), None)
+        how = (
+            f"go on from {newest} with resume_from_checkpoint=True"
+            if newest
+            else "there is no checkpoint yet, so start it again as it was"
+        )
+        raise KeyboardInterrupt(f"Interrupted after {updates()} updates; {how}.") from None

@@ -42,7 +42,7 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer, is_fir
     """Every process writes its shares of the optimizer's state; the first also what is not a tensor."""
     state = get_optimizer_state_dict(model, _plain(optimizer), options=OPTIONS)
     writer = dcp.HuggingFaceStorageWriter(str(checkpoint / FOLDER), save_distributed=True)
-    dcp.save(_tensors(state), storage_writer=writer)
+    dcp.save(_tensors(state), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
     if is_first:
         rest = {"param_groups": state["param_groups"], "numbers": _numbers(state)}
         (checkpoint / FOLDER / REST).write_text(json.dumps(rest), encoding="utf-8")
@@ -105,7 +105,7 @@ def _read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         if saved[name].size != tensor.shape:
             found, expected = tuple(saved[name].size), tuple(tensor.shape)
             raise ValueError(f"{folder}: {name} has the shape {found}, and this run's {expected}.")
-    dcp.load(tensors, storage_reader=reader)
+    dcp.load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
 
 
 def _fill_rest(saved: dict[str, Any], state: dict[str, Any]) -> None:

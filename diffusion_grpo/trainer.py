@@ -68,7 +68,8 @@ from .offload import placed
 from .policy import replaced
 from .progress import UpdateProgress, replace_progress
 from .ranks import Ranks
-from .records import check_same_run, run_record, write_json
+from .records import check_output_folder, run_record, write_json
+from .resume_point import explain_interrupt
 from .rewards import (
     RewardError,
     check_columns,
@@ -227,7 +228,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
         self.run["reward_options"] = {r.name: r.options() for r in self.reward_funcs + self.eval_reward_funcs}
         self.run["license"] = known_license(model_name(model))
-        check_same_run(args.output_dir, self.run)
+        check_output_folder(args.output_dir, self.run, bool(args.resume_from_checkpoint))
 
     def _describe_model(self, pipe: DiffusionPipeline) -> None:
         """What run.json says of the model and the data."""
@@ -423,6 +424,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
                 write_json(Path(self.args.output_dir) / "run.json", self.run)
             if self.ema is not None:
                 self.ema.hide()  # a second training goes on from the policy
+            held.enter_context(explain_interrupt(Path(self.args.output_dir), lambda: self.state.global_step))
             held.enter_context(self.ranks.together())
             output = super().train(resume_from_checkpoint=point, **kwargs)
         if self.ema is not None:

@@ -1,5 +1,6 @@
 """A run that was killed and resumed ends with the weights of one that was not, bit for bit."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import resumable_run
 import torch
 from safetensors.torch import load_file
 from tiny_runs import brightness, first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
+from transformers import TrainerCallback
 
 # 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
 PLAIN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
@@ -112,8 +114,9 @@ def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1}
     trainer_for(tmp_path, **settings).train()
-    with pytest.raises(ValueError, match="holds a run already.*checkpoint-2.*resume_from_checkpoint=True"):
-        trainer_for(tmp_path, **settings).train()
+    with pytest.raises(ValueError, match="holds a run already.*checkpoint-2.*resume_from_checkpoint=True in the set"):
+        trainer_for(tmp_path, **settings)  # before a model is loaded
+    trainer_for(tmp_path, **settings, resume_from_checkpoint=True).train()
     with pytest.raises(ValueError, match="holds another run.*trains_by"):
         trainer_for(tmp_path, lora=False, **settings)
     with pytest.raises(ValueError, match="holds another run.*noise_level is the default there and 0.5 here"):
@@ -123,9 +126,48 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
 def test_a_folder_with_a_run_without_checkpoints_is_not_overwritten(tmp_path):
     trainer_for(tmp_path).train()
     with pytest.raises(ValueError, match="holds a run already .it has saved no checkpoint.*delete it"):
-        trainer_for(tmp_path).train()
+        trainer_for(tmp_path)
     with pytest.raises(ValueError, match="holds another run"):
         trainer_for(tmp_path, lora=False)
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C in the middle of an update."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_interrupted_before_its_first_checkpoint_is_started_again(tmp_path):
+    """Also with other settings, without the other run's samples."""
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt, match="Interrupted after 1 updates; there is no checkpoint yet, so start"):
+        trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
+    assert (tmp_path / "run.json").is_file() and list(tmp_path.glob("samples/step-*"))
+    stale = tmp_path / "samples" / "step-000077.parquet"
+    stale.touch()
+    again = trainer_for(tmp_path, noise_level=0.5, **settings)
+    again.train()
+    assert again.state.global_step == 2 and not stale.exists() and (tmp_path / "checkpoint-2").is_dir()
+    assert json.loads((tmp_path / "run.json").read_text())["settings"]["noise_level"] == 0.5
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
+    newest = tmp_path / "checkpoint-1"
+    assert str(caught.value) == f"Interrupted after 1 updates; go on from {newest} with resume_from_checkpoint=True."
+    again = trainer_for(tmp_path, **settings)
+    assert "was interrupted (newest: checkpoint-1)" in caplog.text
+    with pytest.raises(ValueError, match="holds a run already .newest: checkpoint-1.; pass resume_from_checkpoint=Tr"):
+        again.train()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
@@ -136,7 +178,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
             resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-1")
         )
     (tmp_path / "lora" / "checkpoint-2" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="trainer_state.json is missing; resume from .*checkpoint-1, which is whole"):
         trainer_for(tmp_path / "lora2", **settings).train(
             resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-2")
         )

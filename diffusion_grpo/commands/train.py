@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..early_checks import check_names, check_values, processes_here
-from .inputs import check_model_name, hide_loading_bars, load_checked, refusing
+from .inputs import Refusal, check_model_name, hide_loading_bars, load_checked, refusing
 
 if TYPE_CHECKING:
     from ..arguments import LaunchArguments, LoraArguments, ScriptArguments
@@ -66,7 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
     trainer = build_trainer(script, lora, config)
     if script.baseline_guidance_scales:
         refusing(measure_baselines, trainer, script.baseline_guidance_scales)
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    from ..manifest import ResumeError
+
+    try:
+        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    except ResumeError as error:
+        raise Refusal(" ".join(str(error).split())) from error
     trainer.save_model()
     if config.push_to_hub:
         trainer.push_to_hub()
