@@ -37,7 +37,7 @@ class Poison:
 VALUED = SETTINGS | {"ema_decay": 0.9, "advantage_estimator": "gae", "max_steps": 2}
 READ = [
     "adapter_model.safetensors",
-    "ema/adapter_model.safetensors",
+    "policy/adapter_model.safetensors",
     "optimizer.pt",
     "rng_state.pth",
     "rollout-rank0.safetensors",
@@ -79,7 +79,7 @@ def test_the_poison_works(tmp_path):
 
 def test_these_are_all_files_of_a_checkpoint(checkpoint):
     names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
-    unread = {*NOT_READ, "manifest.json", *(f"ema/{name}" for name in NOT_READ)}
+    unread = {*NOT_READ, "manifest.json", *(f"policy/{name}" for name in NOT_READ)}
     assert names - unread == set(READ)
 
 
