@@ -90,13 +90,13 @@ class GeneratingTrainer(ReplayingTrainer):
                 rows = self._rows_at(positions.tolist(), numbers)
                 scoring = self._scoring_of(order, numbers, rows)
             scoring.arrivals.watch = progress.advance
-            progress.begin("rollout", len(rows))
+            progress.begin("rollout", len(rows), copies=self.args.data_processes)
             with self.ranks.apart("rolls out"):
                 with scoring:
                     samples, trajectory, *parts = self._observed_rollout(rows, generation, positions, scoring)
-                    progress.begin("rewards", len(rows))
+                    progress.begin("rewards", scoring.count)
                     start = time.perf_counter()
-                    local = self._rewards_of(scoring, extra)
+                    local = self._rewards_of(scoring, extra, progress.advance)
                     self._metrics["time/reward"].append(time.perf_counter() - start + scoring.waited)
             divergences, seen = (self._gathered(part, order) for part in parts)
             rewards, local, extra = self._shared(scoring, local, extra, order)

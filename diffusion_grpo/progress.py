@@ -25,33 +25,36 @@ STAGES = ("time/rollout", "time/reward", "time/update")
 class UpdateProgress:
     """Where the running update is: its stage and how much of it is done.
 
-    Args:
-        processes: that make samples; what is counted here is counted by each of them.
-
     Attributes:
-        stage: "rollout", "rewards" or "update"; None between two updates.
-        done, total: samples in a rollout and in its rewards, passes of the network in an update.
+        stage: "rollout", "rewards" or "training"; None between two updates.
+        done, total: samples in a rollout and in its rewards, passes of the network in training.
     """
 
-    def __init__(self, processes: int = 1):
-        self.processes = processes
+    def __init__(self):
         self.stage: str | None = None
         self.done = self.total = 0
+        self.copies = 1
         self.watch: Callable[[], None] = lambda: None
 
     @property
     def unit(self) -> str:
         """What is counted."""
-        return "passes" if self.stage == "update" else "samples"
+        return "passes" if self.stage == "training" else "samples"
 
-    def begin(self, stage: str, total: int) -> None:
-        """Enter a stage of `total` parts in this process."""
-        self.stage, self.done, self.total = stage, 0, total * self.processes
+    def begin(self, stage: str, total: int, copies: int = 1) -> None:
+        """Enter a stage.
+
+        Args:
+            stage: its name.
+            total: parts of it in this process.
+            copies: processes that do as much at the same time, and are counted too.
+        """
+        self.stage, self.done, self.total, self.copies = stage, 0, total * copies, copies
         self.watch()
 
     def advance(self, count: int = 1) -> None:
         """Count what this process has done of the stage."""
-        self.done += count * self.processes
+        self.done += count * self.copies
         self.watch()
 
     def end(self) -> None:
@@ -228,7 +231,7 @@ class BarsCallback(ShowingCallback):
         if self.inner is None:
             self.inner = tqdm(
                 total=progress.total,
-                desc=f"{progress.stage} of update {self.step + 1}",
+                desc=f"update {self.step + 1}: {progress.stage}",
                 unit=f" {progress.unit}",
                 position=1,
                 leave=False,

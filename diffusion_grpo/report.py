@@ -327,7 +327,7 @@ def pictures(run: Run) -> dict[str, Any] | None:
     groups = {
         f"The first {len(shown[:SHOWN])} {name_prompts(run.prompts)} prompts": [pair for pair, _ in shown[:SHOWN]],
         "Most improved of the others": best,
-        "Worse than before, of the others": worst,
+        "Most worsened of the others": worst,
     }
     cards = {title: [card(run, pair) for pair in group] for title, group in groups.items() if group}
     before, after = (format_updates(step) for step in (min(run.samples), max(run.samples)))

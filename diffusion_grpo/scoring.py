@@ -4,6 +4,7 @@ In: samples with their dataset rows. Out: a `Scoring`, or the scores. A module o
 scored while they are made, and evaluations, which are scored at once, must call rewards with the same keywords.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,11 @@ class ScoringTrainer(CheckpointingTrainer):
         score_here([scoring], self._announce)
         return self._values(scoring.values, metrics, extra, len(samples))
 
-    def _rewards_of(self, scoring: RolloutScoring | SubsetScoring, extra: dict[str, list]) -> Tensor:
-        """(samples, functions) rewards of what of a rollout this process scores, when the last is there."""
-        scoring.wait()
+    def _rewards_of(
+        self, scoring: RolloutScoring | SubsetScoring, extra: dict[str, list], watch: Callable[[int], None]
+    ) -> Tensor:
+        """Wait for this process's rewards, `(samples, functions)`; `watch` is told how many samples have theirs."""
+        scoring.wait(watch)
         return self._values(scoring.result, self._metrics, extra, scoring.count)
 
     def _of_all(self, values: Tensor, places: list[int], total: int) -> Tensor:

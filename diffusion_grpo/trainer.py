@@ -365,7 +365,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if self.pop_callback(TensorBoardCallback) is not None:
             self.add_callback(PipelineTensorBoardCallback)
         self.add_callback(SampleGridCallback(self.callback_handler))
-        self.progress = UpdateProgress(args.data_processes)
+        self.progress = UpdateProgress()
         prompts = name_prompts(self.run["prompts"])
         replace_progress(self.callback_handler, args, self.progress, prompts)  # after the grid, which it may show
         self.add_callback(CollapseCallback)
@@ -452,8 +452,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         if self.is_fsdp_enabled:  # Trainer's no_sync would keep whole gradients on each process
             model.set_requires_gradient_sync(True)
         passes = self._passes(batch)
-        if self._micro_step == 1 or self.progress.stage != "update":
-            self.progress.begin("update", len(passes) * self.current_gradient_accumulation_steps)
+        if self._micro_step == 1 or self.progress.stage != "training":
+            self.progress.begin("training", len(passes) * self.current_gradient_accumulation_steps)
         for number, ((part, step), is_own) in enumerate(passes, start=1):
             is_last = number == len(passes)
             is_reduced = is_last or self.is_fsdp_enabled  # waiting would keep sharded gradients whole

@@ -63,8 +63,8 @@ def test_an_update_tells_where_it_is(tmp_path):
     trainer.add_callback(Watch)
     trainer.train()
     assert seen[0] == ("rollout", 0, 8) and ("rollout", 4, 8) in seen and ("rollout", 8, 8) in seen
-    assert ("rewards", 0, 8) in seen
-    passes = [(done, total) for stage, done, total in seen if stage == "update"]
+    assert ("rewards", 0, 8) in seen and ("rewards", 8, 8) in seen
+    passes = [(done, total) for stage, done, total in seen if stage == "training"]
     assert passes == [(done, 6) for done in range(7)]  # two micro-batches, three steps each
     assert seen[-1] == (None, 6, 6)
 
@@ -103,7 +103,7 @@ def test_bars_in_a_terminal(tmp_path, monkeypatch):
     screen.flush()
     shown = os.read(master, 1 << 20).decode()
     os.close(master)
-    assert "updates: 100%" in shown and "rollout of update 1:" in shown and "update of update 2:" in shown
+    assert "updates: 100%" in shown and "update 1: rollout:" in shown and "update 2: training:" in shown
     assert "update 1/2: reward 0." in shown and "{'loss'" not in shown
 
 

@@ -186,10 +186,11 @@ class RolloutScoring:
             self.threads = self.threads or _Threads()
             self.done.append((self.parts[-1], self.threads.submit(scoring)))
 
-    def wait(self) -> None:
-        """Until all rewards are there."""
+    def wait(self, watch: Callable[[int], None] = lambda count: None) -> None:
+        """Until all rewards are there; `watch` is told how many samples have all of theirs."""
         late = [number for number in range(len(self.rewards)) if number not in self.early]
-        for (_, _, scoring), done in self.done:
+        told = 0
+        for (places, _, scoring), done in self.done:
             said = None
             while not done.done():
                 if self.announce is not None and scoring.doing != said:
@@ -197,10 +198,14 @@ class RolloutScoring:
                     self.announce(said)
                 wait([done], timeout=LOOK)
             done.result()
+            if not late:
+                told += len(places)
+                watch(len(places))
         if late:
             self._hand_over(late, list(range(len(self.groups))))
         with self.overlap.watching() if self.overlap.is_first else contextlib.nullcontext():
             score_here([scoring for _, _, scoring in self.parts if not scoring.calls], self.announce)
+        watch(self.count - told)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
         """`(samples, functions)` float32, after `wait`; see `score`.

@@ -225,11 +225,11 @@ class SubsetScoring:
             if self.owed[source]:
                 self.turns.append(source)
 
-    def wait(self) -> None:
-        """Until all rewards that are computed here are there."""
+    def wait(self, watch: Callable[[int], None] = lambda count: None) -> None:
+        """Until all rewards that are computed here are there; see `RolloutScoring.wait`."""
         self._take_in(is_waiting=True)
         if self.deal.taken:
-            self.scoring.wait()
+            self.scoring.wait(watch)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
         """`(samples, functions)` float32 of the samples that are scored here, in the order of `deal.taken`."""
