@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers.trainer
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 from transformers.utils import is_in_notebook

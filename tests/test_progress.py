@@ -1,5 +1,6 @@
 """What a user sees of a running training, in a terminal, in a pipe and in a notebook."""
 
+import contextlib
 import fcntl
 import io
 import logging
@@ -8,6 +9,7 @@ import pty
 import struct
 import sys
 import termios
+import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -90,19 +92,29 @@ def test_a_long_update_says_once_a_minute_where_it_is(capsys):
     ]
 
 
+def read_all(terminal, shown):
+    """All that is written to a pseudo-terminal, until nobody has it open any more."""
+    with contextlib.suppress(OSError):
+        while part := os.read(terminal, 1 << 16):
+            shown.append(part)
+
+
 def test_bars_in_a_terminal(tmp_path, monkeypatch):
     """In a real pseudo-terminal: both bars, and the lines above them."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    screen = os.fdopen(slave, "w")
+    screen, shown = os.fdopen(slave, "w"), []
+    reader = threading.Thread(target=read_all, args=(master, shown))  # or a full terminal would hold the writer up
+    reader.start()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(sys, "stdout", screen)
     trainer = trainer_for(tmp_path, disable_tqdm=False)
     assert [c for c in trainer.callback_handler.callbacks if isinstance(c, BarsCallback)]
     trainer.train()
-    screen.flush()
-    shown = os.read(master, 1 << 20).decode()
+    screen.close()
+    reader.join()
     os.close(master)
+    shown = b"".join(shown).decode()
     assert "updates: 100%" in shown and "update 1: rollout:" in shown and "update 2: training:" in shown
     assert "update 1/2: reward 0." in shown and "{'loss'" not in shown
 
