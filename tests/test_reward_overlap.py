@@ -272,7 +272,9 @@ def test_a_training_is_the_same_with_and_without_overlap_and_whatever_rewards_do
         trainer.train()
         assert trainer._overlap.is_possible == (name == "beside")
         assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
-        columns = [pyarrow.parquet.read_table(path) for path in sorted((tmp_path / name / "samples").iterdir())]
+        columns = [
+            pyarrow.parquet.read_table(path) for path in sorted((tmp_path / name / "samples").glob("*.parquet"))
+        ]
         metrics = [logged(trainer, key) for key in ("reward", "brightest", "diversity", "ratio/max_error")]
         tables = [table.drop_columns([c for c in table.column_names if c == "careless"]) for table in columns]
         runs[name] = trained_weights(trainer), tables, metrics

@@ -334,7 +334,9 @@ def test_torch_compile_compiles_the_blocks_and_keeps_the_ratio(tmp_path):
 def test_the_whole_dataset_is_seen_each_epoch_in_another_order(tmp_path):
     trainer = trainer_for(tmp_path, max_steps=4)
     trainer.train()
-    tables = [pyarrow.parquet.read_table(path).to_pydict() for path in sorted((tmp_path / "samples").glob("*"))]
+    tables = [
+        pyarrow.parquet.read_table(path).to_pydict() for path in sorted((tmp_path / "samples").glob("*.parquet"))
+    ]
     prompts = [list(dict.fromkeys(table["prompt"])) for table in tables]
     assert (
         sorted(prompts[0] + prompts[1]) == sorted(prompts[2] + prompts[3]) == sorted(trainer.train_dataset["prompt"])
