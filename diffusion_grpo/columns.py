@@ -34,7 +34,8 @@ class Columns:
 
     Pictures come as PIL images, videos as lists of them, sound as float32 tensors (channels, time). Types are those of
     `datasets`: `Image`, `Video`, `Audio` and lists of them; `{"bytes", "path"}` without a type is a picture. Strings
-    are read by the ending of the file's name, and their pictures converted to RGB.
+    are read by the ending of the file's name, and their pictures converted to RGB. Embeddings of prompts and their
+    masks, lists of numbers, come as tensors.
 
     Args:
         dataset: the user's. One with a format of its own (`set_format`, `set_transform`) gives what it gives.
@@ -43,7 +44,10 @@ class Columns:
 
     def __init__(self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter]):
         self.files = {}
+        self.tensors: list[str] = []
         if dataset.format["type"] is None:
+            features = dataset.features
+            self.tensors = [name for name in parameters.keys() & features.keys() if _is_tensor(name, features[name])]
             for name, feature in dataset.features.items():
                 found = _media(feature)
                 if found is None and name in parameters:
@@ -81,6 +85,8 @@ class Columns:
 
     def _row(self, index: int) -> dict[str, Any]:
         row = dict(self.dataset[index])
+        for name in self.tensors:
+            row[name] = None if row[name] is None else torch.tensor(row[name])
         for name, feature in self.files.items():
             try:
                 row[name] = _read(row[name], feature)
@@ -120,6 +126,14 @@ def with_absolute_paths(dataset: datasets.Dataset, folder: Path) -> datasets.Dat
             values = [value if value is None or "://" in value else str(folder / value) for value in values]
             dataset = dataset.remove_columns(name).add_column(name, values)
     return dataset.select_columns(order)
+
+
+def _is_tensor(name: str, feature: Any) -> bool:
+    """Whether a column holds embeddings of prompts, or which tokens of them count."""
+    is_embedding = "prompt" in name and ("embed" in name or "mask" in name)
+    if isinstance(feature, (datasets.List, datasets.LargeList, datasets.Array2D, datasets.Array3D)):
+        return is_embedding and "string" not in str(feature)
+    return False
 
 
 def is_media(feature: Any) -> bool:

@@ -23,6 +23,8 @@ READERS = {
     ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
     ".csv": lambda path: datasets.Dataset.from_csv(str(path)),
 }
+SPLITS = ("train", "validation", "val", "test")  # names of files that hold one
+EMBEDDED = "prompt_embeds"  # what most pipelines call prompts that are encoded already
 NUMBERS_OF_SAMPLES = ("class_labels",)  # numbers that are one a sample, as a prompt is; others are one a call
 
 
@@ -36,7 +38,8 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
 
     Args:
         source: a file (`.txt`, one prompt a line; `.jsonl`, `.json`, `.parquet`, `.csv`, with a column `prompt`), a
-            folder written by `save_to_disk`, any other folder or Hub id that `datasets.load_dataset` knows, or
+            folder with a file for each split (`train.txt` or `train_metadata.jsonl`, as Flow-GRPO's), a folder
+            written by `save_to_disk`, any other folder or Hub id that `datasets.load_dataset` knows, or
             `"tiny"`, the prompts of the embedded model. Paths of pictures, videos and sound in a file are relative
             to its folder.
         split: which split of the dataset; a single file has none, all of it is returned.
@@ -60,7 +63,41 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
         return splits[split]
     if (path / "dataset_info.json").is_file():
         return datasets.load_from_disk(source)
-    return datasets.load_dataset(source, split=split)
+    if files := files_of_splits(path):
+        if split not in files:
+            raise ValueError(f"{source} has no split '{split}'; it has {', '.join(files)}.")
+        return load_prompts(str(files[split]))
+    loaded = datasets.load_dataset(source, split=split)
+    if path.is_dir() and "prompt" not in loaded.column_names and "text" in loaded.column_names:
+        loaded = loaded.rename_column("text", "prompt")
+    return loaded
+
+
+def files_of_splits(folder: Path) -> dict[str, Path]:
+    """Find the files of a folder in Flow-GRPO's layout: `train.txt` or `train_metadata.jsonl`, and so for `test`.
+
+    Raises:
+        ValueError: two files of one split.
+    """
+    found: dict[str, Path] = {}
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        split = file.stem.removesuffix("_metadata")
+        if file.suffix not in READERS or split not in SPLITS:
+            continue
+        if split in found:
+            raise ValueError(f"{folder} holds {found[split].name} and {file.name} for '{split}'; keep one of them.")
+        found[split] = file
+    return found
+
+
+def prompts_of(rows: list[dict[str, Any]]) -> list[str] | None:
+    """The prompts of rows, None where there are embeddings only."""
+    return [row["prompt"] for row in rows] if rows and "prompt" in rows[0] else None
+
+
+def prompt_column(dataset: datasets.Dataset) -> list[str]:
+    """What stands for each row's prompt in tables: nothing where there are embeddings only."""
+    return dataset["prompt"] if "prompt" in dataset.column_names else [""] * len(dataset)
 
 
 def named_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Dataset]]:
@@ -77,25 +114,26 @@ def named_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Data
 
 
 def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> None:
-    """Refuses a dataset that has no prompts.
+    """Refuses a dataset that has neither prompts nor embeddings of them.
 
     Args:
         dataset: what the user gave.
         name: what the user gave it as, for the message.
 
     Raises:
-        ValueError: it is not a `datasets.Dataset`, has no column `prompt`, no rows, or a prompt that is not a string.
+        ValueError: it is not a `datasets.Dataset`, has neither column `prompt` nor `prompt_embeds`, no rows, or a
+            prompt that is not a string.
     """
     if not isinstance(dataset, datasets.Dataset):
         raise ValueError(f"{name} must be a datasets.Dataset with a column 'prompt', not a {type(dataset).__name__}.")
-    if "prompt" not in dataset.column_names:
+    if not {"prompt", EMBEDDED} & set(dataset.column_names):
         raise ValueError(
             f"{name} has no column 'prompt', only {dataset.column_names}; rename the one that holds the prompts "
-            "with rename_column."
+            f"with rename_column, or give embeddings as '{EMBEDDED}'."
         )
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty; give it at least one row with a prompt.")
-    for row, prompt in enumerate(dataset["prompt"]):
+    for row, prompt in enumerate(dataset["prompt"] if "prompt" in dataset.column_names else []):
         if not isinstance(prompt, str):
             raise ValueError(
                 f"{name} has a prompt that is not a string in row {row} (the first is row 0): {prompt!r}, of type "
@@ -189,8 +227,9 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
         ValueError: the numbers of one call differ, or a column is None in some rows only.
     """
     inputs = {}
+    replaced = texts_of_embeddings(rows[0], accepted)
     for name in rows[0]:
-        if name not in accepted:
+        if name not in accepted or name in replaced:
             continue
         values = [row[name] for row in rows]
         is_setting = name not in NUMBERS_OF_SAMPLES and all(isinstance(value, bool | int | float) for value in values)
@@ -212,6 +251,15 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
             )
         inputs[name] = values[0]
     return inputs
+
+
+def texts_of_embeddings(row: dict[str, Any], accepted: set[str]) -> set[str]:
+    """Arguments whose text is encoded already in the row, which a pipeline does not take beside the embeddings."""
+    found: set[str] = set()
+    for prefix in ("", "negative_"):
+        if f"{prefix}{EMBEDDED}" in accepted and row.get(f"{prefix}{EMBEDDED}") is not None:
+            found |= {f"{prefix}prompt", f"{prefix}prompt_2", f"{prefix}prompt_3"}
+    return found
 
 
 def groups_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list[int]]:

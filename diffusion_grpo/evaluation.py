@@ -251,7 +251,7 @@ def _keep(trainer: "DiffusionGRPOTrainer", parts: dict[str, _Part]) -> None:
         table = {
             "step": [trainer.state.global_step] * count,
             "dataset": [dataset] * count,
-            "prompt": [row["prompt"] for row in part.rows],
+            "prompt": [row.get("prompt", "") for row in part.rows],
             "seed": [sample_seed(trainer.args.seed, "evaluation", place) for place in part.places],
             **files,
             **dict(zip(names, part.rewards.T.tolist(), strict=True)),

@@ -248,7 +248,7 @@ class GeneratingTrainer(ReplayingTrainer):
         names = [reward_name(func) for func in self.reward_funcs]
         rank = f"-rank{self.args.data_process}" if self.args.data_processes > 1 else ""
         path = Path(self.args.output_dir) / "samples" / f"step-{self.state.global_step:06d}{rank}.parquet"
-        table = {"step": [self.state.global_step] * len(rows), "prompt": [row["prompt"] for row in rows]}
+        table = {"step": [self.state.global_step] * len(rows), "prompt": [row.get("prompt", "") for row in rows]}
         table |= dict(zip(names, rewards.T.tolist(), strict=True))
         write_samples(path, columns | table)
 

@@ -18,7 +18,7 @@ from .batching import BATCHED, SINGLE, Form, find_form
 from .columns import Columns, is_media
 from .config import DiffusionGRPOConfig
 from .config_checks import RESERVED
-from .data import groups_by_shape, pipeline_inputs
+from .data import EMBEDDED, groups_by_shape, pipeline_inputs, texts_of_embeddings
 from .gathering import broadcast_bytes, gathered_json
 from .parcels import packed, unpacked
 from .rewards.contract import Reward, asked_columns
@@ -62,7 +62,8 @@ class PipelineInputs:
         return self._arguments(rows, form.name) | overrides
 
     def _arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
-        fixed = self.fixed
+        replaced = texts_of_embeddings(rows[0], self.accepted)
+        fixed = {name: value for name, value in self.fixed.items() if name not in replaced}
         if form != SINGLE:  # a negative prompt beside a list of prompts: one a sample, as not all pipelines spread it
             texts = {name: value for name, value in fixed.items() if isinstance(value, str) and "prompt" in name}
             fixed = fixed | {name: [value] * len(rows) for name, value in texts.items()}
@@ -92,6 +93,10 @@ class PipelineInputs:
         Raises:
             ValueError: see [`~diffusion_grpo.columns.Columns.check`].
         """
+        if "prompt" not in dataset.column_names and EMBEDDED not in self.accepted:
+            raise ValueError(
+                f"{name} has no column 'prompt', and {self.pipeline.__name__} takes no {EMBEDDED}; add the prompts."
+            )
         self.columns(dataset).check(name)
         idle = [c for c, f in dataset.features.items() if is_media(f) and c not in self.accepted | asked]
         if idle:

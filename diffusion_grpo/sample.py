@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from . import records
 from .advantages import combine, compute_advantages
+from .data import prompt_column, prompts_of
 from .hub import load_weights
 from .inputs import PipelineInputs, check_count
 from .loading import load_pipeline, plain_pipeline
@@ -95,7 +96,7 @@ def write_samples(
     """
     path, count = settings.output_dir / TABLE, settings.num_generations
     table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
-    for row, prompt in zip(table[::count], dataset["prompt"]):
+    for row, prompt in zip(table[::count], prompt_column(dataset)):
         if row["prompt"] != prompt:
             raise ValueError(f"{path} holds samples of {row['prompt']!r} where the prompts say {prompt!r}.")
     make = Sampler(pipe, settings)
@@ -201,7 +202,7 @@ def _scores(
     values = score(
         rewards,
         **{kind: samples},
-        prompts=[row["prompt"] for row in rows],
+        prompts=prompts_of(rows),
         columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
         groups=[place // settings.num_generations for place in places],
         fps=settings.fps,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .checkpoints import CheckpointingTrainer
+from .data import prompts_of
 from .gathering import gathered_bytes
 from .media import sampling_rate
 from .order import RolloutOrder
@@ -101,7 +102,7 @@ class ScoringTrainer(CheckpointingTrainer):
             funcs,
             **kinds,
             latents=latents,
-            prompts=[row["prompt"] for row in rows],
+            prompts=prompts_of(rows),
             columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
             groups=groups,
             fps=self.args.fps,

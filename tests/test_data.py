@@ -56,6 +56,35 @@ WRITERS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("train", "test", "columns"),
+    [("train.txt", "test.txt", ["prompt"]), ("train_metadata.jsonl", "test_metadata.jsonl", ["prompt", "tag"])],
+)
+def test_folders_in_flow_grpos_layout(tmp_path, train, test, columns):
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    for name in (train, test):
+        row = json.dumps({"prompt": f"a {name}", "tag": "colors"})
+        (folder / name).write_text((row if name.endswith(".jsonl") else f"a {name}") + "\n")
+    (folder / "README.md").write_text("not a split")
+    for split, name in (("train", train), ("test", test)):
+        loaded = load_prompts(str(folder), split)
+        assert loaded["prompt"][:] == [f"a {name}"] and loaded.column_names == columns
+        check_dataset(loaded)
+    with pytest.raises(ValueError, match="has no split 'validation'; it has test, train"):
+        load_prompts(str(folder), "validation")
+    (folder / f"train{'.jsonl' if train.endswith('.txt') else '.txt'}").write_text("{}")
+    with pytest.raises(ValueError, match="for 'train'; keep one of them"):
+        load_prompts(str(folder))
+
+
+def test_a_folder_of_text_files_has_prompts(tmp_path):
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    (folder / "words-train.txt").write_text("a cat\na dog\n")
+    assert load_prompts(str(folder))["prompt"][:] == ["a cat", "a dog"]
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_sources(name, table, tmp_path):
     WRITERS[name](table, tmp_path / name)

@@ -40,7 +40,7 @@ class Failure:
     def error(self, what: str, item: int = 0) -> RewardError:
         index = self.call.rows[item]
         saved = "" if self.folder is None else f" The sample is saved as {self._save(what, index)}."
-        return RewardError(f"The reward {self.name!r} {what} (prompt {self.batch.prompts[index]!r}).{saved}")
+        return RewardError(f"The reward {self.name!r} {what} (prompt {self.batch.prompt(index)!r}).{saved}")
 
     def _save(self, what: str, index: int) -> Path:
         folder = Path(self.folder)
@@ -53,7 +53,7 @@ class Failure:
             path = folder / f"{stem}.npy"
             frames = sample.cpu() if torch.is_tensor(sample) else np.stack([np.asarray(frame) for frame in sample])
             np.save(path, np.asarray(frames))
-        place, prompt = self.batch.places[index], self.batch.prompts[index]
+        place, prompt = self.batch.places[index], self.batch.prompt(index)
         record = {"reward": self.name, "index": place, "prompt": prompt, "error": what}
         (folder / f"{stem}.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
         return path

@@ -251,6 +251,10 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
         ]
         required += _columns_in_arguments(reward)
         for name in required:
+            if name == "prompts" and "prompt" not in columns:
+                raise ValueError(
+                    f"The reward {reward.name!r} needs prompts, and {dataset} has no column 'prompt'; add it."
+                )
             if name not in PROVIDED and name not in columns:
                 raise ValueError(
                     f"The reward {reward.name!r} needs the column {name!r}, which {dataset} lacks; it has "

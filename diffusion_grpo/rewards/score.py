@@ -42,7 +42,7 @@ def score(
     images: list | None = None,
     videos: list | None = None,
     latents: list[Tensor] | None = None,
-    prompts: list[str],
+    prompts: list[str] | None,
     columns: dict[str, list] | None = None,
     groups: list[int] | None = None,
     fps: float | None = None,
@@ -69,7 +69,7 @@ def score(
         images: PIL images, or `videos`: lists of frames; arrays are turned into PIL once. At most one of the two; none
             where all functions take latents.
         latents: what the last denoising step left of each sample.
-        prompts: one a sample.
+        prompts: one a sample; None where the samples come from embeddings, and functions get none.
         columns: further dataset columns, one value a sample each.
         groups: the group of each sample, for groupwise functions; by default samples of equal prompts are a group.
         fps: frames a second of the videos.
@@ -117,7 +117,7 @@ class Scoring:
         images: list | None = None,
         videos: list | None = None,
         latents: list[Tensor] | None = None,
-        prompts: list[str],
+        prompts: list[str] | None,
         columns: dict[str, list] | None = None,
         groups: list[int] | None = None,
         fps: float | None = None,
@@ -132,7 +132,7 @@ class Scoring:
         if samples is None:
             raise ValueError("score needs exactly one of images and videos, or latents.")
         places = list(range(len(samples))) if places is None else places
-        groups = groups or _equal_prompts(prompts)
+        groups = groups or (places if prompts is None else _equal_prompts(prompts))
         self.batch = _Batch(kind, samples, latents, prompts, columns or {}, groups, places)
         self.shared = {"trainer_state": trainer_state} | ({"fps": fps} if kind == "videos" else {})
         self.shared |= {"sampling_rate": sampling_rate} if sampling_rate is not None else {}
@@ -224,10 +224,14 @@ class _Batch:
     kind: str
     samples: list
     latents: list[Tensor] | None
-    prompts: list[str]
+    prompts: list[str] | None
     columns: dict[str, list]
     groups: list[int]
     places: list[int]
+
+    def prompt(self, row: int) -> str | None:
+        """The prompt of a sample, for messages."""
+        return None if self.prompts is None else self.prompts[row]
 
     @cached_property
     def tensor(self) -> Tensor:
@@ -338,7 +342,8 @@ def _keywords(call: _Call, batch: _Batch, shared: dict) -> dict[str, Any]:
     columns = [name for name in batch.columns if name not in fixed and (takes_all or name in parameters)]
     items = own_copy(call.items)
     keywords = {name: [own_copy(batch.columns[name][row]) for row in call.rows] for name in columns}
-    keywords |= {"prompts": [batch.prompts[row] for row in call.rows], "completions": items, call.kind: items}
+    keywords |= {} if batch.prompts is None else {"prompts": [batch.prompts[row] for row in call.rows]}
+    keywords |= {"completions": items, call.kind: items}
     keywords |= {"log_extra": call.log_extra, "log_metric": call.log_metric, **shared}
     return keywords if takes_all else {name: value for name, value in keywords.items() if name in parameters}
 
