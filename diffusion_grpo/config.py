@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -88,6 +89,10 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
 
     def __post_init__(self):
         self.fill_in()
+        if self.max_steps == 0:  # transformers takes it for "all epochs"
+            self.num_train_epochs = 0.0
+        if launched_processes() > 1 and not torch.accelerator.is_available():
+            self.use_cpu = True  # or transformers would start a run of its own in each process
         if self.bf16 is None:
             self.bf16 = (
                 not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -107,6 +112,7 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         super().__post_init__()
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
+        check_launched(launched_processes(), self.world_size)
         self.lr_scheduler_type = warming_schedule(self.lr_scheduler_type, self.warmup_steps)
         check_settings(self)
         get_loss(self.loss_type)  # one of the user's own is imported
@@ -127,6 +133,24 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
     def to_dict(self) -> dict[str, Any]:
         """`TrainingArguments.to_dict`, with tensors and pictures among the settings named by their kind and size."""
         return {name: described(value) for name, value in super().to_dict().items()}
+
+
+def launched_processes() -> int:
+    """Return how many processes torchrun or accelerate started, this one among them; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+
+
+def check_launched(launched: int, world_size: int) -> None:
+    """Refuse processes that do not know of each other and would all write into one folder.
+
+    Raises:
+        ValueError: several were started, and each trains by itself.
+    """
+    if launched > 1 and world_size == 1:
+        raise ValueError(
+            f"{launched} processes were started, but each would be a run of its own in one folder; set use_cpu=True "
+            "to train on CPUs, or start one process."
+        )
 
 
 def warming_schedule(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:

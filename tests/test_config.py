@@ -3,6 +3,7 @@
 import pytest
 
 from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.config import check_launched, launched_processes
 from diffusion_grpo.config_sizes import Sizes
 from diffusion_grpo.early_checks import EarlySettings, check_values
 from diffusion_grpo.source import config_fields
@@ -119,6 +120,17 @@ def test_the_early_settings_are_those_of_the_config():
     assert len(sizes) >= 12 and {n: getattr(early, n) for n in sizes if n not in PROCESS} == {
         n: getattr(built, n) for n in sizes if n not in PROCESS
     }
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    assert launched_processes() == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launched_processes() == 1  # some schedulers of jobs set it everywhere
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert launched_processes() == 2
+    check_launched(2, 2)
+    with pytest.raises(ValueError, match="2 processes were started, but each would be a run of its own.*use_cpu=True"):
+        check_launched(2, 1)
 
 
 def test_a_setting_of_older_versions_is_explained():

@@ -7,7 +7,7 @@ import statistics
 import pyarrow.parquet
 import pytest
 from datasets import Dataset
-from tiny_runs import brightness, logged, trainer_for
+from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.data import load_prompts
 from diffusion_grpo.rewards.score import _warn_unscored
@@ -90,6 +90,16 @@ def test_learning_rate_schedules(tmp_path, schedule):
     if schedule in ("reduce_lr_on_plateau", "greedy"):
         assert trainer.lr_scheduler.mode == "max"  # a reward that rises is no plateau
         assert trainer.args.metric_for_best_model == "eval_reward"
+
+
+def test_no_updates_where_none_are_asked_for(tmp_path):
+    trainer = trainer_for(tmp_path, **(EVALUATED | {"max_steps": 0, "eval_on_start": True}))
+    before = trained_weights(trainer)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.state.global_step == 0 and len(logged(trainer, "eval_reward")) == 1
+    after = trained_weights(trainer)
+    assert before and all((before[name] == after[name]).all() for name in before)
 
 
 @pytest.mark.parametrize(("steps", "first"), [(2, [0.0, 0.5, 1.0, 1.0]), (0.25, [0.0, 1.0, 1.0, 1.0]), (0, [1.0] * 4)])

@@ -226,6 +226,16 @@ def test_an_error_in_a_process_is_the_commands_error(tmp_path):
 
 
 @pytest.mark.distributed
+def test_torchrun_on_a_cpu_starts_processes_of_one_run(tmp_path):
+    """No setting says CPU: without a group each of them would train by itself in one folder."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    script = Path(__file__).parent / "cpu_run.py"
+    words = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(tmp_path)]
+    subprocess.run([sys.executable, "-m", *words], env=environment, check=True, capture_output=True)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2 True", "1": "2 True"}
+
+
+@pytest.mark.distributed
 def test_two_machines_meet(tmp_path):
     config = write(tmp_path, output_dir=str(tmp_path / "run"))
     with socket.socket() as free:
