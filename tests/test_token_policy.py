@@ -54,6 +54,10 @@ class PainterFamily(Family):
 @pytest.fixture
 def painter(monkeypatch):
     monkeypatch.setitem(FAMILIES, "Painter", PainterFamily())
+    return make_painter()
+
+
+def make_painter():
     ids = byte_tokenizer()
     torch.manual_seed(0)
     writer = LlamaForCausalLM(LlamaConfig(vocab_size=len(ids), **LLAMA)).eval()
@@ -158,11 +162,11 @@ def test_a_share_of_the_layers_is_checkpointed(painter, tmp_path, share):
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 
-def trainer_of(pipe, folder, peft_config=LORA, **settings):
+def trainer_of(pipe, folder, peft_config=LORA, rewards=brightness, **settings):
     """A trainer of the painter, two updates."""
     args = DiffusionGRPOConfig(output_dir=str(folder), **SETTINGS | {"train_component": "writer", **settings})
     rows = Dataset.from_dict({"prompt": ["a cat", "a long-haired dog"]})
-    return DiffusionGRPOTrainer(pipe, brightness, args, rows, eval_dataset=rows, peft_config=peft_config)
+    return DiffusionGRPOTrainer(pipe, rewards, args, rows, eval_dataset=rows, peft_config=peft_config)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
