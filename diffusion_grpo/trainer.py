@@ -608,6 +608,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         for name, part in datasets.items():
             check_dataset(part, name)
             self.inputs.columns(part).check(name)
+        self.model.eval()  # no dropout, whatever the caller has set
         try:
             with self.ranks.together(), self.averaged_weights():
                 distance = self._distance_to_reference() if metric_key_prefix.startswith("eval") else {}

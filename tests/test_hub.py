@@ -300,3 +300,41 @@ def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
 def test_a_base_model_that_is_no_repository_is_not_linked(tmp_path, model):
     hub.write_model_card(tmp_path, RUN | {"model": model}, [], name=None, updates=3)
     assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("settings", "folders"),
+    [
+        ({"hub_strategy": "end"}, []),
+        ({"hub_strategy": "every_save"}, [None]),  # the first is still under way when the second would begin
+        ({"hub_strategy": "checkpoint", "hub_always_push": True}, [None, "last-checkpoint"] * 2),
+        ({"hub_strategy": "all_checkpoints", "hub_always_push": True}, [None, "checkpoint-1", None, "checkpoint-2"]),
+    ],
+    ids=str,
+)
+def test_settings_of_the_hub_reach_it(tmp_path, monkeypatch, settings, folders):
+    uploads = []
+
+    class Client:
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": f"me/{repo_id}"})()
+
+        def upload_folder(self, **kwargs):
+            uploads.append(kwargs)
+            return type("Job", (), {"done": lambda self: False, "result": lambda self: None})()
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.checkpoints.hf_api", Client)
+    saves = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "gradient_accumulation_steps": 1}
+    hub_settings = {"push_to_hub": True, "hub_model_id": "mine", "hub_token": "hf_mine", "hub_revision": "trial"}
+    trainer = trainer_for(tmp_path, **saves, **hub_settings, **settings)
+    monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
+    trainer.train()
+    during = [upload for upload in uploads if "in progress" in upload["commit_message"]]
+    assert [upload.get("path_in_repo") for upload in during] == folders
+    assert {(upload["token"], upload["revision"]) for upload in during} <= {("hf_mine", "trial")}
+    trainer.push_to_hub()
+    assert uploads[-1]["token"] == "hf_mine" and uploads[-1]["revision"] == "trial"

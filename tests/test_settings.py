@@ -1,7 +1,7 @@
 """Every setting does something: turned, it changes what it is for, and leaves alone what it must not touch.
 
-`SETTINGS` has an entry for each field of `DiffusionGRPOConfig` that this library adds, whose default it changes or that
-its code reads. Most are turned here, on a tiny pipeline that makes two updates; what one process on a CPU cannot show
+`SETTINGS` has an entry for each field of `DiffusionGRPOConfig` that this library adds, whose default it changes or
+that its code reads. Most are turned here, on a tiny pipeline that makes two updates; what one process on a CPU cannot show
 names the test that does.
 """
 
@@ -28,7 +28,7 @@ from tiny_runs import LORA, PROMPTS, brightness, first_frame_brightness, trainer
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, generation
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, batching, generation, inputs
 from diffusion_grpo.callbacks import ReportCallback
 from diffusion_grpo.losses import LossInputs, LossOutput, grpo
 from diffusion_grpo.pipelines import FAMILIES
@@ -89,9 +89,15 @@ def fading(images, trainer_state, **columns):
     return [value - trainer_state.global_step for value in brightness(images)]
 
 
-REWARDS = {"one": [brightness], "two": [brightness, redness], "fading": [fading], "video": [first_frame_brightness]}
+def half(images, prompts, **columns):
+    """Brightness, but the same for all samples of every other prompt."""
+    values = zip(brightness(images), prompts, strict=True)
+    return [0.5 if prompt in PROMPTS[::2] else value for value, prompt in values]
+
+
+REWARDS = {"one": [brightness], "two": [brightness, redness], "fading": [fading], "half": [half], "video": [first_frame_brightness]}
 COMMON = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_generations": 2, "learning_rate": 0.01, "max_grad_norm": 0.0}
-COMMON |= {"watch_rewards": None, "num_inference_steps": 3}
+COMMON |= {"watch_rewards": None, "log_samples_steps": None, "num_inference_steps": 3}
 AGAIN = {"num_iterations": 2, "epsilon": 1e-5}  # the second update is off-policy, and clipped
 WINDOWED = {"sde_window": [0, 1]}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -138,6 +144,8 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "timestep_fraction": Turned(0.5, "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
     "permute_steps": Turned(True, "steps@1 gradient@1", f"samples@1 {NO_NOISE}", {"timestep_fraction": 0.5}),
     "deterministic_outside_window": Turned(True, "samples@1", f"steps@1 path@1 {NO_NOISE}", WINDOWED),
+    "noise_in_last_step": Turned(True, "samples@1", f"path@1 steps@1 {NO_NOISE}", {"sde_type": "dance_sde"}),
+    "log_prob_type": Turned("squared_error", "gradient@1", "samples@1 path@1 advantages@1", {"sde_type": "cps"}),
     # Tokens
     "temperature": Turned(0.2, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
     "top_k": Turned(2, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
@@ -173,6 +181,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     ),
     "advantage_clip": Turned(0.3, "advantages@1 gradient@1 frac_advantage_clipped@1", "samples@1"),
     "reward_threshold": Turned(9.0, "advantages@1 gradient@1", "samples@1 reward@1"),
+    "drop_zero_advantages": Turned(True, "gradient@1", "samples@1 advantages@1", {"rewards": "half"}),
     "old_log_prob": Turned("replay", "gradient@1 ratio/mean@1", "samples@1 path@1 advantages@1", DRIFTING | {"epsilon": 1e-7}),
     "max_ratio_error": Turned(1e-6, "error", "samples@1", DRIFTING),
     # Value model
@@ -209,6 +218,8 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "shuffle_dataset": Turned(False, "prompts@1 samples@1", NO_NOISE),
     "log_completions": Turned(False, "files", "weights@2 samples@2"),
     "num_completions_to_log": Turned(1, "files", "weights@2 evaluation", EVALUATED),
+    "log_samples_steps": Turned(1, "files", "weights@2 samples@2"),
+    "push_samples": Elsewhere("test_hub.py::test_push_to_hub_uploads_the_weights_and_the_card"),
     "save_samples_steps": Turned(2, "files", "weights@2 samples@2"),
     "validation_prompts": Turned(["a sign", "a lamp"], "files passes", "weights@2 samples@2"),
     "validation_steps": Turned(2, "files passes", "weights@2 samples@2", WATCHED),
@@ -277,7 +288,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "max_grad_norm": Turned(1e-9, "gradient@1", "samples@1 loss@1"),
     "max_steps": Turned(1, "logged", "weights@1 samples@1"),
     "num_train_epochs": Turned(2, "logged", "weights@2 samples@2", {"max_steps": -1, "num_train_epochs": 1}),
-    "warmup_steps": Turned(2, "weights@1 learning_rate@1", "samples@1 gradient@1", {"lr_scheduler_type": "linear"}),
+    "warmup_steps": Turned(2, "weights@1 learning_rate@1", "samples@1 gradient@1"),
 }
 
 
@@ -339,6 +350,8 @@ def observe(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "compile", lambda module, **kwargs: seen.setdefault("compiled", kwargs))
         spy_on_rollouts(patch, seen)
+        # known: what else would be found out by more rollouts than are looked at
+        patch.setattr(inputs, "find_form", lambda *args, **kwargs: batching.Form(batching.BATCHED))
         drift = settings.pop("drift", False)
         rewards = [noted(reward, seen) for reward in REWARDS[settings.pop("rewards", "one")]]
         trainer = build(folder, rewards, settings, patch)
@@ -364,10 +377,10 @@ def build(folder: Path, rewards: list[Callable], settings: dict[str, Any], patch
         return test_token_policy.trainer_of(test_token_policy.make_painter(), folder, rewards=rewards, **settings)
     if name != "folder":
         return trainer_for(folder, name=name, rewards=rewards, **settings)
-    pipe, inputs = tiny_pipelines.build("sd3")
+    pipe, arguments = tiny_pipelines.build("sd3")
     pipe.save_pretrained(folder / "pipeline")
-    inputs = {name: inputs[name] for name in ("height", "width")}
-    args = DiffusionGRPOConfig(str(folder / "run"), **tiny_runs.SETTINGS | settings | inputs)
+    sizes = {name: arguments[name] for name in ("height", "width")}
+    args = DiffusionGRPOConfig(str(folder / "run"), **tiny_runs.SETTINGS | settings | sizes)
     rows, lora = Dataset.from_dict({"prompt": PROMPTS}), LoraConfig(**LORA)
     return DiffusionGRPOTrainer(str(folder / "pipeline"), rewards, args, rows, peft_config=lora)
 
@@ -380,7 +393,7 @@ def noted(reward: Callable, seen: dict[str, Any]) -> Callable:
         is_held_out = prompts[0] not in PROMPTS + test_token_policy.INPUTS["prompt"]
         key = "evaluation" if is_held_out else f"samples@{trainer_state.global_step + 1}"
         frames = [sample if isinstance(sample, list) else [sample] for sample in completions]
-        if reward in (brightness, first_frame_brightness, fading):  # the first of several
+        if reward in (brightness, first_frame_brightness, fading, half):  # the first of several
             seen.setdefault(key, []).extend(np.stack([np.asarray(frame) for frame in sample]) for sample in frames)
         if not is_held_out:
             seen["scored_beside"].append(threading.current_thread() is not threading.main_thread())

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, brightness, first_frame_brightness, logged, trained_weights, trainer_for
+from tiny_runs import LORA, OPTIONAL, brightness, first_frame_brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
@@ -173,6 +173,59 @@ def test_loss_and_gradient_are_grpos(tmp_path):
     expected = torch.autograd.grad(objective, [p for _, p in named])
     for (name, _), gradient in zip(named, expected, strict=True):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 4},
+        {"timestep_fraction": 0.67, "permute_steps": True, "num_inference_steps": 4, "max_steps": 1},
+        OPTIONAL | {"num_generations": 2, "max_steps": 1},
+    ],
+    ids=["several updates", "permuted steps", "parts of a micro-batch"],
+)
+def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
+    """Samples and steps are told by what the loss gets as old log-probabilities, none of which is there twice."""
+    trainer = trainer_for(tmp_path, **{"num_inference_steps": 3, "scale_rewards": "none", **settings})
+    passes, updates, loss = [], [], trainer.loss
+
+    def watched(inputs):
+        passes.extend(zip(inputs.old_log_prob.tolist(), inputs.advantages.tolist(), strict=True))
+        return loss(inputs)
+
+    class Compare(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            buffer, known = trainer.buffer, []
+            for slot in (2 * state.global_step, 2 * state.global_step + 1):  # all updates are of one rollout
+                rows = buffer.range_of(slot)
+                advantages = buffer.advantages[rows, None].expand_as(buffer.old_log_probs[rows])
+                known += zip(buffer.old_log_probs[rows].flatten().tolist(), advantages.flatten().tolist(), strict=True)
+            assert len({old for old, _ in known}) == len(known)
+            assert sorted(passes) == sorted(known)
+            updates.append(list(passes))
+            passes.clear()
+
+    trainer.loss = watched
+    trainer.add_callback(Compare)
+    trainer.train()
+    assert len(updates) == trainer.args.max_steps
+    assert len({advantage for update in updates for _, advantage in update}) > 4
+
+
+def test_dropout_is_off_wherever_the_network_is_called(tmp_path):
+    """Also after somebody has switched it on, as transformers' loop does before the first update."""
+    trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=1, validation_prompts=["a sign"])
+    layers = [module for module in trainer.pipe.transformer.modules() if isinstance(module, torch.nn.Dropout)]
+    for layer in layers:
+        layer.p = 0.5
+        layer.register_forward_pre_hook(lambda module, args: on.append(module.training))
+    on = []
+    trainer.model.train()
+    trainer.train()
+    trainer.model.train()
+    trainer.evaluate()
+    assert layers and on and not any(on)
+    assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
 
 
 def test_a_replay_that_differs_stops_the_run(tmp_path):
