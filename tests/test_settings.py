@@ -11,7 +11,6 @@ import functools
 import json
 import re
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,8 +94,20 @@ def half(images, prompts, **columns):
     return [0.5 if prompt in PROMPTS[::2] else value for value, prompt in values]
 
 
-REWARDS = {"one": [brightness], "two": [brightness, redness], "fading": [fading], "half": [half], "video": [first_frame_brightness]}
-COMMON = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_generations": 2, "learning_rate": 0.01, "max_grad_norm": 0.0}
+REWARDS = {
+    "one": [brightness],
+    "two": [brightness, redness],
+    "fading": [fading],
+    "half": [half],
+    "video": [first_frame_brightness],
+}
+COMMON = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 2,
+    "learning_rate": 0.01,
+    "max_grad_norm": 0.0,
+}
 COMMON |= {"watch_rewards": None, "log_samples_steps": None, "num_inference_steps": 3}
 AGAIN = {"num_iterations": 2, "epsilon": 1e-5}  # the second update is off-policy, and clipped
 WINDOWED = {"sde_window": [0, 1]}
@@ -167,9 +178,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "steps_per_generation": Turned(4, "made@1 count@1", "logged"),
     "scale_rewards": Turned("batch", "advantages@1 gradient@1", "samples@1 reward@1"),
     "reward_baseline": Turned("batch", "advantages@1 gradient@1", "samples@1 reward@1"),
-    "num_batches_per_step": Turned(
-        2, "advantages@1 gradient@1", "samples@1 reward@1", {"scale_rewards": "batch"}
-    ),
+    "num_batches_per_step": Turned(2, "advantages@1 gradient@1", "samples@1 reward@1", {"scale_rewards": "batch"}),
     "reward_weights": Turned(
         [1.0, -0.1],
         "advantages@1 gradient@1 reward@1 eval_reward@2",
@@ -182,7 +191,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "advantage_clip": Turned(0.3, "advantages@1 gradient@1 frac_advantage_clipped@1", "samples@1"),
     "reward_threshold": Turned(9.0, "advantages@1 gradient@1", "samples@1 reward@1"),
     "drop_zero_advantages": Turned(True, "gradient@1", "samples@1 advantages@1", {"rewards": "half"}),
-    "old_log_prob": Turned("replay", "gradient@1 ratio/mean@1", "samples@1 path@1 advantages@1", DRIFTING | {"epsilon": 1e-7}),
+    "old_log_prob": Turned(
+        "replay", "gradient@1 ratio/mean@1", "samples@1 path@1 advantages@1", DRIFTING | {"epsilon": 1e-7}
+    ),
     "max_ratio_error": Turned(1e-6, "error", "samples@1", DRIFTING),
     # Value model
     "advantage_estimator": Turned("gae", "advantages@1 gradient@1 values@1 value/loss@1", "samples@1"),
@@ -196,10 +207,14 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "gamma": Turned(0.5, "advantages@1 gradient@1", "samples@1 reward@1", GAE),
     "gae_lambda": Turned(0.5, "advantages@1 gradient@1", "samples@1 reward@1", GAE),
     # Reference and average
-    "sync_ref_model": Turned(True, "reference@2 gradient@2", "gradient@1 samples@1", KEPT | {"ref_model_sync_steps": 1}),
+    "sync_ref_model": Turned(
+        True, "reference@2 gradient@2", "gradient@1 samples@1", KEPT | {"ref_model_sync_steps": 1}
+    ),
     "ref_model_mixup_alpha": Turned(0.1, "reference@1 reference@2", "gradient@1 weights@1", SYNCED),
     "ref_model_sync_steps": Turned(2, "reference@1", "gradient@1 weights@1", SYNCED),
-    "ds3_gather_for_generation": Elsewhere("test_deepspeed.py::test_rows_may_differ_in_how_often_they_pass_the_network"),
+    "ds3_gather_for_generation": Elsewhere(
+        "test_deepspeed.py::test_rows_may_differ_in_how_often_they_pass_the_network"
+    ),
     "fsdp_gather_for_generation": Elsewhere("test_fsdp.py::test_whatever_is_set_two_processes_train_what_one_trains"),
     "offload_ref_model": Turned(True, "moved", "gradient@2 weights@2 kl@2", KEPT),
     "ema_decay": Turned(
@@ -210,7 +225,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "offload_frozen": Elsewhere("test_offload.py::test_training_is_the_same_to_the_last_bit"),
     "context_parallel_size": Elsewhere("test_context.py::test_a_group_trains_what_one_process_trains"),
     "context_parallel_type": Elsewhere("test_context.py::test_a_ring_trains_what_one_process_trains"),
-    "train_component": Turned("transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "sde_window": [1, 2]}),
+    "train_component": Turned(
+        "transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "sde_window": [1, 2]}
+    ),
     "model_init_kwargs": Turned({"torch_dtype": "bfloat16"}, "dtype", "prompts@1", {"name": "folder"}),
     "selective_checkpointing": Turned(
         0.5, "block_calls", "gradient@2 weights@2 passes", {"gradient_checkpointing": True}
@@ -233,9 +250,14 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "lr_scheduler_type": Turned("linear", "weights@2 learning_rate@2", "weights@1 gradient@2"),
     "weight_decay": Turned(0.5, "weights@1", "samples@1 gradient@1"),
     "per_device_train_batch_size": Turned(2, "made@1 passes", "logged"),
-    "gradient_accumulation_steps": Turned(4, "gradient@1 weights@1", "made@1 steps@1", PARTS | {"steps_per_generation": 4}),
+    "gradient_accumulation_steps": Turned(
+        4, "gradient@1 weights@1", "made@1 steps@1", PARTS | {"steps_per_generation": 4}
+    ),
     "activation_checkpointing": Turned(
-        True, "block_calls", "gradient@2 weights@2 passes", {"gradient_checkpointing": None, "activation_checkpointing": False}
+        True,
+        "block_calls",
+        "gradient@2 weights@2 passes",
+        {"gradient_checkpointing": None, "activation_checkpointing": False},
     ),
     "bf16": Turned(True, "precision mixed", f"prompts@1 steps@1 {NO_NOISE}"),
     "logging_steps": Turned(2, "logged", "weights@2"),
@@ -246,7 +268,10 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "remove_unused_columns": Refused(True, "must stay False"),
     # TrainingArguments that this library's code reads
     "activation_checkpointing_kwargs": Turned(
-        {"use_reentrant": True}, "block_calls_with_gradient", "gradient@1 weights@2", FULL | {"gradient_checkpointing": True}
+        {"use_reentrant": True},
+        "block_calls_with_gradient",
+        "gradient@1 weights@2",
+        FULL | {"gradient_checkpointing": True},
     ),
     "auto_find_batch_size": Refused(True, "would change the groups"),
     "data_seed": Turned(7, "prompts@1 samples@1", NO_NOISE),
@@ -261,8 +286,12 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "hub_strategy": Elsewhere("test_hub.py::test_settings_of_the_hub_reach_it"),
     "hub_token": Elsewhere("test_hub.py::test_settings_of_the_hub_reach_it"),
     "ignore_data_skip": Refused(True, "other prompts"),
-    "load_best_model_at_end": Turned(True, "weights", "weights@2", SAVED | EVALUATED | {"eval_steps": 1, "rewards": "fading"}),
-    "lr_scheduler_kwargs": Turned({"lr_end": 0.005, "power": 1}, "weights@2 learning_rate@2", "weights@1", {"lr_scheduler_type": "polynomial"}),
+    "load_best_model_at_end": Turned(
+        True, "weights", "weights@2", SAVED | EVALUATED | {"eval_steps": 1, "rewards": "fading"}
+    ),
+    "lr_scheduler_kwargs": Turned(
+        {"lr_end": 0.005, "power": 1}, "weights@2 learning_rate@2", "weights@1", {"lr_scheduler_type": "polynomial"}
+    ),
     "metric_for_best_model": Turned(
         "eval_watch/sharpness/mean",
         "best",
@@ -298,7 +327,7 @@ OF_A_RUN = ("passes", "block_calls", "evaluation", "files", "logged", "scored_be
 
 
 class Notes(TrainerCallback):
-    """What an update is made from and what it leaves, by name and number of the update."""
+    """Note what an update is made from and what it leaves, by name and number of the update."""
 
     def __init__(self, seen: dict[str, Any]):
         self.seen, self.trainer = seen, None
@@ -332,17 +361,18 @@ class Notes(TrainerCallback):
 
 
 def flat(tensors) -> Tensor:
-    """Tensors as one."""
+    """Join tensors into one."""
     return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
 
 
 def observe(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains the tiny pipeline and says what was seen.
+    """Train the tiny pipeline and say what was seen.
 
     Returns:
-        by name. Of each update, with its number as in `gradient@1`: prompts, count, steps, seeds, initial_seeds, path
-        (recorded latents or tokens), advantages and gradient of what it trains on; made, samples of the rollout before
-        it; after it the weights, and where there are some average, reference and values. what was logged has its own name, and there is an entry for each further thing that a setting is for.
+        by name. Of each update, with its number as in `gradient@1`: what it trains on (prompts, count, steps, seeds,
+        initial_seeds, path, which are the recorded latents or tokens, advantages), its gradient, the samples of the
+        rollout before it and how many were made, what was logged; and what it leaves: weights, and where there are
+        some average, reference and values. There is an entry for each further thing that a setting is for.
     """
     settings = COMMON | settings
     seen: dict[str, Any] = {"scored_beside": [], "passes": [], "moved": 0, "kept_on": set(), "precision": set()}
@@ -350,7 +380,7 @@ def observe(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "compile", lambda module, **kwargs: seen.setdefault("compiled", kwargs))
         spy_on_rollouts(patch, seen)
-        # known: what else would be found out by more rollouts than are looked at
+        # Known; the trainer would find it out by two more rollouts.
         patch.setattr(inputs, "find_form", lambda *args, **kwargs: batching.Form(batching.BATCHED))
         drift = settings.pop("drift", False)
         rewards = [noted(reward, seen) for reward in REWARDS[settings.pop("rewards", "one")]]
@@ -368,7 +398,7 @@ def observe(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(folder: Path, rewards: list[Callable], settings: dict[str, Any], patch) -> DiffusionGRPOTrainer:
-    """The trainer of a tiny pipeline: by name, of tokens, or loaded from a folder."""
+    """Build the trainer of a tiny pipeline: by name, of tokens, or loaded from a folder."""
     name = settings.pop("name", "sd3")
     if "seed" in settings:  # that of `trainer_for` is the pipeline's
         patch.setitem(tiny_runs.SETTINGS, "seed", settings.pop("seed"))
@@ -386,7 +416,7 @@ def build(folder: Path, rewards: list[Callable], settings: dict[str, Any], patch
 
 
 def noted(reward: Callable, seen: dict[str, Any]) -> Callable:
-    """The reward, which also notes what it is called with."""
+    """Return the reward, which now notes what it is called with."""
 
     @functools.wraps(reward)
     def function(completions, prompts, trainer_state, fps=None, images=None, videos=None, **columns):
@@ -404,7 +434,7 @@ def noted(reward: Callable, seen: dict[str, Any]) -> Callable:
 
 
 def spy_on_rollouts(patch, seen: dict[str, Any]) -> None:
-    """Notes where trajectories are kept: what is set to go to the CPU goes there by that name."""
+    """Note where trajectories are kept: what is set to go to the CPU goes there by that name."""
     original = generation.rollout
 
     def spied(*args, device, **kwargs):
@@ -415,7 +445,7 @@ def spy_on_rollouts(patch, seen: dict[str, Any]) -> None:
 
 
 def watch_networks(trainer: DiffusionGRPOTrainer, seen: dict[str, Any], drift: bool) -> None:
-    """Notes each call of the trained network and of its blocks; `drift` makes outputs depend on the batch size."""
+    """Note each call of the trained network and of its blocks; `drift` makes outputs depend on the batch size."""
     network = trainer.policy.networks[0]
     calls = seen["block_calls"], seen["block_calls_with_gradient"] = [], []
 
@@ -445,7 +475,7 @@ def watch_networks(trainer: DiffusionGRPOTrainer, seen: dict[str, Any], drift: b
 
 
 def gather(trainer: DiffusionGRPOTrainer, folder: Path, seen: dict[str, Any], start: Tensor) -> None:
-    """What is seen when a run has ended."""
+    """Note what is seen when a run has ended."""
     for name in [name for name in seen if name.startswith("samples@")]:
         seen[name.replace("samples", "made")] = len(seen[name])
     for entry in trainer.state.log_history:
@@ -468,7 +498,7 @@ def gather(trainer: DiffusionGRPOTrainer, folder: Path, seen: dict[str, Any], st
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two observations agree, but for rounding."""
+    """Compare two observations, up to rounding."""
     if isinstance(one, list) and one and isinstance(one[0], np.ndarray):
         shapes = [sample.shape for sample in one], [sample.shape for sample in other]
         return shapes[0] == shapes[1] and all(
@@ -543,6 +573,18 @@ def test_a_run_is_seen_alike_twice(observed, tmp_path):
     before, again = observed({}), observe(tmp_path, {})
     assert before.keys() == again.keys()
     assert [key for key in before if not is_same(before[key], again[key])] == []
+
+
+def test_denominators_of_several_updates_are_replayed_before_the_first(observed):
+    """The network drifts with the size of its batch, which is another one in the rollout."""
+    several = DRIFTING | {"steps_per_generation": 4, "epsilon": 1e-7}
+    rolled_out, replayed = observed(several), observed(several | {"old_log_prob": "replay"})
+    assert is_same(rolled_out["samples@1"], replayed["samples@1"])
+    assert abs(rolled_out["ratio/mean@1"] - 1) > 1e-6 and replayed["ratio/mean@1"] == 1.0
+    assert rolled_out["clip_ratio/region_mean@1"] > 0 == replayed["clip_ratio/region_mean@1"]
+    assert replayed["ratio/mean@2"] != 1.0  # off-policy, by what the first update did
+    for update in (1, 2):
+        assert not is_same(rolled_out[f"gradient@{update}"], replayed[f"gradient@{update}"])
 
 
 def test_evaluation_takes_its_own_arguments_of_the_pipeline(tmp_path):
