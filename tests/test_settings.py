@@ -1,8 +1,8 @@
 """Every setting does something: turned, it changes what it is for, and leaves alone what it must not touch.
 
 `SETTINGS` has an entry for each field of `DiffusionGRPOConfig` that this library adds, whose default it changes or
-that its code reads. Most are turned here, on a tiny pipeline that makes two updates; what one process on a CPU cannot show
-names the test that does.
+that its code reads. Most are turned here, on a tiny pipeline that makes two updates; what one process on a CPU cannot
+show names the test that does.
 """
 
 import ast
