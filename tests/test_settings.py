@@ -305,7 +305,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "per_device_eval_batch_size": Turned(1, "passes", "evaluation weights@2", EVALUATED),
     "push_to_hub": Elsewhere("test_hub.py::test_push_to_hub_uploads_the_weights_and_the_card"),
     "resume_from_checkpoint": Elsewhere("test_resume.py::test_sigkill_and_resume"),
-    "resume_without_optimizer": Elsewhere("test_manifest.py::test_state_that_is_not_there_is_refused_unless_asked_for"),
+    "resume_without_optimizer": Elsewhere(
+        "test_manifest.py::test_state_that_is_not_there_is_refused_unless_asked_for"
+    ),
     "save_only_model": Turned(True, "files", "weights@2", SAVED),
     "save_strategy": Turned("steps", "files", "weights@2", {"save_steps": 1}),
     "save_total_limit": Turned(1, "files", "weights@2", SAVED),
