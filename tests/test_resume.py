@@ -1,9 +1,12 @@
 """A run that was killed and resumed ends with the weights of one that was not, bit for bit."""
 
 import json
+import random
 import signal
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 import ranks_server
 import resumable_run
@@ -109,6 +112,43 @@ def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     expected = policy_weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
+
+
+def drawn(images, **columns):
+    """A reward that draws from every generator whose state a checkpoint keeps."""
+    return [float(torch.rand(())) + random.random() + float(np.random.rand()) for _ in images]
+
+
+@pytest.fixture(scope="module")
+def drawing(tmp_path_factory):
+    """Two rollouts an epoch, each drawn by chance and scored by chance, at a rate that falls."""
+    settings = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "rewards": drawn, "save_total_limit": None}
+    settings |= {"lr_scheduler_type": "linear"}
+    folder = tmp_path_factory.mktemp("drawing")
+    trainer = trainer_for(folder, **settings)
+    trainer.train()
+    return folder, settings, trainer
+
+
+def rolled_out(folder, update):
+    """The prompts of an update's samples."""
+    return pyarrow.parquet.read_table(folder / "samples" / f"step-{update:06d}.parquet")["prompt"].to_pylist()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_chance_the_rate_and_the_prompts_go_on_where_they_were(tmp_path, drawing, step):
+    """Within an epoch and between two: generators neither anew nor shifted, the schedule, the sampler's epoch."""
+    folder, settings, whole = drawing
+    trainer = trainer_for(tmp_path, **settings)
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    for key in ("reward", "learning_rate", "epoch"):
+        assert logged(trainer, key)[step:] == logged(whole, key)[step:], key
+    assert len(set(logged(whole, "reward"))) == len(set(logged(whole, "learning_rate"))) == 5
+    orders = [rolled_out(folder, update) for update in range(5)]
+    assert [rolled_out(tmp_path, update) for update in range(step, 5)] == orders[step:]
+    assert orders[:2] != orders[2:4]  # of the two epochs
+    assert all(torch.equal(v, trained_weights(whole)[name]) for name, v in trained_weights(trainer).items())
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
