@@ -88,7 +88,8 @@ class LoraArguments:
         default=None,
         metadata={
             "help": "Layers that get a LoRA, by the end of their names; one entry alone may be a regular expression "
-            "or `all-linear`. Without it: to_q, to_k, to_v, to_out.0."
+            "or `all-linear`. Without it: to_q, to_k, to_v, to_out.0, or of a language model q_proj, k_proj, v_proj, "
+            "o_proj."
         },
     )
     lora_init: str = field(
@@ -111,19 +112,28 @@ class LoraArguments:
         if self.lora_r < 1:
             raise ValueError(f"lora_r is {self.lora_r}; use at least 1.")
 
-    def peft_config(self) -> "LoraConfig | None":
-        """The `peft.LoraConfig` these arguments describe, or None for full training."""
+    def peft_config(self, lora_path: str | None = None) -> "LoraConfig | None":
+        """Describe a new LoRA by these arguments; None for full training, and where `lora_path` is trained further.
+
+        Raises:
+            ValueError: both a LoRA to train further and settings of a new one.
+        """
+        if lora_path is not None:
+            others = [f.name for f in fields(self) if f.name != "use_peft" and getattr(self, f.name) != f.default]
+            if others:
+                raise ValueError(f"lora_path names a LoRA that has its own rank and layers; leave out {others[0]}.")
+            return None
         if not self.use_peft:
             return None
         from peft import LoraConfig
 
-        modules = self.lora_target_modules or ["to_q", "to_k", "to_v", "to_out.0"]
+        modules = self.lora_target_modules
         return LoraConfig(
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=0.0,
             init_lora_weights=LORA_INITS[self.lora_init],
-            target_modules=modules[0] if len(modules) == 1 else modules,
+            target_modules=modules[0] if modules and len(modules) == 1 else modules,
         )
 
 

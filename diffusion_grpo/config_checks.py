@@ -64,6 +64,8 @@ def _check_choices(args: "DiffusionGRPOConfig") -> None:
         )
     if args.selective_checkpointing < 1 and not args.activation_checkpointing:
         raise ValueError("selective_checkpointing chooses blocks to recompute; set gradient_checkpointing=True.")
+    if args.lora_path is not None and args.lora_adapter is not None:
+        raise ValueError("lora_path loads a LoRA to train further and lora_adapter names one; leave one of them out.")
     if args.ignore_data_skip:
         raise ValueError("ignore_data_skip would pair resumed rollouts with other prompts; leave it False.")
     if args.auto_find_batch_size:

@@ -36,6 +36,24 @@ class RunSettings:
     train_component: str | None = field(
         default=None, metadata={"help": "Name of the trained network; by default transformer, unet, prior or decoder."}
     )
+    lora_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "LoRA to train further, in place of a new one: folder of a run, a checkpoint or PEFT's, a file, "
+            "or a Hub id. Its rank and layers stay; the reference is the model with the LoRA as it was loaded."
+        },
+    )
+    lora_adapter: str | None = field(
+        default=None,
+        metadata={"help": "Name of a LoRA that the pipeline given to the trainer carries, to be trained further."},
+    )
+    keep_adapters: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave other LoRAs that the pipeline carries active and frozen beside the trained one; without it "
+            "they are refused. What is saved is the trained one alone."
+        },
+    )
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments of DiffusionPipeline.from_pretrained."}
     )

@@ -74,7 +74,8 @@ def _others(model: nn.Module, component: str, folder: Path) -> Iterator[tuple[nn
 
 
 def _save_lora(model: PeftModel, pipe: DiffusionPipeline, component: str, folder: Path) -> None:
-    state = {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(model).items()}
+    layers = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    state = {name: tensor.contiguous() for name, tensor in layers.items()}
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = model.peft_config[model.active_adapter]
     config.save_pretrained(folder)
@@ -110,13 +111,14 @@ def lora_loader(pipe: DiffusionPipeline, component: str) -> str:
     return "load_lora_adapter" if isinstance(getattr(pipe, name), PeftAdapterMixin) else "peft"
 
 
-def load_weights(pipe: DiffusionPipeline, source: str | Path) -> None:
+def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str | None = None) -> None:
     """Puts trained weights into a pipeline, in place.
 
     Args:
         pipe: of the model that was trained.
         source: a run's folder or one of its checkpoints (or the `policy` in it), with a LoRA (of a second expert too)
             or with the networks of full training; or any LoRA that the pipeline itself loads, a file or a Hub id.
+        adapter_name: of a LoRA in the pipeline; by default diffusers chooses one.
 
     Raises:
         ValueError: the folder holds no such weights.
@@ -126,7 +128,7 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path) -> None:
     networks = [name for name in pipe.components if (folder / name / "config.json").is_file()]
     networks = [name for name in networks if isinstance(getattr(pipe, name), nn.Module)]
     if is_lora:
-        _load_lora(pipe, folder)
+        _load_lora(pipe, folder, {} if adapter_name is None else {"adapter_name": adapter_name})
     elif networks:
         for name in networks:
             network = getattr(pipe, name)
@@ -137,23 +139,23 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path) -> None:
     elif not hasattr(pipe, "load_lora_weights"):
         raise ValueError(f"{type(pipe).__name__} loads no LoRA from {source}; give the folder of a run.")
     else:
-        pipe.load_lora_weights(source)
+        pipe.load_lora_weights(source, adapter_name=adapter_name)
 
 
-def _load_lora(pipe: DiffusionPipeline, folder: Path) -> None:
+def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> None:
     records = [place / "run.json" for place in (folder, *folder.resolve().parents[:2])]  # of the run around it
-    named = [json.loads(record.read_text(encoding="utf-8")).get("component") for record in records if record.is_file()]
-    first, *others = (named[0] if named and named[0] else policy_component(pipe)).split(", ")
+    trained = [json.loads(path.read_text(encoding="utf-8")).get("component") for path in records if path.is_file()]
+    first, *others = (trained[0] if trained and trained[0] else policy_component(pipe)).split(", ")
     for name, place in ((first, folder), *((name, folder / name) for name in others)):
         if not place.is_dir():
             continue
         way = lora_loader(pipe, name)
         if way == "load_lora_weights":
-            pipe.load_lora_weights(place, **({f"load_into_{name}": True} if place != folder else {}))
+            pipe.load_lora_weights(place, **({f"load_into_{name}": True} if place != folder else {}), **named)
         elif way == "load_lora_adapter":
-            getattr(pipe, name).load_lora_adapter(place, prefix=None, weight_name=LORA_WEIGHTS)
+            getattr(pipe, name).load_lora_adapter(place, prefix=None, weight_name=LORA_WEIGHTS, **named)
         else:
-            PeftModel.from_pretrained(getattr(pipe, name), place)
+            PeftModel.from_pretrained(getattr(pipe, name), place, **named)
 
 
 def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:
@@ -169,7 +171,8 @@ def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:
     if isinstance(model, PeftModel):
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}; it was not written by LoRA training.")
-        result = set_peft_model_state_dict(model, load_file(folder / ADAPTER_WEIGHTS))
+        weights = load_file(folder / ADAPTER_WEIGHTS)
+        result = set_peft_model_state_dict(model, weights, adapter_name=model.active_adapter)
         if result.unexpected_keys:
             raise ValueError(
                 f"The adapter in {folder} has layers that this model lacks, such as {result.unexpected_keys[0]}; use "
@@ -230,6 +233,7 @@ def write_model_card(
         *([] if repository else [f"{markdown.code(source)} is the folder that holds this file: give its path."]),
         f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
         *_average_note(run["settings"]),
+        *_adapters_note(run),
         "## Rewards",
         _reward_table(run, history),
         *[f"![{title}]({file})" for title, file in _pictures(folder)],
@@ -291,6 +295,14 @@ def _average_note(settings: dict[str, Any]) -> list[str]:
         f"These weights are the moving average of the policy (`ema_decay` {settings['ema_decay']:g}), which the "
         f"evaluations measured. The folder `{POLICY_FOLDER}` holds the policy itself, for training to go on from."
     ]
+
+
+def _adapters_note(run: dict[str, Any]) -> list[str]:
+    """Say which other LoRAs belong to what was measured, where some were kept."""
+    kept = [f"`{adapter}` ({part})" for part, adapters in run.get("kept_adapters", {}).items() for adapter in adapters]
+    if not kept:
+        return []
+    return [f"It was trained and measured beside adapters that this folder does not hold: {', '.join(kept)}."]
 
 
 def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:

@@ -5,7 +5,6 @@ that is trained: its network, or a LoRA around it.
 """
 
 import contextlib
-import copy
 import functools
 import math
 from collections.abc import Callable
@@ -14,11 +13,11 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from . import tiny
+from . import adapters, tiny
 from .config import DiffusionGRPOConfig
 from .pipelines import family_of
 from .rollout import POLICY_COMPONENTS, policy_component
@@ -26,6 +25,37 @@ from .scheduler_settings import change_scheduler
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is neither a name nor a pipeline.
+
+    Raises:
+        TypeError: one sentence with what to pass.
+    """
+    if isinstance(model, (str, DiffusionPipeline)):
+        return
+    if isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}, one network alone; pass the pipeline it belongs to: "
+            "DiffusionPipeline.from_pretrained(..., transformer=network)."
+        )
+    found = "None" if model is None else f"a {type(model).__name__}"
+    raise TypeError(f"model is {found}; pass a Hub id, a folder, 'tiny' or a DiffusionPipeline.")
+
+
+def check_args(args: Any) -> None:
+    """Refuse settings of another trainer.
+
+    Raises:
+        TypeError: one sentence with what to pass.
+    """
+    if args is not None and not isinstance(args, DiffusionGRPOConfig):
+        raise TypeError(
+            f"args is a {type(args).__module__.partition('.')[0]} {type(args).__name__}, which lacks the settings of "
+            "diffusion sampling; pass a diffusion_grpo.DiffusionGRPOConfig, in which those of TrainingArguments have "
+            "the same names."
+        )
 
 
 def model_name(model: str | DiffusionPipeline) -> str:
@@ -137,11 +167,13 @@ def prepare_model(
         experts share the steps out, their names joined by ", " and a `ModuleDict` of such models.
     """
     component = policy_component(pipe, args.train_component)
+    names = component.split(", ")
+    _check_together(pipe, names)
+    adapter = _find_adapter(pipe, names, args, peft_config)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
-    names = component.split(", ")
-    models = {name: _prepared(getattr(pipe, name), args, peft_config) for name in names}
+    models = {name: _prepared(getattr(pipe, name), args, peft_config, adapter) for name in names}
     family = family_of(pipe)
     if component == family.language_model:
         for name in family.without_gradient:
@@ -152,13 +184,45 @@ def prepare_model(
     return component, model
 
 
-def _prepared(network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> nn.Module:
+def _check_together(pipe: DiffusionPipeline, names: list[str]) -> None:
+    language = family_of(pipe).language_model
+    if len(names) > 1 and language in names:
+        raise ValueError(
+            f"train_component={', '.join(names)!r}: tokens of {language} and denoising steps cannot be trained in one "
+            "run; name one of them, and train the other in a second run."
+        )
+
+
+def _find_adapter(
+    pipe: DiffusionPipeline, names: list[str], args: DiffusionGRPOConfig, peft_config: PeftConfig | None
+) -> str | None:
+    """Name the LoRA to train, new or not, with the one to be trained further in the pipeline; None for full training.
+
+    Raises:
+        ValueError: the pipeline carries adapters that the settings do not account for.
+    """
+    if args.lora_path is not None:
+        adapter = adapters.load_lora(pipe, names, args.lora_path, args.keep_adapters)
+    else:
+        is_full_training = peft_config is None and args.lora_adapter is None
+        adapters.check_adapters(pipe, names, args.lora_adapter, args.keep_adapters, is_full_training)
+        if is_full_training:
+            return None
+        adapter = args.lora_adapter or adapters.free_name(pipe)
+    adapters.unwrap(pipe, names)
+    for name in names if peft_config is None else []:
+        check_peft_config(adapters.config_to_train(getattr(pipe, name), adapter), args.beta or args.kl_reward)
+    return adapter
+
+
+def _prepared(
+    network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, adapter: str | None
+) -> nn.Module:
     """One network with what is trained of it: a LoRA around it, or all its weights."""
     if args.activation_checkpointing:
         _enable_checkpointing(network, args.activation_checkpointing_kwargs or {}, args.selective_checkpointing)
-    if peft_config is not None:
-        # a config of its own: peft writes into it
-        model = get_peft_model(network, copy.deepcopy(peft_config)).eval()
+    if adapter is not None:
+        model = adapters.trained_lora(network, peft_config, adapter).eval()
     else:
         model = _with_float32_weights(network, args).requires_grad_(True)
     if args.torch_compile:
@@ -258,10 +322,10 @@ def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None
 
 
 def disabled_adapter(model: nn.Module):
-    """Context in which the LoRA is switched off: the reference."""
+    """Context in which the LoRA is switched off, or is as it was before training: the reference."""
     stack = contextlib.ExitStack()
     for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
         if not isinstance(part, PeftModel):
             raise TypeError(f"{type(part).__name__} has no adapter to switch off.")
-        stack.enter_context(part.disable_adapter())
+        stack.enter_context(adapters.reference_adapters(part))
     return stack

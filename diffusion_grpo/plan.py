@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
-from . import tiny
+from . import adapters, tiny
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments, parse_train_arguments
 from .config import DiffusionGRPOConfig
 from .counts import Batches
@@ -203,7 +203,9 @@ def _plan_model(
     if "quantization_config" in (args.model_init_kwargs or {}):
         made.notes.append("model_init_kwargs: quantization_config is not planned; memory is left out.")
         return
-    peft_config = lora.peft_config()
+    peft_config = lora.peft_config(args.lora_path)
+    if args.lora_path is not None:  # a new one of its rank is as large
+        peft_config, args.lora_path = adapters.read_config(args.lora_path), None
     check_peft_config(peft_config, args.beta or args.kl_reward)
     pipe, mode = weightless_pipeline(folder, args, peft_config is None)
     component, model = prepare_model(pipe, args, peft_config)

@@ -46,6 +46,7 @@ IDENTITY_SETTINGS = (
 RESULTS = ("summary.json", "model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 SAMPLES = ("evaluations", "samples", "validation")  # folders in which each update's have its number
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
+NOT_SETTINGS |= {"lora_path"}  # `trains_by` tells what of it is to be told
 
 
 def run_record(
@@ -57,10 +58,9 @@ def run_record(
     reward_weights: list[float],
 ) -> dict[str, Any]:
     """Contents of `run.json`, as far as they are known before the model is loaded."""
-    trains_by = "full" if peft_config is None else f"LoRA rank {getattr(peft_config, 'r', '?')}"
     return {
         "model": public_model_name(model),
-        "trains_by": trains_by,
+        "trains_by": _trains_by(args, peft_config),
         "reward_funcs": reward_funcs,
         "eval_reward_funcs": eval_reward_funcs,
         "reward_weights": reward_weights,
@@ -68,6 +68,15 @@ def run_record(
         "settings": changed_settings(args),
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
+
+
+def _trains_by(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str:
+    if args.lora_adapter is not None:
+        return f"LoRA {args.lora_adapter}, trained further"
+    if args.lora_path is not None:  # a Hub id, or a folder without what is around it
+        path = Path(args.lora_path).expanduser()
+        return f"LoRA {path.resolve().name if path.exists() else args.lora_path}, trained further"
+    return "full" if peft_config is None else f"LoRA rank {getattr(peft_config, 'r', '?')}"
 
 
 def changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:

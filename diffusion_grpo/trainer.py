@@ -22,6 +22,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from . import fsdp
+from .adapters import continues_lora, kept_adapters
 from .average import PolicyAverage
 from .buffer import MicroBatch, RolloutBuffer
 from .callbacks import (
@@ -61,7 +62,16 @@ from .generation import GeneratingTrainer
 from .held_out import count_prompts, name_prompts, warn_of_trained_prompts
 from .hub import lora_loader
 from .inputs import checked_inputs
-from .loading import check_peft_config, check_scheduler, load_pipeline, model_name, pipeline_class, prepare_model
+from .loading import (
+    check_args,
+    check_model,
+    check_peft_config,
+    check_scheduler,
+    load_pipeline,
+    model_name,
+    pipeline_class,
+    prepare_model,
+)
 from .losses import LossInputs, get_loss, loss_per_reward
 from .memory import peak_memory_gib
 from .offload import placed
@@ -136,16 +146,20 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
         model = str(model) if isinstance(model, Path) else model
+        check_model(model)
+        check_args(args)
         args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
         if model == "tiny":
             args.fill(default_settings(args.given))
         self._take_rewards(reward_funcs, eval_reward_funcs, args)
         check_peft_config(peft_config, args.beta or args.kl_reward)
-        if args.sync_ref_model and peft_config is not None:
+        continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)
+        is_full_training = peft_config is None and not continues
+        if args.sync_ref_model and not is_full_training:
             raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
         self._check_datasets(args, train_dataset, eval_dataset)
         if args.learning_rate is None:
-            set_learning_rate(args, 3e-4 if peft_config is not None else 1e-5)
+            set_learning_rate(args, 1e-5 if is_full_training else 3e-4)
         check_deepspeed(args)
         fsdp.check_fsdp(args)
         hide_deepspeed()
@@ -155,7 +169,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self.inputs = None if cls is None else checked_inputs(cls, args, *given)  # before the model is loaded
         self._describe_run(model, args, peft_config)
 
-        pipe = load_pipeline(model, args, is_full_training=peft_config is None)
+        pipe = load_pipeline(model, args, is_full_training)
         set_seed(args.seed)  # a LoRA starts from random weights
         self.component, model = prepare_model(pipe, args, peft_config)
         self.inputs = self.inputs or checked_inputs(type(pipe), args, *given)
@@ -171,7 +185,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self._set_up(pipe, peft_config)
+        self._set_up(pipe, is_full_training)
         self._begin()
 
     def _begin(self) -> None:
@@ -184,7 +198,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self._samples, self._logged_step = 0, None
         self._failure: Exception | None = None
 
-    def _set_up(self, pipe: DiffusionPipeline, peft_config: PeftConfig | None) -> None:
+    def _set_up(self, pipe: DiffusionPipeline, is_full_training: bool) -> None:
         """What stands beside the model: processes, reference, value model, callbacks."""
         args = self.args
         hide_deepspeed()  # Trainer has made it known again
@@ -194,7 +208,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self.weights = self._trained_weights(self.model)
         self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
         self.post = Post(self.ranks, args.device, args.ddp_timeout) if args.scores_on_some else None
-        self.ref_model = self._reference_copy() if args.needs_reference and peft_config is None else None
+        self.ref_model = self._reference_copy() if args.needs_reference and is_full_training else None
         if args.context_parallel_size > 1:
             if self.is_deepspeed_enabled or self.is_fsdp_enabled:
                 raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
@@ -239,6 +253,8 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         self.run["loads_by"] = lora_loader(pipe, self.component)
         given = {*self.inputs.fixed, *(self.train_dataset.column_names if self.train_dataset is not None else [])}
         self.run["pipeline_tag"] = pipeline_tag(type(pipe), given)
+        if kept := kept_adapters(pipe, self.model, self.component):
+            self.run["kept_adapters"] = kept
 
     def _check_processes(self) -> None:
         """Refuses a layout of processes that cannot train this model."""
@@ -258,6 +274,11 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             check_dataset(dataset, name)
             judges = self.eval_reward_funcs if name != "train_dataset" else []
             check_columns(self.reward_funcs + judges, dataset.column_names, name)
+        if self.eval_reward_funcs and not evaluation:
+            raise ValueError(
+                f"eval_reward_funcs={self.eval_reward_funcs[0].name} has no prompts to be measured on; pass an "
+                "eval_dataset."
+            )
         if args.eval_strategy != "no" and not evaluation:
             raise ValueError(
                 f"eval_strategy={args.eval_strategy.value!r} has nothing to evaluate; pass an eval_dataset."

@@ -154,10 +154,11 @@ def test_what_was_measured_is_what_is_published(tmp_path):
     policy.load_lora_weights(tmp_path / "policy")
     with trainer.averaged_weights():
         measured = picture(trainer.pipe, inputs)
-    assert torch.equal(picture(average, inputs), measured) and torch.equal(picture(trainer.pipe, inputs), measured)
-    assert not torch.equal(picture(policy, inputs), measured)
+    assert torch.equal(picture(trainer.pipe, inputs), measured)
+    assert torch.allclose(picture(average, inputs), measured, atol=1e-5)
+    assert not torch.allclose(picture(policy, inputs), measured, atol=1e-3)
     with trainer.ema.placed(is_shown=False):
-        assert torch.equal(picture(policy, inputs), picture(trainer.pipe, inputs))
+        assert torch.allclose(picture(policy, inputs), picture(trainer.pipe, inputs), atol=1e-5)
     card = (tmp_path / "README.md").read_text()
     assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card
 

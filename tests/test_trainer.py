@@ -426,6 +426,10 @@ def test_learning_rates_by_default(tmp_path):
         ({"bias": "all"}, "bias='all' trains the base model's own biases"),
         ({"reward_funcs": [brightness, partial(brightness)]}, "two rewards called 'brightness'"),
         ({"sync_ref_model": True, "beta": 0.1}, "LoRA's reference is the frozen base"),
+        (
+            {"eval_reward_funcs": "jpeg_compressibility"},
+            "eval_reward_funcs=jpeg_compressibility has no prompts to be measured on; pass an eval",
+        ),
         ({"eval_strategy": "steps", "eval_steps": 1}, "'steps' has nothing to evaluate; pass an eval_dataset"),
         ({"pipeline_kwargs": {"latents": 1}}, "latents.*set by the trainer"),
         ({"pipeline_kwargs": {"num_images_per_prompt": 2}}, "num_images_per_prompt.*num_generations"),
@@ -439,6 +443,7 @@ def test_refused_before_a_model_is_loaded(tmp_path, change, message):
         "reward_funcs": brightness,
         "train_dataset": Dataset.from_dict({"prompt": ["a"]}),
         "peft_config": LoraConfig(r=2, target_modules=["to_q"], **of_lora),
+        "eval_reward_funcs": None,
     }
     settings = {name: value for name, value in change.items() if name not in {*of_lora, *arguments}}
     arguments |= {name: value for name, value in change.items() if name in arguments}

@@ -74,9 +74,11 @@ def trainer_for(
 ) -> DiffusionGRPOTrainer:
     """A trainer of the tiny pipeline `name`: a LoRA by default, held-out prompts where `eval_strategy` is set.
 
-    `columns` go beside the prompts that are trained on.
+    `columns` go beside the prompts that are trained on; `model` is used in place of a new pipeline, and `peft_config`
+    in place of the usual LoRA.
     """
     pipe, inputs = tiny_pipelines.build(name, seed)
+    pipe, peft_config = settings.pop("model", pipe), settings.pop("peft_config", LoraConfig(**LORA) if lora else None)
     from_config = {key: inputs[key] for key in ("height", "width", "num_frames", "guidance_scale") if key in inputs}
     rest = {key: value for key, value in inputs.items() if key not in from_config and key != "prompt"}
     eval_reward_funcs = settings.pop("eval_reward_funcs", None)
@@ -91,7 +93,7 @@ def trainer_for(
         args=args,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS, **columns}),
         eval_dataset=Dataset.from_dict({"prompt": ["held out", "and another"]}),
-        peft_config=LoraConfig(**LORA) if lora else None,
+        peft_config=peft_config,
         eval_reward_funcs=eval_reward_funcs,
         callbacks=callbacks,
     )

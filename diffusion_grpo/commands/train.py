@@ -134,7 +134,7 @@ def build_trainer(
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        peft_config=lora.peft_config(),
+        peft_config=refusing(lora.peft_config, config.lora_path),
         eval_reward_funcs=eval_reward_funcs,
     )
 
