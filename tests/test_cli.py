@@ -266,7 +266,8 @@ def test_lora_arguments_become_a_peft_config(config):
 
 
 def test_how_a_lora_starts(config):
-    inits = [parse_train_arguments(config(use_peft=True, lora_init=name), [])[1] for name in ("kaiming", "gaussian")]
+    given = {"use_peft": True, "lora_target_modules": ["to_q", "to_k"]}
+    inits = [parse_train_arguments(config(**given, lora_init=name), [])[1] for name in ("kaiming", "gaussian")]
     assert [lora.peft_config().init_lora_weights for lora in inits] == [True, "gaussian"]
     spreads = []
     for lora in inits:
