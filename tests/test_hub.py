@@ -17,16 +17,10 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, hub
 
 
 def picture(pipe, inputs, output_type="np"):
-    """What the pipeline makes with every weight frozen: some CPUs compute convolutions in another way otherwise."""
-    parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    trained = [p for part in parts for p in part.parameters() if p.requires_grad]
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    images = torch.as_tensor(pipe(**inputs, num_inference_steps=3, generator=generators, output_type=output_type)[0])
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    return images
+    with tiny_pipelines.on_equal_terms(pipe):
+        images = pipe(**inputs, num_inference_steps=3, generator=generators, output_type=output_type)[0]
+    return torch.as_tensor(images)
 
 
 def first_number(completions, **columns):

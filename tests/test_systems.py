@@ -232,7 +232,7 @@ def assert_plain_diffusers_loads(trainer, model, run, inputs):
 def sample(pipe, inputs):
     """What a pipeline makes by itself, in numbers."""
     pipe.set_progress_bar_config(disable=True)
-    with torch.no_grad(), family_of(pipe).bridged(pipe):
+    with torch.no_grad(), family_of(pipe).bridged(pipe), tiny_pipelines.on_equal_terms(pipe):
         output = pipe(**inputs, num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="np")
     return np.asarray(output[0], dtype=np.float64)
 

@@ -6,7 +6,9 @@ downloaded. Every weight of the network is random, none is zero, so that outputs
 a gradient or a ratio that comes out right does not do so by chance.
 """
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 
 import torch
 from diffusers import DiffusionPipeline
@@ -14,7 +16,7 @@ from diffusers import DiffusionPipeline
 from . import basic, conditioned, glm, large, more, physical, sound
 from .basic import clip_tokenizer, randomize
 
-__all__ = ["EVERY", "PIPELINES", "PROMPTS", "build", "clip_tokenizer", "policy", "randomize"]
+__all__ = ["EVERY", "PIPELINES", "PROMPTS", "build", "clip_tokenizer", "on_equal_terms", "policy", "randomize"]
 
 PROMPTS = ['the word "RAIN" in red', "a cat"]  # of different lengths, so that padding plays its part
 PIPELINES = basic.PIPELINES  # the plain ones
@@ -41,6 +43,28 @@ def build(name: str, seed: int = 0) -> tuple[DiffusionPipeline, dict]:
     if "prompt" in inspect.signature(type(pipe).__call__).parameters:
         inputs = {"prompt": list(PROMPTS), **inputs}
     return pipe, inputs
+
+
+@contextlib.contextmanager
+def on_equal_terms(pipe: DiffusionPipeline) -> Iterator[None]:
+    """Have every weight of a pipeline frozen and aligned in memory inside, so that equal weights give equal bits.
+
+    Some CPUs compute with other kernels where a convolution's weights need a gradient, or where weights that were read
+    from a file do not begin at a multiple of 64 bytes.
+    """
+    parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    tensors = {id(x): x for part in parts for x in (*part.parameters(), *part.buffers())}.values()
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    for tensor in tensors:
+        if tensor.data_ptr() % 64:
+            tensor.data = tensor.data.clone()
+    for tensor in trained:
+        tensor.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for tensor in trained:
+            tensor.requires_grad_(True)
 
 
 def policy(pipe: DiffusionPipeline) -> torch.nn.Module:
