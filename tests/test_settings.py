@@ -485,7 +485,7 @@ def gather(trainer: DiffusionGRPOTrainer, folder: Path, seen: dict[str, Any], st
         seen[name.replace("samples", "made")] = len(seen[name])
     for entry in trainer.state.log_history:
         for name, value in entry.items():
-            if not re.search("time|per_second|step$|epoch$|flos", name):
+            if not re.search("time|memory|per_second|step$|epoch$|flos", name):
                 seen[f"{name}@{entry['step']}"] = value
     seen["logged"] = sum("loss" in entry for entry in trainer.state.log_history)
     made = next(value for name, value in seen.items() if name.startswith("samples@"))
