@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from diffusion_grpo.report import gain
-from diffusion_grpo.run_folder import Run, read_run
+from diffusion_grpo.run.folder import Run, read_run
+from diffusion_grpo.run.report import gain
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "demo_runs.md"

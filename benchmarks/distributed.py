@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback, TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.callbacks import ReportCallback
+from diffusion_grpo.training.callbacks import ReportCallback
 
 PARTS = {"stage": 3, "stage3_param_persistence_threshold": 1000, "reduce_bucket_size": "auto"}
 OPEN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

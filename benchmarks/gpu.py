@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.callbacks import ReportCallback
+from diffusion_grpo.training.callbacks import ReportCallback
 
 # the network, whether a LoRA is trained, settings
 TRAININGS = {

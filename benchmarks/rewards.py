@@ -17,9 +17,9 @@ from PIL import Image
 from transformers import PrinterCallback
 
 from diffusion_grpo import DiffusionGRPOTrainer, tiny
-from diffusion_grpo.arguments import parse_train_arguments
-from diffusion_grpo.callbacks import ReportCallback
+from diffusion_grpo.config.arguments import parse_train_arguments
 from diffusion_grpo.rewards import load_rewards, score
+from diffusion_grpo.training.callbacks import ReportCallback
 
 PICTURES = ["brightness", "jpeg_compressibility", "jpeg_incompressibility", "sharpness", "colorfulness", "ssim"]
 PICTURES += ["psnr", "color", "text", "tesseract"]

@@ -24,8 +24,8 @@ from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.callbacks import ReportCallback
-from diffusion_grpo.commands.inputs import hide_loading_bars
+from diffusion_grpo.cli.inputs import hide_loading_bars
+from diffusion_grpo.training.callbacks import ReportCallback
 
 STAGES = ("rollout", "reward", "update")
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]

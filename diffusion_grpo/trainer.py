@@ -21,23 +21,16 @@ from transformers import TrainerCallback, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from . import fsdp
-from .adapters import continues_lora, kept_adapters
-from .average import PolicyAverage
-from .buffer import MicroBatch, RolloutBuffer
-from .callbacks import (
-    CollapseCallback,
-    PipelineTensorBoardCallback,
-    ReportCallback,
-    SampleGridCallback,
-    SyncRefModelCallback,
-    ValidationCallback,
-)
-from .card_data import known_license, pipeline_tag
-from .config import DiffusionGRPOConfig
-from .context import spread_over_context
-from .data import GroupSampler, check_dataset, named_datasets
-from .distributed import (
+from .algorithms.losses import LossInputs, get_loss, loss_per_reward
+from .algorithms.zero_advantages import summed_loss
+from .config.settings import DiffusionGRPOConfig
+from .data.held_out import count_prompts, name_prompts, warn_of_trained_prompts
+from .data.inputs import checked_inputs
+from .data.prompts import GroupSampler, check_dataset, named_datasets
+from .distributed import fsdp
+from .distributed.collectives import gathered_means
+from .distributed.context_parallel import spread_over_context
+from .distributed.deepspeed import (
     TrainedWeights,
     accumulating,
     check_deepspeed,
@@ -56,13 +49,33 @@ from .distributed import (
     without_weights,
     zero_stage,
 )
-from .evaluation import evaluate_policy, write_validation
-from .gathering import gathered_means
-from .generation import GeneratingTrainer
-from .held_out import count_prompts, name_prompts, warn_of_trained_prompts
-from .hub import lora_loader
-from .inputs import checked_inputs
-from .loading import (
+from .distributed.failure import Ranks
+from .policy.denoising import replaced
+from .policy.rollout import TokenPolicy, replay
+from .policy.token import policy_for
+from .rewards import RewardError, check_columns, check_groups, check_judges, check_needs, load_rewards, reward_weights
+from .rewards.subset import Post, is_scorer
+from .rollout.buffer import MicroBatch, RolloutBuffer
+from .rollout.generation import GeneratingTrainer
+from .rollout.value_model import ValueCallback, ValueModel
+from .run.adapters import continues_lora, kept_adapters
+from .run.card_data import known_license, pipeline_tag
+from .run.records import check_output_folder, run_record, write_json
+from .run.watch import watched_rewards
+from .run.weights import lora_loader
+from .tiny import default_settings
+from .training.average import PolicyAverage
+from .training.callbacks import (
+    CollapseCallback,
+    PipelineTensorBoardCallback,
+    ReportCallback,
+    SampleGridCallback,
+    SyncRefModelCallback,
+    ValidationCallback,
+)
+from .training.evaluation import evaluate_policy, write_validation
+from .training.memory import peak_memory_gib
+from .training.model import (
     check_args,
     check_model,
     check_peft_config,
@@ -72,30 +85,9 @@ from .loading import (
     pipeline_class,
     prepare_model,
 )
-from .losses import LossInputs, get_loss, loss_per_reward
-from .memory import peak_memory_gib
-from .offload import placed
-from .policy import replaced
-from .progress import UpdateProgress, replace_progress
-from .ranks import Ranks
-from .records import check_output_folder, run_record, write_json
-from .resume_point import explain_interrupt
-from .rewards import (
-    RewardError,
-    check_columns,
-    check_groups,
-    check_judges,
-    check_needs,
-    load_rewards,
-    reward_weights,
-)
-from .rewards.subset import Post, is_scorer
-from .rollout import TokenPolicy, replay
-from .tiny import default_settings
-from .token_policy import policy_for
-from .values import ValueCallback, ValueModel
-from .watch import watched_rewards
-from .zero_advantages import summed_loss
+from .training.offload import placed
+from .training.progress import UpdateProgress, replace_progress
+from .training.resume_point import explain_interrupt
 
 # metrics of which the largest or the smallest value since the last log is kept, not the mean
 LARGEST = ("ratio/max_error", "ratio/max", "spread/reward_max", "spread/advantage_max", "memory/peak_gib")
@@ -397,7 +389,7 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
     # Data: every batch of the dataloader is one whole rollout, given again for each micro-batch trained on it
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Row numbers of one rollout a batch; see [`~diffusion_grpo.data.GroupSampler`] for their order."""
+        """Row numbers of one rollout a batch; see [`~diffusion_grpo.data.prompts.GroupSampler`] for their order."""
         if self.train_dataset is None:
             raise ValueError("Training needs a train_dataset with a column 'prompt'.")
         return self._get_dataloader(

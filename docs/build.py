@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffusion_grpo.arguments import LaunchArguments, LoraArguments, ScriptArguments
-from diffusion_grpo.config import DiffusionGRPOConfig
+from diffusion_grpo.config.arguments import LaunchArguments, LoraArguments, ScriptArguments
+from diffusion_grpo.config.settings import DiffusionGRPOConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

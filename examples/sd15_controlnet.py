@@ -8,7 +8,7 @@ from peft import LoraConfig
 from PIL import Image, ImageFilter
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.data import load_prompts
+from diffusion_grpo.data.prompts import load_prompts
 
 
 def edges(row: dict) -> dict:

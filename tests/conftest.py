@@ -13,7 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not s
 import pytest
 import torch
 
-from diffusion_grpo import plots
+from diffusion_grpo.run import plots
 
 torch.set_num_threads(1)
 
@@ -78,7 +78,7 @@ def serve():
     import uvicorn
 
     from diffusion_grpo.rewards import load_rewards
-    from diffusion_grpo.rewards.serve import create_app
+    from diffusion_grpo.rewards.server.serve import create_app
 
     running = []
 

@@ -6,7 +6,7 @@ What passes the parts around and joins them stays diffusers' own; so does who is
 import torch
 from diffusers.models import attention_dispatch
 
-from diffusion_grpo import context
+from diffusion_grpo.distributed import context_parallel as context
 
 
 def scores(query, key, scale):

@@ -17,9 +17,13 @@ from safetensors.torch import save_file
 from tiny_runs import brightness, trained_weights, trainer_for
 from zero_run import deepspeed_config
 
-from diffusion_grpo import generation, hub, inputs, ranks, trainer
+from diffusion_grpo import trainer
+from diffusion_grpo.data import inputs
+from diffusion_grpo.distributed import failure as ranks
 from diffusion_grpo.rewards import batchwise, groupwise, takes_latents
-from diffusion_grpo.rewards.model import ModelReward
+from diffusion_grpo.rewards.models.base import ModelReward
+from diffusion_grpo.rollout import generation
+from diffusion_grpo.run import weights as hub
 
 
 def rank():

@@ -3,7 +3,9 @@
 from rank_runs import kill_in
 from tiny_runs import trainer_for
 
-from diffusion_grpo import generation, hub, trainer
+from diffusion_grpo import trainer
+from diffusion_grpo.rollout import generation
+from diffusion_grpo.run import weights as hub
 
 
 def run(folder, settings, kill_at=None, calls_before=0):

@@ -16,10 +16,10 @@ from tiny_runs import LORA, OPTIONAL, brightness, first_frame_brightness, logged
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.loading import prepare_model
+from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.rewards import RewardError
-from diffusion_grpo.rollout import replay
 from diffusion_grpo.trainer import NonFiniteError, RatioError
+from diffusion_grpo.training.model import prepare_model
 
 
 @pytest.mark.parametrize(

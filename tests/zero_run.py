@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tiny_runs import first_frame_brightness, trainer_for
 
-from diffusion_grpo.distributed import zero_stage
+from diffusion_grpo.distributed.deepspeed import zero_stage
 
 
 def deepspeed_config(stage: int, **zero) -> dict:

@@ -14,10 +14,6 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 
-from .aesthetic import Aesthetic
-from .brightness import brightness
-from .clip import ClipScore, ClipSimilarity, PickScore
-from .color import color
 from .contract import (
     Reward,
     batchwise,
@@ -30,25 +26,29 @@ from .contract import (
     takes_latents,
     takes_tensors,
 )
-from .dino import DinoSimilarity
-from .geneval import GenEval
-from .hpsv2 import HPSv2
-from .hpsv3 import HPSv3
-from .imagereward import ImageReward
-from .jpeg import jpeg_compressibility, jpeg_incompressibility
-from .lpips import LPIPS
+from .geneval.scoring import GenEval
+from .images.brightness import brightness
+from .images.color import color
+from .images.jpeg import jpeg_compressibility, jpeg_incompressibility
+from .images.sharpness import colorfulness, sharpness
+from .images.similarity import psnr, ssim
+from .images.video import flicker, motion, smoothness
+from .models.aesthetic import Aesthetic
+from .models.clip import ClipScore, ClipSimilarity, PickScore
+from .models.dino import DinoSimilarity
+from .models.hpsv2 import HPSv2
+from .models.hpsv3 import HPSv3
+from .models.imagereward import ImageReward
+from .models.lpips import LPIPS
+from .models.safety import NsfwFilter
+from .models.videoalign import VideoAlign
 from .needs import check_needs, needs
-from .pictures import colorfulness, sharpness
-from .read_by_model import ModelText
-from .remote import RemoteReward
-from .safety import NsfwFilter
+from .ocr.model_text import ModelText
+from .ocr.tesseract import tesseract
+from .ocr.text import text
 from .score import RewardError, score
-from .similarity import psnr, ssim
-from .tesseract import tesseract
-from .text import text
-from .video import flicker, motion, smoothness
-from .videoalign import VideoAlign
-from .vlm_judge import UnifiedReward, VlmJudge
+from .server.remote import RemoteReward
+from .server.vlm_judge import UnifiedReward, VlmJudge
 
 __all__ = [
     "REWARDS",

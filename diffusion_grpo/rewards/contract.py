@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from ..names import check_name
+from ..config.names import check_name
 
 PROVIDED = ("prompts", "completions", "images", "videos", "latents", "fps", "sampling_rate", "trainer_state")
 PROVIDED += ("log_metric", "log_extra")

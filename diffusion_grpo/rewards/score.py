@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..media.samples import as_pictures, as_tensor, frame_positions, own_copy
 from .answers import Failure, RewardError, checked
 from .contract import Reward, is_marked
-from .samples import as_pictures, as_tensor, frame_positions, own_copy
 
 SETTINGS = (  # of torch, for the whole process: how each is read and written
     (torch.get_default_dtype, torch.set_default_dtype),

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed
 
-from ..parcels import packed, unpacked
-from ..ranks import RankError, Ranks
+from ..distributed.failure import RankError, Ranks
+from ..media.serialize import packed, unpacked
 from .overlap import Arrivals, RolloutScoring
 
 if TYPE_CHECKING:
-    from ..config import DiffusionGRPOConfig
+    from ..config.settings import DiffusionGRPOConfig
 
 Parcel = tuple[list[int], list | None, list[Tensor] | None]  # positions, samples and latents, one each
 

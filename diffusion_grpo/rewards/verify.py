@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from .contract import Reward, load_rewards
-from .pixels import opened
+from .models.pixels import opened
 from .score import score
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from ..rewards.color import color, named_color, nearest_color
-from ..rewards.tesseract import tesseract
-from ..rewards.text import text
+from ..rewards.images.color import color, named_color, nearest_color
+from ..rewards.ocr.tesseract import tesseract
+from ..rewards.ocr.text import text
 from . import PATH, prompts
 from .render import HEIGHT, WIDTH
 

@@ -1,0 +1,1 @@
+"""Advantages and losses: mathematics on tensors, without pipelines, settings or processes."""

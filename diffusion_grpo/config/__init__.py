@@ -1,0 +1,1 @@
+"""Settings: `DiffusionGRPOConfig`, its themes, its validation, and the command line's arguments."""

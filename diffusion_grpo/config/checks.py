@@ -1,0 +1,235 @@
+"""What cannot work together among the settings: a `DiffusionGRPOConfig` enters, a ValueError or nothing leaves.
+
+These are the sentences that a user reads first. None of them needs a model, and nothing heavy is imported for them.
+"""
+
+import difflib
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..policy.log_prob_type import check_log_prob
+from .source import aggregation_names, log_prob_names, loss_names, process_names, silent_last_step
+
+if TYPE_CHECKING:
+    from .settings import DiffusionGRPOConfig
+
+# arguments of a pipeline's call that are the rollout's own
+RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
+
+
+def check_settings(args: "DiffusionGRPOConfig") -> None:
+    """Refuses settings that are out of range, unknown, or contradict each other.
+
+    Raises:
+        ValueError: one sentence: what was found, and what to change.
+    """
+    _check_choices(args)
+    _check_numbers(args)
+    _check_ranges(args)
+    _check_shares(args)
+    _check_steps(args)
+    _check_context(args)
+    _check_batches(args)
+
+
+def _check_choices(args: "DiffusionGRPOConfig") -> None:
+    choices = {
+        "sde_type": ["auto", *process_names()],
+        "log_prob_type": log_prob_names(),
+        "scale_rewards": ["group", "batch", "none"],
+        "reward_baseline": ["group", "batch"],
+        "advantage_estimator": ["group", "gae"],
+        "multi_objective_aggregation": aggregation_names(),
+        "old_log_prob": ["rollout", "replay"],
+        "importance_sampling_level": ["token", "sequence"],
+        "context_parallel_type": ["ulysses", "ring"],
+    } | ({"offload_frozen": ["cpu"]} if args.offload_frozen is not None else {})
+    for name, known in choices.items():
+        value = getattr(args, name)
+        if value not in known:
+            near = difflib.get_close_matches(str(value), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
+    if args.sde_type != "auto":  # which is known with the pipeline
+        check_log_prob(args.log_prob_type, args.sde_type)
+    _check_loss(args.loss_type)
+    if args.remove_unused_columns:
+        raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
+    if args.sync_ref_model and not args.needs_reference:
+        raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
+    if args.advantage_estimator == "gae" and args.multi_objective_aggregation == "loss_per_reward":
+        raise ValueError(
+            "advantage_estimator='gae' has one value for all rewards, so multi_objective_aggregation cannot be "
+            "'loss_per_reward'; use sum_then_normalize."
+        )
+    if args.selective_checkpointing < 1 and not args.activation_checkpointing:
+        raise ValueError("selective_checkpointing chooses blocks to recompute; set gradient_checkpointing=True.")
+    if args.lora_path is not None and args.lora_adapter is not None:
+        raise ValueError("lora_path loads a LoRA to train further and lora_adapter names one; leave one of them out.")
+    if args.ignore_data_skip:
+        raise ValueError("ignore_data_skip would pair resumed rollouts with other prompts; leave it False.")
+    if args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size would change the groups; set per_device_train_batch_size instead.")
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuses an unknown name; a dotted path and a function are looked at when they are needed."""
+    known = loss_names()
+    if isinstance(loss, str) and "." not in loss and loss not in known:
+        near = difflib.get_close_matches(loss, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"loss_type={loss!r} is unknown; choose one of {', '.join(known)}, or a dotted path such as "
+            f"my_package.my_loss.{hint}"
+        )
+
+
+def _check_numbers(args: "DiffusionGRPOConfig") -> None:
+    at_least = {
+        "num_generations": 1 if args.reward_baseline == "batch" or args.advantage_estimator == "gae" else 2,
+        "num_batches_per_step": 1,
+        "context_parallel_size": 1,
+        "reward_processes": 1,
+        "value_learning_rate": 0,
+        "kl_reward": 0,
+        "num_generations_eval": 1,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0,
+        "num_inference_steps": 2,
+        "eval_num_inference_steps": 1,
+        "rollout_batch_size": 1,
+        "sde_window_size": 1,
+        "num_iterations": 1,
+        "steps_per_generation": 1,
+        "ema_update_interval": 1,
+        "ref_model_sync_steps": 1,
+        "num_completions_to_log": 0,
+        "save_samples_steps": 1,
+        "log_samples_steps": 1,
+        "validation_steps": 1,
+        "top_k": 0,
+        "beta": 0,
+        "epsilon": 0,
+        "epsilon_high": 0,
+    }
+    for name, least in at_least.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            reason = "; one sample has no group to be better than" if name == "num_generations" else ""
+            raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
+    for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be above 0, got {value}.")
+
+
+def _check_ranges(args: "DiffusionGRPOConfig") -> None:
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {args.top_p}.")
+    if not all(math.isfinite(weight) for weight in args.reward_weights or []):
+        raise ValueError(f"reward_weights must be finite numbers, got {args.reward_weights}.")
+    if args.ema_decay is not None and not 0 < args.ema_decay < 1:
+        raise ValueError(f"ema_decay must lie between 0 and 1, got {args.ema_decay}.")
+    if args.sde_type in ("cps", "ddim", "ancestral") and args.noise_level is not None and args.noise_level > 1:
+        raise ValueError(f"noise_level of {args.sde_type} lies in (0, 1], got {args.noise_level}.")
+
+
+def _check_shares(args: "DiffusionGRPOConfig") -> None:
+    for name in ("timestep_fraction", "selective_checkpointing"):
+        if not 0 < getattr(args, name) <= 1:
+            raise ValueError(f"{name} must lie in (0, 1], got {getattr(args, name)}.")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], got {getattr(args, name)}.")
+
+
+def _check_steps(args: "DiffusionGRPOConfig") -> None:
+    _check_pipeline_kwargs(args)
+    _check_last_step(args)
+    last = args.num_inference_steps - 1
+    window = list(args.sde_window or (0, last))
+    if len(window) != 2 or not 0 <= window[0] < window[1] <= last:
+        raise ValueError(
+            f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
+            "last has no noise and is never trained."
+        )
+    if args.sde_window_size is not None and args.sde_window_size > window[1] - window[0]:
+        raise ValueError(
+            f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
+            "that may be trained; make it smaller, or sde_window larger."
+        )
+
+
+def _check_last_step(args: "DiffusionGRPOConfig") -> None:
+    if args.noise_in_last_step and args.deterministic_outside_window:
+        raise ValueError(
+            "noise_in_last_step=True and deterministic_outside_window=True contradict each other: the last step is "
+            "outside every window; set one of them to False."
+        )
+    if args.noise_in_last_step and args.sde_type in silent_last_step():
+        raise ValueError(
+            f"noise_in_last_step=True changes nothing with sde_type={args.sde_type!r}, whose noise is 0 in the last "
+            "step whatever is asked for; leave it out."
+        )
+
+
+def _check_pipeline_kwargs(args: "DiffusionGRPOConfig") -> None:
+    for name in args.pipeline_kwargs or {}:
+        if name in RESERVED:
+            raise ValueError(f"pipeline_kwargs: {name} is the rollout's own and set by the trainer; leave it out.")
+        if name in ("num_images_per_prompt", "num_videos_per_prompt"):
+            raise ValueError(
+                f"pipeline_kwargs: {name} would hide samples from the groups; set num_generations instead."
+            )
+
+
+def _check_context(args: "DiffusionGRPOConfig") -> None:
+    if args.world_size % args.context_parallel_size:
+        raise ValueError(
+            f"context_parallel_size={args.context_parallel_size} does not divide the number of processes, "
+            f"{args.world_size}; start a multiple of it."
+        )
+    if args.scores_on_some and args.reward_processes > args.data_processes:
+        groups = " context-parallel groups" if args.context_parallel_size > 1 else ""
+        raise ValueError(
+            f"reward_processes={args.reward_processes} is more than the {args.data_processes}{groups or ' processes'} "
+            "there are; lower it, or leave it out so that each scores its own samples."
+        )
+    if args.context_parallel_size > 1 and args.advantage_estimator == "gae":
+        raise ValueError("advantage_estimator='gae' is not known to work with context_parallel_size; leave one out.")
+
+
+def _check_batches(args: "DiffusionGRPOConfig") -> None:
+    group, generations = args.samples_per_update_group, args.num_generations
+    if args.best_of_n is not None and (args.best_of_n % 2 or not 2 <= args.best_of_n <= generations):
+        raise ValueError(
+            f"best_of_n must be even, at least 2 and at most num_generations={generations}, got {args.best_of_n}."
+        )
+    if args.steps_per_generation % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"steps_per_generation={args.steps_per_generation} must be a multiple of gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}, so that a rollout holds whole updates."
+        )
+    trained = args.per_device_train_batch_size * args.data_processes * args.steps_per_generation
+    if trained % group:
+        name = "best_of_n" if args.best_of_n else "num_generations"
+        raise ValueError(
+            f"A rollout trains per_device_train_batch_size x processes x steps_per_generation = "
+            f"{args.per_device_train_batch_size} x {args.data_processes} x {args.steps_per_generation} = {trained} "
+            f"samples, which {name}={group} does not divide; change one of them."
+        )
+    if args.best_of_n and args.data_processes > 1 and args.samples_per_share % group:
+        raise ValueError(
+            f"best_of_n={group} chooses among whole groups on each of several processes: per_device_train_batch_size "
+            f"x gradient_accumulation_steps = {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
+            "must be a multiple of it; change one of them."
+        )
+    if args.prompts_per_generation % args.num_batches_per_step:
+        raise ValueError(
+            f"num_batches_per_step={args.num_batches_per_step} does not divide the {args.prompts_per_generation} "
+            "prompts of a rollout; change it, or steps_per_generation."
+        )
+    if args.prompts_per_generation * generations // args.num_batches_per_step < 2:
+        raise ValueError("A batch of one sample has nothing to compare it with; lower num_batches_per_step.")

@@ -1,0 +1,111 @@
+"""Names and types as they stand in source files, read without importing them: torch and transformers take seconds."""
+
+import ast
+import functools
+import importlib.util
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a dataclass.
+
+    Attributes:
+        type: its annotation, as it is written: `float | None`.
+        default: `dataclasses.MISSING` where there is none, None where it is not a literal.
+    """
+
+    type: str
+    default: Any
+
+
+@functools.cache
+def parse_module(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def read_fields(path: Path, name: str) -> dict[str, Setting]:
+    """Read the fields of the dataclass `name` in a file, without those it inherits."""
+    body = next(node.body for node in parse_module(path).body if isinstance(node, ast.ClassDef) and node.name == name)
+    lines = [
+        node for node in body if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation)
+    ]
+    return {node.target.id: Setting(ast.unparse(node.annotation), _default(node.value)) for node in lines}
+
+
+def _default(value: ast.expr | None) -> Any:
+    if isinstance(value, ast.Call):  # field(...)
+        given = {keyword.arg: keyword.value for keyword in value.keywords}
+        if "default_factory" in given:
+            return None
+        value = given.get("default")
+    if value is None:
+        return MISSING
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return None
+
+
+def read_names(path: Path, variable: str) -> list[str]:
+    """Read the keys of a dict, or the words of a list, that a file assigns to a variable; `**other` is followed."""
+    for node in parse_module(path).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if not any(isinstance(target, ast.Name) and target.id == variable for target in targets):
+            continue
+        if not isinstance(node.value, ast.Dict):
+            return list(ast.literal_eval(node.value))
+        pairs = zip(node.value.keys, node.value.values, strict=True)
+        return [name for key, value in pairs for name in ([key.value] if key else read_names(path, value.id))]
+    raise LookupError(f"{path.name} assigns nothing to {variable}.")
+
+
+@functools.cache
+def config_fields() -> dict[str, Setting]:
+    """The settings of `DiffusionGRPOConfig`, those of transformers' `TrainingArguments` among them."""
+    (transformers,) = importlib.util.find_spec("transformers").submodule_search_locations
+    settings = read_fields(Path(transformers, "training_args.py"), "TrainingArguments")
+    for file, name in (
+        ("sampling.py", "SamplingSettings"),
+        ("update.py", "UpdateSettings"),
+        ("run.py", "RunSettings"),
+        ("settings.py", "DiffusionGRPOConfig"),
+    ):
+        settings = settings | read_fields(PACKAGE / "config" / file, name)
+    return settings
+
+
+def loss_names() -> list[str]:
+    """The keys of `losses.LOSSES`."""
+    return read_names(PACKAGE / "algorithms" / "losses.py", "LOSSES")
+
+
+def process_names() -> list[str]:
+    """The keys of `processes.PROCESSES`."""
+    return read_names(PACKAGE / "policy" / "processes.py", "PROCESSES")
+
+
+def log_prob_names() -> list[str]:
+    """The keys of `processes.LOG_PROBS`."""
+    return read_names(PACKAGE / "policy" / "processes.py", "LOG_PROBS")
+
+
+def silent_last_step() -> list[str]:
+    """`processes.SILENT_LAST_STEP`."""
+    return read_names(PACKAGE / "policy" / "processes.py", "SILENT_LAST_STEP")
+
+
+def aggregation_names() -> list[str]:
+    """`advantages.AGGREGATIONS`."""
+    return read_names(PACKAGE / "algorithms" / "advantages.py", "AGGREGATIONS")
+
+
+def reward_names() -> list[str]:
+    """The keys of `rewards.REWARDS`."""
+    return read_names(PACKAGE / "rewards" / "__init__.py", "REWARDS")

@@ -1,0 +1,1 @@
+"""`diffusion-grpo plan`: what a run will ask for, before anything is loaded."""

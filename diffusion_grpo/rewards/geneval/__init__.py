@@ -1,0 +1,1 @@
+"""GenEval: are the objects there that the prompt asks for?"""

@@ -1,0 +1,58 @@
+"""Reward: is the writing in the colour that the prompt names?
+
+In: pictures of something drawn on a plain ground, and prompts that name one of the six colours of `tiny.COLORS`. Out:
+scores in [0, 1]. Kept beside the OCR reward because a model trained on spelling alone forgets the colour.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+from PIL import Image
+
+from ...tiny import COLORS
+
+SCALE = 80.0  # RGB distance at which the score is 1/e; the two nearest named colours are 112 apart
+FAINT = 40.0  # RGB distance to the ground below which nothing counts as ink
+
+
+def color(images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
+    """exp(-(d / 80)^2), d the RGB distance (0 to 442) of the ink's mean colour to the colour named in the prompt.
+
+    The ground is the median pixel; ink is every pixel whose distance to the ground is at least 0.7 of the largest
+    (98th percentile). A picture without ink scores 0. `None` for a prompt that names no known colour outside quotes.
+    """
+    scores: list[float | None] = []
+    for image, prompt in zip(images, prompts, strict=True):
+        name, ink = named_color(prompt), ink_color(image)
+        if name is None:
+            scores.append(None)
+        else:
+            scores.append(0.0 if ink is None else math.exp(-((math.dist(ink, COLORS[name]) / SCALE) ** 2)))
+    return scores
+
+
+def named_color(prompt: str) -> str | None:
+    """The first colour name outside double quotes, or `None`."""
+    for found in re.findall(r"[a-z]+", re.sub(r'"[^"]*"', " ", prompt).lower()):
+        if found in COLORS:
+            return found
+    return None
+
+
+def ink_color(image: Image.Image) -> tuple[float, float, float] | None:
+    """Mean RGB (0 to 255) of the pixels that stand out from the ground, or `None` where none does."""
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float64).reshape(-1, 3)
+    contrast = np.linalg.norm(pixels - np.median(pixels, axis=0), axis=1)
+    strongest = np.quantile(contrast, 0.98)
+    if strongest < FAINT:
+        return None
+    return tuple(pixels[contrast >= 0.7 * strongest].mean(axis=0).tolist())
+
+
+def nearest_color(image: Image.Image) -> str | None:
+    """The name of the colour nearest to the ink's, or `None` where there is no ink."""
+    ink = ink_color(image)
+    return None if ink is None else min(COLORS, key=lambda name: math.dist(ink, COLORS[name]))

@@ -1,0 +1,1 @@
+"""Rewards by networks with published weights."""

@@ -1,0 +1,135 @@
+"""Rewards by CLIP: does the picture fit the prompt, or resemble another one. In: pictures. Out: cosines, scaled.
+
+Preprocessing, tokens (cut off at the model's 77) and embeddings are those of transformers' port, with Pillow's resize:
+with torchvision installed transformers would take another one, and another score would come out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source
+from .base import ModelReward
+from .pixels import against
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel
+
+
+@dataclasses.dataclass(eq=False)
+class ClipReward(ModelReward):
+    """What all rewards by a transformers CLIP share: loading and the two embeddings.
+
+    Args:
+        model: Hub id or folder of a `CLIPModel`.
+        processor: Hub id or folder of its processor; by default the model's own.
+        processor_revision: branch, tag or commit of that Hub id, where it is another one than the model's.
+    """
+
+    model: str = "openai/clip-vit-large-patch14"
+    processor: str | None = None
+    processor_revision: str = "main"
+
+    def sources(self) -> list[Source]:
+        network, reading = CONFIG + WEIGHTS, TOKENIZER + IMAGE_PROCESSOR
+        if self.processor is None:
+            return [Source("model", self.model, network + reading, self.revision)]
+        return [
+            Source("model", self.model, network, self.revision),
+            Source("processor", self.processor, reading, self.processor_revision),
+        ]
+
+    def load(self) -> CLIPModel:
+        from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+
+        revision = self.revision if self.processor is None else self.processor_revision
+        source = self.model if self.processor is None else self.processor
+        self.tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        self.image_processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
+        return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
+
+    def seen(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
+        """`(batch, features)` float32: embeddings of pictures, of length 1."""
+        pixels = self.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
+        pixels = pixels["pixel_values"].to(network.device, network.dtype)
+        return unit(network.visual_projection(network.vision_model(pixels).pooler_output))
+
+    def embed(self, images: list[Image.Image]) -> list[list[float]]:
+        """The same of any number of pictures, as lists: how different they are is measured between these."""
+        return self.in_batches(self.seen, images)
+
+    def said(self, network: CLIPModel, prompts: list[str]) -> Tensor:
+        """`(batch, features)` float32: embeddings of prompts, of length 1; each distinct prompt is encoded once."""
+        distinct = list(dict.fromkeys(prompts))
+        length = network.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(distinct, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        tokens = tokens.to(network.device)
+        states = network.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+        embeddings = unit(network.text_projection(states.pooler_output))
+        return embeddings[[distinct.index(prompt) for prompt in prompts]]
+
+
+@dataclasses.dataclass(eq=False)
+class ClipScore(ClipReward):
+    """CLIPScore: 100 max(cos(picture, prompt), 0), as torchmetrics and diffusers' documentation compute it.
+
+    Hessel et al. 2021, https://arxiv.org/abs/2104.08718, scale by 2.5 in place of 100 and put "A photo depicts" before
+    a caption. The model matters more than the scale: scores by different ones cannot be compared.
+    """
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
+        """A score in [0, 100] for each picture and its prompt."""
+        return self.in_batches(self._scores, images, prompts)
+
+    def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
+        cosines = (self.seen(network, images) * self.said(network, prompts)).sum(-1)
+        return (100 * cosines).clamp(min=0)
+
+
+@dataclasses.dataclass(eq=False)
+class PickScore(ClipReward):
+    """PickScore: exp(logit scale) cos(picture, prompt), by a CLIP ViT-H/14 trained on choices of users.
+
+    Kirstain et al. 2023, https://arxiv.org/abs/2305.01569, https://github.com/yuvalkirstain/PickScore. Good pictures
+    come to about 20 to 23. Flow-GRPO divides by 26 (https://github.com/yifan123/flow_grpo): `std: 26`.
+    """
+
+    model: str = "yuvalkirstain/PickScore_v1"
+    processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
+        """A score for each picture and its prompt, to be compared within a prompt."""
+        return self.in_batches(self._scores, images, prompts)
+
+    def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
+        cosines = (self.seen(network, images) * self.said(network, prompts)).sum(-1)
+        return network.logit_scale.float().exp() * cosines
+
+
+@dataclasses.dataclass(eq=False)
+class ClipSimilarity(ClipReward):
+    """Cosine of the CLIP embeddings of the picture and of the one in a column (CLIP-I of DreamBooth,
+    https://arxiv.org/abs/2208.12242).
+
+    Args:
+        target_column: column with PIL pictures or paths.
+    """
+
+    target_column: str = "target"
+
+    def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
+        """A cosine in [-1, 1] for each picture, 1 for equal ones; None where the column holds nothing."""
+        return against(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
+
+    def _cosines(self, network: CLIPModel, images: list, others: list) -> Tensor:
+        return (self.seen(network, images) * self.seen(network, others)).sum(-1)
+
+
+def unit(embeddings: Tensor) -> Tensor:
+    """`(batch, features)` in float32, of length 1."""
+    return torch.nn.functional.normalize(embeddings.float(), dim=-1)

@@ -1,0 +1,53 @@
+"""Reward: how much a picture resembles another one by DINO's embeddings. In: pictures. Out: cosines.
+
+A module of its own because DINO sees subjects where CLIP sees what would be said of them; the two are used together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..needs import CONFIG, WEIGHTS, Source
+from .base import ModelReward
+from .pixels import IMAGENET_MEAN, IMAGENET_STD, against, squares
+
+RESIZE, CROP = 256, 224  # of both DINO's and DINOv2's evaluations
+
+
+@dataclasses.dataclass(eq=False)
+class DinoSimilarity(ModelReward):
+    """Cosine of the DINO [CLS] embeddings of the picture and of the one in a column (DINO of DreamBooth,
+    https://arxiv.org/abs/2208.12242, which is measured with the default model).
+
+    Pictures are brought to a shorter side of 256 pixels (bicubic), cropped to 224 and normalised with ImageNet's mean
+    and standard deviation, as DINO (https://arxiv.org/abs/2104.14294) evaluates its features.
+
+    Args:
+        model: Hub id or folder of a DINO, DINOv2 or other ViT (`facebook/dinov2-base`).
+        target_column: column with PIL pictures or paths.
+    """
+
+    model: str = "facebook/dino-vits16"
+    target_column: str = "target"
+
+    def sources(self) -> list[Source]:
+        return [Source("model", self.model, CONFIG + WEIGHTS, self.revision)]
+
+    def load(self) -> nn.Module:
+        from transformers import AutoModel
+
+        return AutoModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
+
+    def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
+        """A cosine in [-1, 1] for each picture, 1 for equal ones; None where the column holds nothing."""
+        return against(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
+
+    def _cosines(self, network: nn.Module, images: list, others: list) -> Tensor:
+        pixels = squares(images + others, RESIZE, CROP, IMAGENET_MEAN, IMAGENET_STD)
+        states = network(pixels.to(network.device, network.dtype)).last_hidden_state
+        seen, expected = states[:, 0].float().chunk(2)
+        return torch.nn.functional.cosine_similarity(seen, expected)

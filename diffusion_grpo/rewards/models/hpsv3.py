@@ -1,0 +1,111 @@
+"""HPSv3, a score of human preference by a vision-language model: pictures and prompts in, scores out.
+
+Qwen2-VL 7B reads the picture, an instruction and the prompt; a small head at the token <|Reward|> gives the mean of
+the score and the logarithm of its standard deviation. https://huggingface.co/papers/2508.03789
+"""
+
+import dataclasses
+from typing import Literal
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..needs import CONFIG, TOKENIZER, Source
+from .base import ModelReward, read_weights, weights_path
+from .qwen_vl import (
+    RewardNetwork,
+    as_frame,
+    assign,
+    batch,
+    empty_backbone,
+    fitting_size,
+    load_tokenizer,
+    own_names,
+    template,
+    without_marks,
+)
+
+FILE = "HPSv3.safetensors"
+MARKS = ["<|Reward|>"]
+PIXELS = 256 * 28 * 28  # every picture is brought near to this many
+LAYERS = ("0", "3", "5")  # of the head that have weights; between them are ReLU and dropout
+
+
+@dataclasses.dataclass(eq=False)
+class HPSv3(ModelReward):
+    """HPSv3's score of a picture; about 0 to 15, the higher the better.
+
+    `log_metric` gets the mean standard deviation as `hpsv3/sigma`.
+
+    Args:
+        model: Hub id or folder with `HPSv3.safetensors`.
+        base: Hub id or folder of the Qwen2-VL it was made from: configuration and tokenizer are read from it.
+        base_revision: branch, tag or commit of `base`.
+        output: `mean`, the published score, or `sigma`, its standard deviation.
+
+    Raises:
+        ValueError: an unknown output.
+    """
+
+    model: str = "MizzenAI/HPSv3"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    batch_size: int = 8
+    base: str = "Qwen/Qwen2-VL-7B-Instruct"
+    base_revision: str = "main"
+    output: Literal["mean", "sigma"] = "mean"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.output not in ("mean", "sigma"):
+            raise ValueError(f"hpsv3: output is {self.output!r}; use mean or sigma.")
+
+    def sources(self) -> list[Source]:
+        return [
+            Source("model", self.model, ((FILE,),), self.revision),
+            Source("base", self.base, CONFIG + TOKENIZER, self.base_revision),
+        ]
+
+    def load(self) -> RewardNetwork:
+        """The weights of the file alone: those of `base` are not needed."""
+        from transformers import AutoConfig
+
+        path = weights_path(self.model, FILE, self.revision)
+        body, head = own_names(read_weights(path))
+        config = AutoConfig.from_pretrained(self.base, revision=self.base_revision)
+        self._tokenizer = load_tokenizer(self.base, MARKS, self.base_revision)
+        backbone = empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
+        assign(backbone, {name: value.to(self.torch_dtype) for name, value in body.items()}, str(path))
+        return RewardNetwork(backbone, _head(head, str(path)), self._tokenizer.convert_tokens_to_ids(MARKS))
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], log_metric=None) -> list[float]:
+        """One score a picture."""
+        answers = self.in_batches(self._score, images, without_marks(prompts))
+        means, sigmas = [mean for mean, _ in answers], [sigma for _, sigma in answers]
+        if log_metric is not None and sigmas:
+            log_metric("hpsv3/sigma", sum(sigmas) / len(sigmas))
+        return means if self.output == "mean" else sigmas
+
+    def _score(self, network: RewardNetwork, images: list[Image.Image], prompts: list[str]) -> Tensor:
+        """`(batch, 2)`: mean and standard deviation."""
+        frames = [as_frame(_resized(image))[None] for image in images]
+        texts = [template("hpsv3").format(text_prompt=prompt) for prompt in prompts]
+        inputs = batch(texts, frames, "image", network.backbone.config, self._tokenizer)
+        mean, log_sigma = network(**{name: value.to(self.torch_device) for name, value in inputs.items()})[:, 0].T
+        return torch.stack([mean, log_sigma.exp()], dim=1)
+
+
+def _resized(image: Image.Image) -> Image.Image:
+    size = fitting_size(*image.size, min_pixels=PIXELS, max_pixels=PIXELS)
+    return image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+
+
+def _head(weights: dict[str, Tensor], source: str) -> nn.Module:
+    """Three layers, of the sizes that the weights have."""
+    missing = [f"rm_head.{layer}.weight" for layer in LAYERS if f"{layer}.weight" not in weights]
+    if missing:
+        raise ValueError(f"{source} holds no {missing[0]}: it is no checkpoint of HPSv3.")
+    first, second, third = (nn.Linear(*reversed(weights[f"{layer}.weight"].shape)) for layer in LAYERS)
+    head = nn.Sequential(first, nn.ReLU(), nn.Identity(), second, nn.ReLU(), third)
+    assign(head, {name: value.float() for name, value in weights.items()}, source)
+    return head

@@ -1,0 +1,1 @@
+"""Rewards that another process or machine computes."""

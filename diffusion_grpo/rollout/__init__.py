@@ -1,0 +1,1 @@
+"""One generation: samples, rewards, advantages, and the buffer that the updates read."""

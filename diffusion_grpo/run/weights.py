@@ -1,0 +1,325 @@
+"""Weights on disk and on the Hub: what is written here, plain diffusers loads.
+
+In: the trained model and its pipeline. Out: a folder with LoRA weights in both PEFT's and diffusers' form, or with the
+network (and, for the final save, the whole pipeline) as diffusers lays it out; and a model card.
+"""
+
+import inspect
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from diffusers.loaders import PeftAdapterMixin
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from diffusers.utils import convert_state_dict_to_diffusers
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..data.held_out import describe_prompts
+from ..policy.rollout import policy_component
+from ..training.average import POLICY_FOLDER
+from . import markdown
+from .folder import format_updates
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
+
+
+def save_policy(
+    model: nn.Module, pipe: DiffusionPipeline, component: str, folder: str | Path, whole_pipeline: bool = False
+) -> None:
+    """Writes the trained weights to `folder`.
+
+    Args:
+        model: the trained model, unwrapped: a `PeftModel` around the pipeline's network, or that network.
+        pipe: the pipeline it belongs to.
+        component: the network's name in the pipeline.
+        folder: made if needed. LoRA: `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights(folder)`, and
+            PEFT's `adapter_model.safetensors`; for a network that the pipeline loads no LoRA into see [`lora_loader`].
+            Full training: `folder/<component>`.
+        whole_pipeline: for full training, write the other parts too, for `DiffusionPipeline.from_pretrained(folder)`.
+
+    Of several networks that share the steps out, the LoRA of the first goes to `folder` and that of any other to
+    `folder/<component>`: `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
+    """
+    folder = Path(folder)
+    for part, name, place in _others(model, component, folder):
+        save_policy(part, pipe, name, place)
+    model, component = _first(model, component)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, PeftModel):
+        _save_lora(model, pipe, component, folder)
+    elif whole_pipeline:
+        pipe.save_pretrained(folder)
+    else:
+        model.save_pretrained(folder / component)
+
+
+def _first(model: nn.Module, component: str) -> tuple[nn.Module, str]:
+    """The model itself, or the first of several."""
+    names = component.split(", ")
+    return (model[names[0]] if isinstance(model, nn.ModuleDict) else model), names[0]
+
+
+def _others(model: nn.Module, component: str, folder: Path) -> Iterator[tuple[nn.Module, str, Path]]:
+    """The models beside the first, their names, and where their weights lie."""
+    for name in component.split(", ")[1:]:
+        yield model[name], name, folder / name if isinstance(model[name], PeftModel) else folder
+
+
+def _save_lora(model: PeftModel, pipe: DiffusionPipeline, component: str, folder: Path) -> None:
+    layers = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    state = {name: tensor.contiguous() for name, tensor in layers.items()}
+    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = model.peft_config[model.active_adapter]
+    config.save_pretrained(folder)
+    way = lora_loader(pipe, component)
+    layers = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+    if way == "load_lora_adapter":
+        metadata = {LORA_ADAPTER_METADATA_KEY: json.dumps(config.to_dict(), default=sorted)}
+        save_file(layers, folder / LORA_WEIGHTS, metadata={"format": "pt", **metadata})
+    if way != "load_lora_weights":
+        return
+    known = _lora_arguments(pipe)
+    component = component.removesuffix("_2")  # diffusers writes a second expert's LoRA as it does the first's
+    if component == "unet":
+        layers = convert_state_dict_to_diffusers(layers)
+    names = {f"{component}_lora_layers": layers, f"{component}_lora_adapter_metadata": config.to_dict()}
+    pipe.save_lora_weights(folder, **{name: value for name, value in names.items() if name in known})
+
+
+def _lora_arguments(pipe: DiffusionPipeline) -> Mapping[str, Any]:
+    return inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
+
+
+def lora_loader(pipe: DiffusionPipeline, component: str) -> str:
+    """What puts a LoRA of this network into a new pipeline.
+
+    Returns:
+        "load_lora_weights", a method of the pipeline; "load_lora_adapter", a method of the network, where the pipeline
+        has no loader for it; "peft" where diffusers has none at all (PixArt, DiT): `PeftModel.from_pretrained`.
+    """
+    name = component.split(", ")[0]
+    if f"{name.removesuffix('_2')}_lora_layers" in _lora_arguments(pipe):
+        return "load_lora_weights"
+    return "load_lora_adapter" if isinstance(getattr(pipe, name), PeftAdapterMixin) else "peft"
+
+
+def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str | None = None) -> None:
+    """Puts trained weights into a pipeline, in place.
+
+    Args:
+        pipe: of the model that was trained.
+        source: a run's folder or one of its checkpoints (or the `policy` in it), with a LoRA (of a second expert too)
+            or with the networks of full training; or any LoRA that the pipeline itself loads, a file or a Hub id.
+        adapter_name: of a LoRA in the pipeline; by default diffusers chooses one.
+
+    Raises:
+        ValueError: the folder holds no such weights.
+    """
+    folder = Path(source)
+    is_lora = any((folder / name).is_file() for name in (ADAPTER_WEIGHTS, LORA_WEIGHTS))
+    networks = [name for name in pipe.components if (folder / name / "config.json").is_file()]
+    networks = [name for name in networks if isinstance(getattr(pipe, name), nn.Module)]
+    if is_lora:
+        _load_lora(pipe, folder, {} if adapter_name is None else {"adapter_name": adapter_name})
+    elif networks:
+        for name in networks:
+            network = getattr(pipe, name)
+            saved = type(network).from_pretrained(folder / name, torch_dtype=network.dtype, use_safetensors=True)
+            network.load_state_dict(saved.state_dict())
+    elif folder.is_dir() and not list(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} holds neither a LoRA nor a network of {type(pipe).__name__}.")
+    elif not hasattr(pipe, "load_lora_weights"):
+        raise ValueError(f"{type(pipe).__name__} loads no LoRA from {source}; give the folder of a run.")
+    else:
+        pipe.load_lora_weights(source, adapter_name=adapter_name)
+
+
+def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> None:
+    records = [place / "run.json" for place in (folder, *folder.resolve().parents[:2])]  # of the run around it
+    trained = [json.loads(path.read_text(encoding="utf-8")).get("component") for path in records if path.is_file()]
+    first, *others = (trained[0] if trained and trained[0] else policy_component(pipe)).split(", ")
+    for name, place in ((first, folder), *((name, folder / name) for name in others)):
+        if not place.is_dir():
+            continue
+        way = lora_loader(pipe, name)
+        if way == "load_lora_weights":
+            pipe.load_lora_weights(place, **({f"load_into_{name}": True} if place != folder else {}), **named)
+        elif way == "load_lora_adapter":
+            getattr(pipe, name).load_lora_adapter(place, prefix=None, weight_name=LORA_WEIGHTS, **named)
+        else:
+            PeftModel.from_pretrained(getattr(pipe, name), place, **named)
+
+
+def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:
+    """Puts what `save_policy` wrote back into the model, in place and bit for bit.
+
+    Raises:
+        ValueError: the folder holds no weights of this kind of model.
+    """
+    folder = Path(folder)
+    for part, name, place in _others(model, component, folder):
+        load_policy(part, name, place)
+    model, component = _first(model, component)
+    if isinstance(model, PeftModel):
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}; it was not written by LoRA training.")
+        weights = load_file(folder / ADAPTER_WEIGHTS)
+        result = set_peft_model_state_dict(model, weights, adapter_name=model.active_adapter)
+        if result.unexpected_keys:
+            raise ValueError(
+                f"The adapter in {folder} has layers that this model lacks, such as {result.unexpected_keys[0]}; use "
+                "the peft_config it was trained with."
+            )
+        return
+    if not (folder / component).is_dir():
+        raise ValueError(f"{folder} has no folder {component!r}; it was not written by full training of that network.")
+    saved = type(model).from_pretrained(folder / component, torch_dtype=model.dtype, use_safetensors=True)
+    model.load_state_dict(saved.state_dict())
+
+
+def copy_weights(checkpoint: str | Path, folder: str | Path, component: str) -> None:
+    """Copies what `save_policy` wrote into a checkpoint, and nothing of the training state, to another folder."""
+    checkpoint, folder = Path(checkpoint), Path(folder)
+    for name in (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS):
+        if (checkpoint / name).is_file():
+            shutil.copy(checkpoint / name, folder / name)
+    for name in (*component.split(", "), POLICY_FOLDER):
+        if (checkpoint / name).is_dir():
+            shutil.copytree(checkpoint / name, folder / name, dirs_exist_ok=True)
+
+
+def write_model_card(
+    folder: str | Path,
+    run: dict[str, Any],
+    history: list[dict[str, Any]],
+    name: str | None,
+    updates: int,
+    repository: str | None = None,
+) -> None:
+    """Writes `README.md` with base model, rewards, settings, curve and sample pictures.
+
+    Args:
+        folder: the run's output folder; pictures in it are shown.
+        run: contents of `run.json`.
+        history: the trainer's `log_history`.
+        name: title; by default that of the repository, or the folder's.
+        updates: that were done.
+        repository: Hub id under which readers find the weights; None where they are in this folder alone.
+    """
+    folder = Path(folder)
+    lora = run["trains_by"] != "full"
+    source = repository or folder.resolve().name
+    data = ModelCardData(
+        library_name="diffusers",
+        **_base_model(run["model"], lora),
+        **run.get("license", {}),
+        pipeline_tag=run.get("pipeline_tag"),
+        tags=["diffusion-grpo", "grpo", "reinforcement-learning", *(["lora"] if lora else [])],
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {markdown.escape(name or source.split('/')[-1])}",
+        f"{run['pipeline']} {markdown.code(run['model'])}, its {run['component']} trained with GRPO by diffusion-grpo "
+        f"({run['trains_by']}) for {updates} update{'' if updates == 1 else 's'}.",
+        "## Use",
+        *([] if repository else [f"{markdown.code(source)} is the folder that holds this file: give its path."]),
+        f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
+        *_average_note(run["settings"]),
+        *_adapters_note(run),
+        "## Rewards",
+        _reward_table(run, history),
+        *[f"![{title}]({file})" for title, file in _pictures(folder)],
+        "## Settings",
+        f"```json\n{json.dumps(run['settings'], indent=2)}\n```",
+        f"Versions: {', '.join(f'{package} {version}' for package, version in run['versions'].items())}.",
+        "The method: [Flow-GRPO](https://huggingface.co/papers/2505.05470), "
+        "[DDPO](https://huggingface.co/papers/2305.13301).",
+    ]
+    ModelCard("\n\n".join(parts)).save(folder / "README.md")
+
+
+def _base_model(model: str, lora: bool) -> dict[str, str]:
+    """The Hub's link to the base model, for models that came from the Hub."""
+    if model.count("/") != 1 or Path(model).exists() or not _is_repo_id(model):
+        return {}
+    return {"base_model": model, "base_model_relation": "adapter" if lora else "finetune"}
+
+
+def _is_repo_id(model: str) -> bool:
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str:
+    is_embedded = lora and run["model"] == "tiny"  # it has no name on the Hub
+    base = "tiny.PATH" if is_embedded else json.dumps(run["model"] if lora else source)
+    lines = ["from diffusers import DiffusionPipeline"]
+    lines += ["from diffusion_grpo import tiny"] if is_embedded else []
+    way = run.get("loads_by", "load_lora_weights")
+    lines += ["from peft import PeftModel"] if lora and way == "peft" else []
+    is_local = lora and not is_embedded and not _base_model(run["model"], lora)
+    note = "  # a folder on the machine that trained it" if is_local else ""
+    lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base}){note}"]
+    names = run["component"].split(", ")
+    for name in names if lora else []:
+        into = "" if name == names[0] else f", load_into_{name}=True"
+        place = json.dumps(source)
+        if name != names[0]:
+            place = f'{place}, subfolder="{name}"' if is_on_hub else json.dumps(f"{source}/{name}")
+        if way == "load_lora_weights":
+            lines.append(f"pipe.load_lora_weights({place}{into})")
+        elif way == "load_lora_adapter":
+            arguments = f'{place}, prefix=None, weight_name="{LORA_WEIGHTS}"'
+            lines.append(f"pipe.{name}.load_lora_adapter({arguments})")
+        else:
+            lines.append(f"PeftModel.from_pretrained(pipe.{name}, {place})  # changes the pipeline itself")
+    return "\n".join(lines)
+
+
+def _average_note(settings: dict[str, Any]) -> list[str]:
+    """Say which weights are published, where a moving average was kept."""
+    if settings.get("ema_decay") is None:
+        return []
+    return [
+        f"These weights are the moving average of the policy (`ema_decay` {settings['ema_decay']:g}), which the "
+        f"evaluations measured. The folder `{POLICY_FOLDER}` holds the policy itself, for training to go on from."
+    ]
+
+
+def _adapters_note(run: dict[str, Any]) -> list[str]:
+    """Say which other LoRAs belong to what was measured, where some were kept."""
+    kept = [f"`{adapter}` ({part})" for part, adapters in run.get("kept_adapters", {}).items() for adapter in adapters]
+    if not kept:
+        return []
+    return [f"It was trained and measured beside adapters that this folder does not hold: {', '.join(kept)}."]
+
+
+def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:
+    evaluations = [entry for entry in history if "eval_reward" in entry]
+    weights = dict(zip(run["reward_funcs"], run["reward_weights"], strict=True))
+    shown = evaluations[:1] + evaluations[-1:] if len(evaluations) > 1 else evaluations
+    times = [format_updates(entry["step"]) for entry in shown]
+    lines = [f"| {' | '.join(['reward', 'weight', *times])} |", "|---" * (2 + len(shown)) + "|"]
+    for name in [*run["reward_funcs"], *run["eval_reward_funcs"]]:
+        key = f"eval_rewards/{name}/mean"
+        values = [f"{entry[key]:.3f}" if key in entry else "–" for entry in shown]
+        lines.append(f"| {' | '.join([markdown.escape(name), str(weights.get(name, 'only evaluated')), *values])} |")
+    if shown:
+        lines += ["", f"Means over {describe_prompts(run.get('prompts', {}))}."]
+    return "\n".join(lines)
+
+
+def _pictures(folder: Path) -> list[tuple[str, str]]:
+    pictures = [("reward", "curve.png"), ("the same prompts and seeds over the training", "grid.png")]
+    return [(title, file) for title, file in pictures if (folder / file).is_file()]

@@ -1,0 +1,271 @@
+"""
+Samples of a pipeline for a dataset of prompts, and what the rewards say of them; files in a folder leave.
+
+A module of its own because it needs no training: the pipeline's own scheduler, or the noise of a rollout without its
+trajectory. A job may take days, so what is done is never done again.
+"""
+
+import contextlib
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet
+import torch
+from datasets import Dataset
+from torch import Tensor
+from tqdm import tqdm
+
+from ..algorithms.advantages import combine, compute_advantages
+from ..data.inputs import PipelineInputs, check_count
+from ..data.prompts import prompt_column, prompts_of
+from ..media.files import samples_of, sampling_rate
+from ..pipelines import family_of
+from ..policy.rollout import Policy, call_arguments, rollout, sample_seed
+from ..policy.token import TokenPolicy, policy_for
+from ..rewards import Reward, reward_weights, score
+from ..run import records
+from ..run.weights import load_weights
+from ..training.model import load_pipeline, plain_pipeline
+from .settings import SampleSettings
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+TABLE, JOB = "samples.parquet", "sample.json"
+
+
+def check_folder(settings: SampleSettings) -> None:
+    """Refuses an output folder with samples of another job; in one with a part of the same job it goes on.
+
+    Raises:
+        ValueError: it holds samples of another job.
+    """
+    folder, identity = settings.output_dir, settings.identity
+    if (folder / TABLE).is_file():
+        there = json.loads((folder / JOB).read_text(encoding="utf-8")) if (folder / JOB).is_file() else {}
+        for name, here in identity.items():
+            if there.get(name) != here:
+                raise ValueError(
+                    f"{folder} holds samples of another job ({name} is {there.get(name)!r} there and {here!r} here); "
+                    "choose another --output_dir, or delete it."
+                )
+
+
+def load_sampled(settings: SampleSettings) -> "DiffusionPipeline":
+    """The pipeline to sample from, with its LoRA or weights; as the training would load it where there is one.
+
+    Raises:
+        ValueError: what is named cannot be loaded.
+    """
+    if settings.train is None or settings.dtype is not None:
+        pipe = plain_pipeline(settings.model, settings.dtype, settings.device)
+    else:
+        pipe = load_pipeline(settings.model, settings.train, is_full_training=False)
+        pipe = pipe.to(settings.device or settings.train.device)
+    if settings.lora is not None:
+        load_weights(pipe, settings.lora)
+    return pipe
+
+
+def write_samples(
+    pipe: "DiffusionPipeline",
+    dataset: Dataset,
+    rewards: list[Reward],
+    judges: list[Reward],
+    settings: SampleSettings,
+) -> dict[str, tuple[float, float]]:
+    """
+    Samples `num_generations` of each row, and writes `0000.png` (`.mp4`, `.wav`), ... and `samples.parquet`.
+
+    Sample i has the seed `settings.seed + i`, so that batches and interruptions change nothing visible. The table is
+    written after each batch; rows that it holds are not made again.
+
+    Args:
+        pipe: on its device.
+        dataset: with a column `prompt`; see [`~inputs.PipelineInputs`] for the others.
+        rewards, judges: what scores the samples; only `rewards` make up `reward` and `advantage`.
+        settings: how; [`check_folder`] has accepted it.
+
+    Returns:
+        mean and standard error of each reward over the samples it scored, by name; with several trained ones also of
+        `reward`, what they come to together.
+
+    Raises:
+        ValueError: the table there holds other prompts, or the pipeline does not take an argument.
+    """
+    path, count = settings.output_dir / TABLE, settings.num_generations
+    table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
+    for row, prompt in zip(table[::count], prompt_column(dataset)):
+        if row["prompt"] != prompt:
+            raise ValueError(f"{path} holds samples of {row['prompt']!r} where the prompts say {prompt!r}.")
+    make = Sampler(pipe, settings)
+    records.write_json(settings.output_dir / JOB, settings.identity)
+    step = max(1, settings.batch_size // count)  # prompts between two writes
+    with tqdm(total=len(dataset) * count, initial=min(len(table), len(dataset) * count), unit="sample") as bar:
+        for first in range(len(table) // count, len(dataset), step):
+            prompts = range(first, min(first + step, len(dataset)))
+            places = [prompt * count + turn for prompt in prompts for turn in range(count)]
+            rows = make.inputs.rows(dataset, [place // count for place in places])
+            samples = make(rows, places)
+            scores = _scores(rewards + judges, samples, rows, places, settings, sampling_rate(pipe))
+            as_written = [dataset[place // count] for place in places]  # files by their names
+            table += _table_rows(samples, as_written, places, scores, settings, sampling_rate(pipe))
+            records.write_samples(path, _columns(table))
+            bar.update(len(places))
+    return _finish(table, rewards, judges, settings)
+
+
+class Sampler:
+    """Samples of dataset rows: by the pipeline's own scheduler, or with the noise of a training's rollout.
+
+    Args:
+        pipe: the pipeline.
+        settings: what to sample and how.
+    """
+
+    def __init__(self, pipe: "DiffusionPipeline", settings: SampleSettings):
+        self.pipe, self.settings, train = pipe, settings, settings.train
+        self.inputs = PipelineInputs(pipe, settings)
+        self.given = {} if train else self.inputs.fixed  # what was given on the command line wins over columns
+        component = train.train_component if train else None
+        self.policy = None
+        if component is not None and component == family_of(pipe).language_model:
+            self.policy = policy_for(pipe, component, train, contextlib.nullcontext, is_mixed_precision=False)
+        elif train or settings.noise_level != 0:
+            self.policy = Policy(pipe, component, settings.sde_type)
+        pipe.set_progress_bar_config(disable=True)
+
+    def __call__(self, rows: list[dict[str, Any]], places: list[int]) -> list[Any]:
+        """The samples of `rows`; `places` says which of the whole job they are."""
+        settings, samples = self.settings, [None] * len(rows)
+        # tokens are drawn, whatever the noise of the steps after them
+        make = self._noisy if settings.noise_level != 0 or isinstance(self.policy, TokenPolicy) else self._plain
+        if settings.train is not None:
+            level = settings.train.noise_level or self.policy.default_noise_level
+            self.inputs.learn(self.policy, rows, level, settings.train)
+        for first in range(0, len(rows), settings.batch_size):
+            for part in self.inputs.parts(rows[first : first + settings.batch_size]):
+                chosen = [first + number for number in part]
+                inputs = self.inputs([rows[row] for row in chosen], **self.given)
+                made = make(inputs, [places[row] for row in chosen])
+                check_count(made, len(chosen), self.pipe)
+                for row, sample in zip(chosen, made, strict=True):
+                    samples[row] = sample
+        return samples
+
+    def _plain(self, inputs: dict[str, Any], places: list[int]) -> Any:
+        seeds = torch.tensor([self.settings.seed + place for place in places])
+        arguments = call_arguments(self.pipe, inputs, self.settings.num_inference_steps, seeds)
+        with family_of(self.pipe).bridged(self.pipe):
+            return samples_of(self.pipe, self.pipe(**arguments))
+
+    def _noisy(self, inputs: dict[str, Any], places: list[int]) -> Any:
+        settings, count = self.settings, self.settings.num_generations
+        seeds = [settings.seed + place for place in places]
+        shared = [settings.seed + place // count * count for place in places]
+        self.policy.prompts.clear()
+        samples, _ = rollout(
+            self.policy,
+            inputs,
+            seeds=[sample_seed(seed, "noise") for seed in seeds],
+            initial_seeds=shared if settings.same_initial_noise else seeds,
+            num_inference_steps=settings.num_inference_steps,
+            steps=[[]] * len(places),
+            noise_steps=self._noise_steps(places[0]),
+            noise_in_last_step=settings.train is not None and settings.train.noise_in_last_step,
+            noise_level=settings.noise_level,
+        )
+        return samples
+
+    def _noise_steps(self, place: int) -> range | None:
+        """The steps that draw noise; where the training's window moves, it does so after each of its rollouts."""
+        train = self.settings.train
+        if train is None or not train.deterministic_outside_window:
+            return None
+        return range(*train.window_of(place // (self.settings.num_generations * train.prompts_per_generation)))
+
+
+def _scores(
+    rewards: list[Reward],
+    samples: list[Any],
+    rows: list[dict],
+    places: list[int],
+    settings: SampleSettings,
+    rate: int | None,
+) -> dict[str, list]:
+    """A column a reward, and the columns that rewards add."""
+    if not rewards:
+        return {}
+    extra: dict[str, list] = {}
+    kind = "videos" if isinstance(samples[0], list) else "images"
+    values = score(
+        rewards,
+        **{kind: samples},
+        prompts=prompts_of(rows),
+        columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
+        groups=[place // settings.num_generations for place in places],
+        fps=settings.fps,
+        sampling_rate=rate,
+        log_extra=lambda name, column: extra.update({name: records.extra_column(name, column, len(rows))}),
+        failure_dir=settings.output_dir / "failures",
+    )
+    return extra | {reward.name: column for reward, column in zip(rewards, values.T.tolist(), strict=True)}
+
+
+def _table_rows(
+    samples: list[Any],
+    rows: list[dict],
+    places: list[int],
+    scores: dict[str, list],
+    settings: SampleSettings,
+    rate: int | None,
+) -> list[dict[str, Any]]:
+    """One row a sample: the dataset's plain columns, seed, files, scores. Writes the files."""
+    folder = settings.output_dir
+    columns = records.write_files(samples, [folder / f"{place:04d}" for place in places], folder, settings.fps, rate)
+    columns |= {"seed": [settings.seed + place for place in places]} | scores
+    made = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [_plain_columns(row, set(columns)) | one for row, one in zip(rows, made)]
+
+
+def _plain_columns(row: dict[str, Any], taken: set[str]) -> dict[str, Any]:
+    """What a table can hold of a dataset's row; `image`, say, is the sample's, so an input of that name is renamed."""
+    plain = {name: value for name, value in row.items() if isinstance(value, (str, int, float, bool, type(None)))}
+    return {f"input_{name}" if name in taken else name: value for name, value in plain.items()}
+
+
+def _columns(table: list[dict[str, Any]]) -> dict[str, list]:
+    names = dict.fromkeys(name for row in table for name in row)
+    return {name: [row.get(name) for row in table] for name in names}
+
+
+def _finish(
+    table: list[dict[str, Any]], rewards: list[Reward], judges: list[Reward], settings: SampleSettings
+) -> dict[str, tuple[float, float]]:
+    """Adds what the rewards come to, and advantages where there are groups, to the table; returns the summary."""
+    columns = _columns(table)
+    summary = {reward.name: _mean_and_error(torch.tensor(columns[reward.name])) for reward in rewards + judges}
+    if not rewards:
+        return summary
+    values = torch.tensor([columns[reward.name] for reward in rewards]).T
+    weights = torch.tensor(reward_weights(rewards, settings.reward_weights))
+    names = ("scale_rewards", "reward_baseline", "multi_objective_aggregation", "advantage_clip", "reward_threshold")
+    how = {name: getattr(settings.train, name) for name in names} if settings.train else {}
+    if settings.num_generations > 1:
+        groups = torch.arange(len(table)) // settings.num_generations
+        result = compute_advantages(values, groups, weights, **how)
+        columns |= {"reward": result.rewards.tolist(), "advantage": result.advantages.tolist()}
+    else:
+        together = combine(values, weights, how.get("multi_objective_aggregation", "sum_then_normalize"))
+        columns["reward"] = together.tolist()
+    records.write_samples(settings.output_dir / TABLE, columns)
+    if len(rewards) > 1:
+        summary["reward"] = _mean_and_error(torch.tensor(columns["reward"]))
+    return summary
+
+
+def _mean_and_error(values: Tensor) -> tuple[float, float]:
+    values = values[~values.isnan()].double()
+    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return values.mean().item(), error

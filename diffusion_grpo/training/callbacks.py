@@ -1,0 +1,212 @@
+"""What happens beside the training: reference weights, grid of samples, report.
+
+In: the trainer's events. Out: files in the run's folder, pictures, videos and sound for whatever `report_to` names, a
+line in the terminal.
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.trainer_callback import CallbackHandler
+
+from ..data.held_out import describe_prompts
+from ..distributed.deepspeed import TrainedWeights
+from ..media.files import read_sound, read_video
+from ..media.samples import frame_positions
+from ..run.watch import collapse
+
+GRID_CELL = 256  # pixels, the longest side of a picture in the grid
+STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in a picture that shows its motion
+
+
+class SyncRefModelCallback(TrainerCallback):
+    """Moves the reference towards the policy, as TRL's callback of that name (https://huggingface.co/papers/2404.09656).
+
+    Args:
+        weights: of the policy.
+        ref_weights: gives those of the reference, as they are kept by then.
+        alpha: share of the policy in the new reference.
+        interval: updates between two synchronisations.
+    """
+
+    def __init__(
+        self, weights: TrainedWeights, ref_weights: Callable[[], TrainedWeights], alpha: float, interval: int
+    ):
+        self.weights, self.ref_weights, self.alpha, self.interval = weights, ref_weights, alpha, interval
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.interval == 0:
+            reference, values = self.ref_weights(), self.weights.exact()
+            if not reference.is_parted:
+                values = self.weights.joined(values)
+            for ref, value in zip(reference.used(), values, strict=True):
+                ref.lerp_(value.to(ref), self.alpha)
+            reference.refresh()
+
+
+class PipelineTensorBoardCallback(TensorBoardCallback):
+    """transformers' callback expects a transformers config on the model; diffusers' networks have another kind."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **{**kwargs, "model": None})
+
+
+class SampleGridCallback(TrainerCallback):
+    """After each evaluation: one picture with a row an evaluation and a column a prompt, sent to `report_to` too.
+
+    Videos and sound are sent beside it.
+
+    Args:
+        handler: knows the active trackers.
+    """
+
+    def __init__(self, handler: CallbackHandler):
+        self.handler = handler
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if state.is_world_process_zero:
+            _show(self.handler, Path(args.output_dir), "evaluations", "grid.png", "samples", state.global_step)
+
+
+class ValidationCallback(TrainerCallback):
+    """Before the first update and after every `validation_steps`: samples of the fixed prompts, sent to `report_to`.
+
+    Args:
+        write: samples and writes the files.
+        handler: knows the active trackers.
+    """
+
+    def __init__(self, write: Callable[[], Path], handler: CallbackHandler):
+        self.write, self.handler = write, handler
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.on_step_end(args, state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % args.validation_steps == 0:
+            self.write()
+            if state.is_world_process_zero:
+                name = "validation"
+                _show(self.handler, Path(args.output_dir), name, f"{name}.png", name, state.global_step)
+
+
+def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int) -> None:
+    """Draws the grid of all steps in a folder, and sends it with the videos and sounds of the last one."""
+    folders = sorted(path for path in (run / folder).glob("step-*") if path.is_dir())
+    if not folders:
+        return
+    grid = sample_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
+    grid.save(run / file)
+    log_picture(handler.callbacks, name, grid, step)
+    files = sorted((run / folder / f"step-{step:06d}").iterdir())
+    log_files(handler.callbacks, name, [path for path in files if path.suffix in (".mp4", ".wav")], step)
+
+
+def sample_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
+    """Pictures by row, each row with a label on its left; pictures are scaled to fit `cell` pixels."""
+    loaded = {label: [_fitted(picture, cell) for picture in pictures] for label, pictures in rows.items()}
+    width = max((picture.width for pictures in loaded.values() for picture in pictures), default=1)
+    height = max((picture.height for pictures in loaded.values() for picture in pictures), default=1)
+    columns, margin, gap = max((len(pictures) for pictures in loaded.values()), default=0), 64, 4
+    grid = Image.new("RGB", (margin + columns * (width + gap), len(loaded) * (height + gap)), "white")
+    draw = ImageDraw.Draw(grid)
+    for row, (label, pictures) in enumerate(loaded.items()):
+        draw.text((4, row * (height + gap) + 4), label, fill="black")
+        for column, picture in enumerate(pictures):
+            grid.paste(picture, (margin + column * (width + gap), row * (height + gap)))
+    return grid
+
+
+def _fitted(picture: Path | Image.Image, cell: int) -> Image.Image:
+    picture = (Image.open(picture) if isinstance(picture, Path) else picture).convert("RGB")
+    scale = cell / max(picture.size)
+    return picture if scale >= 1 else picture.resize([max(1, round(side * scale)) for side in picture.size])
+
+
+def film_strips(videos: list[Path]) -> Image.Image:
+    """A row of evenly spaced frames a video, the first and the last among them: motion as one picture."""
+    rows = {}
+    for path in videos:
+        frames = read_video(path)
+        rows[path.stem] = [frames[place] for place in frame_positions(STRIP_FRAMES, len(frames))]
+    return sample_grid(rows, STRIP_CELL)
+
+
+def log_picture(callbacks: list[TrainerCallback], name: str, picture: Image.Image, step: int) -> None:
+    """Sends a picture to each active tracker that shows pictures: tensorboard, wandb, trackio."""
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            callback.tb_writer.add_image(name, np.asarray(picture), step, dataformats="HWC")
+        elif isinstance(callback, WandbCallback):
+            callback._wandb.log({name: callback._wandb.Image(picture), "train/global_step": step})
+        elif isinstance(callback, TrackioCallback):
+            callback._trackio.log({name: callback._trackio.Image(picture), "train/global_step": step})
+
+
+def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], step: int) -> None:
+    """Sends videos (MP4) and sounds (WAV) to each active tracker, each under its own name, so that it has a history.
+
+    tensorboard shows no MP4: it gets a picture with frames of each video, and sounds as they are.
+    """
+    videos = [path for path in files if path.suffix == ".mp4"]
+    for callback in callbacks if files else []:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            _log_to_tensorboard(callback.tb_writer, name, videos, [path for path in files if path not in videos], step)
+        elif isinstance(callback, (WandbCallback, TrackioCallback)):
+            tracker = callback._wandb if isinstance(callback, WandbCallback) else callback._trackio
+            media = {path: (tracker.Video if path in videos else tracker.Audio)(str(path)) for path in files}
+            tracker.log({f"{name}/{path.stem}": shown for path, shown in media.items()} | {"train/global_step": step})
+
+
+def _log_to_tensorboard(writer: Any, name: str, videos: list[Path], sounds: list[Path], step: int) -> None:
+    if videos:
+        writer.add_image(f"{name}/frames", np.asarray(film_strips(videos)), step, dataformats="HWC")
+    for path in sounds:
+        sound, rate = read_sound(path)
+        writer.add_audio(f"{name}/{path.stem}", sound.mean(axis=0), step, sample_rate=rate)
+
+
+class CollapseCallback(TrainerCallback):
+    """Warns, once a run, when the trained reward rises while the samples of a prompt become alike."""
+
+    def __init__(self):
+        self.is_said = False
+
+    def on_log(self, args, state, control, **kwargs):
+        found = None if self.is_said or not state.is_world_process_zero else collapse(state.log_history)
+        if found is not None:
+            self.is_said = True
+            warnings.warn(f"Update {state.global_step}: {found}", stacklevel=2)
+
+
+class ReportCallback(TrainerCallback):
+    """At the end: `report.html` and `summary.json`, and a line that says where they are and what was gained."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        from ..run.folder import describe_change, read_run
+        from ..run.report import missing_packages, write_report, write_summary
+
+        state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
+        write_summary(args.output_dir)
+        run, missing = read_run(args.output_dir), missing_packages()
+        change = describe_change(run, "reward")
+        if change is not None:
+            print(f"Reward {change}, on {describe_prompts(run.prompts)}.")
+        if missing:  # the weights are what matters, the page can be written later
+            print(
+                f"No report: {' and '.join(missing)} not installed. After pip install 'diffusion-grpo[report]': "
+                f"diffusion-grpo report {args.output_dir}"
+            )
+        else:
+            print(f"Report: {write_report(args.output_dir)}")

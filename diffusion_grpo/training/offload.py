@@ -1,0 +1,90 @@
+"""Frozen parts of a pipeline off the accelerator while the trained network works.
+
+In: a pipeline and its trained networks. Out: text encoders, image encoders and the VAE wait in CPU memory, come when
+they are called, and leave when the network is. A module of its own because it is the one place that moves modules
+about; which ones may move is diffusers' own knowledge (`model_cpu_offload_seq`), and so is the way to call them back.
+"""
+
+from typing import Any
+
+import torch
+from accelerate.hooks import CpuOffload, add_hook_to_module
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from ..config.settings import DiffusionGRPOConfig
+from ..distributed.fsdp import is_asked_for
+
+
+def placed(pipe: DiffusionPipeline, networks: list[nn.Module], args: DiffusionGRPOConfig) -> "FrozenOffload | None":
+    """Moves the pipeline to the device of the training; its frozen parts only when needed, with `offload_frozen`."""
+    is_parted = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
+    if args.offload_frozen is None and (is_parted or is_asked_for(args)):
+        for part in pipe.components.values():  # the engine takes the trained networks in parts from where they are
+            if isinstance(part, nn.Module) and not any(part is network for network in networks):
+                part.to(args.device)
+        return None
+    if args.offload_frozen is None:
+        pipe.to(args.device)
+        return None
+    return FrozenOffload(pipe, networks, args.device)
+
+
+class FrozenOffload:
+    """Keeps a pipeline's frozen parts in CPU memory, but for the time in which they are used.
+
+    What the pipeline calls beside the network at every step (a ControlNet) is in no such sequence and stays.
+
+    Args:
+        pipe: on any device; afterwards what stays is on `device`, the networks are left where they are.
+        networks: those that are trained.
+        device: where the frozen parts work.
+
+    Raises:
+        ValueError: the pipeline does not say which of its parts may leave.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline, networks: list[nn.Module], device: str | torch.device):
+        if not pipe.model_cpu_offload_seq:
+            raise ValueError(
+                f"offload_frozen: {type(pipe).__name__} does not say which of its parts may leave the accelerator (it "
+                "has no model_cpu_offload_seq); leave offload_frozen out."
+            )
+        movable = set(pipe.model_cpu_offload_seq.split("->")) - set(pipe._exclude_from_cpu_offload)
+        self.hooks: dict[str, tuple[nn.Module, _OnDemand]] = {}
+        for name, part in pipe.components.items():
+            if not isinstance(part, nn.Module) or any(part is network for network in networks):
+                continue
+            if name in movable:
+                self.hooks[name] = part, _OnDemand(device)
+                add_hook_to_module(*self.hooks[name])  # moves it to the CPU
+            else:
+                part.to(device)
+        for network in networks:
+            network.register_forward_pre_hook(self._leave)
+
+    @property
+    def present(self) -> list[str]:
+        """Names of the movable parts that are on the accelerator."""
+        return [name for name, (_, hook) in self.hooks.items() if hook.is_present]
+
+    def _leave(self, *_: Any) -> None:
+        for name in self.present:
+            part, hook = self.hooks[name]
+            hook.init_hook(part)
+
+
+class _OnDemand(CpuOffload):
+    """accelerate's hook, which diffusers' parts call before any of their methods; it remembers where they are."""
+
+    is_present = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        self.is_present = False
+        return super().init_hook(module)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        if not self.is_present:
+            self.is_present = True
+            module.to(self.execution_device)
+        return args, kwargs

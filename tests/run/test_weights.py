@@ -1,0 +1,336 @@
+"""What is saved is loaded by plain diffusers, and makes the same picture."""
+
+from pathlib import Path
+
+import pytest
+import tiny_pipelines
+import torch
+from datasets import Dataset
+from diffusers import DiffusionPipeline, SD3Transformer2DModel, WanTransformer3DModel
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig, PeftModel
+from PIL import Image
+from tiny_runs import LORA, SETTINGS, brightness, first_frame_brightness, trained_weights, trainer_for
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.run import weights as hub
+
+
+def picture(pipe, inputs, output_type="np"):
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    with tiny_pipelines.on_equal_terms(pipe):
+        images = pipe(**inputs, num_inference_steps=3, generator=generators, output_type=output_type)[0]
+    return torch.as_tensor(images)
+
+
+def first_number(completions, **columns):
+    return [float(torch.as_tensor(completion).float().mean()) for completion in completions]
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15"])
+def test_a_lora_in_plain_diffusers_makes_the_identical_picture(tmp_path, name):
+    trainer = trainer_for(tmp_path, name=name, learning_rate=0.02)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build(name)
+    before = picture(fresh, inputs)
+    trained = picture(trainer.pipe, inputs)
+    fresh.load_lora_weights(tmp_path)
+    assert torch.equal(picture(fresh, inputs), trained)
+    assert not torch.allclose(before, trained, atol=1e-3)
+
+
+def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
+    """Wan 2.2: both experts learn, and diffusers takes each one's LoRA from where the card says."""
+    trainer = trainer_for(
+        tmp_path, name="wan_experts", rewards=first_frame_brightness, num_inference_steps=6, learning_rate=0.02
+    )
+    before = trained_weights(trainer)
+    trainer.train()
+    trainer.save_model()
+    moved = {name for name, value in trained_weights(trainer).items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[0] for name in moved} == {"transformer", "transformer_2"}
+    fresh, inputs = tiny_pipelines.build("wan_experts")
+    fresh.load_lora_weights(tmp_path)
+    one_expert = picture(fresh, inputs)
+    fresh.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
+    trained = picture(trainer.pipe, inputs)
+    assert torch.equal(picture(fresh, inputs), trained) and not torch.equal(one_expert, trained)
+    assert "load_into_transformer_2=True" in (tmp_path / "README.md").read_text()
+    again, _ = tiny_pipelines.build("wan_experts")
+    hub.load_weights(again, tmp_path)
+    assert torch.equal(picture(again, inputs), trained)
+
+
+def test_a_lora_that_the_pipeline_does_not_load(tmp_path):
+    """PixArt has no LoRA loader in diffusers: the card names PEFT's, and the picture is identical."""
+    trainer = trainer_for(tmp_path, name="pixart", learning_rate=0.02)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build("pixart")
+    before, trained = picture(fresh, inputs), picture(trainer.pipe, inputs)
+    line = f'PeftModel.from_pretrained(pipe.transformer, "{tmp_path.name}")'
+    assert line in (card := (tmp_path / "README.md").read_text()) and "load_lora_weights" not in card
+    exec(line.replace(tmp_path.name, str(tmp_path)), {"PeftModel": PeftModel, "pipe": fresh})
+    assert torch.equal(picture(fresh, inputs), trained) and not torch.equal(before, trained)
+    again, _ = tiny_pipelines.build("pixart")
+    hub.load_weights(again, tmp_path)
+    assert torch.equal(picture(again, inputs), trained)
+
+
+def test_a_lora_that_the_network_alone_loads(tmp_path):
+    """Kandinsky's prior: its pipeline has no LoRA loader, its network has one."""
+    trainer = trainer_for(tmp_path, name="kandinsky_prior", rewards=first_number, learning_rate=0.02)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build("kandinsky_prior")
+    before, trained = (picture(pipe, inputs, output_type="pt") for pipe in (fresh, trainer.pipe))
+    line = f'pipe.prior.load_lora_adapter("{tmp_path.name}", prefix=None, weight_name="{hub.LORA_WEIGHTS}")'
+    assert line in (tmp_path / "README.md").read_text()
+    exec(line.replace(tmp_path.name, str(tmp_path)), {"pipe": fresh})
+    assert torch.equal(picture(fresh, inputs, output_type="pt"), trained) and not torch.equal(before, trained)
+    again, _ = tiny_pipelines.build("kandinsky_prior")
+    hub.load_weights(again, tmp_path)
+    assert torch.equal(picture(again, inputs, output_type="pt"), trained)
+
+
+EXPERTS = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}
+EXPERTS |= {"lora": False, "learning_rate": 0.01, "ema_decay": 0.5, "ema_update_interval": 1}
+
+
+def test_full_training_of_two_experts(tmp_path):
+    """Checkpoint, average and final save hold both, and plain diffusers loads them."""
+    trainer = trainer_for(tmp_path, **EXPERTS, save_strategy="steps", save_steps=2)
+    before = trained_weights(trainer)
+    trainer.train()
+    trainer.save_model()
+    moved = {name.split(".")[0] for name, value in trained_weights(trainer).items() if not value.equal(before[name])}
+    assert moved == {"transformer", "transformer_2"}
+    _, inputs = tiny_pipelines.build("wan_experts")
+    average = picture(trainer.pipe, inputs)
+    with trainer.ema.placed(is_shown=False):
+        policy = picture(trainer.pipe, inputs)
+    whole = DiffusionPipeline.from_pretrained(tmp_path)
+    whole.set_progress_bar_config(disable=True)
+    assert torch.equal(picture(whole, inputs), average) and not torch.equal(average, policy)
+    for place, expected in (("checkpoint-2", average), ("checkpoint-2/policy", policy), ("policy", policy)):
+        fresh, _ = tiny_pipelines.build("wan_experts")
+        for name in ("transformer", "transformer_2"):
+            setattr(fresh, name, WanTransformer3DModel.from_pretrained(tmp_path / place / name))
+        assert torch.equal(picture(fresh, inputs), expected), place
+        again, _ = tiny_pipelines.build("wan_experts")
+        hub.load_weights(again, tmp_path / place)
+        assert torch.equal(picture(again, inputs), expected), place
+
+
+def test_full_weights_and_the_whole_pipeline(tmp_path):
+    trainer = trainer_for(tmp_path, lora=False, learning_rate=0.02, save_strategy="steps", save_steps=2)
+    trainer.train()
+    trainer.save_model()
+    _, inputs = tiny_pipelines.build("sd3")
+    trained = picture(trainer.pipe, inputs)
+    whole = DiffusionPipeline.from_pretrained(tmp_path)
+    whole.set_progress_bar_config(disable=True)
+    assert torch.equal(picture(whole, inputs), trained)
+    part = SD3Transformer2DModel.from_pretrained(tmp_path / "checkpoint-2" / "transformer")
+    state = part.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in trained_weights(trainer).items())
+
+
+def test_what_was_measured_is_what_is_published(tmp_path):
+    """Top of the folder, `trainer.pipe` and card have the average's weights; the policy's own are in a subfolder."""
+    trainer = trainer_for(tmp_path, ema_decay=0.5, ema_update_interval=1, learning_rate=0.05, max_steps=3)
+    trainer.train()
+    trainer.save_model()
+    average, policy = (tiny_pipelines.build("sd3")[0] for _ in range(2))
+    _, inputs = tiny_pipelines.build("sd3")
+    average.load_lora_weights(tmp_path)
+    policy.load_lora_weights(tmp_path / "policy")
+    with trainer.averaged_weights():
+        measured = picture(trainer.pipe, inputs)
+    assert torch.equal(picture(trainer.pipe, inputs), measured)
+    assert torch.allclose(picture(average, inputs), measured, atol=1e-5)
+    assert not torch.allclose(picture(policy, inputs), measured, atol=1e-3)
+    with trainer.ema.placed(is_shown=False):
+        assert torch.allclose(picture(policy, inputs), picture(trainer.pipe, inputs), atol=1e-5)
+    card = (tmp_path / "README.md").read_text()
+    assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card
+
+
+@pytest.mark.plots
+def test_the_model_card(tmp_path):
+    trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    trainer.run["model"] = "someone/some-model"
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.library_name == "diffusers" and card.data.base_model == "someone/some-model"
+    for part in (
+        "| brightness | 1.0 |",
+        "grid.png",
+        "curve.png",
+        '"num_generations": 4',
+        "pipe.load_lora_weights",
+        "LoRA rank 4",
+    ):
+        assert part in card.content, part
+    assert Image.open(tmp_path / "curve.png").width > 500
+    assert card.data.pipeline_tag == "text-to-image" and card.data.license is None
+    assert "for 2 updates." in card.content and "| before training | after 2 updates |" in card.content
+    assert f"`{tmp_path.name}` is the folder that holds this file" in card.content
+    assert "2 held-out prompts, none of which is trained on" in card.content
+
+
+def test_the_card_of_a_local_base_model_names_no_folder_of_this_machine(tmp_path):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    pipe.save_pretrained(tmp_path / "base" / "my-model")
+    (tmp_path / "base" / "my-model" / "README.md").write_text("---\nlicense: mit\n---\n")
+    settings = SETTINGS | {"height": 16, "width": 16, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = DiffusionGRPOTrainer(
+        model=str(tmp_path / "base" / "my-model"),
+        reward_funcs=brightness,
+        args=DiffusionGRPOConfig(str(tmp_path / "run"), **settings, pipeline_kwargs={"max_sequence_length": 8}),
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        eval_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        peft_config=LoraConfig(**LORA),
+    )
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "run" / "README.md")
+    line = 'DiffusionPipeline.from_pretrained("my-model")  # a folder on the machine that trained it'
+    assert line in card.content and card.data.license == "mit" and card.data.base_model is None
+    assert "| reward | weight | after 1 update |" in card.content  # one evaluation, one number
+    for file in ("README.md", "run.json", "summary.json"):
+        assert str(tmp_path) not in (tmp_path / "run" / file).read_text(), file
+    assert "<h1>my-model learns brightness</h1>" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_card_of_the_embedded_model_loads_it_by_its_path(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1)
+    trainer.run["model"] = "tiny"
+    trainer.train()
+    trainer.save_model()
+    assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("push_samples", [False, True])
+def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, push_samples):
+    """Against a stand-in for the Hub's client: nothing leaves the machine."""
+    uploads = []
+
+    class Client:
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": f"me/{repo_id}"})()
+
+        def upload_folder(self, folder_path, allow_patterns=None, ignore_patterns=None, **kwargs):
+            files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+            pushed = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+            uploads.append((kwargs.get("path_in_repo"), sorted(pushed)))
+            return type("Job", (), {"is_done": lambda self: True, "done": lambda self: True})()
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.checkpoints.hf_api", Client)
+    trainer = trainer_for(
+        tmp_path,
+        push_to_hub=True,
+        hub_model_id="mine",
+        hub_strategy="checkpoint",
+        save_strategy="steps",
+        save_steps=1,
+        report_to="tensorboard",
+        push_samples=push_samples,
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    assert any(path == "last-checkpoint" and "optimizer.pt" in files for path, files in uploads)
+    path, files = uploads[-1]
+    assert path is None and {"README.md", "pytorch_lora_weights.safetensors", "adapter_model.safetensors"} <= set(
+        files
+    )
+    assert "training_args.bin" not in files and not [file for file in files if file.startswith("checkpoint-")]
+    for start in ("samples/", "runs/", "run.json", "report.html", "trainer_state.json"):
+        assert bool([file for file in files if file.startswith(start)]) == push_samples, start
+    for path, pushed in uploads:  # those during the training too
+        assert path is not None or push_samples or not [file for file in pushed if file.startswith("samples/")]
+    card = (tmp_path / "README.md").read_text()
+    assert 'pipe.load_lora_weights("me/mine")' in card and "# mine\n" in card and "folder that holds" not in card
+
+
+EVIL = "a|b](javascript:x) <script>*"
+RUN = {
+    "model": "/home/me/base `model`\n---\n# not a heading",
+    "trains_by": "LoRA rank 4",
+    "pipeline": "SomePipeline",
+    "component": "transformer",
+    "reward_funcs": [EVIL],
+    "eval_reward_funcs": ["judge_of_two"],
+    "reward_weights": [1.0],
+    "settings": {"validation_prompts": ["```\n# a prompt\n---\n<b>"]},
+    "versions": {"torch": "2"},
+}
+
+
+def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
+    folder = tmp_path / 'run "x"'
+    folder.mkdir()
+    hub.write_model_card(folder, RUN, [], name="my <b>run</b>\n# and more", updates=3)
+    text = (folder / "README.md").read_text()
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.to_dict().get("base_model") is None and card.data.library_name == "diffusers"
+    lines = card.content.splitlines()
+    assert "# my \\<b\\>run\\</b\\> \\# and more" in lines
+    assert "| a\\|b\\](javascript:x) \\<script\\>\\* | 1.0 |" in lines
+    assert "| judge_of_two | only evaluated |" in lines
+    assert "SomePipeline ``/home/me/base `model` --- # not a heading``, its transformer trained" in text
+    assert lines.count("---") == 2 and text.count("```") == 5 and text.count("\n```") == 4
+    assert 'pipe.load_lora_weights("run \\"x\\"")' in lines
+    code = text.split("```python\n")[1].split("\n```")[0]
+    compile(code, "card", "exec")
+
+
+@pytest.mark.parametrize("model", ["../away", "a b/c", "x/y: z"])
+def test_a_base_model_that_is_no_repository_is_not_linked(tmp_path, model):
+    hub.write_model_card(tmp_path, RUN | {"model": model}, [], name=None, updates=3)
+    assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("settings", "folders"),
+    [
+        ({"hub_strategy": "end"}, []),
+        ({"hub_strategy": "every_save"}, [None]),  # the first is still under way when the second would begin
+        ({"hub_strategy": "checkpoint", "hub_always_push": True}, [None, "last-checkpoint"] * 2),
+        ({"hub_strategy": "all_checkpoints", "hub_always_push": True}, [None, "checkpoint-1", None, "checkpoint-2"]),
+    ],
+    ids=str,
+)
+def test_settings_of_the_hub_reach_it(tmp_path, monkeypatch, settings, folders):
+    uploads = []
+
+    class Client:
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": f"me/{repo_id}"})()
+
+        def upload_folder(self, **kwargs):
+            uploads.append(kwargs)
+            return type("Job", (), {"done": lambda self: False, "result": lambda self: None})()
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.checkpoints.hf_api", Client)
+    saves = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "gradient_accumulation_steps": 1}
+    hub_settings = {"push_to_hub": True, "hub_model_id": "mine", "hub_token": "hf_mine", "hub_revision": "trial"}
+    trainer = trainer_for(tmp_path, **saves, **hub_settings, **settings)
+    monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
+    trainer.train()
+    during = [upload for upload in uploads if "in progress" in upload["commit_message"]]
+    assert [upload.get("path_in_repo") for upload in during] == folders
+    assert {(upload["token"], upload["revision"]) for upload in during} <= {("hf_mine", "trial")}
+    trainer.push_to_hub()
+    assert uploads[-1]["token"] == "hf_mine" and uploads[-1]["revision"] == "trial"
