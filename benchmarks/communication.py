@@ -65,7 +65,7 @@ def reward_bytes(update: Update) -> int:
     return 4 * update.samples * update.rewards
 
 
-def gathered_bytes(update: Update, numbers: int = THUMBNAIL) -> int:
+def gather_bytes(update: Update, numbers: int = THUMBNAIL) -> int:
     """Handed to gathers by all processes together for a rollout: rewards, and an int64 and a uint8 thumbnail a sample.
 
     Args:
@@ -220,7 +220,7 @@ def count(folder: Path, is_lora: bool) -> None:
     trainer.train()
     if trainer.is_world_process_zero():
         trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-        found = {"bytes": counted.bytes, "trained": trained, "samples": 2 * args.rollout_size, "rewards": 2}
+        found = {"bytes": counted.bytes, "trained": trained, "samples": 2 * args.batch_sizes.rollout_share, "rewards": 2}
         (folder / "counted.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

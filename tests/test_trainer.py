@@ -20,6 +20,7 @@ from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.rewards import RewardError
 from diffusion_grpo.trainer import NonFiniteError, RatioError
 from diffusion_grpo.training.model import prepare_model
+from diffusion_grpo.training.setup import make_sampling_plan
 
 
 @pytest.mark.parametrize(
@@ -509,7 +510,7 @@ def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
 
     trainer._rollout = spied
     trainer.train()
-    assert steps == [list(range(*trainer.args.window_of(generation))) for generation in range(4)]
+    assert steps == [list(range(*make_sampling_plan(trainer.args).window_of(generation))) for generation in range(4)]
     assert max(logged(trainer, "ratio/max_error")) == 0.0
 
 

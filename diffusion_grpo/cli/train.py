@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     trainer = build_trainer(script, lora, config)
     if script.baseline_guidance_scales:
         refusing(measure_baselines, trainer, script.baseline_guidance_scales)
-    from ..training.manifest import ResumeError
+    from ..run.manifest import ResumeError
 
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)

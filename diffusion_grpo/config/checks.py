@@ -4,20 +4,21 @@ These are the sentences that a user reads first. None of them needs a model, and
 """
 
 import difflib
+import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..policy.log_prob_type import check_log_prob
+from .defaults import Sizes
 from .source import aggregation_names, log_prob_names, loss_names, process_names, silent_last_step
 
-if TYPE_CHECKING:
-    from .settings import DiffusionGRPOConfig
+logger = logging.getLogger(__name__)
 
 # arguments of a pipeline's call that are the rollout's own
 RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
 
 
-def check_settings(args: "DiffusionGRPOConfig") -> None:
+def check_settings(args: Sizes) -> None:
     """Refuses settings that are out of range, unknown, or contradict each other.
 
     Raises:
@@ -32,7 +33,7 @@ def check_settings(args: "DiffusionGRPOConfig") -> None:
     _check_batches(args)
 
 
-def _check_choices(args: "DiffusionGRPOConfig") -> None:
+def _check_choices(args: Sizes) -> None:
     choices = {
         "sde_type": ["auto", *process_names()],
         "log_prob_type": log_prob_names(),
@@ -51,7 +52,7 @@ def _check_choices(args: "DiffusionGRPOConfig") -> None:
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
     if args.sde_type != "auto":  # which is known with the pipeline
-        check_log_prob(args.log_prob_type, args.sde_type)
+        check_log_prob(args.log_prob_type, args.sde_type, log_prob_names())
     _check_loss(args.loss_type)
     if args.remove_unused_columns:
         raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
@@ -84,7 +85,7 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def _check_numbers(args: "DiffusionGRPOConfig") -> None:
+def _check_numbers(args: Sizes) -> None:
     at_least = {
         "num_generations": 1 if args.reward_baseline == "batch" or args.advantage_estimator == "gae" else 2,
         "num_batches_per_step": 1,
@@ -125,7 +126,7 @@ def _check_numbers(args: "DiffusionGRPOConfig") -> None:
             raise ValueError(f"{name} must be above 0, got {value}.")
 
 
-def _check_ranges(args: "DiffusionGRPOConfig") -> None:
+def _check_ranges(args: Sizes) -> None:
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {args.top_p}.")
     if not all(math.isfinite(weight) for weight in args.reward_weights or []):
@@ -136,7 +137,7 @@ def _check_ranges(args: "DiffusionGRPOConfig") -> None:
         raise ValueError(f"noise_level of {args.sde_type} lies in (0, 1], got {args.noise_level}.")
 
 
-def _check_shares(args: "DiffusionGRPOConfig") -> None:
+def _check_shares(args: Sizes) -> None:
     for name in ("timestep_fraction", "selective_checkpointing"):
         if not 0 < getattr(args, name) <= 1:
             raise ValueError(f"{name} must lie in (0, 1], got {getattr(args, name)}.")
@@ -145,7 +146,7 @@ def _check_shares(args: "DiffusionGRPOConfig") -> None:
             raise ValueError(f"{name} must lie in [0, 1], got {getattr(args, name)}.")
 
 
-def _check_steps(args: "DiffusionGRPOConfig") -> None:
+def _check_steps(args: Sizes) -> None:
     _check_pipeline_kwargs(args)
     _check_last_step(args)
     last = args.num_inference_steps - 1
@@ -162,7 +163,7 @@ def _check_steps(args: "DiffusionGRPOConfig") -> None:
         )
 
 
-def _check_last_step(args: "DiffusionGRPOConfig") -> None:
+def _check_last_step(args: Sizes) -> None:
     if args.noise_in_last_step and args.deterministic_outside_window:
         raise ValueError(
             "noise_in_last_step=True and deterministic_outside_window=True contradict each other: the last step is "
@@ -175,7 +176,7 @@ def _check_last_step(args: "DiffusionGRPOConfig") -> None:
         )
 
 
-def _check_pipeline_kwargs(args: "DiffusionGRPOConfig") -> None:
+def _check_pipeline_kwargs(args: Sizes) -> None:
     for name in args.pipeline_kwargs or {}:
         if name in RESERVED:
             raise ValueError(f"pipeline_kwargs: {name} is the rollout's own and set by the trainer; leave it out.")
@@ -185,7 +186,7 @@ def _check_pipeline_kwargs(args: "DiffusionGRPOConfig") -> None:
             )
 
 
-def _check_context(args: "DiffusionGRPOConfig") -> None:
+def _check_context(args: Sizes) -> None:
     if args.world_size % args.context_parallel_size:
         raise ValueError(
             f"context_parallel_size={args.context_parallel_size} does not divide the number of processes, "
@@ -201,8 +202,8 @@ def _check_context(args: "DiffusionGRPOConfig") -> None:
         raise ValueError("advantage_estimator='gae' is not known to work with context_parallel_size; leave one out.")
 
 
-def _check_batches(args: "DiffusionGRPOConfig") -> None:
-    group, generations = args.samples_per_update_group, args.num_generations
+def _check_batches(args: Sizes) -> None:
+    group, generations = args.batch_sizes.trained_per_prompt, args.num_generations
     if args.best_of_n is not None and (args.best_of_n % 2 or not 2 <= args.best_of_n <= generations):
         raise ValueError(
             f"best_of_n must be even, at least 2 and at most num_generations={generations}, got {args.best_of_n}."
@@ -220,16 +221,42 @@ def _check_batches(args: "DiffusionGRPOConfig") -> None:
             f"{args.per_device_train_batch_size} x {args.data_processes} x {args.steps_per_generation} = {trained} "
             f"samples, which {name}={group} does not divide; change one of them."
         )
-    if args.best_of_n and args.data_processes > 1 and args.samples_per_share % group:
+    if args.best_of_n and args.data_processes > 1 and args.batch_sizes.update_share % group:
         raise ValueError(
             f"best_of_n={group} chooses among whole groups on each of several processes: per_device_train_batch_size "
             f"x gradient_accumulation_steps = {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
             "must be a multiple of it; change one of them."
         )
-    if args.prompts_per_generation % args.num_batches_per_step:
+    if args.batch_sizes.prompts_per_rollout % args.num_batches_per_step:
         raise ValueError(
-            f"num_batches_per_step={args.num_batches_per_step} does not divide the {args.prompts_per_generation} "
-            "prompts of a rollout; change it, or steps_per_generation."
+            f"num_batches_per_step={args.num_batches_per_step} does not divide the "
+            f"{args.batch_sizes.prompts_per_rollout} prompts of a rollout; change it, or steps_per_generation."
         )
-    if args.prompts_per_generation * generations // args.num_batches_per_step < 2:
+    if args.batch_sizes.prompts_per_rollout * generations // args.num_batches_per_step < 2:
         raise ValueError("A batch of one sample has nothing to compare it with; lower num_batches_per_step.")
+
+
+def check_token_settings(args: Sizes) -> None:
+    """Refuse settings of denoising steps where tokens are trained; warn of their clip range.
+
+    Raises:
+        ValueError: a setting that would have no effect or has no meaning, or a loss of Gaussian steps.
+    """
+    usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
+    usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": False}
+    usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
+    usual |= {"kl_reward": 0.0, "advantage_estimator": "group"}
+    for name, default in usual.items():
+        if getattr(args, name) != default:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} is of denoising steps, and what a language model does is tokens; "
+                "leave it out, or train the denoising network."
+            )
+    if "." not in args.loss_type and args.loss_type != "grpo":
+        raise ValueError(f"loss_type={args.loss_type!r} is of denoising steps; tokens are trained with grpo.")
+    if args.epsilon <= type(args).epsilon:
+        logger.warning(
+            "epsilon=%g is a clip range of denoising steps, whose log-probabilities are means over a latent; ratios "
+            "of tokens leave it at once, and nearly all of them would be clipped. Set epsilon to the order of 0.2.",
+            args.epsilon,
+        )

@@ -4,7 +4,8 @@ Nothing heavy is imported, so that settings can be checked before torch is.
 """
 
 import json
-import random
+
+from .batch_sizes import BatchSizes
 
 DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs")
 
@@ -30,11 +31,6 @@ class Sizes:
             self.epsilon_high = self.epsilon
 
     @property
-    def samples_per_update_group(self) -> int:
-        """Samples of a prompt that are trained on: `best_of_n`, or the whole group."""
-        return self.best_of_n or self.num_generations
-
-    @property
     def data_processes(self) -> int:
         """Processes with samples of their own; those of a context-parallel group have the same and count as one."""
         return self.world_size // self.context_parallel_size
@@ -55,34 +51,6 @@ class Sizes:
         return self.reward_processes is not None and self.world_size > 1
 
     @property
-    def prompts_per_generation(self) -> int:
-        """Prompts in one rollout, over all processes."""
-        trained = self.per_device_train_batch_size * self.data_processes * self.steps_per_generation
-        return trained // self.samples_per_update_group
-
-    @property
-    def rollout_size(self) -> int:
-        """Samples that one process rolls out for one generation."""
-        return self.prompts_per_generation * self.num_generations // self.data_processes
-
-    @property
-    def samples_per_share(self) -> int:
-        """Samples that one process trains on in one update."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
-
-    @property
-    def samples_per_update(self) -> int:
-        """Samples that all processes train on in one update."""
-        return self.samples_per_share * self.data_processes
-
-    @property
-    def samples_side_by_side(self) -> int:
-        """Consecutive samples that one process rolls out: all, or of several processes its share of an update."""
-        if self.data_processes == 1:
-            return self.rollout_size
-        return self.samples_per_share * self.num_generations // self.samples_per_update_group
-
-    @property
     def needs_reference(self) -> bool:
         """Whether the KL divergence to a reference is measured."""
         return self.beta > 0 or self.kl_reward > 0
@@ -93,13 +61,24 @@ class Sizes:
         start, stop = self.sde_window or (0, self.num_inference_steps - 1)
         return start, stop
 
-    def window_of(self, generation: int) -> tuple[int, int]:
-        """[start, stop) of the steps that may be trained in a rollout: the window, or a part drawn by the seed."""
-        start, stop = self.window
-        if self.sde_window_size is None:
-            return start, stop
-        start = random.Random(f"window {self.seed} {generation}").randint(start, stop - self.sde_window_size)
-        return start, start + self.sde_window_size
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """How prompts, samples, micro-batches and updates relate."""
+        return BatchSizes(
+            num_generations=self.num_generations,
+            best_of_n=self.best_of_n,
+            micro_batch=self.per_device_train_batch_size,
+            accumulation=self.gradient_accumulation_steps,
+            steps_per_generation=self.steps_per_generation,
+            num_iterations=self.num_iterations,
+            data_processes=self.data_processes,
+            data_process=self.data_process,
+        )
+
+    @property
+    def token_sampling(self) -> dict[str, float | None]:
+        """How tokens are drawn; None where the language model's own generation config decides."""
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 
 def _json(name: str, text: str) -> dict:

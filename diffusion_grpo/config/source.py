@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,19 +87,32 @@ def loss_names() -> list[str]:
     return read_names(PACKAGE / "algorithms" / "losses.py", "LOSSES")
 
 
+PROCESSES = PACKAGE / "policy" / "processes.py"
+
+
 def process_names() -> list[str]:
-    """The keys of `processes.PROCESSES`."""
-    return read_names(PACKAGE / "policy" / "processes.py", "PROCESSES")
+    """Return the keys of `processes.PROCESSES`; once the module is imported, those that were added too."""
+    imported = sys.modules.get("diffusion_grpo.policy.processes")
+    return read_names(PROCESSES, "PROCESSES") if imported is None else list(imported.PROCESSES)
 
 
 def log_prob_names() -> list[str]:
     """The keys of `processes.LOG_PROBS`."""
-    return read_names(PACKAGE / "policy" / "processes.py", "LOG_PROBS")
+    return read_names(PROCESSES, "LOG_PROBS")
 
 
 def silent_last_step() -> list[str]:
-    """`processes.SILENT_LAST_STEP`."""
-    return read_names(PACKAGE / "policy" / "processes.py", "SILENT_LAST_STEP")
+    """Return the names of the processes whose last step has no noise."""
+    (table,) = (
+        node.value
+        for node in parse_module(PROCESSES).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PROCESSES"
+    )
+    return [
+        key.value
+        for key, call in zip(table.keys, table.values, strict=True)
+        if any(keyword.arg == "is_silent_at_end" for keyword in call.keywords)
+    ]
 
 
 def aggregation_names() -> list[str]:

@@ -16,10 +16,10 @@ from diffusers import DiffusionPipeline
 
 from ..config.checks import RESERVED
 from ..config.settings import DiffusionGRPOConfig
-from ..distributed.collectives import broadcast_bytes, gathered_json
+from ..distributed.collectives import broadcast_bytes, gather_json
 from ..media.serialize import packed, unpacked
 from ..policy.batching import BATCHED, SINGLE, Form, find_form
-from ..policy.rollout import Policy, TokenPolicy, UnsupportedPipeline
+from ..policy.rollout import Policy, UnsupportedPipeline
 from ..rewards.contract import Reward, asked_columns
 from .columns import Columns, is_media
 from .prompts import EMBEDDED, groups_by_shape, pipeline_inputs, texts_of_embeddings
@@ -130,7 +130,7 @@ class PipelineInputs:
         Raises:
             Exception: what the pipeline raised, where it takes the rows in no form.
         """
-        if isinstance(policy, TokenPolicy):  # who writes tokens takes a list of prompts
+        if policy.draws_tokens:  # who writes tokens takes a list of prompts
             return
         args = args or self.args
         asked: dict[frozenset[str], dict[str, Any]] = {}
@@ -186,7 +186,7 @@ def _asked_by_all(
     It is the first such process' row, as it has decoded it.
     """
     found: dict[frozenset[str], dict[str, Any]] = {}
-    for process, asked in enumerate(gathered_json(accelerator, [sorted(given) for given in own])):
+    for process, asked in enumerate(gather_json(accelerator, [sorted(given) for given in own])):
         for given in map(frozenset, asked):
             if given not in found:
                 parcel = packed([own[given]], None) if process == accelerator.process_index else None

@@ -152,7 +152,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
     Args:
         num_rows: rows of the dataset.
         num_generations: samples of each prompt, side by side.
-        prompts_per_generation: prompts in a chunk; distinct ones unless the dataset has fewer.
+        prompts_per_rollout: prompts in a chunk; distinct ones unless the dataset has fewer.
         repeat_count: how often each chunk comes before the next one.
         processes: that part each chunk among themselves, in equal shares.
         copies: processes that get the same share.
@@ -167,7 +167,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         self,
         num_rows: int,
         num_generations: int,
-        prompts_per_generation: int,
+        prompts_per_rollout: int,
         repeat_count: int,
         shuffle: bool = True,
         seed: int = 0,
@@ -177,7 +177,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         sizes = {
             "num_rows": num_rows,
             "num_generations": num_generations,
-            "prompts_per_generation": prompts_per_generation,
+            "prompts_per_rollout": prompts_per_rollout,
             "repeat_count": repeat_count,
         }
         for size, value in sizes.items():
@@ -185,7 +185,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
                 raise ValueError(f"{size} must be at least 1, not {value}.")
         self.num_rows = num_rows
         self.num_generations = num_generations
-        self.prompts_per_generation = prompts_per_generation
+        self.prompts_per_rollout = prompts_per_rollout
         self.repeat_count = repeat_count
         self.shuffle = shuffle
         self.seed = seed
@@ -197,15 +197,15 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        chunks = -(-self.num_rows // self.prompts_per_generation)
-        return chunks * self.prompts_per_generation * self.num_generations * self.repeat_count * self.copies
+        chunks = -(-self.num_rows // self.prompts_per_rollout)
+        return chunks * self.prompts_per_rollout * self.num_generations * self.repeat_count * self.copies
 
     def __iter__(self) -> Iterator[int]:
         rows = np.arange(self.num_rows)
         if self.shuffle:
             rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
-        chunks = -(-self.num_rows // self.prompts_per_generation)
-        chunks = np.resize(rows, (chunks, self.prompts_per_generation))  # goes round where the rows do not suffice
+        chunks = -(-self.num_rows // self.prompts_per_rollout)
+        chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # goes round where the rows do not suffice
         order = chunks.repeat(self.num_generations, axis=1).repeat(self.repeat_count, axis=0)
         yield from order.reshape(len(order) * self.processes, -1).repeat(self.copies, axis=0).flatten().tolist()
 

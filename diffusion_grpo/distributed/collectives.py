@@ -1,7 +1,6 @@
-"""What each process has, on all of them: bytes, JSON and means enter on each, and leave as those of all.
+"""Collectives of bytes, JSON and means: every process gets what each process has.
 
-All functions are collectives of numbers alone. A module of its own because accelerate's functions for objects pickle
-them.
+accelerate's functions for objects pickle them; these send numbers alone.
 """
 
 import json
@@ -12,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 
 
-def gathered_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:
-    """What each process has, on all of them: a collective, of numbers alone."""
+def gather_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:
+    """Return the bytes that each process has; a collective."""
     if accelerator.num_processes == 1:
         return [own]
     sizes = accelerator.gather(torch.tensor([len(own)], device=accelerator.device)).tolist()
@@ -24,32 +23,32 @@ def gathered_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(accelerator: Accelerator, own: torch.Tensor | None, process: int) -> torch.Tensor:
-    """(bytes,) uint8 on the CPU: what `process` has, on all; a collective, of numbers alone."""
+    """Return what `process` has, (bytes,) uint8 on the CPU, on all processes; a collective."""
     size = broadcast(torch.tensor([0 if own is None else len(own)], device=accelerator.device), process).item()
     content = torch.zeros(size, dtype=torch.uint8) if own is None else own
     return broadcast(content.to(accelerator.device), process).cpu()
 
 
-def gathered_json(accelerator: Accelerator, own: Any) -> list[Any]:
-    """What each process has, of numbers, texts, lists and mappings from texts, on all of them: a collective."""
-    return [json.loads(content) for content in gathered_bytes(accelerator, json.dumps(own).encode())]
+def gather_json(accelerator: Accelerator, own: Any) -> list[Any]:
+    """Return what each process has: numbers, strings, lists, and mappings from strings; a collective."""
+    return [json.loads(content) for content in gather_bytes(accelerator, json.dumps(own).encode())]
 
 
-def gathered_means(
+def gather_means(
     accelerator: Accelerator,
     metrics: dict[str, list[float]],
     largest: tuple[str, ...] = (),
     smallest: tuple[str, ...] = (),
 ) -> dict[str, float]:
-    """Means over the values of all processes, each of which may have measured something else.
+    """Return means over the values of all processes, each of which may have measured something else; a collective.
 
     Args:
-        accelerator: a collective of all its processes.
+        accelerator: of this process.
         metrics: values by name.
-        largest, smallest: names of which the largest, or the smallest, value is given instead.
+        largest, smallest: names of which the largest, or the smallest, value is returned instead.
     """
     own = {name: (float(sum(v)), len(v), float(max(v)), float(min(v))) for name, v in metrics.items() if v}
-    found, every = {}, gathered_json(accelerator, own)
+    found, every = {}, gather_json(accelerator, own)
     for name in sorted(set().union(*every)):
         parts = [each[name] for each in every if name in each]
         total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)

@@ -1,11 +1,10 @@
 """Context parallelism: the sequence of each sample is spread over a group of processes, for videos too long for one.
 
-In: networks and settings. Out: the same networks, whose attention runs over such a group (diffusers'
-`enable_parallelism`), and the rows of a gathered tensor that the groups have, each once. A module of its own because
-all else sees a group as one process: its processes get the same samples, seeds and rewards.
+All else sees a group as one process: its processes get the same samples, seeds and rewards.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -16,14 +15,50 @@ from diffusers import ContextParallelConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..config.settings import DiffusionGRPOConfig
-
 UNEQUAL = "divisible by mesh size"  # in diffusers' assertion
-RING_BACKEND = "_native_cudnn"  # of torch's own: it gives the log-sum-exps by which the parts of a ring are joined
+RING_BACKEND = "_native_cudnn"  # torch's own: it gives the log-sum-exps by which the parts of a ring are joined
 
 
-def spread_over_context(networks: list[nn.Module], args: DiffusionGRPOConfig) -> None:
-    """Lets each network's attention run over groups of `context_parallel_size` processes, in place.
+@dataclasses.dataclass(frozen=True)
+class ContextGroups:
+    """The groups of processes that share the sequence of each sample; of one process each without context parallelism.
+
+    Attributes:
+        size: processes in a group (`context_parallel_size`).
+        processes: all of them.
+        process: index of this one.
+        is_ring: whether keys and values travel round the group, instead of heads being exchanged for tokens.
+    """
+
+    size: int = 1
+    processes: int = 1
+    process: int = 0
+    is_ring: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many groups there are; each has samples of its own."""
+        return self.processes // self.size
+
+    @property
+    def index(self) -> int:
+        """Index of this process's group."""
+        return self.process // self.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of its group, which writes what the group has of samples."""
+        return self.process % self.size == 0
+
+    def first_of_each(self, gathered: Tensor) -> Tensor:
+        """Return the rows of the first process of each group, of (processes x rows, ...) gathered from all."""
+        if self.size == 1:
+            return gathered
+        return gathered.unflatten(0, (self.processes, -1))[:: self.size].flatten(0, 1)
+
+
+def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device: torch.device) -> None:
+    """Let each network's attention run over a group of processes, in place.
 
     Each process computes its part of the tokens and gets the whole output, so that rollout and replay stay as they
     are. What reaches its weights in the backward pass is the share of its tokens: the sum over a group is the
@@ -32,27 +67,28 @@ def spread_over_context(networks: list[nn.Module], args: DiffusionGRPOConfig) ->
 
     Args:
         networks: diffusers' models, as the pipeline calls them.
-        args: of the run; torch.distributed has been initialised.
+        groups: of the run's processes; torch.distributed has been initialised.
+        device: of this process.
 
     Raises:
         ValueError: a network that diffusers does not know how to split, or a number of heads that is no multiple.
     """
-    size, is_ring = args.context_parallel_size, args.context_parallel_type == "ring"
+    size, is_ring = groups.size, groups.is_ring
     for network in networks:
-        check_context(network, size, is_ring, args.device)
-    shape = (args.data_processes, size, 1) if is_ring else (args.data_processes, 1, size)
-    mesh = init_device_mesh(args.device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))["ring", "ulysses"]
+        check_context(network, size, is_ring, device)
+    shape = (groups.count, size, 1) if is_ring else (groups.count, 1, size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))["ring", "ulysses"]
     for network in networks:
         if is_ring:
             network.set_attention_backend(RING_BACKEND)
         config = ContextParallelConfig(ring_degree=shape[1], ulysses_degree=shape[2], mesh=mesh)
-        with _an_accelerator(), _quiet("diffusers.models.modeling_utils"):
+        with _one_accelerator(), _quiet("diffusers.models.modeling_utils"):
             network.enable_parallelism(config=config)
-        network.forward = says_what_does_not_divide(network, size)
+        network.forward = explain_indivisible(network, size)
 
 
 def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.device) -> None:
-    """Refuses a network whose sequence cannot be spread.
+    """Refuse a network whose sequence cannot be spread.
 
     Raises:
         ValueError: diffusers has no plan for it, its heads cannot be dealt out, or a ring on a CPU.
@@ -73,11 +109,11 @@ def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.de
         )
 
 
-def says_what_does_not_divide(network: nn.Module, size: int) -> Callable:
-    """The network's forward, which says in a sentence that a sequence cannot be cut into `size` equal parts.
+def explain_indivisible(network: nn.Module, size: int) -> Callable:
+    """Return the network's forward, which says in a sentence where a sequence cannot be cut into `size` equal parts.
 
-    Which inputs are cut, and where, stands in diffusers' plan of the network, and how long they are there is known at
-    the call alone: diffusers refuses it then, by an assertion without numbers.
+    diffusers' plan of the network says which inputs are cut, and where; how long they are is known at the call only,
+    where diffusers refuses them by an assertion without numbers.
     """
     real, name = network.forward, type(network).__name__
 
@@ -98,16 +134,9 @@ def says_what_does_not_divide(network: nn.Module, size: int) -> Callable:
     return forward
 
 
-def one_a_group(gathered: Tensor, args: DiffusionGRPOConfig) -> Tensor:
-    """Of what all processes have gathered, (processes x rows, ...), the rows of the first process of each group."""
-    if args.context_parallel_size == 1:
-        return gathered
-    return gathered.unflatten(0, (args.world_size, -1))[:: args.context_parallel_size].flatten(0, 1)
-
-
 @contextlib.contextmanager
-def _an_accelerator():
-    """diffusers 0.42 divides by the number of accelerators, of which a CPU has none."""
+def _one_accelerator():
+    """Report one accelerator on a CPU: diffusers 0.42 divides by their number."""
     count = torch.accelerator.device_count
     if count() == 0:
         torch.accelerator.device_count = lambda: 1
@@ -119,7 +148,7 @@ def _an_accelerator():
 
 @contextlib.contextmanager
 def _quiet(name: str):
-    """Without a logger's warnings: this one says at every network that the feature is an experiment."""
+    """Silence a logger's warnings: this one says of every network that the feature is experimental."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,51 +1,225 @@
-"""DeepSpeed: what ZeRO keeps in parts, whole again where that is needed.
+"""DeepSpeed: ZeRO-1 to 3, and weights made whole again where that is needed.
 
-In: the trainer's accelerator, its engine and its trained parameters. Out: contexts in which weights are whole (for a
-rollout, for a file), their parts (for averages), and a DeepSpeed configuration without open values. A module of its
-own because nothing else should know how an engine keeps its weights. DeepSpeed itself is imported where it is used: it
-is optional.
+ZeRO-1 shards the optimizer's state, ZeRO-2 the gradients too, ZeRO-3 the parameters too. DeepSpeed itself is imported
+where it is used, since it is optional.
 """
 
 import collections
 import contextlib
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
+from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
-from trl.models.utils import _ForwardRedirection, add_hooks, remove_hooks
+from trl.models.utils import add_hooks, remove_hooks
 
-from ..config.settings import DiffusionGRPOConfig
-from ..policy.denoising import HOOKS, replaced
+from ..policy.network_gate import HOOKS, NetworkAccess, replaced
+from .backend import DistributedBackend
+from .context_parallel import ContextGroups
+from .deepspeed_checkpoints import restore_engine
+from .forward_redirection import redirect
+from .weights import TrainedWeights
 
 logger = logging.getLogger(__name__)
 
 
-def zero_stage(accelerator: Accelerator) -> int:
-    """DeepSpeed's ZeRO stage: 1 parts the optimizer state, 2 gradients too, 3 parameters too; 0 without DeepSpeed."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return 0 if plugin is None else plugin.zero_stage
+LAYERED_TOKENS = (
+    "ds3_gather_for_generation=False gathers each layer anew for every token, and processes that end early would be "
+    "waited for; set it to True."
+)
+
+
+class DeepSpeedBackend(DistributedBackend):
+    """DeepSpeed ZeRO.
+
+    Args:
+        half: dtype of mixed precision, or None.
+        groups: must be groups of one.
+        plugin: accelerate's settings of DeepSpeed.
+        gathers_whole: under ZeRO-3, whether the whole network is gathered once for a rollout or evaluation, instead
+            of layer by layer.
+
+    Raises:
+        ValueError: the DeepSpeed configuration would silently train in another precision than the settings say, or
+            context parallelism is asked for.
+    """
+
+    def __init__(
+        self, half: torch.dtype | None, groups: ContextGroups, plugin: DeepSpeedPlugin, gathers_whole: bool = True
+    ):
+        super().__init__(half, groups)
+        if groups.size > 1:
+            raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
+        self._plugin, self._gathers_whole = plugin, gathers_whole
+        self._weights: ZeroWeights | None = None
+        self._is_gathered = False
+        _check_precision(plugin.hf_ds_config, half)
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage."""
+        return self._plugin.zero_stage
+
+    @property
+    def mode(self) -> dict[str, int]:
+        return super().mode | {"zero_stage": self.stage}
+
+    def check_run(self, component: tuple[str, ...], permute_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+        if has_values:
+            raise ValueError(
+                "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
+                "start without them."
+            )
+        if draws_tokens and self.stage == 3 and not self._gathers_whole:
+            raise ValueError(LAYERED_TOKENS)
+        if len(component) == 1 or self.accelerator.num_processes == 1:
+            return
+        if self.stage >= 2 and permute_steps:
+            reason, change = "with permute_steps processes would train different ones at once", "set it to False"
+        elif self.stage == 3 and self._plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer"):
+            reason = "ZeRO-3 offloads gradients of one of them only"
+            change = "leave out offload_optimizer, or use ZeRO-2"
+        else:
+            return
+        raise ValueError(
+            f"{', '.join(component)} take turns, and {reason}; {change}, or name one network in train_component."
+        )
+
+    def fill_config(self, model: nn.Module) -> None:
+        hide_deepspeed()  # Trainer has made it known again
+        fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, model)
+
+    @property
+    def leaves_networks_in_place(self) -> bool:
+        return self.stage == 3
+
+    def network_access(self, model: nn.Module) -> NetworkAccess:
+        access = super().network_access(model)
+        if self.stage < 3:
+            return access
+        return dataclasses.replace(
+            access, ask_all=self._ask_all, shapes_only=lambda: without_weights(model), skips_hooks=True
+        )
+
+    def _ask_all(self, own: int) -> list[int]:
+        """Tell all processes what this one does next, once the weights are sharded."""
+        if self._is_gathered or not self._weights.is_sharded:
+            return [own]
+        return self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        # accelerate leaves casting to the network's half precision; but the pipeline calls the network with what its
+        # other parts made, in whatever dtype they have
+        if self.half is None or not self.stage:
+            return super()._autocast()
+        return torch.autocast(self.accelerator.device.type, self.half)
+
+    def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._weights = ZeroWeights(trained, self.stage, take_turns)
+        return self._weights
+
+    def preparing(self, model: nn.Module) -> contextlib.AbstractContextManager:
+        return keep_buffers(model)
+
+    # A reference
+
+    def reference_waits_on_cpu(self, is_offloaded: bool) -> bool:
+        return is_offloaded or self.stage == 3
+
+    def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
+        is_wrapped = self.accelerator.unwrap_model(reference) is not reference
+        if self.stage != 3 or is_offloaded or is_wrapped:
+            return reference
+        return wrap_for_inference(reference, self.accelerator)
+
+    def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
+        pairs = zip(reference.parameters(), model.parameters(), strict=True)
+        return ZeroWeights([ref for ref, parameter in pairs if parameter.requires_grad], self.stage)
+
+    # Passes
+
+    @property
+    def passes_together(self) -> bool:
+        return self._weights.is_sharded and not self._gathers_whole
+
+    @property
+    def meets_in_passes(self) -> bool:
+        return self.passes_together
+
+    @contextlib.contextmanager
+    def generation(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
+        engine = self._engine
+        if self.accelerator.unwrap_model(engine) is engine and not self._weights.is_sharded:
+            for network in networks:
+                network.to(self.accelerator.device)  # before training they wait where they were loaded
+        if not self._weights.is_sharded:
+            yield lambda method, *args: method(*args)
+        elif not self._gathers_whole:
+            yield lambda method, *args: _call_layered(engine, self.accelerator.unwrap_model(engine), method, *args)
+        else:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(replaced(self, "_is_gathered", True))
+                for each in (engine, reference):
+                    if each is not None and self.accelerator.unwrap_model(each) is not each:
+                        stack.enter_context(gather_parameters(each))
+                yield lambda method, *args: method(*args)
+
+    @property
+    def reduces_every_pass(self) -> bool:
+        return self.stage >= 2
+
+    def begin_update(self, optimizer: Any) -> None:
+        """Clear gradients under ZeRO-3, whose first backward pass overwrites the last update's.
+
+        It does so only for the parameters that this pass reaches; those of another expert would be added to old ones.
+        """
+        if self.stage == 3:
+            optimizer.optimizer.grad_partitions_flat_buffer.zero_()
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss, scale_wrt_gas=False)
+
+    def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
+        """Leave gradients to the engine, which has reduced them already."""
+
+    @property
+    def steps_in_backward(self) -> bool:
+        return True
+
+    # Checkpoints
+
+    def save_optimizer(self, folder: Path, model: nn.Module, optimizer: Any, is_writer: bool) -> bool:
+        self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)
+        return True
+
+    def load_optimizer(self, folder: Path, model: nn.Module, optimizer: Any) -> bool:
+        restore_engine(self._engine, folder)
+        return False
 
 
 # Configuration
 
 
 def hide_deepspeed() -> None:
-    """From here on `from_pretrained` loads whole models.
+    """Let `from_pretrained` load whole models from here on.
 
-    transformers parts every model that is loaded while a ZeRO-3 configuration is known to it, and makes `generate`
+    transformers shards every model that is loaded while a ZeRO-3 configuration is known to it, and makes `generate`
     wait for all processes: text encoders would fail in their forward, and reward models too.
     """
     unset_hf_deepspeed_config()
 
 
-def set_learning_rate(args: DiffusionGRPOConfig, learning_rate: float) -> None:
-    """A default that is known late, also where the DeepSpeed configuration says "auto"."""
+def set_learning_rate(args: TrainingArguments, learning_rate: float) -> None:
+    """Set a default that is known late, also where the DeepSpeed configuration says "auto"."""
     args.learning_rate = learning_rate
     if args.deepspeed:
         args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
@@ -53,25 +227,17 @@ def set_learning_rate(args: DiffusionGRPOConfig, learning_rate: float) -> None:
         args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
 
 
-def check_deepspeed(args: DiffusionGRPOConfig) -> None:
-    """Refuses a DeepSpeed configuration that would silently train in another precision than the settings say.
-
-    Raises:
-        ValueError: bf16 or fp16 is on in the settings and off in the configuration.
-    """
-    if args.deepspeed_plugin is None:
-        return
-    config = args.deepspeed_plugin.hf_ds_config
-    for name in ("bf16", "fp16"):
-        if getattr(args, name) and not (config.is_true(f"{name}.enabled") or config.is_true("torch_autocast.enabled")):
-            raise ValueError(
-                f"{name}=True, but the DeepSpeed configuration says nothing of it; add "
-                f'"{name}": {{"enabled": "auto"}}, or set {name}=False.'
-            )
+def _check_precision(config: HfTrainerDeepSpeedConfig, half: torch.dtype | None) -> None:
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", None: None}[half]
+    if name and not (config.is_true(f"{name}.enabled") or config.is_true("torch_autocast.enabled")):
+        raise ValueError(
+            f"{name}=True, but the DeepSpeed configuration does not set it; add "
+            f'"{name}": {{"enabled": "auto"}}, or set {name}=False.'
+        )
 
 
 def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
-    """Buckets that are "auto": as transformers fills them in, from the width of the network.
+    """Fill in bucket sizes that are "auto", as transformers does, from the width of the network.
 
     A diffusers config has no `hidden_size`; the width is the one that most of the weights of linear layers and
     convolutions read.
@@ -87,100 +253,12 @@ def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
     config.fill_only("zero_optimization.stage3_param_persistence_threshold", 10 * width)
 
 
-def check_experts(component: str, accelerator: Accelerator, args: DiffusionGRPOConfig) -> None:
-    """Refuses experts that take turns (Wan 2.2 A14B) where processes cannot share their gradients.
-
-    Raises:
-        ValueError: FSDP; ZeRO-2 or 3 with steps that each sample draws for itself; ZeRO-3 with an offloaded optimizer.
-    """
-    if ", " not in component or accelerator.num_processes == 1:
-        return
-    stage = zero_stage(accelerator)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        reason, change = "FSDP waits for both at once", "use DeepSpeed or DDP"
-    elif stage >= 2 and args.permute_steps:
-        reason, change = "with permute_steps processes would train different ones at once", "set permute_steps=False"
-    elif stage == 3 and accelerator.state.deepspeed_plugin.hf_ds_config.get_value(
-        "zero_optimization.offload_optimizer"
-    ):
-        reason, change = "ZeRO-3 offloads gradients of one of them only", "leave out offload_optimizer, or use ZeRO-2"
-    else:
-        return
-    raise ValueError(f"{component} take turns, and {reason}; {change}, or name one network in train_component.")
-
-
 # Passes
 
 
-def precision(accelerator: Accelerator, args: DiffusionGRPOConfig) -> contextlib.AbstractContextManager:
-    """`accelerator.autocast`, also with DeepSpeed, where accelerate leaves casting to the network's half precision.
-
-    The pipeline calls the network with what its other parts made, in whatever dtype they have.
-    """
-    if zero_stage(accelerator):
-        return torch.autocast(accelerator.device.type, torch.bfloat16 if args.bf16 else torch.float16)
-    return accelerator.autocast()
-
-
 @contextlib.contextmanager
-def accumulating(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Backward passes inside only add up gradients: DDP does not reduce them, DeepSpeed does not step on them."""
-    state = accelerator.gradient_state
-    synced = state.sync_gradients
-    state._set_sync_gradients(False)
-    try:
-        with accelerator.no_sync(model):
-            yield
-    finally:
-        state._set_sync_gradients(synced)
-
-
-def redirected(wrapper: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
-    """Calls `method` inside the forward of whatever wraps the model (DDP, DeepSpeed), so that its hooks run."""
-    return method(*args) if wrapper is model else _ForwardRedirection()(wrapper, model, method, *args)
-
-
-def in_step(passes: list[Any], accelerator: Accelerator, is_together: bool) -> list[tuple[Any, bool]]:
-    """As many passes on every process as on that with the most: the last is repeated, and counts for nothing.
-
-    Args:
-        passes: of this process.
-        accelerator: a collective of all its processes.
-        is_together: whether a pass gathers weights, so that one that others do not make would wait for ever.
-
-    Returns:
-        the passes, each with whether it is one of those given.
-    """
-    missing = 0
-    if is_together:
-        count = torch.tensor([len(passes)], device=accelerator.device)
-        missing = int(accelerator.gather(count).max()) - len(passes)
-    return [(one, True) for one in passes] + [(passes[-1], False)] * missing
-
-
-def next_of_all(accelerator: Accelerator, weights: "TrainedWeights") -> Callable[[int], list[int]]:
-    """How [`~diffusion_grpo.policy.denoising.Policy`] asks what each process does next: a collective once weights are parted."""
-
-    def ask(own: int) -> list[int]:
-        if not weights.is_parted:
-            return [own]
-        return accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
-
-    return ask
-
-
-def clear_gradients(optimizer: Any, weights: "TrainedWeights") -> None:
-    """Before an update under ZeRO-3, whose first backward pass overwrites the last update's gradients.
-
-    It does so only for the parameters that this pass reaches; those of another expert would be added to old ones.
-    """
-    if weights.stage == 3:
-        optimizer.optimizer.grad_partitions_flat_buffer.zero_()
-
-
-@contextlib.contextmanager
-def gathered(engine: nn.Module) -> Iterator[None]:
-    """Whole ZeRO-3 parameters on each process, without the hooks that would part them again after each layer.
+def gather_parameters(engine: nn.Module) -> Iterator[None]:
+    """Gather all ZeRO-3 parameters on each process, without the hooks that would shard them again after each layer.
 
     Inside, processes may call the network as often as they like; none waits for another.
     """
@@ -196,7 +274,7 @@ def gathered(engine: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_weights(model: nn.Module) -> Iterator[None]:
-    """Zeros that take no memory in place of parted weights: enough for the shape of an output, and no process waits.
+    """Put zeros that take no memory in place of sharded weights: enough for the shape of an output.
 
     Which processes meet a new shape is chance (each sample may draw its own steps), so none may gather for it.
     """
@@ -206,32 +284,37 @@ def without_weights(model: nn.Module) -> Iterator[None]:
                 stack.enter_context(replaced(module, hooks, collections.OrderedDict()))
             if module._parameters:
                 stack.enter_context(replaced(module._parameters, "_in_forward", False))
-        parted = [parameter for parameter in model.parameters() if not parameter.numel()]
-        empty = [parameter.data for parameter in parted]
-        for parameter in parted:
+        sharded = [parameter for parameter in model.parameters() if not parameter.numel()]
+        empty = [parameter.data for parameter in sharded]
+        for parameter in sharded:
             parameter.data = parameter.new_zeros(()).expand(parameter.ds_shape)
         try:
             yield
         finally:
-            for parameter, data in zip(parted, empty, strict=True):
+            for parameter, data in zip(sharded, empty, strict=True):
                 parameter.data = data
 
 
-def layered(engine: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
-    """Calls `method` in the engine's forward, where each layer is gathered as it is reached: all processes must reach
-    the same layers."""
+def _call_layered(engine: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
+    """Call `method` in the engine's forward, where each layer is gathered as it is reached.
+
+    All processes must reach the same layers.
+    """
     results = []
 
     def inside() -> Tensor:
         results.append(method(*args))
         return torch.zeros(())  # DeepSpeed looks into what a forward returns
 
-    redirected(engine, model, inside)
+    redirect(engine, model, inside)
     return results[0]
 
 
-def parted(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """A ZeRO-3 engine around a model that is not trained, such as a reference."""
+def wrap_for_inference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Put a ZeRO-3 engine around a model that is not trained, such as a reference.
+
+    As TRL's `prepare_deepspeed`, which reads `model.config`: two experts in a `ModuleDict` have none.
+    """
     import deepspeed
 
     config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
@@ -241,150 +324,9 @@ def parted(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     return deepspeed.initialize(model=model, config=config)[0]
 
 
-# Weights
-
-
-class TrainedWeights:
-    """Values of the trained parameters, however they are kept.
-
-    Without DeepSpeed they are the parameters. ZeRO-1 and 2 keep those whole, in half precision where `bf16` or `fp16`
-    is on, beside float32 values that are spread over the processes; under ZeRO-3 a process has its share of each.
-
-    Args:
-        parameters: the trained ones, in a fixed order.
-        stage: ZeRO's, 0 without DeepSpeed.
-        has_experts: whether they belong to several networks that take turns.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], stage: int, has_experts: bool = False):
-        self.parameters, self.stage, self.has_experts = parameters, stage, has_experts
-
-    @property
-    def is_parted(self) -> bool:
-        """Whether a process has only its share: under ZeRO-3, once the engine is built."""
-        return self.stage == 3 and all(hasattr(parameter, "ds_id") for parameter in self.parameters)
-
-    def exact(self) -> list[Tensor]:
-        """What the optimizer moves, one tensor a parameter, not to be written: whole, or this process' shares."""
-        if self.is_parted and not self.parameters[0].requires_grad:  # a reference has no optimizer
-            return self.used()
-        if self.stage == 0 or (not self.is_parted and self.parameters[0].dtype == torch.float32):
-            return [parameter.detach() for parameter in self.parameters]
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
-
-        get = safe_get_local_fp32_param if self.is_parted else safe_get_full_fp32_param
-        return [get(parameter).detach() for parameter in self.parameters]
-
-    def used(self) -> list[Tensor]:
-        """What the network computes with: whole, or this process' shares. `refresh` after writing."""
-        return [parameter.ds_tensor if self.is_parted else parameter for parameter in self.parameters]
-
-    def refresh(self) -> None:
-        """ZeRO-3 keeps small parameters whole beside their shares; those are made anew."""
-        kept = [parameter for parameter in self.parameters if self.is_parted and parameter.ds_persist]
-        if kept:
-            kept[0].partition(kept)
-            kept[0].all_gather(kept)
-
-    @property
-    def are_shared_out(self) -> bool:
-        """Whether each pass leaves some whole parameters without gradient, for which other processes would wait."""
-        return self.stage < 3 and self.has_experts and torch.distributed.is_initialized()
-
-    def nothing(self) -> Tensor:
-        """0, with a gradient of 0 for every parameter."""
-        return 0.0 * sum(parameter.sum() for parameter in self.parameters)
-
-    def shares(self, values: list[Tensor]) -> list[Tensor]:
-        """This process' shares of whole values; the values themselves where it has all."""
-        if not self.is_parted:
-            return values
-        return [_share(parameter, value) for parameter, value in zip(self.parameters, values, strict=True)]
-
-    def joined(self, shares: list[Tensor]) -> Iterator[Tensor]:
-        """Whole values from the shares of all processes, one parameter at a time; every process must ask for all."""
-        for parameter, share in zip(self.parameters, shares, strict=True):
-            yield _whole(parameter, share) if self.is_parted else share
-
-    @contextlib.contextmanager
-    def whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
-        """The trained parameters whole and exact, as one process has them, to be written to files.
-
-        Args:
-            values: shares to show in place of the weights, such as an average's.
-            is_kept: False on processes that only help to join.
-        """
-        if self.stage == 0 and values is None:
-            yield
-            return
-        kept = []
-        values = self.exact() if values is None else values
-        try:
-            for parameter, value in zip(self.parameters, self.joined(values), strict=True):
-                if is_kept:
-                    kept.append((parameter, parameter.data))
-                    parameter.data = value.detach().to("cpu", torch.float32, copy=True)
-            yield
-        finally:
-            for parameter, data in kept:
-                parameter.data = data
-
-    @contextlib.contextmanager
-    def rewritten(self) -> Iterator[None]:
-        """Whole parameters into which a file is read on every process; afterwards each has its share of what it says.
-
-        The optimizer's own values are set too: what is saved later is what was read.
-        """
-        if self.stage == 0:
-            yield
-            return
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
-        with self.whole():
-            yield
-            read = [parameter.data for parameter in self.parameters]
-        for parameter, value, used in zip(self.parameters, read, self.used(), strict=True):
-            if self.is_parted:
-                share = _share(parameter, value)
-                safe_set_local_fp32_param(parameter, share)
-                used.copy_(share)
-            else:
-                safe_set_full_fp32_param(parameter, value)
-                used.data.copy_(value)
-        self.refresh()
-
-
-def drop_idle_gradients(experts: nn.ModuleDict) -> None:
-    """No gradient, as in one process, for an expert that no process' steps belong to: the optimizer passes it over.
-
-    Gradients that were added up over processes are the same on each, so that all find the same experts idle.
-    """
-    for expert in experts.values():
-        trained = [parameter for parameter in expert.parameters() if parameter.grad is not None]
-        if not any(parameter.grad.any() for parameter in trained):
-            for parameter in trained:
-                parameter.grad = None
-
-
-def _share(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """This process' part of a whole value, cut and padded as ZeRO-3 does it."""
-    size = parameter.ds_tensor.numel()
-    start = size * torch.distributed.get_rank(parameter.ds_process_group)
-    flat = value.detach().flatten()[start : start + size]
-    return nn.functional.pad(flat, (0, size - len(flat)))
-
-
-def _whole(parameter: nn.Parameter, share: Tensor) -> Tensor:
-    group = parameter.ds_process_group
-    share = share.to(parameter.device)  # shares may wait in CPU memory, from which NCCL takes nothing
-    parts = [torch.empty_like(share) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(parts, share.contiguous(), group=group)
-    return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
-
-
 @contextlib.contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """DeepSpeed casts a network's buffers (tables of positions) to half precision with its weights: not here."""
+def keep_buffers(model: nn.Module) -> Iterator[None]:
+    """Keep a network's buffers (tables of positions) as they are: DeepSpeed casts them to half precision."""
     buffers = [
         (module, name, buffer)
         for module in model.modules()
@@ -394,3 +336,98 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
     yield
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(module._buffers[name].device)
+
+
+# Weights
+
+
+class ZeroWeights(TrainedWeights):
+    """The trained parameters under ZeRO.
+
+    ZeRO-1 and 2 keep them whole, in half precision where `bf16` or `fp16` is on, beside float32 values that are spread
+    over the processes. Under ZeRO-3 a process has its share of each.
+
+    Args:
+        parameters: the trained ones, in a fixed order.
+        stage: ZeRO's.
+        take_turns: whether they belong to several networks that take turns over the steps.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], stage: int, take_turns: bool = False):
+        super().__init__(parameters, take_turns)
+        self.stage = stage
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.stage == 3 and all(hasattr(parameter, "ds_id") for parameter in self.parameters)
+
+    @property
+    def leave_some_without_gradient(self) -> bool:
+        return self.stage < 3 and super().leave_some_without_gradient
+
+    def exact(self) -> list[Tensor]:
+        if self.is_sharded and not self.parameters[0].requires_grad:  # a reference has no optimizer
+            return self.used()
+        if not self.is_sharded and self.parameters[0].dtype == torch.float32:
+            return super().exact()
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
+
+        get = safe_get_local_fp32_param if self.is_sharded else safe_get_full_fp32_param
+        return [get(parameter).detach() for parameter in self.parameters]
+
+    def used(self) -> list[Tensor]:
+        return [parameter.ds_tensor if self.is_sharded else parameter for parameter in self.parameters]
+
+    def refresh(self) -> None:
+        """Renew the whole copies of small parameters, which ZeRO-3 keeps beside their shares."""
+        kept = [parameter for parameter in self.parameters if self.is_sharded and parameter.ds_persist]
+        if kept:
+            kept[0].partition(kept)
+            kept[0].all_gather(kept)
+
+    def shard(self, values: list[Tensor]) -> list[Tensor]:
+        if not self.is_sharded:
+            return values
+        return [_share(parameter, value) for parameter, value in zip(self.parameters, values, strict=True)]
+
+    def join(self, shares: list[Tensor]) -> Iterator[Tensor]:
+        for parameter, share in zip(self.parameters, shares, strict=True):
+            yield _join(parameter, share) if self.is_sharded else share
+
+    @contextlib.contextmanager
+    def whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
+        with self._shown(self.exact() if values is None else values, is_kept):
+            yield
+
+    @contextlib.contextmanager
+    def rewrite(self) -> Iterator[None]:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        with self.whole():
+            yield
+            read = [parameter.data for parameter in self.parameters]
+        for parameter, value, used in zip(self.parameters, read, self.used(), strict=True):
+            if self.is_sharded:
+                share = _share(parameter, value)
+                safe_set_local_fp32_param(parameter, share)
+                used.copy_(share)
+            else:
+                safe_set_full_fp32_param(parameter, value)
+                used.data.copy_(value)
+        self.refresh()
+
+
+def _share(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Return this process's part of a whole value, cut and padded as ZeRO-3 does it."""
+    size = parameter.ds_tensor.numel()
+    start = size * torch.distributed.get_rank(parameter.ds_process_group)
+    flat = value.detach().flatten()[start : start + size]
+    return nn.functional.pad(flat, (0, size - len(flat)))
+
+
+def _join(parameter: nn.Parameter, share: Tensor) -> Tensor:
+    group = parameter.ds_process_group
+    share = share.to(parameter.device)  # shares may wait in CPU memory, from which NCCL takes nothing
+    parts = [torch.empty_like(share) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, share.contiguous(), group=group)
+    return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..policy.denoising import replaced
+from ..policy.network_gate import replaced
 
 
 class TensorsOnly:

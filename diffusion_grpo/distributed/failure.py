@@ -55,6 +55,7 @@ class Ranks:
         self.accelerator, self.timeout = accelerator, timeout
         self.kinds = {kind.__name__: kind for kind in kinds}
         self._number, self._turn = next(NUMBERS), 0
+        self._deferred: Exception | None = None
         self._known: Exception | None = None  # that this process ends with, where the others know of it
         self._news: Error | None = None  # that another process has left in the store, once it is read
         self._reading, self._watches, self._entry = threading.Lock(), 0, 0
@@ -242,6 +243,29 @@ class Ranks:
         if error is not None:
             self._known = error
             raise error
+
+    def defer(self, check: Callable, *args: Any) -> Any:
+        """Run a check that may fail on this process only, and return what it returns.
+
+        Alone, a process fails at once. Several fail together, in `agree_on_deferred`, before their gradients meet: an
+        error of one of `kinds` is kept until then.
+        """
+        try:
+            return check(*args)
+        except tuple(self.kinds.values()) as error:
+            if self.is_alone:
+                raise
+            self._deferred = self._deferred or error
+            return None
+
+    def agree_on_deferred(self) -> None:
+        """Raise what `defer` has kept, on all processes; a collective.
+
+        Raises:
+            Exception: as `agree` does.
+        """
+        error, self._deferred = self._deferred, None
+        self.agree(error)
 
     def _next_turn(self) -> str:
         self._turn += 1

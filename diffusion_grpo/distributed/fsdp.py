@@ -1,14 +1,17 @@
-"""FSDP2: each process keeps a share of every weight, and whoever asks for it gets it.
+"""FSDP2: each process keeps a share of every weight, and gathers it when it is needed.
 
-In: what the user asked accelerate for, and the model. Out: torch's `fully_shard` on the network and its repeated
-blocks, by way of accelerate; or one sentence that says why not. A module of its own because sharded weights have rules
-of their own: who passes the network, when its units are gathered, and how whole tensors come out of it and go back in.
+torch's `fully_shard` is applied, by way of accelerate, to the network and to its repeated blocks. Sharded weights have
+rules of their own: who passes the network, when its units are gathered, and how whole tensors come out of it and go
+back in.
 """
 
 import collections
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -16,33 +19,155 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from ..config.settings import DiffusionGRPOConfig
-from ..policy.denoising import replaced
-from .deepspeed import TrainedWeights
-
-
-def is_asked_for(args: DiffusionGRPOConfig) -> bool:
-    """Whether `accelerate launch` or the settings ask for FSDP."""
-    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+from ..policy.network_gate import NetworkAccess, replaced
+from .backend import DistributedBackend
+from .context_parallel import ContextGroups
+from .dtensor import as_dtensor, as_shard, is_sharded
+from .sharded_checkpoints import save_shards
+from .weights import TrainedWeights
 
 
-def check_fsdp(args: DiffusionGRPOConfig) -> None:
-    """Refuses, before a model is loaded, what FSDP2 cannot do here.
+class FSDP2Backend(DistributedBackend):
+    """FSDP2.
+
+    Args:
+        half: dtype of mixed precision, or None.
+        groups: must be groups of one.
+        plugin_args: accelerate's settings of FSDP; the environment's where it is empty.
+        keeps_gathered: whether each block is gathered once for a rollout or evaluation and kept until its end.
+        processes: how many there are.
 
     Raises:
-        ValueError: FSDP1, one process, a wrapping by size, or FSDP's own activation checkpointing.
+        ValueError: FSDP1, one process, a wrapping by size, FSDP's own activation checkpointing, or context
+            parallelism.
     """
-    if not is_asked_for(args):
-        return
-    version = (args.fsdp_plugin_args or {}).get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
+
+    def __init__(
+        self,
+        half: torch.dtype | None,
+        groups: ContextGroups,
+        plugin_args: dict[str, Any] | None,
+        keeps_gathered: bool,
+        processes: int,
+    ):
+        super().__init__(half, groups)
+        self._plugin_args, self._keeps_gathered = plugin_args or {}, keeps_gathered
+        self._weights: ShardedWeights | None = None
+        _check_plugin(self._plugin_args, processes)
+        if groups.size > 1:
+            raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
+
+    @property
+    def mode(self) -> dict[str, int]:
+        return super().mode | {"fsdp": 1}
+
+    @property
+    def is_fsdp(self) -> bool:
+        return True
+
+    @property
+    def leaves_networks_in_place(self) -> bool:
+        return True
+
+    def bind(self, accelerator: Accelerator, networks: list[nn.Module]) -> None:
+        super().bind(accelerator, networks)
+        activate(accelerator, self._plugin_args)
+        settle(accelerator.state.fsdp_plugin, networks)
+
+    def check_run(self, component: tuple[str, ...], permute_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+        if has_values:
+            raise ValueError(
+                "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
+                "start without them."
+            )
+
+    def network_access(self, model: nn.Module) -> NetworkAccess:
+        return dataclasses.replace(super().network_access(model), ask_all=self._ask_all, skips_hooks=True)
+
+    def _ask_all(self, own: int) -> list[int]:
+        """Tell all processes what this one does next, once the weights are sharded."""
+        if not self._weights.is_sharded:
+            return [own]
+        return self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
+
+    def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
+        self._weights = ShardedWeights(model)
+        return self._weights
+
+    # A reference
+
+    @property
+    def moves_references(self) -> bool:
+        return False  # each share is moved as it is needed
+
+    def reference_waits_on_cpu(self, is_offloaded: bool) -> bool:
+        return True
+
+    def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
+        if not is_sharded(reference):
+            shard_reference(reference, self.accelerator, is_offloaded)
+        return reference
+
+    def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
+        return ShardedWeights(reference, self._weights.names)
+
+    # Passes
+
+    @property
+    def passes_together(self) -> bool:
+        return True
+
+    @property
+    def meets_in_passes(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def generation(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
+        if not self._weights.is_sharded:
+            for network in networks:
+                network.to(self.accelerator.device)  # before training they wait where they were loaded
+        with gather_units(self._weights.model, self.accelerator, self._keeps_gathered):
+            yield lambda method, *args: method(*args)
+
+    @property
+    def reduces_every_pass(self) -> bool:
+        return True
+
+    def begin_micro_batch(self, model: nn.Module) -> None:
+        model.set_requires_gradient_sync(True)  # Trainer's no_sync would keep whole gradients on each process
+
+    @contextlib.contextmanager
+    def accumulate(self, model: nn.Module, is_last: bool) -> Iterator[None]:
+        yield  # waiting for the last pass would keep sharded gradients whole
+
+    def forward(self, model: nn.Module, method: Callable, *args: Any) -> Any:
+        return method(*args)  # FSDP's hooks are on the network that the pipeline calls
+
+    def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
+        """Leave gradients as they are: there is one network."""
+
+    # Checkpoints
+
+    def save_optimizer(self, folder: Path, model: nn.Module, optimizer: Any, is_writer: bool) -> bool:
+        save_shards(folder, model, optimizer, is_writer)
+        return True
+
+
+def wants_fsdp(setting: Any) -> bool:
+    """Whether the setting `fsdp`, or `accelerate launch`, asks for FSDP."""
+    return bool(setting) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def _check_plugin(plugin_args: dict[str, Any], processes: int) -> None:
+    version = plugin_args.get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
     if int(version) != 2:  # before accelerate looks for the accelerator that FSDP1 needs
         raise ValueError(
             "FSDP1 cannot train here: set fsdp_version: 2 in the accelerate config (FSDP_VERSION=2), or "
             "fsdp_config={'version': 2}."
         )
-    plugin = plugin_of(args)
+    plugin = FullyShardedDataParallelPlugin(**plugin_args)
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         raise ValueError(
             "fsdp_auto_wrap_policy: SIZE_BASED_WRAP is not supported; take TRANSFORMER_BASED_WRAP, which shards the "
@@ -53,42 +178,36 @@ def check_fsdp(args: DiffusionGRPOConfig) -> None:
             "fsdp_activation_checkpointing renames the network's blocks, so that nothing else could load what is "
             "saved; leave it out and set gradient_checkpointing=True, which does the same."
         )
-    if args.world_size == 1:
+    if processes == 1:
         raise ValueError(
             "FSDP was asked for, but there is one process, which has nobody to share with; raise num_processes, or "
             "leave FSDP out."
         )
 
 
-def plugin_of(args: DiffusionGRPOConfig) -> FullyShardedDataParallelPlugin:
-    """accelerate's settings of FSDP, from `fsdp_config` or from the environment that `accelerate launch` sets."""
-    return FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
-
-
-def activate(accelerator: Accelerator, args: DiffusionGRPOConfig) -> bool:
-    """Makes sure that who asked for FSDP gets it.
+def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
+    """Enable FSDP2 where accelerate would fall back to DDP.
 
     accelerate knows FSDP on accelerators only: on CPUs it keeps `MULTI_CPU`, which is DDP, without a word. Nothing
     else in it depends on the device, so that its state is all that has to be put right.
 
-    Returns:
-        whether weights will be sharded.
+    Args:
+        accelerator: as `Trainer` has made it.
+        plugin_args: accelerate's settings of FSDP; where it is empty, those of the environment that
+            `accelerate launch` sets.
 
     Raises:
-        ValueError: FSDP was asked for, and accelerate would do something else.
+        ValueError: accelerate would do something else.
     """
-    if not is_asked_for(args):
-        return False
     state = accelerator.state
     if accelerator.distributed_type == DistributedType.MULTI_CPU:
-        state.fsdp_plugin = plugin_of(args)
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
         state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if not accelerator.is_fsdp2:
         raise ValueError(
             f"FSDP was asked for, but accelerate would train with {accelerator.distributed_type.value}; start with "
             "`accelerate launch` on several processes, or leave FSDP out."
         )
-    return True
 
 
 def repeated_blocks(network: nn.Module, chosen: list[str] | None = None) -> list[str]:
@@ -156,14 +275,9 @@ def units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())  # asked often: stops at the first
-
-
 @contextlib.contextmanager
-def gathered(model: nn.Module, accelerator: Accelerator, is_kept: bool) -> Iterator[None]:
-    """Forward passes without gradient; with `is_kept` each unit is gathered once and kept until the end."""
+def gather_units(model: nn.Module, accelerator: Accelerator, is_kept: bool) -> Iterator[None]:
+    """Enter around forward passes without gradient; with `is_kept` gather each unit once and keep it until the end."""
     for unit in units(model) if is_kept else ():
         unit.set_reshard_after_forward(False, recurse=False)
     try:
@@ -183,7 +297,8 @@ class ShardedWeights(TrainedWeights):
     """
 
     def __init__(self, model: nn.Module, names: list[str] | None = None):
-        self.model, self.stage, self.has_experts = model, 0, False
+        super().__init__([])
+        self.model = model
         self.names = names or [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     @property
@@ -193,7 +308,7 @@ class ShardedWeights(TrainedWeights):
         return [named[name] for name in self.names]
 
     @property
-    def is_parted(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether a process has only its share."""
         return is_sharded(self.model)
 
@@ -211,15 +326,15 @@ class ShardedWeights(TrainedWeights):
             for parameter in self.parameters
         ]
 
-    def shares(self, values: list[Tensor]) -> list[Tensor]:
+    def shard(self, values: list[Tensor]) -> list[Tensor]:
         """This process' shares of whole values; of shares themselves, in a second training, those."""
         pairs = zip(self.parameters, values, strict=True)
         return [as_shard(v, p).to_local() if isinstance(p, DTensor) and v.shape == p.shape else v for p, v in pairs]
 
-    def joined(self, shares: list[Tensor]) -> Iterator[Tensor]:
+    def join(self, shares: list[Tensor]) -> Iterator[Tensor]:
         """Whole values from the shares of all processes, one parameter at a time; every process must ask for all."""
         for parameter, share in zip(self.parameters, shares, strict=True):
-            yield _as_dtensor(share, parameter).full_tensor() if isinstance(parameter, DTensor) else share
+            yield as_dtensor(share, parameter).full_tensor() if isinstance(parameter, DTensor) else share
 
     @contextlib.contextmanager
     def whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
@@ -232,9 +347,9 @@ class ShardedWeights(TrainedWeights):
             is_kept: False on processes that only help to gather.
         """
         shown: dict[nn.Module, dict[str, nn.Parameter]] = collections.defaultdict(dict)
-        if self.is_parted or values is not None:
-            joined = self.joined(self.exact() if values is None else values)
-            for path, parameter, value in zip(self.names, self.parameters, joined, strict=True):
+        if self.is_sharded or values is not None:
+            whole = self.join(self.exact() if values is None else values)
+            for path, parameter, value in zip(self.names, self.parameters, whole, strict=True):
                 if is_kept:
                     owner, _, name = path.rpartition(".")
                     value = nn.Parameter(value.detach().cpu().clone(), parameter.requires_grad)
@@ -254,31 +369,19 @@ class ShardedWeights(TrainedWeights):
                     unit.__class__ = cls
 
     @contextlib.contextmanager
-    def rewritten(self) -> Iterator[None]:
+    def rewrite(self) -> Iterator[None]:
         """Whole parameters into which a file is read on every process; afterwards each has its share of them."""
-        if not self.is_parted:
+        if not self.is_sharded:
             yield
             return
         with self.whole():
             yield
             read = [parameter.detach() for parameter in self.parameters]
         with torch.no_grad():
-            for own, value in zip(self.used(), self.shares(read), strict=True):
+            for own, value in zip(self.used(), self.shard(read), strict=True):
                 own.copy_(value)
 
 
 def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before FSDP put its own in front of it."""
     return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
-
-
-def as_shard(whole: Tensor, like: DTensor) -> DTensor:
-    """This process's share of a whole tensor, laid out and placed as another one; without communication."""
-    mesh = like.device_mesh
-    share = distribute_tensor(whole.to(mesh.device_type), mesh, like.placements, src_data_rank=None).to_local()
-    return _as_dtensor(share.to(like.to_local().device), like)
-
-
-def _as_dtensor(share: Tensor, like: DTensor) -> DTensor:
-    layout = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(share, like.device_mesh, like.placements, run_check=False, **layout)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers.trainer import OPTIMIZER_NAME
 
-from .fsdp import as_shard, is_sharded
+from .dtensor import as_shard, is_sharded
 
 FOLDER, REST = "optimizer", "optimizer.json"
 PICKLED = Path("dcp", ".metadata")  # of earlier versions

@@ -51,27 +51,28 @@ class Batches:
     @classmethod
     def of(cls, args: DiffusionGRPOConfig, prompts: int | None) -> "Batches":
         """Of settings, and the number of rows in the dataset."""
-        start, stop = args.window_of(0)
+        start, stop = args.window
+        window = args.sde_window_size or stop - start
         updates = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
-        rollouts = None if prompts is None else math.ceil(prompts / args.prompts_per_generation)
+        rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)
         size = args.rollout_batch_size or args.per_device_train_batch_size
         scored = _scored(args)
         accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return cls(
             processes=args.world_size,
-            prompts_per_rollout=args.prompts_per_generation,
+            prompts_per_rollout=args.batch_sizes.prompts_per_rollout,
             samples_per_prompt=args.num_generations,
-            samples_per_rollout=args.prompts_per_generation * args.num_generations,
-            trained_per_prompt=args.samples_per_update_group,
-            samples_per_process=args.rollout_size,
+            samples_per_rollout=args.batch_sizes.prompts_per_rollout * args.num_generations,
+            trained_per_prompt=args.batch_sizes.trained_per_prompt,
+            samples_per_process=args.batch_sizes.rollout_share,
             reward_processes=len(scored),
             samples_per_reward_process=max(scored),
-            pipeline_calls=math.ceil(args.rollout_size / size),
+            pipeline_calls=math.ceil(args.batch_sizes.rollout_share / size),
             micro_batch=args.per_device_train_batch_size,
             micro_batches_per_update=args.gradient_accumulation_steps,
             updates_per_rollout=updates,
             samples_per_update=accumulated * args.data_processes,
-            trained_steps=max(1, round(args.timestep_fraction * (stop - start))),
+            trained_steps=max(1, round(args.timestep_fraction * window)),
             num_inference_steps=args.num_inference_steps,
             rollouts_per_epoch=rollouts,
             updates_per_epoch=None if rollouts is None else rollouts * updates,
@@ -81,8 +82,8 @@ class Batches:
 def _scored(args: DiffusionGRPOConfig) -> list[int]:
     """How many samples of a rollout each process scores that computes rewards."""
     if not args.scores_on_some:
-        return [args.rollout_size] * args.world_size
-    order, copies = RolloutOrder(args, 0), args.context_parallel_size
-    made = [order.of_process(order.rolled, process).tolist() for process in range(args.data_processes)]
+        return [args.batch_sizes.rollout_share] * args.world_size
+    order, copies = RolloutOrder(args.batch_sizes, args.seed, 0), args.context_parallel_size
+    made = [order.of_process(order.made, process).tolist() for process in range(args.data_processes)]
     ranks = {copies * scoring_process(process, len(made), args.reward_processes) for process in range(len(made))}
     return [len(Deal.of(made, args.num_generations, args.reward_processes, rank, copies).taken) for rank in ranks]

@@ -22,7 +22,8 @@ from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments, 
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings
-from ..policy.token import policy_for
+from ..policy.network_gate import NetworkAccess
+from ..policy.token import make_policy
 from ..run import adapters
 from ..training.model import check_peft_config, prepare_model
 from .batches import Batches
@@ -213,7 +214,8 @@ def _plan_model(
     run_on_cpu(pipe, mode)
     counted, is_mixed = None, args.bf16 or args.fp16
     try:
-        policy = policy_for(pipe, component, args, lambda: _autocast(args), is_mixed)
+        access = NetworkAccess(forward_context=lambda: _autocast(args), casts_outputs=is_mixed)
+        policy = make_policy(pipe, component, sde_type=args.sde_type, sampling=args.token_sampling, access=access)
         inputs = PipelineInputs(pipe, args)
         row = {"prompt": "a photo of a cat"} if rows is None else inputs.rows(rows, [0])[0]
         samples = args.per_device_train_batch_size
@@ -226,7 +228,7 @@ def _plan_model(
     every, trained = list(model.parameters()), [p for p in model.parameters() if p.requires_grad]
     made.model = {
         "pipeline": type(pipe).__name__,
-        "network": component,
+        "network": ", ".join(component),
         "weights": sum(p.numel() for p in every),
         "trained": sum(p.numel() for p in trained),
     }
@@ -235,9 +237,9 @@ def _plan_model(
     made.memory = memory(model, frozen, args, peft_config, made.sharding, counted, made.batches)
 
 
-def _other_parts(pipe: Any, component: str) -> list[tuple[str, nn.Module]]:
+def _other_parts(pipe: Any, component: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    return [(name, part) for name, part in parts.items() if name not in component.split(", ")]
+    return [(name, part) for name, part in parts.items() if name not in component]
 
 
 def _autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManager:

@@ -236,7 +236,7 @@ def kept_for_backward(
             network.enable_gradient_checkpointing(gradient_checkpointing_func=selective(checkpointed, share))
     with torch.enable_grad(), outside:
         for network, positional, named in calls:
-            with policy.forward_context():
+            with policy.access.forward_context():
                 network(*positional, **named)
     return outside.bytes + largest, largest
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .rollout import Policy, rollout, sample_seed
+from .rollout import DenoisingPolicy, rollout, sample_seed
 
 BATCHED, SINGLE, LISTED = "batched", "single", "listed"  # lists of all samples; one sample bare; one in a list
 LEAST_SHARE = 1e-2  # of the change in its own sample that an input may make in others: rounding stays far below
@@ -35,7 +35,7 @@ class Form:
 
 
 def find_form(
-    policy: Policy,
+    policy: DenoisingPolicy,
     row: dict[str, Any],
     arguments: Callable[[list[dict[str, Any]], str], dict[str, Any]],
     count: int,
@@ -52,8 +52,8 @@ def find_form(
         row: the columns of a dataset row that the pipeline is given.
         arguments: rows and a form's name to keyword arguments of the call.
         count: samples in a call, where it takes several.
-        settings: of [`~diffusion_grpo.policy.rollout.rollout`]: `num_inference_steps`, `noise_level` and, as `steps`, the
-            steps of one sample.
+        settings: of [`~diffusion_grpo.policy.rollout.rollout`]: `num_inference_steps`, `noise_level` and, as
+            `steps`, the steps of one sample.
 
     Raises:
         Exception: what the pipeline raised, where it takes the row in no form, or where it takes the row in one but
@@ -79,7 +79,9 @@ def find_form(
 class _Probe:
     """Short rollouts of one row, as it is and with one input changed."""
 
-    def __init__(self, policy: Policy, row: dict[str, Any], arguments: Callable, count: int, settings: dict[str, Any]):
+    def __init__(
+        self, policy: DenoisingPolicy, row: dict[str, Any], arguments: Callable, count: int, settings: dict[str, Any]
+    ):
         self.policy, self.row, self.arguments, self.count = policy, row, arguments, count
         self.steps = settings.pop("steps")
         self.settings = settings

@@ -15,7 +15,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from .rollout import Policy, UnsupportedPipeline, replay, rollout, sample_seed
+from .rollout import DenoisingPolicy, UnsupportedPipeline, replay, rollout, sample_seed
 from .schedulers import UnsupportedScheduler
 
 MAX_RATIO_ERROR = 1e-5
@@ -72,10 +72,10 @@ def check_pipeline(
     if noise_level is not None and noise_level <= 0:
         raise ValueError(f"noise_level must be above 0 for a step to have a density, got {noise_level}.")
     try:
-        policy = Policy(pipe, sde_type=sde_type)
+        policy = DenoisingPolicy(pipe, sde_type=sde_type)
     except (UnsupportedScheduler, UnsupportedPipeline) as error:
         return dataclasses.replace(report, reason=str(error))
-    report.policy = policy.component
+    report.policy = ", ".join(policy.component)
     try:
         differences, squares = _replayed(policy, inputs, num_inference_steps, noise_level, seed)
     except (UnsupportedScheduler, UnsupportedPipeline) as error:
@@ -92,7 +92,7 @@ def check_pipeline(
 
 
 def _replayed(
-    policy: Policy, inputs: dict[str, Any], num_inference_steps: int, noise_level: float | None, seed: int
+    policy: DenoisingPolicy, inputs: dict[str, Any], num_inference_steps: int, noise_level: float | None, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """For each trained step the differences of the log-probabilities; and the squared gradients."""
     seeds = [sample_seed(seed, row) for row in range(_count(inputs))]
@@ -148,7 +148,7 @@ def _why_not(report: ReplayReport) -> str | None:
 
 
 @contextlib.contextmanager
-def _untouched(policy: Policy) -> Iterator[list[nn.Parameter]]:
+def _untouched(policy: DenoisingPolicy) -> Iterator[list[nn.Parameter]]:
     """Every module in eval mode and the networks' parameters trainable, as long as the check runs."""
     pipe = policy.pipe
     modules = [module for part in pipe.components.values() if isinstance(part, nn.Module) for module in part.modules()]

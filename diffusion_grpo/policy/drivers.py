@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .schedulers import StochasticScheduler
-from .trajectory import StepDistribution, Trajectory, generators
+from .trajectory import Prediction, StepDistribution, Trajectory, generators
 
 
 class UnsupportedPipeline(ValueError):
@@ -230,8 +230,40 @@ class StepScored(Exception):
     """Leaves the pipeline: the replayed step is scored, the steps after it and the decoder are not needed."""
 
 
-class Teacher(Driver):
-    """Drives a replay: hands back what was recorded up to the replayed step, and scores that one."""
+class _Follower(Driver):
+    """What teacher and predictor share: both walk to one step without the network, and hand it a given latent.
+
+    Args:
+        index: the step at which the network runs.
+        latents: (batch, ...) what that step is handed.
+    """
+
+    def __init__(self, index: int, latents: Tensor, initial_seeds: Tensor, tokens: Tensor | None, noise_level: float):
+        super().__init__(initial_seeds, len(latents), noise_level)
+        self.tokens, self.index = tokens, index
+        self.latents = latents
+        self.offset = 0  # into the flattened latents of a step that moves several
+
+    @property
+    def needs_network(self) -> bool:
+        return self.current == self.index
+
+    def hand_over(self, index: int, sample: Tensor) -> Tensor:
+        """Return what a step before the one at which the network runs leaves behind."""
+        if index < self.index - 1:
+            return sample
+        part, self.offset = take_part(self.latents, self.offset, sample, self.count)
+        return torch.cat([part] * self.rows(sample)).to(sample)
+
+
+def take_part(whole: Tensor, start: int, sample: Tensor, count: int) -> tuple[Tensor, int]:
+    """Return the next part of (batch, ...) flattened latents in the shape of a pipeline's, and where it ends."""
+    end = start + sample[0].numel()
+    return whole.flatten(1)[:, start:end].reshape(count, *sample.shape[1:]), end
+
+
+class Teacher(_Follower):
+    """Drives a replay: hands back what was recorded up to the replayed step, and scores that step."""
 
     def __init__(
         self,
@@ -242,38 +274,68 @@ class Teacher(Driver):
         initial_seeds: Tensor,
         tokens: Tensor | None = None,
     ):
-        super().__init__(initial_seeds, len(latents), noise_level)
-        self.tokens = tokens
-        self.index = index
-        self.latents, self.next_latents = latents, next_latents
-        self.offsets = {"latents": 0, "next_latents": 0}
+        super().__init__(index, latents, initial_seeds, tokens, noise_level)
+        self.next_latents, self.next_offset = next_latents, 0
         self.parts, self.means, self.stds = _Parts(), [], []
         self.scored: StepDistribution | None = None
 
-    @property
-    def needs_network(self) -> bool:
-        return self.current == self.index
-
-    def _part(self, name: str, sample: Tensor) -> Tensor:
-        """The next recorded latent of this step, in the shape of the pipeline's."""
-        recorded, size, start = getattr(self, name), sample[0].numel(), self.offsets[name]
-        self.offsets[name] = start + size
-        return recorded.flatten(1)[:, start : start + size].reshape(self.count, *sample.shape[1:])
-
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index)
-        copies = self.rows(sample)
+        self.rows(sample)  # refuses a batch that does not divide
         if index < self.index:
-            if index < self.index - 1:
-                return sample
-            return torch.cat([self._part("latents", sample)] * copies).to(sample)
+            return self.hand_over(index, sample)
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
-        next_latents = self._part("next_latents", sample).to(device=mean.device, dtype=torch.float32)
+        next_latents, self.next_offset = take_part(self.next_latents, self.next_offset, sample, self.count)
+        next_latents = next_latents.to(device=mean.device, dtype=torch.float32)
         mean, std = _own_rows((mean, std), sample, self.count)
         self.parts.add(sample, next_latents, scheduler.log_prob(next_latents, mean, std))
         self.means.append(mean)
         self.stds.append(std)
-        if self.offsets["next_latents"] >= self.next_latents[0].numel():
+        if self.next_offset >= self.next_latents[0].numel():
             self.scored = _distribution(self.means, self.stds, self.parts.log_prob())
             raise StepScored
         return sample  # another scheduler steps the other part
+
+
+class Predictor(_Follower):
+    """Drives a prediction: hands one step a given latent, and keeps what the pipeline makes of it.
+
+    Args:
+        index: the step.
+        latents: (batch, ...) what the step is handed.
+        initial_seeds: (batch,) of the samples' initial latents.
+        tokens: (batch, tokens) what a language model in the pipeline's call wrote, if there is one.
+    """
+
+    def __init__(self, index: int, latents: Tensor, initial_seeds: Tensor, tokens: Tensor | None = None):
+        super().__init__(index, latents, initial_seeds, tokens, noise_level=0.0)
+        self.predictions: list[Tensor] = []
+        self.samples: list[Tensor] = []
+        self.found: Prediction | None = None
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        if self.index >= scheduler.loop_length:
+            raise ValueError(
+                f"The pipeline takes {scheduler.loop_length} steps, so there is no step {self.index} to predict at; "
+                "choose an earlier one (the first is 0)."
+            )
+        if index < self.index:
+            return self.hand_over(index, sample)
+        if self.index == 0:
+            self._refuse_other_initial_latents(sample)
+        prediction, sample = _own_rows((prediction, sample), sample, self.count)
+        self.predictions.append(prediction)
+        self.samples.append(sample)
+        if sum(part[0].numel() for part in self.samples) >= self.latents[0].numel():
+            self.found = Prediction(_joined(self.predictions), _joined(self.samples))
+            raise StepScored
+        return sample  # another scheduler steps the other part
+
+    def _refuse_other_initial_latents(self, sample: Tensor) -> None:
+        given, self.offset = take_part(self.latents, self.offset, sample, self.count)
+        if not torch.equal(given.to(sample), sample[: self.count]):
+            raise ValueError(
+                "The latents given for step 0 are not the pipeline's initial latents, which no step before it could "
+                "replace; predict at step 1 or later, or pass the initial_seeds of the rollout."
+            )

@@ -1,12 +1,15 @@
 """Processes that turn a deterministic sampler into a stochastic policy.
 
 In: what the pipeline hands to `scheduler.step` (a prediction) and the latent it was made for. Out: mean and standard
-deviation of the next latent. One pure float32 function a process; to add a process, add a function and a line in
-`PROCESSES`. Which scheduler gets which is decided in `schedulers.py`.
+deviation of the next latent. Each process is one pure float32 function. To add one, write the function and add an
+entry to `PROCESSES`: its name, the function, the coordinates of the schedulers it fits, and its usual noise.
 """
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,14 +31,18 @@ def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """What Flow-GRPO's code takes for the log-density under CPS: `-(value - mean)**2`, averaged as in [`log_density`].
+    """Return what Flow-GRPO's code takes for the log-density under CPS: `-(value - mean)**2`, averaged.
 
     It leaves out 1 / (2 * std**2) and the constants, so that its ratios move 2 * std**2 times as far as the Gaussian's
-    and the noisy steps weigh more than the later ones. `std` only tells what is held fixed. Returns (batch,).
+    and the noisy steps weigh more than the later ones. `std` only says what is held fixed. The average is as in
+    [`log_density`]; returns (batch,).
     """
     error = (-((value - mean) ** 2)).flatten(1)
     moves = (std > 0).expand(value.shape).flatten(1)
     return (error * moves).sum(1) / moves.sum(1)
+
+
+LOG_PROBS = {"gaussian": log_density, "squared_error": squared_error}
 
 
 def log_density_by_element(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -142,8 +149,51 @@ def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, 
     return clean + torch.sqrt((sigma_next**2 - std**2).clamp(min=0)) * ((sample - clean) / sigma), std
 
 
-FLOW_PROCESSES = {"flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps}
-PROCESSES = {**FLOW_PROCESSES, "ddim": ddim, "ancestral": ancestral}
-LOG_PROBS = {"gaussian": log_density, "squared_error": squared_error}
-SILENT_LAST_STEP = ("cps", "ancestral")  # their noise ends with the schedule
-DEFAULT_NOISE_LEVELS = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8, "ddim": 1.0, "ancestral": 1.0}
+Coordinates = Literal["flow", "variance_preserving", "sigma"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """An entry of `PROCESSES`.
+
+    Attributes:
+        name: its value of the setting `sde_type`.
+        function: takes tensors by position and `noise_level` by keyword; of the further keywords that schedulers of
+            its coordinates offer it gets those that its signature names.
+        coordinates: how the schedulers it fits write latents.
+
+            * "flow": (1 - sigma) * data + sigma * noise. By position prediction, sample, sigma and sigma_next; offered
+              is `sigma_max`, the schedule's second sigma.
+            * "variance_preserving": sqrt(alpha) * data + sqrt(1 - alpha) * noise. By position prediction, sample,
+              alpha_cumprod and alpha_cumprod_next; offered are `prediction_type` and `clip`.
+            * "sigma": data + sigma * noise. By position the predicted clean sample, sample, sigma and sigma_next.
+        noise_level: the usual one, the default of the setting `noise_level`.
+        is_silent_at_end: whether its noise ends with the schedule, so that the last step has none whatever is asked.
+    """
+
+    name: str
+    function: Callable[..., MeanStd]
+    coordinates: Coordinates
+    noise_level: float
+    is_silent_at_end: bool = False
+
+    def __call__(self, *tensors: Tensor, noise_level: float, **offered: Any) -> MeanStd:
+        """Return mean and std of the next latent."""
+        named = inspect.signature(self.function).parameters
+        taken = {name: value for name, value in offered.items() if name in named}
+        return self.function(*tensors, noise_level=noise_level, **taken)
+
+
+# the first entry of each kind of coordinates is what sde_type="auto" means for its schedulers
+PROCESSES = {
+    "flow_sde": Process("flow_sde", flow_sde, "flow", 0.7),
+    "dance_sde": Process("dance_sde", dance_sde, "flow", 0.3),
+    "cps": Process("cps", cps, "flow", 0.8, is_silent_at_end=True),
+    "ddim": Process("ddim", ddim, "variance_preserving", 1.0),
+    "ancestral": Process("ancestral", ancestral, "sigma", 1.0, is_silent_at_end=True),
+}
+
+
+def processes_of(coordinates: Coordinates) -> list[Process]:
+    """Return the processes for schedulers that write latents in these coordinates; the first is the default."""
+    return [process for process in PROCESSES.values() if process.coordinates == coordinates]

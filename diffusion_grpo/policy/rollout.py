@@ -1,12 +1,11 @@
-"""The pipeline is the policy: rollouts that record, replays that score.
+"""The pipeline is the policy: rollouts that record, replays that score, predictions at any latent.
 
 In: a diffusers pipeline and the keyword arguments of its `__call__`. Out of `rollout`: its samples and a `Trajectory`.
-Out of `replay`: the `StepDistribution` of one recorded step under the network as it is now, with gradient. No model
-family has code here: guidance, packing and conditions are the pipeline's own in both, so that they cannot drift apart.
+Out of `replay`: the `StepDistribution` of one recorded step under the network as it is now, with gradient. Out of
+`predict`: what the pipeline hands to its scheduler at a given latent. No model family has code here: guidance, packing
+and conditions are the pipeline's own in all three, so that they cannot drift apart.
 """
 
-import contextlib
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,22 +13,23 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from ..media.files import samples_of
-from ..pipelines import family_of
-from .denoising import POLICY_COMPONENTS, Policy, policy_component
-from .drivers import Finisher, Recorder, StepScored, Teacher, UnsupportedPipeline
+from .base import POLICY_COMPONENTS, Policy, policy_component
+from .denoising import DenoisingPolicy
+from .drivers import UnsupportedPipeline
 from .token import TokenPolicy
 from .token_process import TokenDistribution, TokenTrajectory
-from .trajectory import StepDistribution, Trajectory, generators, sample_seed, trained_steps
+from .trajectory import Prediction, RolloutRequest, StepDistribution, Trajectory, sample_seed, trained_steps
 
 __all__ = [
     "POLICY_COMPONENTS",
+    "DenoisingPolicy",
     "Policy",
     "StepDistribution",
     "TokenPolicy",
     "Trajectory",
     "UnsupportedPipeline",
     "policy_component",
+    "predict",
     "replay",
     "rollout",
     "sample_seed",
@@ -37,28 +37,8 @@ __all__ = [
 ]
 
 
-def call_arguments(
-    pipe: DiffusionPipeline, inputs: dict[str, Any], num_inference_steps: int | None, initial_seeds: Tensor
-) -> dict[str, Any]:
-    """Keyword arguments of a pipeline's call; the same in rollout and replay.
-
-    Args:
-        pipe: the pipeline.
-        inputs: those for one batch.
-        num_inference_steps: length of the loop; None leaves it to the pipeline.
-        initial_seeds: (batch,) one a sample.
-    """
-    drawn = generators(initial_seeds)
-    parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
-    arguments = dict(family_of(pipe).arguments(pipe, inputs))
-    if num_inference_steps is not None and "num_inference_steps" in parameters:  # who only writes tokens has no loop
-        arguments["num_inference_steps"] = num_inference_steps
-    if "generator" in parameters:  # not every pipeline takes a list
-        arguments["generator"] = drawn if len(drawn) > 1 else drawn[0]
-    is_picture = {"height", "num_frames"} & set(parameters)  # sound and depth maps are left in their own form
-    if "output_type" in parameters and (is_picture or parameters["output_type"].default == "pil"):
-        arguments.setdefault("output_type", "pil")
-    return arguments
+def _as_policy(policy: Policy | DiffusionPipeline) -> Policy:
+    return policy if isinstance(policy, Policy) else DenoisingPolicy(policy)
 
 
 @torch.no_grad()
@@ -108,73 +88,26 @@ def rollout(
     Raises:
         UnsupportedPipeline: the pipeline does not return latents when asked.
     """
-    policy = policy if isinstance(policy, Policy) else Policy(policy)
+    policy = _as_policy(policy)
     seeds = torch.as_tensor(seeds, dtype=torch.int64)
     if initial_seeds is None:  # two streams: the same one twice would make the first noise the initial latent
         initial_seeds, seeds = seeds, torch.tensor([sample_seed(seed, "noise") for seed in seeds.tolist()])
-    initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
     if latents is not None:
-        check_latents(policy)
-    if isinstance(policy, TokenPolicy):
-        arguments = call_arguments(policy.pipe, inputs, num_inference_steps, initial_seeds)
-        made = policy.rollout(arguments, seeds, initial_seeds, num_inference_steps, is_recorded=noise_level is None)
-        return made[0], made[1] and made[1].to(device)
-    noise_level = policy.default_noise_level if noise_level is None else noise_level
-    rows = None
-    if steps is not None:
-        rows = torch.tensor([list(row) for row in steps], dtype=torch.int64).reshape(len(steps), -1)
-    if noise_level <= 0 or (rows is not None and not rows.numel()):
-        noise_steps, rows = noise_steps if noise_level > 0 else (), torch.empty(len(seeds), 0, dtype=torch.int64)
-    noises = None if noise_steps is None else set(noise_steps)
-    recorder = Recorder(seeds, initial_seeds, noises, rows, noise_level, device, is_complete, noise_in_last_step)
-    shown = inputs if is_decoded else inputs | {"output_type": "latent"}
-    arguments = call_arguments(policy.pipe, shown, num_inference_steps, initial_seeds)
-    samples = None
-    with policy.acting(recorder), contextlib.suppress(StepScored):
-        samples = samples_of(policy.pipe, policy.pipe(**arguments))
-    if latents is not None:
-        found = samples if not is_decoded else _latents_again(policy, inputs, num_inference_steps, recorder)
-        latents += _checked_latents(policy, found, recorder)
-        samples = samples if is_decoded else None
-    settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
-    record = noise_level > 0 and (rows is None or rows.numel() > 0)
-    return samples, recorder.trajectory(seeds=seeds, initial_seeds=initial_seeds, **settings) if record else None
-
-
-def _latents_again(policy: Policy, inputs: dict[str, Any], num_inference_steps: int, recorder: Recorder) -> Any:
-    """What the same call returns when asked for latents; neither the network nor the decoder runs for it."""
-    inputs = inputs | {"output_type": "latent"}
-    arguments = call_arguments(policy.pipe, inputs, num_inference_steps, recorder.initial_seeds)
-    with policy.acting(Finisher(recorder)):
-        return policy.pipe(**arguments)[0]
-
-
-def check_latents(policy: Policy) -> None:
-    """Refuses a pipeline that has no denoised latents to give.
-
-    Raises:
-        UnsupportedPipeline: its call has no `output_type`, or its tokens are what is trained.
-    """
-    has_type = "output_type" in inspect.signature(policy.undecorated).parameters
-    if isinstance(policy, TokenPolicy) or not has_type:
-        why = "its policy writes tokens" if has_type else "its call has no output_type"
-        raise UnsupportedPipeline(
-            f"A reward takes latents, but {type(policy.pipe).__name__} gives none: {why}; use rewards that take what "
-            "it makes."
-        )
-
-
-def _checked_latents(policy: Policy, found: Any, recorder: Recorder) -> list[Tensor]:
-    """One float32 tensor a sample; refuses what is no latents, or more of them than the steps moved."""
-    left = Finisher(recorder).left
-    is_tensor = torch.is_tensor(found) and found.ndim > 1 and len(found) == recorder.count
-    if not is_tensor or found[0].numel() > left[0].numel():
-        shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
-        raise UnsupportedPipeline(
-            f'{type(policy.pipe).__name__} returned {shape} for output_type="latent" where its last step left '
-            f"{tuple(left.shape)}; use rewards that take what it makes."
-        )
-    return list(found.float().unbind())
+        policy.check_latents()
+    request = RolloutRequest(
+        seeds=seeds,
+        initial_seeds=torch.as_tensor(initial_seeds, dtype=torch.int64),
+        num_inference_steps=num_inference_steps,
+        steps=steps,
+        noise_steps=noise_steps,
+        noise_in_last_step=noise_in_last_step,
+        noise_level=noise_level,
+        device=device,
+        is_complete=is_complete,
+        latents=latents,
+        is_decoded=is_decoded,
+    )
+    return policy.rollout(inputs, request)
 
 
 def replay(
@@ -184,33 +117,43 @@ def replay(
     step: int,
     forward: Callable | Sequence[Callable] | None = None,
 ) -> StepDistribution | TokenDistribution:
-    """Scores one recorded step under the network as it is now. Gradients flow where torch's grad mode lets them.
+    """Score one recorded step under the network as it is now. Gradients flow where torch's grad mode lets them.
 
     Args:
         policy: as in [`rollout`].
         inputs: the same keyword arguments for the same samples.
         trajectory: of these samples, each with `step` among its trained steps.
         step: index of the step in the loop; of tokens the only one, 0.
-        forward: in place of the network's own forward, e.g. a reference model's; one a network.
+        forward: used in place of the network's own forward, for example a reference model's; one per network.
+
+    Raises:
+        ValueError: the step was not recorded for all samples.
     """
-    forwards = [forward] if callable(forward) else forward
-    policy = policy if isinstance(policy, Policy) else Policy(policy)
-    arguments = call_arguments(policy.pipe, inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
-    if isinstance(policy, TokenPolicy):
-        return policy.replay(arguments, trajectory, forwards)
-    rows, columns = (trajectory.steps == step).nonzero(as_tuple=True)
-    if len(rows) != len(trajectory):
-        raise ValueError(f"step {step} was recorded for {len(rows)} of {len(trajectory)} samples; select those first.")
-    teacher = Teacher(
+    return _as_policy(policy).replay(inputs, trajectory, step, [forward] if callable(forward) else forward)
+
+
+def predict(
+    policy: DenoisingPolicy | DiffusionPipeline,
+    inputs: dict[str, Any],
+    latents: Tensor,
+    step: int,
+    *,
+    num_inference_steps: int,
+    initial_seeds: Tensor | Sequence[int],
+    tokens: Tensor | None = None,
+    forward: Callable | Sequence[Callable] | None = None,
+) -> Prediction:
+    """Return what the pipeline hands to `scheduler.step` for a given latent at a given step.
+
+    See [`~diffusion_grpo.policy.denoising.DenoisingPolicy.predict`] for the arguments. Losses on re-noised samples
+    (DiffusionNFT, https://huggingface.co/papers/2509.16117) are built on it.
+    """
+    return _as_policy(policy).predict(
+        inputs,
+        latents,
         step,
-        trajectory.latents[rows, columns],
-        trajectory.next_latents[rows, columns],
-        trajectory.noise_level,
-        trajectory.initial_seeds,
-        trajectory.tokens,
+        num_inference_steps=num_inference_steps,
+        initial_seeds=initial_seeds,
+        tokens=tokens,
+        forwards=[forward] if callable(forward) else forward,
     )
-    with policy.acting(teacher, forwards), contextlib.suppress(StepScored):
-        policy.undecorated(policy.pipe, **arguments)
-    if teacher.scored is None:
-        raise RuntimeError(f"{type(policy.pipe).__name__} ended before step {step}; it was not replayed.")
-    return teacher.scored

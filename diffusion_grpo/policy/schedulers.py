@@ -30,7 +30,7 @@ from diffusers import (
 )
 
 from .log_prob_type import check_log_prob
-from .processes import DEFAULT_NOISE_LEVELS, FLOW_PROCESSES, PROCESSES
+from .processes import LOG_PROBS, PROCESSES, processes_of
 from .stochastic_steps import (
     EDM_SCHEDULERS,
     CosineSteps,
@@ -42,7 +42,7 @@ from .stochastic_steps import (
     stochastic_class,
 )
 
-__all__ = ["DEFAULT_NOISE_LEVELS", "PROCESSES", "StochasticScheduler", "UnsupportedScheduler", "stochastic_scheduler"]
+__all__ = ["PROCESSES", "StochasticScheduler", "UnsupportedScheduler", "stochastic_scheduler"]
 
 _FLOW_SCHEDULERS = (FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler)
 _FLOW_CAPABLE = (
@@ -83,29 +83,29 @@ def _is_flow(scheduler: SchedulerMixin) -> bool:
     return isinstance(scheduler, _FLOW_CAPABLE) and scheduler.config.prediction_type == "flow_prediction"
 
 
-def _kind(scheduler: SchedulerMixin) -> tuple[type, type, list[str]] | None:
-    """Mixin, diffusers class and processes for a scheduler; None where there are none."""
+def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] | None:
+    """Return the mixin and the diffusers class for a scheduler; None where there are none."""
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and scheduler.config.get("sigma_max", 1.0) > 1:
-        return SigmaSteps, type(scheduler), ["ancestral"]  # Cosmos 2 turns its network's output into EDM's
+        return SigmaSteps, type(scheduler)  # Cosmos 2 turns its network's output into EDM's
     if _is_flow(scheduler):
         is_heun = isinstance(scheduler, FlowMatchHeunDiscreteScheduler)
         base = FlowMatchEulerDiscreteScheduler if is_heun else type(scheduler)
-        return FlowSteps, base, list(FLOW_PROCESSES)
+        return FlowSteps, base
     if isinstance(scheduler, (CogVideoXDDIMScheduler, CogVideoXDPMScheduler)):
-        return DDIMSteps, CogVideoXDDIMScheduler, ["ddim"]
+        return DDIMSteps, CogVideoXDDIMScheduler
     if isinstance(scheduler, EDM_SCHEDULERS):
-        return SigmaSteps, type(scheduler), ["ancestral"]
+        return SigmaSteps, type(scheduler)
     if isinstance(scheduler, DDPMWuerstchenScheduler):
-        return CosineSteps, type(scheduler), ["ddim"]
+        return CosineSteps, type(scheduler)
     if isinstance(scheduler, EulerDiscreteScheduler) and scheduler.config.timestep_type == "continuous":
-        return SigmaSteps, type(scheduler), ["ancestral"]
+        return SigmaSteps, type(scheduler)
     if isinstance(scheduler, _VARIANCE_PRESERVING):
-        return DDIMSteps, DDIMScheduler, ["ddim"]
+        return DDIMSteps, DDIMScheduler
     return None
 
 
 def step_kind(scheduler: SchedulerMixin) -> type[StochasticScheduler] | None:
-    """Return the mixin that draws the scheduler's steps, None where there is none."""
+    """Return the mixin that draws the scheduler's steps; None where there is none."""
     found = _kind(scheduler)
     return None if found is None else found[0]
 
@@ -141,7 +141,8 @@ def stochastic_scheduler(
 
     Args:
         scheduler: the pipeline's own scheduler; it is not modified.
-        process: a key of `PROCESSES`, or "auto": `flow_sde` for flow matching, `ancestral` for EDM, `ddim` otherwise.
+        process: a key of `PROCESSES`, or "auto" for the first that fits: `flow_sde` for flow matching, `ancestral` for
+            EDM, `ddim` otherwise.
         log_prob_type: "gaussian", or "squared_error" for Flow-GRPO's form of the log-probability under `cps`.
 
     Raises:
@@ -154,11 +155,12 @@ def stochastic_scheduler(
     found = _kind(scheduler)
     if found is None:
         raise _refusal(scheduler)
-    kind, base, fitting = found
+    kind, base = found
+    fitting = [each.name for each in processes_of(kind.coordinates)]
     if process != "auto" and process not in fitting:
         raise ValueError(f"sde_type={process!r} does not fit {name}; use auto or one of {', '.join(fitting)}.")
     process = fitting[0] if process == "auto" else process
-    check_log_prob(log_prob_type, process)
+    check_log_prob(log_prob_type, process, LOG_PROBS)
     if base is type(scheduler):  # with all that was set on it after it was built, such as set_shift
         stochastic = copy.copy(scheduler)
         stochastic.__class__ = stochastic_class(kind, base)
@@ -166,5 +168,5 @@ def stochastic_scheduler(
         config = _ddim_config(scheduler) if base is DDIMScheduler else dict(scheduler.config)
         stochastic = stochastic_class(kind, base).from_config(config)
         stochastic.original = copy.deepcopy(scheduler)
-    stochastic.process, stochastic.log_prob_type = process, log_prob_type
+    stochastic.process, stochastic.log_prob_type = PROCESSES[process], log_prob_type
     return stochastic

@@ -24,7 +24,7 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from .processes import FLOW_PROCESSES, LOG_PROBS, MeanStd, ancestral, ddim
+from .processes import LOG_PROBS, Coordinates, MeanStd, Process, ancestral, ddim
 
 EDM_SCHEDULERS = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSolverMultistepScheduler)
 
@@ -46,13 +46,15 @@ class StochasticScheduler:
     What the class in use lacks and the original has (`sigmas`, `variance_type`, ...) is the original's.
 
     Attributes:
-        process: name of the process, a key of `PROCESSES`.
+        coordinates: how latents are written; says which processes fit.
+        process: an entry of `PROCESSES`.
         log_prob_type: what counts as the log-probability of a step, a key of `LOG_PROBS`.
         driver: who decides what a step does; without one, steps are deterministic. Copies share it.
         original: a copy of the pipeline's own scheduler, with the same timesteps set.
     """
 
-    process: str
+    coordinates: Coordinates
+    process: Process
     log_prob_type: str = "gaussian"
     driver: StepDriver | None = None
     original: SchedulerMixin | None = None
@@ -125,12 +127,14 @@ class StochasticScheduler:
         raise NotImplementedError
 
     def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """(batch,) log-probability of the latent that a step left, given mean and std of its distribution."""
+        """Return the (batch,) log-probability of the latent that a step left, given mean and std."""
         return LOG_PROBS[self.log_prob_type](next_latents, mean, std)
 
 
 class FlowSteps(StochasticScheduler):
     """Latents are (1 - sigma) * data + sigma * noise: flow matching, with sigmas of the step or of each token."""
+
+    coordinates = "flow"
 
     def _sigmas(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         sigmas = self.sigmas.to(device=device, dtype=torch.float32)
@@ -156,7 +160,6 @@ class FlowSteps(StochasticScheduler):
         prediction, sample = prediction.float(), sample.float()
         if self.config.get("invert_sigmas"):  # Mochi counts from data to noise
             sigma, sigma_next, sigma_max, prediction = 1 - sigma, 1 - sigma_next, 1 - sigma_max, -prediction
-        process = FLOW_PROCESSES[self.process]
         if sigma > 1:
             raise UnsupportedScheduler(
                 f"{type(self).__bases__[1].__name__} runs through sigma {float(sigma):.3g} here, but the processes of "
@@ -166,16 +169,17 @@ class FlowSteps(StochasticScheduler):
             sigma, sigma_next, sigma_max = self._token_sigmas(sample.device)
             still = sigma_next >= sigma  # a condition's tokens: clean from the start
             sigma, sigma_next = torch.where(still, 1.0, sigma), torch.where(still, 0.5, sigma_next)
-            extra = {"sigma_max": sigma_max} if self.process == "flow_sde" else {}
-            mean, std = process(-prediction, sample, sigma, sigma_next, noise_level=noise_level, **extra)
+            mean, std = self.process(
+                -prediction, sample, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max
+            )
             return torch.where(still, sample, mean), torch.where(still, 0.0, std)
-        extra = {"sigma_max": sigma_max} if self.process == "flow_sde" else {}
-        return process(prediction, sample, sigma, sigma_next, noise_level=noise_level, **extra)
+        return self.process(prediction, sample, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
 
 
 class DDIMSteps(StochasticScheduler):
     """Variance-preserving latents, written with alphas: DDIM for epsilon-, v- and sample-prediction."""
 
+    coordinates = "variance_preserving"
     begin_index = None
 
     def _prediction(self, prediction: Tensor, sample: Tensor) -> Tensor:
@@ -191,7 +195,7 @@ class DDIMSteps(StochasticScheduler):
         alphas = self.alphas_cumprod.to(device=sample.device, dtype=torch.float32)
         timestep_next = int(timestep) - self.config.num_train_timesteps // self.num_inference_steps
         alpha_next = alphas[timestep_next] if timestep_next >= 0 else self.final_alpha_cumprod.to(alphas)
-        return ddim(
+        return self.process(
             self._prediction(prediction, sample).float(),
             sample.float(),
             alphas[int(timestep)],
@@ -217,6 +221,7 @@ class DDIMSteps(StochasticScheduler):
 class CosineSteps(StochasticScheduler):
     """Stable Cascade's: time runs from 1 to 0, and so does what each latent keeps of the data."""
 
+    coordinates = "variance_preserving"
     begin_index = None
 
     def _alphas(self, timestep: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,10 +231,12 @@ class CosineSteps(StochasticScheduler):
         return alphas[0], alphas[1]
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        return self.distribution(prediction, timestep, sample, 0.0)[0].to(sample.dtype)
+        alphas = self._alphas(timestep, sample)
+        return ddim(prediction.float(), sample.float(), *alphas, noise_level=0.0)[0].to(sample.dtype)
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
-        return ddim(prediction.float(), sample.float(), *self._alphas(timestep, sample), noise_level=noise_level)
+        alphas = self._alphas(timestep, sample)
+        return self.process(prediction.float(), sample.float(), *alphas, noise_level=noise_level)
 
 
 class _StepOrEstimate:
@@ -248,6 +255,8 @@ class _StepOrEstimate:
 
 class SigmaSteps(StochasticScheduler):
     """Latents are data + sigma * noise: EDM, Euler with continuous timesteps, Euler for flows with sigmas above 1."""
+
+    coordinates = "sigma"
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
         """As in [`StochasticScheduler`]; a tuple has the estimated clean sample as well where the class gives it."""
@@ -277,13 +286,17 @@ class SigmaSteps(StochasticScheduler):
         if isinstance(self, (EulerDiscreteScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler)):
             given = {k: v for k, v in self.options.items() if k == "pred_original_sample"}
             return super(StochasticScheduler, self).step(prediction, timestep, sample, return_dict=False, **given)[0]
-        return self.distribution(prediction, timestep, sample, 0.0)[0].to(sample.dtype)
+        return ancestral(*self._clean_step(prediction, sample), noise_level=0.0)[0].to(sample.dtype)
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        return self.process(*self._clean_step(prediction, sample), noise_level=noise_level)
+
+    def _clean_step(self, prediction: Tensor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the predicted clean sample, the sample, and the sigmas of this step and of the next."""
         sigmas = self.sigmas.to(device=sample.device, dtype=torch.float32)
         sigma, sigma_next = sigmas[self.position], sigmas[self.position + 1]
         prediction, sample = prediction.float(), sample.float()
-        return ancestral(self._clean(prediction, sample, sigma), sample, sigma, sigma_next, noise_level=noise_level)
+        return self._clean(prediction, sample, sigma), sample, sigma, sigma_next
 
 
 @functools.cache

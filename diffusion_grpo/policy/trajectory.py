@@ -86,6 +86,50 @@ class Trajectory(Records):
         return values.mean(1)
 
 
+@dataclasses.dataclass(frozen=True)
+class RolloutRequest:
+    """What a rollout is asked for; see [`~diffusion_grpo.policy.rollout.rollout`] for each field.
+
+    Attributes:
+        seeds, initial_seeds: (batch,) int64.
+        num_inference_steps: length of the loop.
+        steps: trained steps, one row of ascending indices per sample; None for all but the last.
+        noise_steps: steps that draw noise; None for all but the last.
+        noise_in_last_step: whether the last step draws noise too.
+        noise_level: of the process; None for its usual one.
+        device: where the trajectory is kept.
+        is_complete: whether the call runs to its end.
+        latents: a list that receives the samples' denoised latents, or None.
+        is_decoded: whether samples are decoded.
+    """
+
+    seeds: Tensor
+    initial_seeds: Tensor
+    num_inference_steps: int
+    steps: Sequence[Sequence[int]] | None = None
+    noise_steps: Sequence[int] | None = None
+    noise_in_last_step: bool = False
+    noise_level: float | None = None
+    device: str | torch.device = "cpu"
+    is_complete: bool = True
+    latents: list[Tensor] | None = None
+    is_decoded: bool = True
+
+
+@dataclasses.dataclass
+class Prediction:
+    """What a pipeline hands to `scheduler.step` at one step.
+
+    Attributes:
+        prediction: (batch, ...) the network's output after guidance, with gradient; in the scheduler's own terms
+            (velocity, noise, v or clean sample). Where a step moves several latents, all of them, flattened.
+        sample: (batch, ...) the latent that it was made for, in the pipeline's dtype.
+    """
+
+    prediction: Tensor
+    sample: Tensor
+
+
 @dataclasses.dataclass
 class StepDistribution:
     """The Gaussian that the policy draws one step from, and the recorded step's place in it.

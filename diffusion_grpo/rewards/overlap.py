@@ -40,13 +40,23 @@ class Overlap:
     Args:
         is_wanted: the setting `overlap_rewards`.
         draws_globally: whether a call of the pipeline has drawn from torch's global generator.
-        waits_for_rollout: the first samples are scored when the first rollout is through, for a rollout in which other
-            processes would wait in a collective meanwhile.
+        waits_for_rollout: whether the first samples are scored when the first rollout is through, for a rollout in
+            which other processes would wait in a collective meanwhile.
     """
 
-    def __init__(self, is_wanted: bool, draws_globally: Callable[[], bool], waits_for_rollout: bool = False):
-        self.is_wanted, self._draws_globally, self.waits_for_rollout = is_wanted, draws_globally, waits_for_rollout
+    def __init__(
+        self,
+        is_wanted: bool,
+        draws_globally: Callable[[], bool],
+        waits_for_rollout: Callable[[], bool] = lambda: False,
+    ):
+        self.is_wanted, self._draws_globally, self._waits_for_rollout = is_wanted, draws_globally, waits_for_rollout
         self.is_tried, self.reason = False, None
+
+    @property
+    def waits_for_rollout(self) -> bool:
+        """Whether the first samples are scored after the first rollout."""
+        return self._waits_for_rollout()
 
     @property
     def is_possible(self) -> bool:

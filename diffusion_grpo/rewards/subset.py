@@ -14,17 +14,15 @@ import datetime
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+from ..distributed.context_parallel import ContextGroups
 from ..distributed.failure import RankError, Ranks
 from ..media.serialize import packed, unpacked
 from .overlap import Arrivals, RolloutScoring
-
-if TYPE_CHECKING:
-    from ..config.settings import DiffusionGRPOConfig
 
 Parcel = tuple[list[int], list | None, list[Tensor] | None]  # positions, samples and latents, one each
 
@@ -35,11 +33,16 @@ def scoring_process(process: int, processes: int, count: int) -> int:
     return -(-block * processes // count)
 
 
-def is_scorer(args: DiffusionGRPOConfig) -> bool:
-    """Whether this process computes rewards."""
-    own, copies = args.data_process, args.context_parallel_size
-    is_first = args.reward_processes is None or own == scoring_process(own, args.data_processes, args.reward_processes)
-    return is_first and args.process_index % copies == 0
+def is_scorer(groups: ContextGroups, reward_processes: int | None) -> bool:
+    """Whether this process computes rewards.
+
+    Args:
+        groups: of processes that have the same samples.
+        reward_processes: the setting of that name.
+    """
+    own = groups.index
+    is_first = reward_processes is None or own == scoring_process(own, groups.count, reward_processes)
+    return is_first and groups.is_first
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,7 @@
-"""What a rollout leaves for the updates: shuffled, split into micro-batches, used `num_iterations` times.
+"""What a rollout leaves for the updates: shuffled, split into micro-batches, used `num_iterations` times."""
 
-In: dataset rows, their trajectories and advantages. Out: a `MicroBatch` for each slot. A module of its own because it
-is the one state between rollout and update that a checkpoint has to keep.
-"""
-
-import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,141 +9,57 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..policy.rollout import Trajectory
+from ..algorithms.batch import MicroBatch, Rows
+from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
+from ..policy.trajectory import Trajectory
 from .order import update_order
 from .value_model import ValueTargets
-
-
-class Recorded:
-    """Trajectories of samples that may differ in shape. Where they do not, it is used as a `Trajectory` is.
-
-    Args:
-        samples: one trajectory a sample, each of a batch of 1; all with the same number of trained steps.
-    """
-
-    def __init__(self, samples: list[Trajectory] | list[TokenTrajectory]):
-        self.samples = samples[0].aligned(samples)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, rows: Any) -> "Recorded":
-        """Those of some samples; `rows` indexes as it would a tensor."""
-        rows = rows.cpu() if torch.is_tensor(rows) else rows
-        return Recorded([self.samples[row] for row in torch.arange(len(self))[rows].tolist()])
-
-    def joined(self) -> Trajectory | TokenTrajectory:
-        """One trajectory of all samples, which must be of one shape."""
-        return self.samples[0].cat(self.samples)
-
-    def over_steps(self, values: Tensor) -> Tensor:
-        """(batch, ...) each sample's mean over its steps or tokens, of values like `log_probs`."""
-        return torch.cat([sample.over_steps(values[[place]]) for place, sample in enumerate(self.samples)])
-
-    def metrics(self) -> dict[str, float]:
-        """What there is to log about the rollout: of tokens."""
-        return self.joined().metrics() if isinstance(self.samples[0], TokenTrajectory) else {}
-
-    def _column(self, name: str) -> Tensor:
-        return torch.cat([getattr(sample, name) for sample in self.samples])
-
-    latents = property(lambda self: self._column("latents"))
-    next_latents = property(lambda self: self._column("next_latents"))
-    log_probs = property(lambda self: self._column("log_probs"))
-    steps = property(lambda self: self._column("steps"))
-    seeds = property(lambda self: self._column("seeds"))
-    initial_seeds = property(lambda self: self._column("initial_seeds"))
-    tokens = property(lambda self: None if self.samples[0].tokens is None else self._column("tokens"))
-    num_inference_steps = property(lambda self: self.samples[0].num_inference_steps)
-    noise_level = property(lambda self: self.samples[0].noise_level)
-
-
-@dataclasses.dataclass
-class MicroBatch:
-    """Samples that are trained together; one forward and backward pass for each part that shares a pipeline call.
-
-    Attributes:
-        rows: one dataset row a sample.
-        trajectory: of these samples; `Recorded` in the whole micro-batch, a `Trajectory` in a part of it.
-        advantages: (batch,) float32; (batch, rewards) for a loss that is summed over rewards; (batch, steps) with a
-            value model.
-        old_log_probs: (batch, steps) float32, the ratio's denominator; of tokens (batch, 1, tokens).
-        targets: of the value model, where there is one.
-        weights: (batch,) float32, of each sample's loss; None where all are 1.
-        log_ratio: (batch,) float32, mean log-ratio over a sample's trained steps, where the loss takes that one; of
-            tokens (batch, 1).
-    """
-
-    rows: list[dict[str, Any]]
-    trajectory: Trajectory | TokenTrajectory | Recorded
-    advantages: Tensor
-    old_log_probs: Tensor
-    targets: ValueTargets | None = None
-    log_ratio: Tensor | None = None
-    weights: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def part(self, places: list[int]) -> "MicroBatch":
-        """The samples at some places, which are of one shape."""
-        rows = [self.rows[place] for place in places]
-        optional = (None if x is None else x[places] for x in (self.targets, self.log_ratio, self.weights))
-        part = (self.trajectory[places].joined(), self.advantages[places], self.old_log_probs[places])
-        return MicroBatch(rows, *part, *optional)
-
-    def at_step(self, step: int) -> "MicroBatch":
-        """The samples that train on `step`; all of them keep their order, and so the geometry of the rollout."""
-        kept = (self.trajectory.steps == step).any(1)
-        if kept.all():
-            return self
-        rows = [row for row, keep in zip(self.rows, kept.tolist(), strict=True) if keep]
-        optional = (None if x is None else x[kept] for x in (self.targets, self.log_ratio, self.weights))
-        part = (self.trajectory[kept], self.advantages[kept], self.old_log_probs[kept])
-        return MicroBatch(rows, *part, *optional)
-
-    def old_log_prob(self, step: int) -> Tensor:
-        """(batch,) the denominator at one step, for samples that all train on it."""
-        return self.old_log_probs[self.trajectory.steps == step]
-
-    def advantage(self, step: int) -> Tensor:
-        """(batch,) or (batch, rewards) advantages at one step, for samples that all train on it."""
-        return self.advantages if self.targets is None else self.advantages[self.trajectory.steps == step]
 
 
 class RolloutBuffer:
     """All samples of one rollout that this process trains on.
 
+    It is the one state between rollout and update that a checkpoint has to keep.
+
     Args:
-        rows: one dataset row a sample.
-        trajectory: of the samples; their number is `micro_batch_size` times a whole number.
-        advantages: (samples, ...) float32, as in `MicroBatch`.
+        rows: one dataset row per sample.
+        samples: one trajectory per sample, each of a batch of one, all with the same number of trained steps; their
+            number is `micro_batch_size` times a whole number.
+        advantages: (samples, ...) float32, as in [`~diffusion_grpo.algorithms.batch.Part`].
+        inputs: turns rows into keyword arguments of the pipeline's call, and says which samples share a call.
         micro_batch_size: consecutive samples that are trained together, as they were rolled out.
-        seed: of the order of the updates, which is another one in each iteration after the first.
-        targets: of the value model, where there is one.
-        positions: (samples,) int64, where the samples are in the generation of all processes.
-        updates: that one iteration makes, each of as many micro-batches.
+        seed: of the order of the updates, which differs in each iteration after the first.
+        targets: of the value model, if there is one.
+        positions: (samples,) int64, where the samples are in the rollout of all processes.
+        updates: that one iteration makes, each of equally many micro-batches.
         weights: (samples,) float32, of each sample's loss; None where all are 1.
+        on_policy_slots: slots of the first update, which the policy that rolled out still sees.
+
+    Attributes:
+        old_log_probs: (samples, steps) float32, the ratio's denominator.
     """
 
     def __init__(
         self,
-        rows: list[dict[str, Any]],
-        trajectory: Recorded,
+        rows: Rows,
+        samples: list[Trajectory] | list[TokenTrajectory],
         advantages: Tensor,
+        inputs: PipelineInputs,
         micro_batch_size: int,
         seed: int,
         targets: ValueTargets | None = None,
         positions: Tensor | None = None,
         updates: int = 1,
         weights: Tensor | None = None,
+        on_policy_slots: int | None = None,
     ):
-        self.rows, self.trajectory, self.advantages, self.targets = rows, trajectory, advantages, targets
-        self.weights = weights
-        self.old_log_probs = trajectory.log_probs
+        self.rows, self.samples, self.inputs = rows, type(samples[0]).aligned(samples), inputs
+        self.advantages, self.targets, self.weights = advantages, targets, weights
+        self.old_log_probs = torch.cat([sample.log_probs for sample in self.samples])
         self.micro_batch_size, self.seed, self.updates = micro_batch_size, seed, updates
         self.positions = torch.arange(len(rows)) if positions is None else positions
+        self.on_policy_slots = self.micro_batches if on_policy_slots is None else on_policy_slots
 
     @property
     def micro_batches(self) -> int:
@@ -155,7 +67,7 @@ class RolloutBuffer:
         return len(self.rows) // self.micro_batch_size
 
     def range_of(self, slot: int) -> slice:
-        """The samples of a slot. Slots count on through the iterations, each of which makes the same updates."""
+        """Return the samples of a slot. Slots count on through the iterations, each of which makes all updates."""
         iteration, place = divmod(slot, self.micro_batches)
         update, micro_batch = divmod(place, self.micro_batches // self.updates)
         update = int(update_order(self.seed, iteration, self.updates)[update])
@@ -163,18 +75,41 @@ class RolloutBuffer:
         return slice(start, start + self.micro_batch_size)
 
     def micro_batch(self, slot: int) -> MicroBatch:
-        """The micro-batch of a slot."""
-        return self.part(self.range_of(slot))
+        """Return the micro-batch of a slot."""
+        return self.part(self.range_of(slot), is_on_policy=slot < self.on_policy_slots)
 
-    def part(self, rows: slice) -> MicroBatch:
-        """Some samples that follow each other."""
-        targets, weights = (None if x is None else x[rows] for x in (self.targets, self.weights))
-        part = (self.trajectory[rows], self.advantages[rows], self.old_log_probs[rows])
-        return MicroBatch(self.rows[rows], *part, targets, weights=weights)
+    def value_targets(self, slot: int) -> ValueTargets:
+        """Return what the value model learns from a slot."""
+        return self.targets[self.range_of(slot)]
+
+    def part(self, chosen: slice, is_on_policy: bool = True) -> MicroBatch:
+        """Return consecutive samples as a micro-batch."""
+        rows = self.rows[chosen]
+        return MicroBatch(
+            rows,
+            self.samples[chosen],
+            self.inputs.parts(rows),
+            self.advantages[chosen],
+            self.old_log_probs[chosen],
+            self.inputs,
+            advantages_by_step=self.targets is not None,
+            weights=None if self.weights is None else self.weights[chosen],
+            is_on_policy=is_on_policy,
+        )
+
+    def chunks(self) -> list[slice]:
+        """Return the samples in the micro-batches in which they are trained."""
+        return [
+            slice(start, start + self.micro_batch_size) for start in range(0, len(self.rows), self.micro_batch_size)
+        ]
+
+    def replay_anchor(self, log_probs: Callable[[MicroBatch], Tensor]) -> None:
+        """Take the ratio's denominator from replays, before any update, in the batches that are trained."""
+        self.old_log_probs = torch.cat([log_probs(self.part(chunk)) for chunk in self.chunks()])
 
     def save(self, path: Path, processes: int = 1) -> None:
-        """Writes all but the rows, which the dataset gives again; of `processes` each writes a file of its own."""
-        samples = enumerate(self.trajectory.samples)
+        """Write all but the rows, which the dataset gives again; each of `processes` writes a file of its own."""
+        samples = enumerate(self.samples)
         tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
         tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone()}
         tensors["positions"] = self.positions
@@ -182,6 +117,6 @@ class RolloutBuffer:
             tensors["weights"] = self.weights
         if self.targets is not None:
             tensors |= {f"targets.{name}": getattr(self.targets, name).contiguous() for name in ValueTargets.TENSORS}
-        first = self.trajectory.samples[0]
-        kind = {"kind": type(first).__name__, "settings": json.dumps(first.settings())}
+        first = self.samples[0]
+        kind: dict[str, Any] = {"kind": type(first).__name__, "settings": json.dumps(first.settings())}
         save_file(tensors, path, metadata=kind | {"processes": str(processes), "updates": str(self.updates)})

@@ -1,9 +1,4 @@
-"""From the rewards of a whole rollout to what is trained on: the group's statistics, or a value model with GAE.
-
-In: rewards, KL divergences and states of every process' samples. Out: an `Estimate` for the samples of this process.
-A module of its own because it is where settings, rewards and the value model meet; the trainer knows neither of their
-shapes.
-"""
+"""From the rewards of a whole rollout to advantages: by the group's statistics, or by a value model with GAE."""
 
 import dataclasses
 
@@ -11,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..algorithms.advantages import Advantages, compute_advantages, normalize
-from ..config.settings import DiffusionGRPOConfig
 from .value_model import ValueModel, ValueTargets, generalized_advantages
 
 
@@ -25,7 +19,7 @@ class Estimate:
             is summed over rewards; `(samples, steps)` with a value model.
         targets: of the value model, or `None`.
         every: the advantages of all samples of all processes.
-        columns: for the table of samples, one value a sample.
+        columns: for the table of samples, one value per sample.
         metrics: by the key under which they are logged.
     """
 
@@ -37,97 +31,139 @@ class Estimate:
     metrics: dict[str, float]
 
 
-def estimate(
-    args: DiffusionGRPOConfig,
-    weights: list[float],
-    names: list[str],
-    rewards: Tensor,
-    positions: Tensor,
-    divergences: Tensor | None = None,
-    states: Tensor | None = None,
-    model: ValueModel | None = None,
-) -> Estimate:
-    """Advantages by the settings.
+class CreditAssigner:
+    """Turns the rewards of a rollout into advantages.
 
     Args:
-        args: of the run.
-        weights, names: one a reward function.
-        rewards: `(samples, functions)` of all processes, by their position in the generation: groups side by side.
-        positions: `(samples of this process,)` int64, where they are in it.
-        divergences: `(samples, steps)` KL divergence from the reference, where `kl_reward` is above 0.
-        states: `(samples, steps, STATE_SIZE)`, with a value model.
-        model: the value model; without one advantages are relative to the group.
+        names: of the reward functions.
+        weights: one per reward function.
+        num_generations: samples of each prompt.
+        num_batches: batches in one rollout, over each of which batch statistics are taken.
+        kl_reward: weight of the KL divergence that is subtracted from the reward.
+        scale_rewards, reward_baseline, multi_objective_aggregation, advantage_clip, reward_threshold: see
+            [`~diffusion_grpo.algorithms.advantages.compute_advantages`].
+        values: the value model; without one, advantages are relative to the group.
+        gamma, gae_lambda: see [`~diffusion_grpo.rollout.value_model.generalized_advantages`].
     """
-    places = torch.arange(len(rewards))
-    groups, batches = places // args.num_generations, places * args.num_batches_per_step // len(rewards)
-    result = compute_advantages(
-        rewards,
-        groups,
-        torch.tensor(weights),
-        batches=batches,
-        penalty=None if divergences is None else args.kl_reward * divergences.mean(1),
-        scale_rewards=args.scale_rewards,
-        # a value model needs no group: equal rewards in one teach it something too
-        reward_baseline=args.reward_baseline if model is None else "batch",
-        multi_objective_aggregation=args.multi_objective_aggregation,
-        advantage_clip=args.advantage_clip,
-        reward_threshold=args.reward_threshold,
-    )
-    every = result.advantages
-    columns = {"reward": result.rewards[positions].tolist(), "advantage": every[positions].tolist()}
-    metrics, targets = {}, None
-    if divergences is not None:
-        columns["kl"] = divergences.mean(1)[positions].tolist()
-        metrics["kl/rollout"] = divergences.mean().item()
-    if result.by_reward is not None:
-        every = result.by_reward
-        columns |= {
-            f"advantage/{name}": column.tolist() for name, column in zip(names, every[positions].T, strict=True)
+
+    def __init__(
+        self,
+        names: list[str],
+        weights: list[float],
+        *,
+        num_generations: int,
+        num_batches: int = 1,
+        kl_reward: float = 0.0,
+        scale_rewards: str = "group",
+        reward_baseline: str = "group",
+        multi_objective_aggregation: str = "sum_then_normalize",
+        advantage_clip: float | None = None,
+        reward_threshold: float | None = None,
+        values: ValueModel | None = None,
+        gamma: float = 1.0,
+        gae_lambda: float = 0.95,
+    ):
+        self.names, self.weights, self.values = names, weights, values
+        self._num_generations, self._num_batches, self._kl_reward = num_generations, num_batches, kl_reward
+        self._scale_rewards, self._reward_baseline = scale_rewards, reward_baseline
+        self._aggregation, self._advantage_clip = multi_objective_aggregation, advantage_clip
+        self._reward_threshold, self._gamma, self._gae_lambda = reward_threshold, gamma, gae_lambda
+
+    def __call__(
+        self, rewards: Tensor, positions: Tensor, divergences: Tensor | None = None, states: Tensor | None = None
+    ) -> Estimate:
+        """Return the advantages of a rollout.
+
+        Args:
+            rewards: `(samples, functions)` of all processes by position: groups are consecutive.
+            positions: `(samples of this process,)` int64, where they are in the rollout.
+            divergences: `(samples, steps)` KL divergence from the reference, where `kl_reward` is above 0.
+            states: `(samples, steps, STATE_SIZE)`, with a value model.
+        """
+        every_position = torch.arange(len(rewards))
+        batches = every_position * self._num_batches // len(rewards)
+        result = compute_advantages(
+            rewards,
+            every_position // self._num_generations,
+            torch.tensor(self.weights),
+            batches=batches,
+            penalty=None if divergences is None else self._kl_reward * divergences.mean(1),
+            scale_rewards=self._scale_rewards,
+            # a value model needs no group: equal rewards in one teach it something too
+            reward_baseline=self._reward_baseline if self.values is None else "batch",
+            multi_objective_aggregation=self._aggregation,
+            advantage_clip=self._advantage_clip,
+            reward_threshold=self._reward_threshold,
+        )
+        every, targets = result.advantages, None
+        columns = {"reward": result.rewards[positions].tolist(), "advantage": every[positions].tolist()}
+        metrics = self._measure(rewards, result)
+        if divergences is not None:
+            columns["kl"] = divergences.mean(1)[positions].tolist()
+            metrics["kl/rollout"] = divergences.mean().item()
+        if result.by_reward is not None:
+            every = result.by_reward
+            names = zip(self.names, every[positions].T, strict=True)
+            columns |= {f"advantage/{name}": column.tolist() for name, column in names}
+        if self.values is not None:
+            every, targets = self._estimate_values(result, batches, divergences, states)
+            metrics |= value_metrics(targets)
+            targets = targets[positions]
+            columns["advantage"] = every[positions].mean(1).tolist()
+            columns["value"] = targets.values[:, 0].tolist()
+        metrics |= measure_spread("advantage", every)
+        return Estimate(result, every[positions], targets, every, columns, metrics)
+
+    def _measure(self, rewards: Tensor, result: Advantages) -> dict[str, float]:
+        """Return what is logged about the rewards of a rollout."""
+        metrics = {
+            "reward_std": result.group_std.mean().item(),
+            "frac_reward_zero_std": result.frac_reward_zero_std,
+            **measure_spread("reward", result.rewards),
         }
-    if model is not None:
-        every, targets = value_advantages(args, result, batches, divergences, states, model)
-        metrics |= value_metrics(targets)
-        targets = targets[positions]
-        columns["advantage"] = every[positions].mean(1).tolist()
-        columns["value"] = targets.values[:, 0].tolist()
-    return Estimate(result, every[positions], targets, every, columns, metrics)
+        if not result.rewards.isnan().all():
+            metrics["reward"] = result.rewards.nanmean().item()
+        if self._advantage_clip is not None:
+            reached = result.advantages.abs() >= self._advantage_clip
+            metrics["frac_advantage_clipped"] = reached.float().mean().item()
+        for name, column in zip(self.names, rewards.T, strict=True):
+            known = column[~column.isnan()]
+            if len(known):
+                metrics[f"rewards/{name}/mean"] = known.mean().item()
+            if len(known) > 1:  # unbiased, as that of the groups in `reward_std`
+                metrics[f"rewards/{name}/std"] = known.std().item()
+        return metrics
 
+    @torch.no_grad()
+    def _estimate_values(
+        self, result: Advantages, batches: Tensor, divergences: Tensor | None, states: Tensor
+    ) -> tuple[Tensor, ValueTargets]:
+        """Return `(samples, steps)` advantages against the value model, and what it is to learn.
 
-@torch.no_grad()
-def value_advantages(
-    args: DiffusionGRPOConfig,
-    result: Advantages,
-    batches: Tensor,
-    divergences: Tensor | None,
-    states: Tensor,
-    model: ValueModel,
-) -> tuple[Tensor, ValueTargets]:
-    """`(samples, steps)` advantages against a value model, and what it is to learn.
-
-    The reward comes after the last trained step; the KL penalty is spread over the steps. Advantages are normalised
-    over all samples and steps of the batch, unless `scale_rewards` is "none".
-    """
-    total = result.rewards.double()
-    if not model.is_calibrated:
-        is_known = ~total.isnan()
-        if is_known.any():
-            model.calibrate(states[is_known], total[is_known])
-    rewards = torch.zeros(states.shape[:2], dtype=torch.float64)
-    rewards[:, -1] = total
-    if divergences is not None:
-        rewards -= args.kl_reward * divergences.double() / divergences.shape[1]
-    values = model(states.to(model.state_mean.device)).double().cpu()
-    advantages = generalized_advantages(rewards, values, args.gamma, args.gae_lambda)
-    targets = ValueTargets(states, values.float(), (advantages + values).float())
-    if args.scale_rewards == "none":
-        advantages = advantages.nan_to_num(nan=0.0)
-    else:
-        index = batches[:, None].expand_as(advantages).flatten()
-        advantages = normalize(advantages.flatten(), index, index).view_as(advantages)
-    advantages = advantages.masked_fill(result.is_dropped[:, None], 0.0)
-    if args.advantage_clip is not None:
-        advantages = advantages.clamp(-args.advantage_clip, args.advantage_clip)
-    return advantages.float(), targets
+        The reward comes after the last trained step; the KL penalty is spread over the steps. Advantages are
+        normalised over all samples and steps of the batch, unless `scale_rewards` is "none".
+        """
+        total, model = result.rewards.double(), self.values
+        if not model.is_calibrated:
+            is_known = ~total.isnan()
+            if is_known.any():
+                model.calibrate(states[is_known], total[is_known])
+        rewards = torch.zeros(states.shape[:2], dtype=torch.float64)
+        rewards[:, -1] = total
+        if divergences is not None:
+            rewards -= self._kl_reward * divergences.double() / divergences.shape[1]
+        values = model(states.to(model.state_mean.device)).double().cpu()
+        advantages = generalized_advantages(rewards, values, self._gamma, self._gae_lambda)
+        targets = ValueTargets(states, values.float(), (advantages + values).float())
+        if self._scale_rewards == "none":
+            advantages = advantages.nan_to_num(nan=0.0)
+        else:
+            index = batches[:, None].expand_as(advantages).flatten()
+            advantages = normalize(advantages.flatten(), index, index).view_as(advantages)
+        advantages = advantages.masked_fill(result.is_dropped[:, None], 0.0)
+        if self._advantage_clip is not None:
+            advantages = advantages.clamp(-self._advantage_clip, self._advantage_clip)
+        return advantages.float(), targets
 
 
 def value_metrics(targets: ValueTargets) -> dict[str, float]:
@@ -141,7 +177,7 @@ def value_metrics(targets: ValueTargets) -> dict[str, float]:
 
 
 def measure_spread(name: str, values: Tensor) -> dict[str, float]:
-    """`spread/{name}_min`, `_max` and the unbiased `_std` over all values that are not NaN."""
+    """Return `spread/{name}_min`, `_max` and the unbiased `_std` over all values that are not NaN."""
     values = values[~values.isnan()].double()
     if len(values) < 2:
         return {}

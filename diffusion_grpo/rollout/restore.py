@@ -1,7 +1,6 @@
 """The rest of a rollout, read back from a checkpoint that lies within it.
 
-In: the files that `RolloutBuffer.save` wrote, one a process. Out: the buffer of one of the processes there are now,
-which may be fewer or more. A module of its own because only here are the samples of several processes put together.
+`RolloutBuffer.save` wrote one file per process; there may be fewer or more processes now.
 """
 
 import json
@@ -13,10 +12,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..algorithms.batch import Rows
+from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import Trajectory
-from ..training.resume_point import refuse_unreadable
-from .buffer import Recorded, RolloutBuffer
+from ..run.resume_point import refuse_unreadable
+from .buffer import RolloutBuffer
 from .order import RolloutOrder
 from .value_model import ValueTargets
 
@@ -24,62 +25,58 @@ KINDS = {kind.__name__: kind for kind in (Trajectory, TokenTrajectory)}
 
 
 def rollout_file(folder: Path, process: int) -> Path:
-    """Where a process keeps its part of the rollout that a checkpoint lies within."""
+    """Return where a process keeps its part of the rollout that a checkpoint lies within."""
     return folder / f"rollout-rank{process}.safetensors"
 
 
-def restored_buffer(
-    folder: Path, order: RolloutOrder, process: int, rows_at: Callable[[list[int]], list[dict[str, Any]]], device: Any
+def restore_buffer(
+    folder: Path, order: RolloutOrder, inputs: PipelineInputs, rows_at: Callable[[list[int]], Rows], device: Any
 ) -> RolloutBuffer:
-    """The buffer of `process`, bit for bit; what other processes rolled out is read from their files.
+    """Restore this process's buffer, bit for bit; what other processes made is read from their files.
 
     Args:
         folder: of the checkpoint.
-        order: of the generation, for the processes there are now.
-        process: number of this one.
-        rows_at: dataset rows by the samples' positions in the generation.
+        order: of the rollout, for the processes there are now.
+        inputs: of the pipeline's calls.
+        rows_at: returns dataset rows by the samples' positions in the rollout.
         device: where trajectories are kept.
 
     Raises:
         ValueError: a file is missing.
     """
-    args = order.args
-    own = rollout_file(folder, process)
-    parts = [_Part(own if own.is_file() else rollout_file(folder, 0), device)]  # there were fewer processes, perhaps
-    if parts[0].processes != args.data_processes:
+    sizes = order.sizes
+    own = rollout_file(folder, sizes.data_process)
+    parts = [_Part(own if own.is_file() else rollout_file(folder, 0), device)]  # perhaps there were fewer processes
+    if parts[0].processes != sizes.data_processes:
         parts = [_Part(rollout_file(folder, number), device) for number in range(parts[0].processes)]
         trained = torch.stack([part.positions.view(part.updates, -1) for part in parts], 1).flatten()
-        positions = order.of_process(trained, process)
+        positions = order.own(trained)
     else:
         positions = parts[0].positions
     where = {position: (part, row) for part in parts for row, position in enumerate(part.positions.tolist())}
     found = [where[position] for position in positions.tolist()]
-    advantages, old = (torch.stack([part.tensors[name][row] for part, row in found]) for name in SHARED)
-    targets = None
-    if f"targets.{ValueTargets.TENSORS[0]}" in parts[0].tensors:
-        columns = {
-            name: [part.tensors[f"targets.{name}"][row] for part, row in found] for name in ValueTargets.TENSORS
-        }
-        targets = ValueTargets(**{name: torch.stack(column) for name, column in columns.items()})
-    weights = None
-    if "weights" in parts[0].tensors:
-        weights = torch.stack([part.tensors["weights"][row] for part, row in found])
+
+    def column(name: str) -> Tensor | None:
+        if name not in parts[0].tensors:
+            return None
+        return torch.stack([part.tensors[name][row] for part, row in found])
+
+    targets = {name: column(f"targets.{name}") for name in ValueTargets.TENSORS}
     buffer = RolloutBuffer(
         rows_at(positions.tolist()),
-        Recorded([part.sample(row) for part, row in found]),
-        advantages,
-        args.per_device_train_batch_size,
+        [part.sample(row) for part, row in found],
+        column("advantages"),
+        inputs,
+        sizes.micro_batch,
         order.seed,
-        targets,
+        None if targets["states"] is None else ValueTargets(**targets),
         positions,
         order.updates,
-        weights,
+        column("weights"),
+        sizes.accumulation,
     )
-    buffer.old_log_probs = old
+    buffer.old_log_probs = column("old_log_probs")
     return buffer
-
-
-SHARED = ("advantages", "old_log_probs")  # one tensor for all samples of a file; a trajectory's are one a sample
 
 
 class _Part:
@@ -107,5 +104,5 @@ class _Part:
                 self._samples[int(place)][field] = tensor
 
     def sample(self, row: int) -> Trajectory | TokenTrajectory:
-        """The trajectory of one sample."""
+        """Return the trajectory of one sample."""
         return self._kind(**self._samples[row], **self._settings)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from transformers import TrainerCallback
 
-from ..policy.denoising import Policy
+from ..policy.denoising import DenoisingPolicy
 from ..policy.trajectory import Trajectory
 
 STRETCHES = 64  # of a latent, each reduced to its mean and its root mean square
@@ -175,7 +175,7 @@ def states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
 
     Args:
         trajectory: the rollout's.
-        conditions: `(samples, CONDITIONS)` of the same samples, see `recorded_conditions`.
+        conditions: `(samples, CONDITIONS)` of the same samples, see `record_conditions`.
 
     Returns:
         `(samples, steps, STATE_SIZE)` float32 on the CPU.
@@ -196,7 +196,7 @@ def states_of_calls(samples: list[Trajectory], conditions: list[Tensor], calls: 
 
     Args:
         samples: one trajectory a sample.
-        conditions: one tensor a pipeline call, see `recorded_conditions`.
+        conditions: one tensor a pipeline call, see `record_conditions`.
         calls: places of the samples of each call.
     """
     order = [place for places in calls for place in places]
@@ -205,7 +205,7 @@ def states_of_calls(samples: list[Trajectory], conditions: list[Tensor], calls: 
 
 
 @contextlib.contextmanager
-def recorded_conditions(policy: Policy) -> Iterator[list[Tensor]]:
+def record_conditions(policy: DenoisingPolicy) -> Iterator[list[Tensor]]:
     """Notes what the policy's networks are told beside the latents, in every rollout inside the context.
 
     Yields:

@@ -22,7 +22,7 @@ from peft import set_peft_model_state_dict as set_state
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ..policy.denoising import replaced
+from ..policy.network_gate import replaced
 from .weights import ADAPTER_WEIGHTS, LORA_WEIGHTS, load_weights
 
 TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
@@ -40,15 +40,14 @@ def carried_adapters(pipe: DiffusionPipeline) -> dict[str, list[str]]:
     return {name: adapters for name, adapters in found.items() if adapters}
 
 
-def kept_adapters(pipe: DiffusionPipeline, model: nn.Module, component: str) -> dict[str, list[str]]:
+def kept_adapters(pipe: DiffusionPipeline, model: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]:
     """List the adapters beside those that are trained.
 
     Args:
         pipe: the pipeline.
         model: the trained one, or a `ModuleDict` of several.
-        component: its name, or several joined by ", ".
+        names: of the trained networks.
     """
-    names = component.split(", ")
     models = {name: model[name] if isinstance(model, nn.ModuleDict) else model for name in names}
     trained = {name: part.active_adapter for name, part in models.items() if isinstance(part, PeftModel)}
     carried = carried_adapters(pipe)
@@ -74,7 +73,11 @@ def continues_lora(lora_path: str | None, lora_adapter: str | None, peft_config:
 
 
 def check_adapters(
-    pipe: DiffusionPipeline, names: list[str], lora_adapter: str | None, keep_adapters: bool, is_full_training: bool
+    pipe: DiffusionPipeline,
+    names: tuple[str, ...],
+    lora_adapter: str | None,
+    keep_adapters: bool,
+    is_full_training: bool,
 ) -> None:
     """Refuse adapters that the training would drop, switch off, or save in a form that does not load.
 
@@ -145,7 +148,7 @@ def _tuner_layers(network: nn.Module) -> list[BaseTunerLayer]:
 # The one that is trained
 
 
-def load_lora(pipe: DiffusionPipeline, names: list[str], source: str, keep_adapters: bool) -> str:
+def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep_adapters: bool) -> str:
     """Load a LoRA into the trained networks, to be trained further.
 
     Args:
@@ -213,7 +216,7 @@ def read_config(source: str) -> LoraConfig:
     return LoraConfig.from_pretrained(path.parent)
 
 
-def unwrap(pipe: DiffusionPipeline, names: list[str]) -> None:
+def unwrap(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:
     """Put the network itself in the place of a `PeftModel` around it; its adapters stay in it."""
     for name in names:
         if isinstance(getattr(pipe, name), PeftModel):
@@ -317,7 +320,7 @@ def with_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
     return peft_config
 
 
-def _is_target(names: list[str], target: str) -> bool:
+def _is_target(names: tuple[str, ...], target: str) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 

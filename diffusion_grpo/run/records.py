@@ -20,8 +20,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..config.settings import DiffusionGRPOConfig, described
 from ..media.files import write_sample
-from ..training.manifest import ResumeError
 from .card_data import public_model_name, without_folders
+from .manifest import ResumeError
 
 logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
@@ -64,7 +64,7 @@ def run_record(
         "reward_funcs": reward_funcs,
         "eval_reward_funcs": eval_reward_funcs,
         "reward_weights": reward_weights,
-        "prompts_per_rollout": args.prompts_per_generation,  # over all processes, however many there are
+        "prompts_per_rollout": args.batch_sizes.prompts_per_rollout,  # over all processes, however many there are
         "settings": changed_settings(args),
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }

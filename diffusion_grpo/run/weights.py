@@ -4,6 +4,7 @@ In: the trained model and its pipeline. Out: a folder with LoRA weights in both 
 network (and, for the final save, the whole pipeline) as diffusers lays it out; and a model card.
 """
 
+import dataclasses
 import inspect
 import json
 import shutil
@@ -22,24 +23,54 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..data.held_out import describe_prompts
-from ..policy.rollout import policy_component
-from ..training.average import POLICY_FOLDER
+from ..policy.base import policy_component
 from . import markdown
 from .folder import format_updates
+
+POLICY_FOLDER = "policy"  # the policy itself, beside its published average
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
+@dataclasses.dataclass(frozen=True)
+class PolicyFiles:
+    """Writes and reads the weights of a run's policy as diffusers lays them out.
+
+    Attributes:
+        pipe: the pipeline that is trained.
+        component: names of the trained networks in it.
+    """
+
+    pipe: DiffusionPipeline
+    component: tuple[str, ...]
+
+    def save(self, model: nn.Module, folder: Path, whole_pipeline: bool = False) -> None:
+        """See [`save_policy`]."""
+        save_policy(model, self.pipe, self.component, folder, whole_pipeline)
+
+    def load(self, model: nn.Module, folder: Path) -> None:
+        """See [`load_policy`]."""
+        load_policy(model, self.component, folder)
+
+    def copy(self, checkpoint: Path, folder: Path) -> None:
+        """See [`copy_weights`]."""
+        copy_weights(checkpoint, folder, self.component)
+
+
 def save_policy(
-    model: nn.Module, pipe: DiffusionPipeline, component: str, folder: str | Path, whole_pipeline: bool = False
+    model: nn.Module,
+    pipe: DiffusionPipeline,
+    component: tuple[str, ...],
+    folder: str | Path,
+    whole_pipeline: bool = False,
 ) -> None:
     """Writes the trained weights to `folder`.
 
     Args:
         model: the trained model, unwrapped: a `PeftModel` around the pipeline's network, or that network.
         pipe: the pipeline it belongs to.
-        component: the network's name in the pipeline.
+        component: names of the trained networks in the pipeline.
         folder: made if needed. LoRA: `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights(folder)`, and
             PEFT's `adapter_model.safetensors`; for a network that the pipeline loads no LoRA into see [`lora_loader`].
             Full training: `folder/<component>`.
@@ -50,36 +81,35 @@ def save_policy(
     """
     folder = Path(folder)
     for part, name, place in _others(model, component, folder):
-        save_policy(part, pipe, name, place)
-    model, component = _first(model, component)
+        save_policy(part, pipe, (name,), place)
+    model, name = _first(model, component)
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
-        _save_lora(model, pipe, component, folder)
+        _save_lora(model, pipe, name, folder)
     elif whole_pipeline:
         pipe.save_pretrained(folder)
     else:
-        model.save_pretrained(folder / component)
+        model.save_pretrained(folder / name)
 
 
-def _first(model: nn.Module, component: str) -> tuple[nn.Module, str]:
+def _first(model: nn.Module, component: tuple[str, ...]) -> tuple[nn.Module, str]:
     """The model itself, or the first of several."""
-    names = component.split(", ")
-    return (model[names[0]] if isinstance(model, nn.ModuleDict) else model), names[0]
+    return (model[component[0]] if isinstance(model, nn.ModuleDict) else model), component[0]
 
 
-def _others(model: nn.Module, component: str, folder: Path) -> Iterator[tuple[nn.Module, str, Path]]:
+def _others(model: nn.Module, component: tuple[str, ...], folder: Path) -> Iterator[tuple[nn.Module, str, Path]]:
     """The models beside the first, their names, and where their weights lie."""
-    for name in component.split(", ")[1:]:
+    for name in component[1:]:
         yield model[name], name, folder / name if isinstance(model[name], PeftModel) else folder
 
 
-def _save_lora(model: PeftModel, pipe: DiffusionPipeline, component: str, folder: Path) -> None:
+def _save_lora(model: PeftModel, pipe: DiffusionPipeline, name: str, folder: Path) -> None:
     layers = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     state = {name: tensor.contiguous() for name, tensor in layers.items()}
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = model.peft_config[model.active_adapter]
     config.save_pretrained(folder)
-    way = lora_loader(pipe, component)
+    way = lora_loader(pipe, name)
     layers = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
     if way == "load_lora_adapter":
         metadata = {LORA_ADAPTER_METADATA_KEY: json.dumps(config.to_dict(), default=sorted)}
@@ -87,7 +117,7 @@ def _save_lora(model: PeftModel, pipe: DiffusionPipeline, component: str, folder
     if way != "load_lora_weights":
         return
     known = _lora_arguments(pipe)
-    component = component.removesuffix("_2")  # diffusers writes a second expert's LoRA as it does the first's
+    component = name.removesuffix("_2")  # diffusers writes a second expert's LoRA as it does the first's
     if component == "unet":
         layers = convert_state_dict_to_diffusers(layers)
     names = {f"{component}_lora_layers": layers, f"{component}_lora_adapter_metadata": config.to_dict()}
@@ -98,14 +128,13 @@ def _lora_arguments(pipe: DiffusionPipeline) -> Mapping[str, Any]:
     return inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
 
 
-def lora_loader(pipe: DiffusionPipeline, component: str) -> str:
+def lora_loader(pipe: DiffusionPipeline, name: str) -> str:
     """What puts a LoRA of this network into a new pipeline.
 
     Returns:
         "load_lora_weights", a method of the pipeline; "load_lora_adapter", a method of the network, where the pipeline
         has no loader for it; "peft" where diffusers has none at all (PixArt, DiT): `PeftModel.from_pretrained`.
     """
-    name = component.split(", ")[0]
     if f"{name.removesuffix('_2')}_lora_layers" in _lora_arguments(pipe):
         return "load_lora_weights"
     return "load_lora_adapter" if isinstance(getattr(pipe, name), PeftAdapterMixin) else "peft"
@@ -145,7 +174,7 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str 
 def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> None:
     records = [place / "run.json" for place in (folder, *folder.resolve().parents[:2])]  # of the run around it
     trained = [json.loads(path.read_text(encoding="utf-8")).get("component") for path in records if path.is_file()]
-    first, *others = (trained[0] if trained and trained[0] else policy_component(pipe)).split(", ")
+    first, *others = trained[0] if trained and trained[0] else policy_component(pipe)
     for name, place in ((first, folder), *((name, folder / name) for name in others)):
         if not place.is_dir():
             continue
@@ -158,7 +187,7 @@ def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> 
             PeftModel.from_pretrained(getattr(pipe, name), place, **named)
 
 
-def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:
+def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path) -> None:
     """Puts what `save_policy` wrote back into the model, in place and bit for bit.
 
     Raises:
@@ -166,8 +195,8 @@ def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:
     """
     folder = Path(folder)
     for part, name, place in _others(model, component, folder):
-        load_policy(part, name, place)
-    model, component = _first(model, component)
+        load_policy(part, (name,), place)
+    model, name = _first(model, component)
     if isinstance(model, PeftModel):
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}; it was not written by LoRA training.")
@@ -179,19 +208,19 @@ def load_policy(model: nn.Module, component: str, folder: str | Path) -> None:
                 "the peft_config it was trained with."
             )
         return
-    if not (folder / component).is_dir():
-        raise ValueError(f"{folder} has no folder {component!r}; it was not written by full training of that network.")
-    saved = type(model).from_pretrained(folder / component, torch_dtype=model.dtype, use_safetensors=True)
+    if not (folder / name).is_dir():
+        raise ValueError(f"{folder} has no folder {name!r}; it was not written by full training of that network.")
+    saved = type(model).from_pretrained(folder / name, torch_dtype=model.dtype, use_safetensors=True)
     model.load_state_dict(saved.state_dict())
 
 
-def copy_weights(checkpoint: str | Path, folder: str | Path, component: str) -> None:
+def copy_weights(checkpoint: str | Path, folder: str | Path, component: tuple[str, ...]) -> None:
     """Copies what `save_policy` wrote into a checkpoint, and nothing of the training state, to another folder."""
     checkpoint, folder = Path(checkpoint), Path(folder)
     for name in (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS):
         if (checkpoint / name).is_file():
             shutil.copy(checkpoint / name, folder / name)
-    for name in (*component.split(", "), POLICY_FOLDER):
+    for name in (*component, POLICY_FOLDER):
         if (checkpoint / name).is_dir():
             shutil.copytree(checkpoint / name, folder / name, dirs_exist_ok=True)
 
@@ -227,8 +256,8 @@ def write_model_card(
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {markdown.escape(name or source.split('/')[-1])}",
-        f"{run['pipeline']} {markdown.code(run['model'])}, its {run['component']} trained with GRPO by diffusion-grpo "
-        f"({run['trains_by']}) for {updates} update{'' if updates == 1 else 's'}.",
+        f"{run['pipeline']} {markdown.code(run['model'])}, its {', '.join(run['component'])} trained with GRPO by "
+        f"diffusion-grpo ({run['trains_by']}) for {updates} update{'' if updates == 1 else 's'}.",
         "## Use",
         *([] if repository else [f"{markdown.code(source)} is the folder that holds this file: give its path."]),
         f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
@@ -271,7 +300,7 @@ def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str
     is_local = lora and not is_embedded and not _base_model(run["model"], lora)
     note = "  # a folder on the machine that trained it" if is_local else ""
     lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base}){note}"]
-    names = run["component"].split(", ")
+    names = run["component"]
     for name in names if lora else []:
         into = "" if name == names[0] else f", load_into_{name}=True"
         place = json.dumps(source)

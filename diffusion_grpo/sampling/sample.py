@@ -5,7 +5,6 @@ A module of its own because it needs no training: the pipeline's own scheduler, 
 trajectory. A job may take days, so what is done is never done again.
 """
 
-import contextlib
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,14 @@ from ..data.inputs import PipelineInputs, check_count
 from ..data.prompts import prompt_column, prompts_of
 from ..media.files import samples_of, sampling_rate
 from ..pipelines import family_of
-from ..policy.rollout import Policy, call_arguments, rollout, sample_seed
-from ..policy.token import TokenPolicy, policy_for
+from ..policy.base import call_arguments
+from ..policy.rollout import rollout, sample_seed
+from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
 from ..run import records
 from ..run.weights import load_weights
 from ..training.model import load_pipeline, plain_pipeline
+from ..training.setup import make_sampling_plan
 from .settings import SampleSettings
 
 if TYPE_CHECKING:
@@ -130,17 +131,16 @@ class Sampler:
         self.given = {} if train else self.inputs.fixed  # what was given on the command line wins over columns
         component = train.train_component if train else None
         self.policy = None
-        if component is not None and component == family_of(pipe).language_model:
-            self.policy = policy_for(pipe, component, train, contextlib.nullcontext, is_mixed_precision=False)
-        elif train or settings.noise_level != 0:
-            self.policy = Policy(pipe, component, settings.sde_type)
+        if train or settings.noise_level != 0:
+            sampling = train.token_sampling if component is not None and train else None
+            self.policy = make_policy(pipe, component, sde_type=settings.sde_type, sampling=sampling)
         pipe.set_progress_bar_config(disable=True)
 
     def __call__(self, rows: list[dict[str, Any]], places: list[int]) -> list[Any]:
         """The samples of `rows`; `places` says which of the whole job they are."""
         settings, samples = self.settings, [None] * len(rows)
         # tokens are drawn, whatever the noise of the steps after them
-        make = self._noisy if settings.noise_level != 0 or isinstance(self.policy, TokenPolicy) else self._plain
+        make = self._noisy if settings.noise_level != 0 or self.policy.draws_tokens else self._plain
         if settings.train is not None:
             level = settings.train.noise_level or self.policy.default_noise_level
             self.inputs.learn(self.policy, rows, level, settings.train)
@@ -183,7 +183,8 @@ class Sampler:
         train = self.settings.train
         if train is None or not train.deterministic_outside_window:
             return None
-        return range(*train.window_of(place // (self.settings.num_generations * train.prompts_per_generation)))
+        per_rollout = self.settings.num_generations * train.batch_sizes.prompts_per_rollout
+        return range(*make_sampling_plan(train).window_of(place // per_rollout))
 
 
 def _scores(

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diffusers.training_utils import EMAModel
+from torch import Tensor
 from transformers import TrainerCallback
 
-from ..distributed.deepspeed import TrainedWeights
+from ..distributed.weights import TrainedWeights
+from ..run.weights import POLICY_FOLDER
 
 logger = logging.getLogger(__name__)
-
-POLICY_FOLDER = "policy"  # beside a saved average: the weights that training goes on from
 
 
 class PolicyAverage(TrainerCallback):
@@ -37,7 +37,7 @@ class PolicyAverage(TrainerCallback):
         self.is_shown = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        shares = self.weights.shares(self.average.shadow_params)
+        shares = self.weights.shard(self.average.shadow_params)
         places = [value.device for value in self.weights.exact()]  # engines move weights when training begins
         self.average.shadow_params = [share.to(place) for share, place in zip(shares, places, strict=True)]
 
@@ -45,6 +45,16 @@ class PolicyAverage(TrainerCallback):
         if state.global_step % self.interval == 0:
             self.average.optimization_step = state.global_step  # of updates, and right after a resume too
             self.average.step([value.requires_grad_() for value in self.weights.exact()])
+
+    @property
+    def shares(self) -> list[Tensor]:
+        """What this process has of the average, one tensor per parameter."""
+        return self.average.shadow_params
+
+    def take(self, values: list[Tensor]) -> None:
+        """Set the average to these values."""
+        for average, value in zip(self.average.shadow_params, values, strict=True):
+            average.data.copy_(value)
 
     def show(self) -> None:
         """Put the average in the place of the policy's weights, which wait in CPU memory."""

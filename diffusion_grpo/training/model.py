@@ -4,7 +4,6 @@ In: a Hub id, a folder, "tiny" or a pipeline. Out: the pipeline with everything 
 that is trained: its network, or a LoRA around it.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -13,14 +12,14 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import tiny
 from ..config.settings import DiffusionGRPOConfig
 from ..pipelines import family_of
-from ..policy.rollout import POLICY_COMPONENTS, policy_component
+from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
 from ..run import adapters
 from .scheduler_settings import change_scheduler
 
@@ -123,7 +122,7 @@ def loading_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dt
     if not (args.bf16 or args.fp16):
         return None
     half = torch.bfloat16 if args.bf16 else torch.float16
-    trained = args.train_component.split(", ") if args.train_component else POLICY_COMPONENTS
+    trained = split_component(args.train_component) if args.train_component else POLICY_COMPONENTS
     return {**dict.fromkeys(trained, torch.float32), "default": half} if is_full_training else half
 
 
@@ -160,32 +159,31 @@ def with_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> 
 
 def prepare_model(
     pipe: DiffusionPipeline, args: DiffusionGRPOConfig, peft_config: PeftConfig | None
-) -> tuple[str, nn.Module]:
+) -> tuple[tuple[str, ...], nn.Module]:
     """Freezes all that is not trained.
 
     Returns:
-        the name of the trained network, and the model to optimise: that network, or the `PeftModel` around it; where
-        experts share the steps out, their names joined by ", " and a `ModuleDict` of such models.
+        the names of the trained networks, and the model to optimise: the network, or the `PeftModel` around it; where
+        experts take turns over the steps, a `ModuleDict` of such models.
     """
     component = policy_component(pipe, args.train_component)
-    names = component.split(", ")
-    _check_together(pipe, names)
-    adapter = _find_adapter(pipe, names, args, peft_config)
+    _check_together(pipe, component)
+    adapter = _find_adapter(pipe, component, args, peft_config)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
-    models = {name: _prepared(getattr(pipe, name), args, peft_config, adapter) for name in names}
+    models = {name: _prepared(getattr(pipe, name), args, peft_config, adapter) for name in component}
     family = family_of(pipe)
-    if component == family.language_model:
+    if component == (family.language_model,):
         for name in family.without_gradient:
-            getattr(pipe, component).get_submodule(name).requires_grad_(False)
-    model = models[component] if len(names) == 1 else nn.ModuleDict(models).eval()
+            getattr(pipe, component[0]).get_submodule(name).requires_grad_(False)
+    model = models[component[0]] if len(component) == 1 else nn.ModuleDict(models).eval()
     # Trainer calls this method of transformers' models; diffusers' have another one, called above
     model.activation_checkpointing_enable = lambda **kwargs: None
     return component, model
 
 
-def _check_together(pipe: DiffusionPipeline, names: list[str]) -> None:
+def _check_together(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:
     language = family_of(pipe).language_model
     if len(names) > 1 and language in names:
         raise ValueError(
@@ -195,7 +193,7 @@ def _check_together(pipe: DiffusionPipeline, names: list[str]) -> None:
 
 
 def _find_adapter(
-    pipe: DiffusionPipeline, names: list[str], args: DiffusionGRPOConfig, peft_config: PeftConfig | None
+    pipe: DiffusionPipeline, names: tuple[str, ...], args: DiffusionGRPOConfig, peft_config: PeftConfig | None
 ) -> str | None:
     """Name the LoRA to train, new or not, with the one to be trained further in the pipeline; None for full training.
 
@@ -320,13 +318,3 @@ def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None
             f"lora_dropout={peft_config.lora_dropout} would make every replay differ from its rollout and the ratio "
             "from 1; set it to 0."
         )
-
-
-def disabled_adapter(model: nn.Module):
-    """Context in which the LoRA is switched off, or is as it was before training: the reference."""
-    stack = contextlib.ExitStack()
-    for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
-        if not isinstance(part, PeftModel):
-            raise TypeError(f"{type(part).__name__} has no adapter to switch off.")
-        stack.enter_context(adapters.reference_adapters(part))
-    return stack

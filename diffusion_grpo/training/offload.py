@@ -1,8 +1,7 @@
 """Frozen parts of a pipeline off the accelerator while the trained network works.
 
-In: a pipeline and its trained networks. Out: text encoders, image encoders and the VAE wait in CPU memory, come when
-they are called, and leave when the network is. A module of its own because it is the one place that moves modules
-about; which ones may move is diffusers' own knowledge (`model_cpu_offload_seq`), and so is the way to call them back.
+Text encoders, image encoders and the VAE wait in CPU memory, come when they are called, and leave when the network is.
+diffusers knows which ones may move (`model_cpu_offload_seq`) and how to call them back.
 """
 
 from typing import Any
@@ -12,22 +11,32 @@ from accelerate.hooks import CpuOffload, add_hook_to_module
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from ..config.settings import DiffusionGRPOConfig
-from ..distributed.fsdp import is_asked_for
 
+def place_pipeline(
+    pipe: DiffusionPipeline,
+    networks: list[nn.Module],
+    device: torch.device,
+    offload_frozen: str | None,
+    leaves_networks: bool,
+) -> "FrozenOffload | None":
+    """Move the pipeline to the device of the training; with `offload_frozen` its frozen parts only when needed.
 
-def placed(pipe: DiffusionPipeline, networks: list[nn.Module], args: DiffusionGRPOConfig) -> "FrozenOffload | None":
-    """Moves the pipeline to the device of the training; its frozen parts only when needed, with `offload_frozen`."""
-    is_parted = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-    if args.offload_frozen is None and (is_parted or is_asked_for(args)):
-        for part in pipe.components.values():  # the engine takes the trained networks in parts from where they are
-            if isinstance(part, nn.Module) and not any(part is network for network in networks):
-                part.to(args.device)
+    Args:
+        pipe: the pipeline.
+        networks: those that are trained.
+        device: of this process.
+        offload_frozen: the setting of that name.
+        leaves_networks: whether the networks stay where they are, until an engine takes them from there.
+    """
+    if offload_frozen is not None:
+        return FrozenOffload(pipe, networks, device)
+    if not leaves_networks:
+        pipe.to(device)
         return None
-    if args.offload_frozen is None:
-        pipe.to(args.device)
-        return None
-    return FrozenOffload(pipe, networks, args.device)
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module) and not any(part is network for network in networks):
+            part.to(device)
+    return None
 
 
 class FrozenOffload:

@@ -65,15 +65,11 @@ class UpdateProgress:
 
 def describe_rollout(args: DiffusionGRPOConfig) -> str:
     """One line about how many samples an update makes."""
-    samples, updates = args.rollout_size * args.data_processes, updates_per_rollout(args)
-    made = f"{samples} samples ({args.prompts_per_generation} prompts x {args.num_generations}"
+    sizes = args.batch_sizes
+    samples, updates = sizes.samples_per_rollout, sizes.updates_per_rollout
+    made = f"{samples} samples ({sizes.prompts_per_rollout} prompts x {args.num_generations}"
     made += f", {args.num_inference_steps} steps each)"
     return f"Each update makes {made}." if updates == 1 else f"Each rollout makes {made} for {updates} updates."
-
-
-def updates_per_rollout(args: DiffusionGRPOConfig) -> int:
-    """Updates that train on one rollout."""
-    return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
 
 
 def update_values(logs: dict[str, float]) -> dict[str, str]:

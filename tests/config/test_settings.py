@@ -7,6 +7,7 @@ from diffusion_grpo.config.defaults import Sizes
 from diffusion_grpo.config.early_checks import EarlySettings, check_values
 from diffusion_grpo.config.settings import check_launched, launched_processes
 from diffusion_grpo.config.source import config_fields
+from diffusion_grpo.training.setup import make_sampling_plan
 
 PROCESS = ("data_process", "writes_samples")  # which ask for the process' number
 
@@ -146,12 +147,14 @@ def test_an_unknown_setting_names_the_nearest():
 def test_sizes_of_a_rollout():
     args = config(num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=4, best_of_n=4)
     assert args.steps_per_generation == 4
-    assert args.prompts_per_generation == 4 and args.rollout_size == 32  # 16 of them are trained on
+    assert (
+        args.batch_sizes.prompts_per_rollout == 4 and args.batch_sizes.rollout_share == 32
+    )  # 16 of them are trained on
 
 
 def test_groups_of_one_where_something_else_is_compared_with():
-    assert config(num_generations=1, reward_baseline="batch").prompts_per_generation == 128
-    assert config(num_generations=1, advantage_estimator="gae").prompts_per_generation == 128
+    assert config(num_generations=1, reward_baseline="batch").batch_sizes.prompts_per_rollout == 128
+    assert config(num_generations=1, advantage_estimator="gae").batch_sizes.prompts_per_rollout == 128
 
 
 def test_a_reference_is_needed_for_a_divergence_in_loss_or_reward():
@@ -174,8 +177,12 @@ def test_json_for_dictionaries_as_the_command_line_gives_them():
 
 def test_a_smaller_window_wanders_within_the_larger_one():
     args = config(sde_window=[1, 6], sde_window_size=2)
-    windows = [args.window_of(generation) for generation in range(200)]
+    windows = [make_sampling_plan(args).window_of(generation) for generation in range(200)]
     assert {start for start, _ in windows} == {1, 2, 3, 4} and all(stop == start + 2 for start, stop in windows)
-    assert windows == [config(sde_window=[1, 6], sde_window_size=2).window_of(g) for g in range(200)]
-    assert windows != [config(sde_window=[1, 6], sde_window_size=2, seed=1).window_of(g) for g in range(200)]
-    assert config(sde_window=[1, 6]).window_of(3) == (1, 6)
+    assert windows == [
+        make_sampling_plan(config(sde_window=[1, 6], sde_window_size=2)).window_of(g) for g in range(200)
+    ]
+    assert windows != [
+        make_sampling_plan(config(sde_window=[1, 6], sde_window_size=2, seed=1)).window_of(g) for g in range(200)
+    ]
+    assert make_sampling_plan(config(sde_window=[1, 6])).window_of(3) == (1, 6)

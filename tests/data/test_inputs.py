@@ -20,7 +20,7 @@ from diffusion_grpo.data.inputs import PipelineInputs, check_count
 from diffusion_grpo.data.prompts import groups_by_shape
 from diffusion_grpo.media.serialize import packed
 from diffusion_grpo.policy.batching import Form
-from diffusion_grpo.policy.rollout import Policy, UnsupportedPipeline
+from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
 
 KONTEXT = inspect.unwrap(FluxKontextPipeline.__call__)
 FIXED = {"max_area": 256, "_auto_resize": False}
@@ -78,7 +78,7 @@ def learned(cls, folder, row=None, **changes):
     pipe.vae.decode = None  # a few steps say enough: nothing is decoded
     inputs = PipelineInputs(pipe, settings(folder, pipeline_kwargs=fixed, **changes))
     row = row or {"prompt": "a red cat", "image": picture(), "color": "red"}
-    inputs.learn(Policy(pipe), [row, dict(row)], noise_level=0.7)
+    inputs.learn(DenoisingPolicy(pipe), [row, dict(row)], noise_level=0.7)
     return inputs, row
 
 
@@ -109,7 +109,7 @@ def test_an_input_that_a_pipeline_ignores_says_nothing(tmp_path):
     pipe, inputs = tiny_pipelines.build("sd3")
     fixed = {**{k: v for k, v in inputs.items() if not isinstance(v, list)}, "guidance_scale": 1.0}
     given = PipelineInputs(pipe, settings(tmp_path, pipeline_kwargs=fixed))
-    given.learn(Policy(pipe), [{"prompt": "a cat", "negative_prompt": "a dog"}], noise_level=0.7)
+    given.learn(DenoisingPolicy(pipe), [{"prompt": "a cat", "negative_prompt": "a dog"}], noise_level=0.7)
     assert list(given.forms.values()) == [Form("batched")]
 
 
@@ -236,7 +236,7 @@ def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_pa
     """This one has no negative prompt, the other one no plain row: both ask about both, each by one row."""
     own, others = {"prompt": "a cat", "color": "red"}, {"prompt": "a dog", "negative_prompt": "grey"}
     given = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
-    monkeypatch.setattr(module, "gathered_json", lambda _, asked: [asked, [["negative_prompt", "prompt"]]])
+    monkeypatch.setattr(module, "gather_json", lambda _, asked: [asked, [["negative_prompt", "prompt"]]])
     sent = {0: None, 1: packed([others], None)}
     monkeypatch.setattr(module, "broadcast_bytes", lambda _, mine, process: mine if process == 0 else sent[process])
     asked = []

@@ -10,7 +10,7 @@ import ranks_server
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import communication
-from communication import Update, counted_run, ddp, gathered_bytes, zero2, zero3
+from communication import Update, counted_run, ddp, gather_bytes, zero2, zero3
 
 
 def test_ddp_sends_gradients_once_an_update_and_no_buffers(tmp_path):
@@ -28,7 +28,7 @@ def assert_ddp(counted):
     update = Update(0, counted["trained"], 2, 0, 0, counted["samples"], counted["rewards"])
     assert counted["bytes"]["all_reduce"] == ddp(update, 2)["gradients"]  # a ring of two sends what it is handed
     # each of the two hands over its half; and in an update one number, whether it failed
-    assert counted["bytes"]["all_gather"] == gathered_bytes(update) // 2 + 8
+    assert counted["bytes"]["all_gather"] == gather_bytes(update) // 2 + 8
     assert counted["bytes"].get("broadcast", 0) < 1024  # the position table alone has 74,048 bytes
 
 

@@ -74,7 +74,11 @@ def test_a_group_counts_as_one_process(monkeypatch):
     own = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "use_cpu": True}
     args = DiffusionGRPOConfig("out", context_parallel_size=2, **own)
     assert (args.data_processes, args.data_process, args.writes_samples) == (2, 1, False)
-    assert (args.prompts_per_generation, args.rollout_size, args.samples_per_update) == (4, 32, 64)
+    assert (
+        args.batch_sizes.prompts_per_rollout,
+        args.batch_sizes.rollout_share,
+        args.batch_sizes.samples_per_update,
+    ) == (4, 32, 64)
     gathered = torch.arange(8)[:, None]
     assert one_a_group(gathered, args).flatten().tolist() == [0, 1, 4, 5]
     with pytest.raises(ValueError, match="context_parallel_size=3 does not divide the number of processes, 4"):

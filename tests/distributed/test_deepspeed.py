@@ -24,7 +24,7 @@ from tiny_runs import GUIDED, OPTIONAL, logged, pictures, trained_weights, train
 from transformers import TrainerCallback
 
 from diffusion_grpo.distributed import deepspeed as distributed
-from diffusion_grpo.policy.rollout import Policy, rollout, sample_seed
+from diffusion_grpo.policy.rollout import DenoisingPolicy, rollout, sample_seed
 from diffusion_grpo.run import weights as hub
 
 BASE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 2}
@@ -129,7 +129,7 @@ def test_one_process_draws_what_zero3_drew(runs):
     hub.load_weights(pipe, runs / "lora3")
     args = inputs | {"prompt": ["a ship"]}
     seeds = [sample_seed(42, "evaluation", 1)]
-    images, _ = rollout(Policy(pipe), args, seeds=seeds, num_inference_steps=3, noise_level=0.0)
+    images, _ = rollout(DenoisingPolicy(pipe), args, seeds=seeds, num_inference_steps=3, noise_level=0.0)
     written = Image.open(runs / "lora3" / "validation" / "step-000002" / "0001.png")
     # of 255 levels; the order of sums may move what lies between two
     assert np.abs(np.asarray(images[0], dtype=int) - np.asarray(written, dtype=int)).max() <= 1

@@ -21,7 +21,7 @@ from diffusion_grpo.distributed import deepspeed as distributed
 from diffusion_grpo.distributed import fsdp
 from diffusion_grpo.distributed.sharded_checkpoints import has_shards
 from diffusion_grpo.policy.denoising import DONE, GRAPH, PLAIN
-from diffusion_grpo.policy.rollout import Policy, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.rollout.reference import ReplayingTrainer
 
 SETTINGS = {
@@ -276,7 +276,7 @@ def test_a_process_with_fewer_passes_repeats_its_last():
 def test_networks_are_called_as_on_the_process_that_calls_them_most():
     """In the same order, and neither score nor gradient know of it."""
     pipe, inputs = tiny_pipelines.build("sd3")
-    policy, calls = Policy(pipe), []
+    policy, calls = DenoisingPolicy(pipe), []
     policy.skips_hooks = True  # as where hooks gather weights
     pipe.transformer.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     _, trajectory = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=3)
@@ -285,7 +285,7 @@ def test_networks_are_called_as_on_the_process_that_calls_them_most():
         calls.clear()
         pipe.transformer.zero_grad()
         scored = replay(policy, inputs, trajectory, 1)
-        (scored.log_prob.sum() + policy.spare()).backward()
+        (scored.log_prob.sum() + policy.take_spare()).backward()
         return scored.log_prob.detach(), pipe.transformer.proj_out.weight.grad.clone()
 
     expected = gradient()
@@ -313,7 +313,7 @@ def test_of_two_experts_each_keeps_in_step(tmp_path):
         pipe, inputs = tiny_pipelines.build("wan_experts", 0)
         for name in ("transformer", "transformer_2"):
             getattr(pipe, name).register_forward_hook(lambda *_, name=name: called[own].append(name))
-        policy = Policy(pipe)
+        policy = DenoisingPolicy(pipe)
         policy.skips_hooks = True
 
         def ask(number):

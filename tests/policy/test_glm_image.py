@@ -13,7 +13,7 @@ from tiny_runs import LORA, SETTINGS, brightness, logged, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
 from diffusion_grpo.pipelines import FAMILIES, family_of
-from diffusion_grpo.policy.rollout import Policy, TokenPolicy, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, TokenPolicy, replay, rollout
 from diffusion_grpo.policy.token_process import Sampling
 from diffusion_grpo.run.weights import LORA_WEIGHTS
 
@@ -171,7 +171,7 @@ def test_prior_tokens_are_drawn_once_and_kept(tmp_path):
     pipe, inputs = tiny_pipelines.build("glm_image")
     calls = []
     pipe.vision_language_encoder.register_forward_pre_hook(lambda *args: calls.append(None))
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     _, both = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=3)
     drawn = len(calls)
     assert both.tokens.shape == (2, 5) and drawn == 5
@@ -189,7 +189,7 @@ def test_same_initial_noise_shares_the_prior_tokens_of_the_dit_only():
     pipe, inputs = tiny_pipelines.build("glm_image")
     one_prompt = {**inputs, "prompt": ["a cat", "a cat"]}
     settings = dict(seeds=[1, 2], initial_seeds=[7, 7], num_inference_steps=3)
-    _, of_dit = rollout(Policy(pipe), one_prompt, **settings)
+    _, of_dit = rollout(DenoisingPolicy(pipe), one_prompt, **settings)
     assert torch.equal(of_dit.tokens[0], of_dit.tokens[1])
     images, of_writer = rollout(TokenPolicy(pipe, WRITER), one_prompt, **settings)
     assert not torch.equal(of_writer.ids[0], of_writer.ids[1])

@@ -4,7 +4,7 @@ import pytest
 import tiny_pipelines
 import torch
 
-from diffusion_grpo.policy.rollout import Policy, Trajectory, replay, rollout, trained_steps
+from diffusion_grpo.policy.rollout import DenoisingPolicy, Trajectory, replay, rollout, trained_steps
 
 FAMILIES = ["sd3", "flux", "sdxl", "sd15", "wan"]
 SEEDS = [1, 2]
@@ -24,7 +24,7 @@ def ratio_error(policy, inputs, trajectory):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_ratio_is_exactly_one_in_float32(name, checkpointing):
     pipe, inputs = tiny_pipelines.build(name)
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     if checkpointing:
         policy.network.enable_gradient_checkpointing()
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
@@ -34,7 +34,7 @@ def test_the_ratio_is_exactly_one_in_float32(name, checkpointing):
 @pytest.mark.parametrize("process", ["flow_sde", "dance_sde", "cps"])
 def test_every_flow_process_replays_exactly(process):
     pipe, inputs = tiny_pipelines.build("sd3")
-    policy = Policy(pipe, sde_type=process)
+    policy = DenoisingPolicy(pipe, sde_type=process)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     assert ratio_error(policy, inputs, trajectory) == 0.0
 
@@ -42,7 +42,7 @@ def test_every_flow_process_replays_exactly(process):
 def test_in_bfloat16_the_ratio_is_one_within_1e_5():
     pipe, inputs = tiny_pipelines.build("sd3")
     pipe.to(dtype=torch.bfloat16)
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     assert trajectory.latents.dtype == torch.float32
     assert ratio_error(policy, inputs, trajectory) <= 1e-5
@@ -50,7 +50,7 @@ def test_in_bfloat16_the_ratio_is_one_within_1e_5():
 
 def test_the_noise_of_the_steps_is_not_the_initial_latent():
     pipe, inputs = tiny_pipelines.build("sd3")
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     step = replay(policy, inputs, trajectory, 0)
     noise = ((trajectory.next_latents[:, 0] - step.mean) / step.std).detach()
@@ -60,7 +60,7 @@ def test_the_noise_of_the_steps_is_not_the_initial_latent():
 
 def test_a_changed_network_changes_the_ratio():
     pipe, inputs = tiny_pipelines.build("sd3")
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     with torch.no_grad():
         next(policy.network.parameters()).mul_(1.01)
@@ -70,7 +70,7 @@ def test_a_changed_network_changes_the_ratio():
 def test_chunks_get_the_noise_of_the_whole_batch():
     pipe, inputs = tiny_pipelines.build("sd3")
     inputs["prompt"] = [inputs["prompt"][0]] * 4
-    policy, seeds = Policy(pipe), [5, 6, 7, 8]
+    policy, seeds = DenoisingPolicy(pipe), [5, 6, 7, 8]
     _, whole = rollout(policy, inputs, seeds=seeds, num_inference_steps=4)
     parts = []
     for chunk in (slice(0, 1), slice(1, 4)):
@@ -92,7 +92,7 @@ def test_equal_initial_seeds_share_the_start_and_nothing_else():
 
 def test_only_trained_steps_are_kept_and_each_sample_may_have_its_own():
     pipe, inputs = tiny_pipelines.build("sd3")
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=5, steps=[[0, 2], [1, 3]])
     assert trajectory.latents.shape[:2] == (2, 2) and trajectory.steps.tolist() == [[0, 2], [1, 3]]
     first = {**inputs, "prompt": inputs["prompt"][:1]}
@@ -104,7 +104,7 @@ def test_only_trained_steps_are_kept_and_each_sample_may_have_its_own():
 
 def test_steps_without_noise_are_deterministic():
     pipe, inputs = tiny_pipelines.build("sd3")
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     ways = [rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4, noise_level=0.0)[0]]
     ways += [rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4, noise_steps=[], steps=[[], []])[0]]
     ways += [rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4, noise_steps=[1], steps=[[1], [1]])[0]]
@@ -125,7 +125,7 @@ def test_each_distinct_prompt_is_encoded_once_and_never_in_replay():
     inputs["prompt"] = ["one", "two", "one", "one"]
     encoded = []
     pipe.text_encoder.register_forward_hook(lambda module, args, output: encoded.append(len(args[0])))
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     images, trajectory = rollout(policy, inputs, seeds=[1, 2, 3, 4], num_inference_steps=3)
     # each prompt alone, and the empty one of guidance; the whole batch once, to see whether it would have that shape
     assert encoded == [1, 1, 1, 1, 4, 4]
@@ -147,7 +147,7 @@ def test_each_distinct_prompt_is_encoded_once_and_never_in_replay():
 
 def test_a_replay_runs_the_network_for_one_step_and_never_the_decoder():
     pipe, inputs = tiny_pipelines.build("sd3")
-    policy, calls = Policy(pipe), []
+    policy, calls = DenoisingPolicy(pipe), []
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=5)
     policy.network.register_forward_hook(lambda *_: calls.append("network"))
     real = pipe.vae.decode
@@ -161,7 +161,7 @@ def test_a_replay_runs_the_network_for_one_step_and_never_the_decoder():
 def test_a_reference_replays_in_place_of_the_network():
     pipe, inputs = tiny_pipelines.build("sd3")
     other, _ = tiny_pipelines.build("sd3", seed=1)
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     here = replay(policy, inputs, trajectory, 1).mean
     there = replay(policy, inputs, trajectory, 1, forward=other.transformer.forward).mean
@@ -173,7 +173,7 @@ def test_a_reference_replays_in_place_of_the_network():
 def test_a_component_that_is_not_there_is_refused_with_those_that_are():
     pipe, _ = tiny_pipelines.build("sd3")
     with pytest.raises(ValueError, match="no network 'unet'; .*text_encoder.*transformer"):
-        Policy(pipe, component="unet")
+        DenoisingPolicy(pipe, component="unet")
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "wan", "sana"])
@@ -189,7 +189,7 @@ def test_latents_that_a_callback_edits_between_steps_replay_exactly():
     plain = rollout(pipe, inputs, seeds=SEEDS, num_inference_steps=4)[1]
     edit = lambda pipe, step, timestep, tensors: {"latents": 0.5 * tensors["latents"]}  # noqa: E731
     inputs["callback_on_step_end"] = edit
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     assert not torch.equal(trajectory.next_latents[:, 1], plain.next_latents[:, 1])
     assert ratio_error(policy, inputs, trajectory) == 0.0

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.pipelines import FAMILIES, Family
 from diffusion_grpo.policy.language_model import draw, recomputing, score
-from diffusion_grpo.policy.rollout import Policy, TokenPolicy, UnsupportedPipeline, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, TokenPolicy, UnsupportedPipeline, replay, rollout
 from diffusion_grpo.policy.token import policy_for
 from diffusion_grpo.policy.token_process import Sampling
 from diffusion_grpo.rollout.buffer import MicroBatch, Recorded
@@ -212,7 +212,7 @@ def test_the_clip_range_of_denoising_steps_is_warned_of(painter, tmp_path, caplo
 def test_settings_of_tokens_are_refused_where_there_are_none():
     pipe, _ = tiny_pipelines.build("sd3")
     with pytest.raises(ValueError, match="draws no tokens; leave out temperature, top_p"):
-        Policy(pipe, sampling={"temperature": 1.0, "top_p": 0.5, "top_k": None})
+        DenoisingPolicy(pipe, sampling={"temperature": 1.0, "top_p": 0.5, "top_k": None})
 
 
 @pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}])

@@ -7,7 +7,7 @@ import tiny_pipelines
 import torch
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 
-from diffusion_grpo.policy.rollout import Policy, UnsupportedPipeline, check_latents, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline, rollout
 from diffusion_grpo.rewards import RewardError, groupwise, score, takes_latents
 
 
@@ -18,7 +18,7 @@ def test_latents_are_those_the_pipeline_returns_decoded_or_not(name, monkeypatch
     `flux` packs its latents, `flux_inpaint` puts a picture's own back after each step.
     """
     pipe, inputs = tiny_pipelines.build(name)
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     settings = {"seeds": [3, 4], "num_inference_steps": 3}
     plain, trajectory = rollout(policy, inputs, **settings)
     beside, alone = [], []
@@ -94,7 +94,7 @@ def test_what_has_no_latents_is_refused(tmp_path) -> None:
 
 
 def test_a_pipeline_without_latents_is_refused() -> None:
-    class NoType(Policy):
+    class NoType(DenoisingPolicy):
         @staticmethod
         def undecorated(self, prompt): ...
 
@@ -102,4 +102,4 @@ def test_a_pipeline_without_latents_is_refused() -> None:
             self.pipe = object()
 
     with pytest.raises(UnsupportedPipeline, match="no output_type"):
-        check_latents(NoType())
+        NoType().check_latents()

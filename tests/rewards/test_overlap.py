@@ -127,7 +127,7 @@ def test_failures_are_those_without_overlap(tmp_path) -> None:
 
 
 def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> None:
-    seen, overlap = [], Overlap(True, lambda: False, waits_for_rollout=True)
+    seen, overlap = [], Overlap(True, lambda: False, waits_for_rollout=lambda: True)
 
     def noted(images, place):
         seen.append((threading.current_thread().name, place))

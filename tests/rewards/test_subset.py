@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -15,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.media.files import VideoWithSound
 from diffusion_grpo.media.serialize import packed, packed_columns, unpacked, unpacked_columns
 from diffusion_grpo.rewards import RewardError, score
@@ -105,9 +105,7 @@ def test_groups_stay_together_and_each_sample_is_scored_once():
         scoring = {rank: {p // 6 for p in deal.taken} for rank, deal in enumerate(deals) if deal.taken}
         assert scoring == {0: {0, 1}, 3 * copies: {2, 3}}
         for rank, deal in enumerate(deals):
-            args = SimpleNamespace(process_index=rank, data_process=rank // copies, data_processes=6)
-            args.reward_processes, args.context_parallel_size = 2, copies
-            assert is_scorer(args) == bool(deal.taken)
+            assert is_scorer(ContextGroups(copies, 6 * copies, rank), 2) == bool(deal.taken)
             for position, scorer in zip(deal.own, deal.scorers, strict=True):
                 is_sender = rank % copies == 0
                 assert (scorer is not None) == is_sender

@@ -86,7 +86,11 @@ def test_best_of_n_needs_whole_groups_in_each_processs_share_of_an_update(monkey
     monkeypatch.setattr(DiffusionGRPOConfig, "world_size", 2)
     common = {"output_dir": "out", "use_cpu": True, "per_device_train_batch_size": 2, "num_generations": 8}
     args = DiffusionGRPOConfig(**common, gradient_accumulation_steps=2, steps_per_generation=4, best_of_n=4)
-    assert (args.samples_per_share, args.samples_per_update, args.samples_side_by_side) == (4, 8, 8)
+    assert (
+        args.batch_sizes.update_share,
+        args.batch_sizes.samples_per_update,
+        args.batch_sizes.consecutive_samples,
+    ) == (4, 8, 8)
     with pytest.raises(ValueError, match="best_of_n=4 chooses among whole groups.* 2 x 1 must be a multiple"):
         DiffusionGRPOConfig(**common, gradient_accumulation_steps=1, steps_per_generation=4, best_of_n=4)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_runs import brightness, first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo.policy.denoising import Policy
+from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.rollout import replay, rollout
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rollout.value_model import (
@@ -123,7 +123,7 @@ def test_states_hold_latent_place_and_conditions():
 @pytest.mark.parametrize("name", ["sd3", "sd15", "flux", "wan"])
 def test_conditions_tell_prompts_apart_and_nothing_else(name):
     pipe, inputs = tiny_pipelines.build(name)
-    policy, prompts = Policy(pipe), ["a cat", "a dog", "a cat"]
+    policy, prompts = DenoisingPolicy(pipe), ["a cat", "a dog", "a cat"]
     inputs = inputs | {"prompt": prompts}
     inputs.pop("negative_prompt", None)
     with recorded_conditions(policy) as found:

@@ -15,6 +15,7 @@ from diffusion_grpo import cli
 from diffusion_grpo.media.files import read_video
 from diffusion_grpo.sampling import sample
 from diffusion_grpo.sampling.settings import read_settings
+from diffusion_grpo.training.setup import make_sampling_plan
 
 PROMPTS = ["a red fox", "a blue house", "a tree"]
 SIZE = ["--height", "16", "--width", "16", "--num_inference_steps", "3"]
@@ -173,8 +174,8 @@ def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
     arguments, others = cli.build_parser().parse_known_args([*words, "--deterministic_outside_window", "true"])
     settings = read_settings(arguments, others)
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
-    rollout = settings.train.prompts_per_generation * settings.num_generations
-    expected = [range(*settings.train.window_of(generation)) for generation in range(8)]
+    rollout = settings.train.batch_sizes.prompts_per_rollout * settings.num_generations
+    expected = [range(*make_sampling_plan(settings.train).window_of(generation)) for generation in range(8)]
     assert [sampler._noise_steps(generation * rollout) for generation in range(8)] == expected
     assert len(set(expected)) > 1 and all(len(steps) == 2 for steps in expected)
 

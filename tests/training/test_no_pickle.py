@@ -12,16 +12,16 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from tests.run.test_manifest import SETTINGS
 from tiny_runs import trainer_for
 from torch import nn
 
 from diffusion_grpo.distributed.deepspeed_checkpoints import restore_engine
 from diffusion_grpo.distributed.sharded_checkpoints import has_shards, restore_optimizer, save_shards
 from diffusion_grpo.rewards.models.base import read_weights
+from diffusion_grpo.run.manifest import ResumeError, write_manifest
+from diffusion_grpo.run.resume_point import refuse_unreadable
 from diffusion_grpo.run.weights import load_weights
-from diffusion_grpo.training.manifest import ResumeError, write_manifest
-from diffusion_grpo.training.resume_point import refuse_unreadable
-from tests.training.test_manifest import SETTINGS
 
 
 class Poison:

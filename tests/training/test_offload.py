@@ -5,7 +5,7 @@ import tiny_pipelines
 import torch
 from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
 
-from diffusion_grpo.policy.rollout import Policy, replay, rollout
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
 from diffusion_grpo.trainer import DiffusionGRPOTrainer
 from diffusion_grpo.training import offload
 from diffusion_grpo.training.offload import FrozenOffload
@@ -30,7 +30,7 @@ def test_parts_come_when_called_and_leave_for_the_network(monkeypatch):
     pipe, inputs = tiny_pipelines.build("flux_kontext")
     frozen = {name: getattr(pipe, name) for name in ("text_encoder", "text_encoder_2", "vae")}
     moves = recorded_moves(monkeypatch, frozen)
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     held = FrozenOffload(pipe, policy.networks, "cpu:0")
     assert sorted(moves) == sorted((name, "cpu") for name in frozen)
     moves.clear()
@@ -122,7 +122,7 @@ def saved_bytes(run, parameters):
 @pytest.mark.parametrize("name", ["sd3", "wan"])
 def test_a_replay_keeps_what_an_ordinary_training_step_keeps(name):
     pipe, inputs = tiny_pipelines.build(name)
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     network = policy.network
     calls = []
     handle = network.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)

@@ -8,8 +8,8 @@ import torch
 from tiny_runs import trained_weights, trainer_for
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from diffusion_grpo.training.manifest import MANIFEST, DamagedCheckpoint, ResumeError, check_manifest, write_manifest
-from diffusion_grpo.training.resume_point import check_named, checkpoints, newest_whole
+from diffusion_grpo.run.manifest import MANIFEST, DamagedCheckpoint, ResumeError, check_manifest, write_manifest
+from diffusion_grpo.run.resume_point import check_named, checkpoints, newest_whole
 
 SETTINGS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
 

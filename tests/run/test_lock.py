@@ -9,8 +9,8 @@ import pytest
 import ranks_server
 from tiny_runs import trainer_for
 
-from diffusion_grpo.training.manifest import ResumeError
-from diffusion_grpo.training.run_lock import HOLDER, locked
+from diffusion_grpo.run.lock import HOLDER, locked
+from diffusion_grpo.run.manifest import ResumeError
 
 
 def hold(folder, entered, leave):
