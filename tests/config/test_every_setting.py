@@ -229,6 +229,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "offload_frozen": Elsewhere("test_offload.py::test_training_is_the_same_to_the_last_bit"),
     "context_parallel_size": Elsewhere("test_context.py::test_a_group_trains_what_one_process_trains"),
     "context_parallel_type": Elsewhere("test_context.py::test_a_ring_trains_what_one_process_trains"),
+    "keep_adapters": Elsewhere("test_adapters.py::test_other_adapters_stay_active_and_frozen"),
+    "lora_adapter": Elsewhere("test_adapters.py::test_an_adapter_of_the_pipeline_is_trained_further"),
+    "lora_path": Elsewhere("test_adapters.py::test_a_saved_lora_is_trained_further"),
     "train_component": Turned(
         "transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "sde_window": [1, 2]}
     ),
