@@ -220,7 +220,12 @@ def count(folder: Path, is_lora: bool) -> None:
     trainer.train()
     if trainer.is_world_process_zero():
         trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-        found = {"bytes": counted.bytes, "trained": trained, "samples": 2 * args.batch_sizes.rollout_share, "rewards": 2}
+        found = {
+            "bytes": counted.bytes,
+            "trained": trained,
+            "samples": 2 * args.batch_sizes.rollout_share,
+            "rewards": 2,
+        }
         (folder / "counted.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -217,7 +217,7 @@ def assert_plain_diffusers_loads(trainer, model, run, inputs):
     is_lora = any(run.glob("adapter_config.json")) or (run / "pytorch_lora_weights.safetensors").is_file()
     plain = DiffusionPipeline.from_pretrained(model if is_lora else run)
     if is_lora and trainer.run["loads_by"] == "peft":
-        PeftModel.from_pretrained(getattr(plain, trainer.component), run)
+        PeftModel.from_pretrained(getattr(plain, trainer.policy.component[0]), run)
     elif is_lora and trainer.run["loads_by"] == "load_lora_adapter":
         plain.transformer.load_lora_adapter(run, prefix=None, weight_name=LORA_WEIGHTS)
     elif is_lora:

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.policy.rollout import replay
+from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
 from diffusion_grpo.trainer import NonFiniteError, RatioError
 from diffusion_grpo.training.model import prepare_model
@@ -108,13 +109,10 @@ def test_ratios_of_whole_trajectories(tmp_path):
                 gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
                 objective = torch.zeros(())
                 for rows in (slice(0, 4), slice(4, 8)):
-                    now = [
-                        replay(trainer.policy, trainer.inputs(trainer.buffer.rows[rows]), part, step).log_prob
-                        for part in [trainer.buffer.trajectory[rows]]
-                        for step in (0, 1, 2)
-                    ]
-                    log_ratio = torch.stack(now, 1) - trainer.buffer.trajectory.log_probs[rows]
-                    ratio, advantages = log_ratio.mean(1).exp(), trainer.buffer.advantages[rows]
+                    (part,) = trainer.feed.buffer.part(rows).parts
+                    now = [replay(trainer.policy, part.inputs, part.trajectory, step).log_prob for step in (0, 1, 2)]
+                    log_ratio = torch.stack(now, 1) - part.trajectory.log_probs
+                    ratio, advantages = log_ratio.mean(1).exp(), part.advantages
                     clipped = ratio.clamp(1 - 1e-3, 1 + 1e-3)
                     objective = objective + torch.maximum(-advantages * ratio, -advantages * clipped).mean() / 2
                 expected.update(zip(trained, torch.autograd.grad(objective, list(trained.values())), strict=True))
@@ -160,16 +158,17 @@ def test_loss_and_gradient_are_grpos(tmp_path):
 
     trainer.add_callback(Keep)
     trainer.train()
-    buffer, objective = trainer.buffer, 0.0
+    objective = 0.0
     table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
     rewards = torch.tensor(table["brightness"]).view(2, 4)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)).flatten()
     torch.testing.assert_close(torch.tensor(table["advantage"]), advantages, rtol=1e-3, atol=1e-3)
     for rows in (slice(0, 4), slice(4, 8)):
+        (part,) = trainer.feed.buffer.part(rows).parts
         for column, step in enumerate((0, 1, 2)):
-            now = replay(trainer.policy, trainer.inputs(buffer.rows[rows]), buffer.trajectory[rows], step)
-            ratio = torch.exp(now.log_prob - buffer.trajectory.log_probs[rows, column])
-            objective = objective - (ratio * buffer.advantages[rows]).sum() / (8 * 3)
+            now = replay(trainer.policy, part.inputs, part.trajectory, step)
+            ratio = torch.exp(now.log_prob - part.trajectory.log_probs[:, column])
+            objective = objective - (ratio * part.advantages).sum() / (8 * 3)
     named = [(name, p) for name, p in trainer.model.named_parameters() if name in gradients]
     expected = torch.autograd.grad(objective, [p for _, p in named])
     for (name, _), gradient in zip(named, expected, strict=True):
@@ -188,7 +187,7 @@ def test_loss_and_gradient_are_grpos(tmp_path):
 def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
     """Samples and steps are told by what the loss gets as old log-probabilities, none of which is there twice."""
     trainer = trainer_for(tmp_path, **{"num_inference_steps": 3, "scale_rewards": "none", **settings})
-    passes, updates, loss = [], [], trainer.loss
+    passes, updates, loss = [], [], trainer.algorithm.step_loss
 
     def watched(inputs):
         passes.extend(zip(inputs.old_log_prob.tolist(), inputs.advantages.tolist(), strict=True))
@@ -196,7 +195,7 @@ def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
 
     class Compare(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            buffer, known = trainer.buffer, []
+            buffer, known = trainer.feed.buffer, []
             for slot in (2 * state.global_step, 2 * state.global_step + 1):  # all updates are of one rollout
                 rows = buffer.range_of(slot)
                 advantages = buffer.advantages[rows, None].expand_as(buffer.old_log_probs[rows])
@@ -206,7 +205,7 @@ def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
             updates.append(list(passes))
             passes.clear()
 
-    trainer.loss = watched
+    trainer.algorithm.step_loss = watched
     trainer.add_callback(Compare)
     trainer.train()
     assert len(updates) == trainer.args.max_steps
@@ -254,7 +253,7 @@ def test_what_is_not_finite_stops_before_the_weights_are_touched(tmp_path, poiso
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path):
     trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1, max_steps=3)
-    loss, before = trainer.loss, {}
+    loss, before = trainer.algorithm.step_loss, {}
 
     def poisoned(inputs):
         output = loss(inputs)
@@ -263,7 +262,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path
             return dataclasses.replace(output, loss=output.loss * float("nan"))
         return output
 
-    trainer.loss = poisoned
+    trainer.algorithm.step_loss = poisoned
     with pytest.raises(NonFiniteError, match="loss of update 2.*checkpoint-1"):
         trainer.train()
     assert all(torch.equal(before[name], value) for name, value in trained_weights(trainer).items())
@@ -472,9 +471,9 @@ def test_defaults_name_the_output_after_the_model(tmp_path, monkeypatch):
 def test_training_again_starts_with_a_new_rollout(tmp_path):
     trainer = trainer_for(tmp_path, max_steps=1)
     trainer.train()
-    first = trainer.buffer
+    first = trainer.feed.buffer
     trainer.train()
-    assert trainer.buffer is not first and logged(trainer, "ratio/max_error") == [0.0]
+    assert trainer.feed.buffer is not first and logged(trainer, "ratio/max_error") == [0.0]
 
 
 def test_full_training_of_half_precision_weights_is_refused_without_mixed_precision(tmp_path, monkeypatch):
@@ -501,14 +500,12 @@ def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
     steps = []
     settings = {"num_inference_steps": 6, "sde_window_size": 2, "deterministic_outside_window": True, "max_steps": 4}
     trainer = trainer_for(tmp_path, **settings)
-    original = trainer._rollout
 
-    def spied(*args):
-        samples, trajectory = original(*args)
-        steps.append(trajectory.steps.unique().tolist())
-        return samples, trajectory
+    class Note(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            steps.append(torch.cat([sample.steps for sample in trainer.feed.buffer.samples]).unique().tolist())
 
-    trainer._rollout = spied
+    trainer.add_callback(Note)
     trainer.train()
     assert steps == [list(range(*make_sampling_plan(trainer.args).window_of(generation))) for generation in range(4)]
     assert max(logged(trainer, "ratio/max_error")) == 0.0
@@ -518,13 +515,13 @@ def test_a_divergence_in_the_reward(tmp_path):
     """At first the policy is the reference; then what is logged is the divergence that replays measure."""
     trainer = trainer_for(tmp_path, kl_reward=0.5, learning_rate=0.01, scale_rewards="none")
     divergences = []
-    measure = trainer._divergences
+    measure = trainer.replays.rollout_divergences
 
-    def noted(rows, trajectory):
-        divergences.append(measure(rows, trajectory))
+    def noted(rows, samples):
+        divergences.append(measure(rows, samples))
         for column, step in enumerate((0, 1, 2)):  # the same by hand, in the rollout's batches
             for batch in (slice(0, 4), slice(4, 8)):
-                inputs, part = trainer.inputs(rows[batch]), trajectory[batch]
+                inputs, part = trainer.inputs(rows[batch]), Trajectory.cat(samples[batch])
                 with torch.no_grad():
                     now = replay(trainer.policy, inputs, part, step)
                     with trainer.model.disable_adapter():
@@ -533,7 +530,7 @@ def test_a_divergence_in_the_reward(tmp_path):
                 torch.testing.assert_close(divergences[-1][batch, column], by_hand, rtol=1e-5, atol=0)
         return divergences[-1]
 
-    trainer._divergences = noted
+    trainer.replays.rollout_divergences = noted
     trainer.train()
     assert divergences[0].eq(0).all() and divergences[1].gt(0).all()
     assert logged(trainer, "kl/rollout") == pytest.approx([0.0, divergences[1].mean().item()])
@@ -548,7 +545,7 @@ def test_a_divergence_in_the_reward(tmp_path):
 def test_a_divergence_in_the_reward_of_full_training_has_a_reference_copy(tmp_path):
     trainer = trainer_for(tmp_path, kl_reward=0.5, lora=False, offload_ref_model=True)
     trainer.train()
-    assert trainer.ref_model is not None and trainer.args.beta == 0
+    assert trainer.reference.module is not None and trainer.args.beta == 0
     divergence = logged(trainer, "kl/rollout")
     assert divergence[0] == 0.0 and divergence[1] > 0 and max(logged(trainer, "ratio/max_error")) == 0.0
 
@@ -576,21 +573,22 @@ def test_clipped_losses_of_each_reward(tmp_path):
                 return
             trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
             gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
-            buffer, objective = trainer.buffer, torch.zeros(())
+            objective = torch.zeros(())
             for rows in (slice(0, 4), slice(4, 8)):
+                (part,) = trainer.feed.buffer.part(rows).parts
                 for column, step in enumerate((0, 1, 2)):
-                    now = replay(trainer.policy, trainer.inputs(buffer.rows[rows]), buffer.trajectory[rows], step)
-                    ratio = torch.exp(now.log_prob - buffer.trajectory.log_probs[rows, column])
+                    now = replay(trainer.policy, part.inputs, part.trajectory, step)
+                    ratio = torch.exp(now.log_prob - part.trajectory.log_probs[:, column])
                     bounded = ratio.clamp(1 - 1e-2, 1 + 1e-2)
                     clipped.append((bounded != ratio).float().mean())
                     for place, weight in enumerate((1.0, 0.5)):
-                        advantage = buffer.advantages[rows, place]
+                        advantage = part.advantages[:, place]
                         objective = objective + weight * torch.maximum(-advantage * ratio, -advantage * bounded).sum()
             expected.update(zip(trained, torch.autograd.grad(objective / 24, list(trained.values())), strict=True))
 
     trainer.add_callback(Compare)
     trainer.train()
-    assert trainer.buffer.advantages.shape == (8, 2) and trainer.buffer.advantages.ne(0).all()
+    assert trainer.feed.buffer.advantages.shape == (8, 2) and trainer.feed.buffer.advantages.ne(0).all()
     assert 0 < torch.stack(clipped).mean() < 1
     assert logged(trainer, "ratio/max_error") == [0.0]
     for name, gradient in expected.items():

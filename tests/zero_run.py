@@ -12,8 +12,6 @@ from pathlib import Path
 import torch
 from tiny_runs import first_frame_brightness, trainer_for
 
-from diffusion_grpo.distributed.deepspeed import zero_stage
-
 
 def deepspeed_config(stage: int, **zero) -> dict:
     """A usual configuration; the tiny networks' larger weights are above the threshold, so that they are parted."""
@@ -26,7 +24,7 @@ def partitioning(trainer) -> dict:
     """What of the weights this process holds."""
     parted = [p for p in trainer.model.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist]
     return {
-        "stage": zero_stage(trainer.accelerator),
+        "stage": trainer.backend.mode.get("zero_stage", 0),
         "empty": sum(p.numel() == 0 for p in parted),
         "held": sum(p.ds_tensor.numel() for p in parted),
         "all": sum(p.ds_numel for p in parted),

@@ -17,7 +17,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 from transformers.trainer_callback import CallbackHandler
 
 from ..data.held_out import describe_prompts
-from ..distributed.deepspeed import TrainedWeights
+from ..distributed.weights import TrainedWeights
 from ..media.files import read_sound, read_video
 from ..media.samples import frame_positions
 from ..run.watch import collapse
@@ -45,8 +45,8 @@ class SyncRefModelCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.interval == 0:
             reference, values = self.ref_weights(), self.weights.exact()
-            if not reference.is_parted:
-                values = self.weights.joined(values)
+            if not reference.is_sharded:
+                values = self.weights.join(values)
             for ref, value in zip(reference.used(), values, strict=True):
                 ref.lerp_(value.to(ref), self.alpha)
             reference.refresh()

@@ -10,9 +10,10 @@ from peft import LoraConfig, get_peft_model
 from tiny_runs import LORA, brightness, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.rollout.reference import disable_adapters
 from diffusion_grpo.run import adapters
 from diffusion_grpo.run import weights as hub
-from diffusion_grpo.training.model import check_args, check_model, disabled_adapter
+from diffusion_grpo.training.model import check_args, check_model
 from tests.run.test_weights import picture
 
 STRONG = {"learning_rate": 0.02}
@@ -54,7 +55,7 @@ def test_an_adapter_of_the_pipeline_is_trained_further(tmp_path, style):
     trainer.train()
     after = picture(trainer.pipe, inputs)
     assert not close(after, style[1])
-    with disabled_adapter(trainer.model):
+    with disable_adapters(trainer.model):
         assert close(picture(trainer.pipe, inputs), style[1])
     assert torch.equal(picture(trainer.pipe, inputs), after)
     assert list(trained_weights(trainer)) == names
@@ -113,7 +114,7 @@ def test_other_adapters_stay_active_and_frozen(tmp_path, style):
     trainer.train()
     after = picture(pipe, inputs)
     assert not close(after, half)
-    with disabled_adapter(trainer.model):
+    with disable_adapters(trainer.model):
         assert close(picture(pipe, inputs), half)
     kept = {name: value for name, value in pipe.transformer.named_parameters() if ".style." in name}
     assert all(torch.equal(value, own[name]) and not value.requires_grad for name, value in kept.items())
@@ -143,12 +144,12 @@ def test_a_second_trainer_on_the_same_pipeline(tmp_path):
     second.train()
     third = trainer_for(tmp_path / "third", model=pipe, lora=False, lora_adapter="default", **STRONG)
     drawn = picture(pipe, inputs)
-    with disabled_adapter(third.model):
+    with disable_adapters(third.model):
         assert torch.equal(picture(pipe, inputs), drawn)
     fourth = trainer_for(tmp_path / "fourth", model=pipe, keep_adapters=True, **STRONG)
     assert torch.equal(picture(pipe, inputs), drawn) and fourth.model.active_adapter == "default_2"
     fourth.train()
-    with disabled_adapter(fourth.model):
+    with disable_adapters(fourth.model):
         assert torch.equal(picture(pipe, inputs), drawn)
     assert not close(picture(pipe, inputs), drawn)
 

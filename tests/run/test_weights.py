@@ -109,7 +109,7 @@ def test_full_training_of_two_experts(tmp_path):
     assert moved == {"transformer", "transformer_2"}
     _, inputs = tiny_pipelines.build("wan_experts")
     average = picture(trainer.pipe, inputs)
-    with trainer.ema.placed(is_shown=False):
+    with trainer.average.placed(is_shown=False):
         policy = picture(trainer.pipe, inputs)
     whole = DiffusionPipeline.from_pretrained(tmp_path)
     whole.set_progress_bar_config(disable=True)
@@ -152,7 +152,7 @@ def test_what_was_measured_is_what_is_published(tmp_path):
     assert torch.equal(picture(trainer.pipe, inputs), measured)
     assert torch.allclose(picture(average, inputs), measured, atol=1e-5)
     assert not torch.allclose(picture(policy, inputs), measured, atol=1e-3)
-    with trainer.ema.placed(is_shown=False):
+    with trainer.average.placed(is_shown=False):
         assert torch.allclose(picture(policy, inputs), picture(trainer.pipe, inputs), atol=1e-5)
     card = (tmp_path / "README.md").read_text()
     assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card

@@ -10,7 +10,8 @@ from PIL import Image
 from tiny_runs import policy_weights, trained_weights, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo.policy.rollout import Policy, rollout, sample_seed
+from diffusion_grpo.policy.rollout import rollout
+from diffusion_grpo.policy.trajectory import sample_seed
 from diffusion_grpo.run import weights as hub
 from diffusion_grpo.training.average import policy_folder
 
@@ -61,7 +62,7 @@ def test_evaluations_and_validation_prompts_are_drawn_with_the_average(tmp_path)
             pipe, inputs = tiny_pipelines.build("sd3")
             hub.load_weights(pipe, place)
             settings = {"seeds": [sample_seed(42, "evaluation", 0)], "num_inference_steps": 4, "noise_level": 0.0}
-            images, _ = rollout(Policy(pipe), inputs | {"prompt": [prompt]}, **settings)
+            images, _ = rollout(pipe, inputs | {"prompt": [prompt]}, **settings)
             drawn.append(np.asarray(images[0]))
         assert np.array_equal(written, drawn[0]) and not np.array_equal(written, drawn[1])
 
@@ -75,7 +76,7 @@ def test_a_second_training_goes_on_from_the_policy(tmp_path):
     trainer.train(resume_from_checkpoint=True)
     assert all(torch.equal(value, policy[name]) for name, value in seen[3].items())
     assert all(torch.equal(value, average[name]) for name, value in trained_weights(trainer).items())
-    hub.copy_weights(tmp_path / "checkpoint-2", tmp_path / "samples", "transformer")
+    hub.copy_weights(tmp_path / "checkpoint-2", tmp_path / "samples", ("transformer",))
     assert (tmp_path / "samples" / "policy" / hub.ADAPTER_WEIGHTS).is_file()
 
 
@@ -95,7 +96,7 @@ def test_a_synchronised_reference_moves_towards_the_policy_every_so_many_updates
     settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75, "beta": 0.1}
     trainer, seen = watched(tmp_path, lora=False, max_steps=3, **settings)
     trainer.train()
-    reference = dict(trainer.ref_model.named_parameters())
+    reference = dict(trainer.reference.module.named_parameters())
     assert reference.keys() == seen[0].keys()
     for name, start in seen[0].items():
         torch.testing.assert_close(reference[name], torch.lerp(start, seen[2][name], 0.75), rtol=0, atol=1e-7)

@@ -21,7 +21,7 @@ from diffusion_grpo.distributed.sharded_checkpoints import has_shards, restore_o
 from diffusion_grpo.rewards.models.base import read_weights
 from diffusion_grpo.run.manifest import ResumeError, write_manifest
 from diffusion_grpo.run.resume_point import refuse_unreadable
-from diffusion_grpo.run.weights import load_weights
+from diffusion_grpo.run.weights import PolicyFiles, load_weights
 
 
 class Poison:
@@ -108,7 +108,8 @@ def test_pickled_weights_are_not_taken_where_safetensors_are_missing(tmp_path):
     folder = tmp_path / "saved" / "transformer"
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     write_poison(folder / "diffusion_pytorch_model.bin", tmp_path / "ran")
-    for load in (trainer._load_policy, lambda place: load_weights(trainer.pipe, place)):
+    files = PolicyFiles(trainer.pipe, trainer.policy.component)
+    for load in (lambda place: files.load(trainer.model, place), lambda place: load_weights(trainer.pipe, place)):
         with pytest.raises(OSError, match="diffusion_pytorch_model.safetensors"):
             load(tmp_path / "saved")
     assert not (tmp_path / "ran").exists()

@@ -80,7 +80,7 @@ def test_two_experts_trained_in_full_resume_exactly(tmp_path):
     expected = policy_weights(whole)
     assert {name.split(".")[0] for name in expected} == {"transformer", "transformer_2"}
     assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
-    pairs = zip(whole.ema.average.shadow_params, again.ema.average.shadow_params, strict=True)
+    pairs = zip(whole.average.shares, again.average.shares, strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
@@ -97,8 +97,8 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
         assert again.state.global_step == 6
         assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
         assert logged(again, "reward") == logged(whole, "reward")
-        if whole.ema is not None:
-            pairs = zip(whole.ema.average.shadow_params, again.ema.average.shadow_params, strict=True)
+        if whole.average is not None:
+            pairs = zip(whole.average.shares, again.average.shares, strict=True)
             assert all(torch.equal(one, other) for one, other in pairs)
 
 
