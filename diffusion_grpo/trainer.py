@@ -25,7 +25,8 @@ from .config.checks import check_token_settings
 from .config.settings import DiffusionGRPOConfig
 from .data.held_out import count_prompts, name_prompts, warn_of_trained_prompts
 from .data.inputs import checked_inputs
-from .data.prompts import GroupSampler, check_dataset, named_datasets
+from .data.prompts import check_dataset, named_datasets
+from .data.sampler import GroupSampler
 from .distributed.context_parallel import spread_over_context
 from .distributed.deepspeed import set_learning_rate
 from .distributed.failure import Ranks
@@ -348,7 +349,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     # Data: every batch of the dataloader is one whole rollout, repeated for each micro-batch that is trained on it
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Return dataset rows of one rollout per batch; see [`~diffusion_grpo.data.prompts.GroupSampler`]."""
+        """Return dataset rows of one rollout per batch; see [`~diffusion_grpo.data.sampler.GroupSampler`]."""
         if self.train_dataset is None:
             raise ValueError("Training needs a train_dataset with a column 'prompt'.")
         rows, share = range(len(self.train_dataset)), self.args.batch_sizes.rollout_share

@@ -21,8 +21,9 @@ from ..media.serialize import packed, unpacked
 from ..policy.batching import BATCHED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
 from ..rewards.contract import Reward, asked_columns
+from .calls import groups_by_shape, pipeline_inputs, texts_of_embeddings
 from .columns import Columns, is_media
-from .prompts import EMBEDDED, groups_by_shape, pipeline_inputs, texts_of_embeddings
+from .prompts import EMBEDDED
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 logger = logging.getLogger(__name__)

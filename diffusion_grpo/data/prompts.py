@@ -4,14 +4,10 @@ A module of its own because what the user hands over is checked here, before any
 of rows is what makes a resumed run equal an unbroken one.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
-import torch
-from PIL import Image
 
 from ..config.names import check_name
 from .columns import with_absolute_paths
@@ -25,7 +21,6 @@ READERS = {
 }
 SPLITS = ("train", "validation", "val", "test")  # names of files that hold one
 EMBEDDED = "prompt_embeds"  # what most pipelines call prompts that are encoded already
-NUMBERS_OF_SAMPLES = ("class_labels",)  # numbers that are one a sample, as a prompt is; others are one a call
 
 
 def lines(path: Path) -> list[str]:
@@ -139,158 +134,3 @@ def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> Non
                 f"{name} has a prompt that is not a string in row {row} (the first is row 0): {prompt!r}, of type "
                 f"{type(prompt).__name__}; make every prompt a string."
             )
-
-
-class GroupSampler(torch.utils.data.Sampler[int]):
-    """Dataset row indices in the order in which samples are rolled out (the order of TRL's `RepeatSampler`).
-
-    Each chunk of prompts is laid out as `[p0] * num_generations + [p1] * num_generations + ...`, and the whole chunk
-    is given `repeat_count` times in a row. The order depends on seed and epoch alone, so that a resumed run continues
-    it. Where the rows do not fill the last chunk it is filled up from the start of the same order, so that no prompt
-    is left out; a dataset smaller than one chunk goes round as often as needed.
-
-    Args:
-        num_rows: rows of the dataset.
-        num_generations: samples of each prompt, side by side.
-        prompts_per_rollout: prompts in a chunk; distinct ones unless the dataset has fewer.
-        repeat_count: how often each chunk comes before the next one.
-        processes: that part each chunk among themselves, in equal shares.
-        copies: processes that get the same share.
-        shuffle: a new permutation in each epoch, else the dataset's own order.
-        seed: not negative.
-
-    Raises:
-        ValueError: a number that must be positive is not.
-    """
-
-    def __init__(
-        self,
-        num_rows: int,
-        num_generations: int,
-        prompts_per_rollout: int,
-        repeat_count: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        processes: int = 1,
-        copies: int = 1,
-    ) -> None:
-        sizes = {
-            "num_rows": num_rows,
-            "num_generations": num_generations,
-            "prompts_per_rollout": prompts_per_rollout,
-            "repeat_count": repeat_count,
-        }
-        for size, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{size} must be at least 1, not {value}.")
-        self.num_rows = num_rows
-        self.num_generations = num_generations
-        self.prompts_per_rollout = prompts_per_rollout
-        self.repeat_count = repeat_count
-        self.shuffle = shuffle
-        self.seed = seed
-        self.processes, self.copies = processes, copies
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order the next iteration gives."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        chunks = -(-self.num_rows // self.prompts_per_rollout)
-        return chunks * self.prompts_per_rollout * self.num_generations * self.repeat_count * self.copies
-
-    def __iter__(self) -> Iterator[int]:
-        rows = np.arange(self.num_rows)
-        if self.shuffle:
-            rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
-        chunks = -(-self.num_rows // self.prompts_per_rollout)
-        chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # goes round where the rows do not suffice
-        order = chunks.repeat(self.num_generations, axis=1).repeat(self.repeat_count, axis=0)
-        yield from order.reshape(len(order) * self.processes, -1).repeat(self.copies, axis=0).flatten().tolist()
-
-
-def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
-    """The keyword arguments of one pipeline call from the dataset rows of its samples.
-
-    Args:
-        rows: one dict a sample, all with the same columns; such as `groups_by_shape` puts together.
-        accepted: names of the parameters of the pipeline's `__call__`.
-        is_bare: the values of a single row as they are, not in lists.
-
-    Returns:
-        Each accepted column: a scalar where it holds numbers (`height`, `guidance_scale`), which a pipeline takes once
-        a call (all but `class_labels`), else a list with one value a sample (`prompt`, `image`), or one tensor
-        (batch, ...) where it holds tensors or arrays. A column that is None in all rows is left out.
-
-    Raises:
-        ValueError: the numbers of one call differ, or a column is None in some rows only.
-    """
-    inputs = {}
-    replaced = texts_of_embeddings(rows[0], accepted)
-    for name in rows[0]:
-        if name not in accepted or name in replaced:
-            continue
-        values = [row[name] for row in rows]
-        is_setting = name not in NUMBERS_OF_SAMPLES and all(isinstance(value, bool | int | float) for value in values)
-        missing = sum(value is None for value in values)
-        if missing == len(values):
-            continue
-        if missing:
-            raise ValueError(
-                f"The column '{name}' is None in {missing} of the {len(values)} rows of one pipeline call; fill it in "
-                "all rows or in none."
-            )
-        if not is_setting:
-            inputs[name] = values[0] if is_bare else _together(values)
-            continue
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"The column '{name}' has different values in one pipeline call, {sorted(set(values))}, but a "
-                "pipeline takes one; give all rows the same."
-            )
-        inputs[name] = values[0]
-    return inputs
-
-
-def texts_of_embeddings(row: dict[str, Any], accepted: set[str]) -> set[str]:
-    """Arguments whose text is encoded already in the row, which a pipeline does not take beside the embeddings."""
-    found: set[str] = set()
-    for prefix in ("", "negative_"):
-        if f"{prefix}{EMBEDDED}" in accepted and row.get(f"{prefix}{EMBEDDED}") is not None:
-            found |= {f"{prefix}prompt", f"{prefix}prompt_2", f"{prefix}prompt_3"}
-    return found
-
-
-def groups_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list[int]]:
-    """Positions of the rows that may share a pipeline call, groups and rows in their order.
-
-    They agree in every accepted column: in numbers and in None by value, in pictures by size and mode, in videos by
-    length too, in tensors and arrays by shape. Text does not count.
-    """
-    groups: dict[tuple, list[int]] = {}
-    for place, row in enumerate(rows):
-        key = tuple(
-            (name, _shape(value, is_item=name in NUMBERS_OF_SAMPLES))
-            for name, value in row.items()
-            if name in accepted
-        )
-        groups.setdefault(key, []).append(place)
-    return list(groups.values())
-
-
-def _shape(value: Any, is_item: bool = False) -> Any:
-    """What values of one call have in common."""
-    if value is None or isinstance(value, bool | int | float) and not is_item:
-        return value
-    if isinstance(value, Image.Image):
-        return value.size, value.mode
-    if isinstance(value, (list, tuple)):
-        return tuple(_shape(item, is_item=True) for item in value)
-    return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
-
-
-def _together(values: list[Any]) -> Any:
-    if all(torch.is_tensor(value) for value in values):
-        return torch.stack(values)
-    return np.stack(values) if all(isinstance(value, np.ndarray) for value in values) else values

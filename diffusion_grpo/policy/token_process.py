@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from .trajectory import Records
+from .trajectory import SampleTensors
 
 # settings of a generation config that change probabilities in ways not scored here, with what leaves them alone
 OTHERS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
@@ -126,7 +126,7 @@ def unpacked(bits: Tensor, count: int) -> Tensor:
 
 
 @dataclasses.dataclass
-class TokenTrajectory(Records):
+class TokenTrajectory(SampleTensors):
     """What a replay needs of a rollout whose actions are tokens. All tokens of a sample are one step: one forward
     pass scores them.
 

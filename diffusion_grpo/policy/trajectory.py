@@ -14,29 +14,29 @@ from torch import Tensor
 
 
 @dataclasses.dataclass
-class Records:
+class SampleTensors:
     """Tensors with a row a sample, beside settings that all samples share."""
 
     def __len__(self) -> int:
         return len(self.seeds)
 
-    def __getitem__(self, rows: Any) -> "Records":
+    def __getitem__(self, rows: Any) -> "SampleTensors":
         """The records of some samples; `rows` indexes the batch dimension."""
         return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     @classmethod
-    def cat(cls, parts: Sequence["Records"]) -> "Records":
+    def cat(cls, parts: Sequence["SampleTensors"]) -> "SampleTensors":
         """One out of several with the same settings."""
         return dataclasses.replace(
             parts[0], **{name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
         )
 
     @classmethod
-    def aligned(cls, samples: list["Records"]) -> list["Records"]:
+    def aligned(cls, samples: list["SampleTensors"]) -> list["SampleTensors"]:
         """Samples as they are kept beside each other."""
         return samples
 
-    def to(self, device: str | torch.device) -> "Records":
+    def to(self, device: str | torch.device) -> "SampleTensors":
         """The same on another device."""
         return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
@@ -54,7 +54,7 @@ class Records:
 
 
 @dataclasses.dataclass
-class Trajectory(Records):
+class Trajectory(SampleTensors):
     """What a replay needs of a rollout: the trained steps, nothing else.
 
     Attributes:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..algorithms.advantages import Advantages, compute_advantages, normalize
-from .value_model import ValueModel, ValueTargets, generalized_advantages
+from ..algorithms.gae import generalized_advantages
+from .value_model import ValueModel, ValueTargets
 
 
 @dataclasses.dataclass
@@ -43,7 +44,7 @@ class CreditAssigner:
         scale_rewards, reward_baseline, multi_objective_aggregation, advantage_clip, reward_threshold: see
             [`~diffusion_grpo.algorithms.advantages.compute_advantages`].
         values: the value model; without one, advantages are relative to the group.
-        gamma, gae_lambda: see [`~diffusion_grpo.rollout.value_model.generalized_advantages`].
+        gamma, gae_lambda: see [`~diffusion_grpo.algorithms.gae.generalized_advantages`].
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from tiny_runs import LORA, SETTINGS, brightness, logged, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import inputs as module
+from diffusion_grpo.data.calls import groups_by_shape
 from diffusion_grpo.data.inputs import PipelineInputs, check_count
-from diffusion_grpo.data.prompts import groups_by_shape
 from diffusion_grpo.media.serialize import packed
 from diffusion_grpo.policy.batching import Form
 from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline

@@ -3,18 +3,14 @@
 import json
 import sys
 import types
-from collections import Counter
 
 import datasets
 import pytest
 
 from diffusion_grpo.data.prompts import (
-    GroupSampler,
     check_dataset,
-    groups_by_shape,
     load_prompts,
     named_datasets,
-    pipeline_inputs,
 )
 from diffusion_grpo.rewards.geneval.scoring import requirements
 
@@ -154,93 +150,6 @@ def test_refusals(columns, message):
 def test_other_types_are_refused():
     with pytest.raises(ValueError, match="train_dataset must be a datasets.Dataset .*, not a list"):
         check_dataset([{"prompt": "a"}])
-
-
-def test_layout_of_chunks():
-    order = list(GroupSampler(4, 3, 2, repeat_count=2, shuffle=False))
-    assert order == [0, 0, 0, 1, 1, 1] * 2 + [2, 2, 2, 3, 3, 3] * 2
-
-
-def test_shuffled_epoch_is_a_permutation_told_by_seed_and_epoch():
-    def order(seed, epoch):
-        sampler = GroupSampler(50, 1, 5, 1, seed=seed)
-        sampler.set_epoch(epoch)
-        assert list(sampler) == list(sampler)
-        return list(sampler)
-
-    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
-    assert all(sorted(rows) == list(range(50)) != rows for rows in orders)
-    assert len({tuple(rows) for rows in orders}) == 4
-    assert order(1, 1) == orders[3]
-
-
-def test_layout_of_a_shuffled_epoch_is_trls():
-    from trl.trainer.utils import RepeatSampler
-
-    ours = list(GroupSampler(12, 4, 3, repeat_count=2, seed=5))
-    distinct = list(dict.fromkeys(ours))
-    theirs = RepeatSampler(distinct, 4, batch_size=3, repeat_count=2, shuffle=False)
-    assert ours == [distinct[i] for i in theirs]
-
-
-@pytest.mark.parametrize(("num_rows", "prompts"), [(7, 3), (5, 4), (1, 4), (2, 5), (3, 3), (9, 1)])
-@pytest.mark.parametrize("repeat_count", [1, 3])
-def test_no_prompt_is_left_out_and_no_dataset_too_small(num_rows, prompts, repeat_count):
-    sampler = GroupSampler(num_rows, 2, prompts, repeat_count, seed=3)
-    rows = list(sampler)
-    size = 2 * prompts
-    assert len(rows) == len(sampler) and len(rows) % (size * repeat_count) == 0
-    assert set(rows) == set(range(num_rows))
-    counts = Counter(rows).values()
-    assert max(counts) - min(counts) <= 2 * repeat_count  # nobody comes more than once oftener than another
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
-        assert chunk[::2] == chunk[1::2]  # groups of two
-        assert len(set(chunk)) == min(prompts, num_rows)
-        repetition = start // size % repeat_count
-        assert repetition == 0 or chunk == rows[start - size : start]
-
-
-@pytest.mark.parametrize("position", range(4))
-def test_sampler_refuses_nothing(position):
-    numbers = [4, 2, 2, 1]
-    numbers[position] = 0
-    with pytest.raises(ValueError, match="must be at least 1, not 0"):
-        GroupSampler(*numbers)
-
-
-def test_accepted_columns_become_keyword_arguments():
-    rows = [
-        {"prompt": "a", "negative_prompt": "x", "height": 64, "image": [1, 2], "color": "red", "image_2": None},
-        {"prompt": "b", "negative_prompt": "", "height": 64, "image": [3, 4], "color": "blue", "image_2": None},
-    ]
-    accepted = {"prompt", "negative_prompt", "height", "image", "image_2", "width"}
-    assert pipeline_inputs(rows, accepted) == {
-        "prompt": ["a", "b"],
-        "negative_prompt": ["x", ""],
-        "height": 64,
-        "image": [[1, 2], [3, 4]],
-    }
-
-
-def test_classes_are_one_a_sample_where_other_numbers_are_one_a_call():
-    rows = [{"class_labels": label, "guidance_scale": 4.0} for label in (3, 7)]
-    assert groups_by_shape(rows, set(rows[0])) == [[0, 1]]
-    assert pipeline_inputs(rows, set(rows[0])) == {"class_labels": [3, 7], "guidance_scale": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        ("height", [64, 32, 64], r"'height' has different values in one pipeline call, \[32, 64\]"),
-        ("guidance_scale", [4.5, 4.5, 7.0], r"'guidance_scale' has different values .* \[4.5, 7.0\]"),
-        ("height", [64, None, 64], "'height' is None in 1 of the 3 rows"),
-        ("negative_prompt", [None, "x", None], "'negative_prompt' is None in 2 of the 3 rows"),
-    ],
-)
-def test_columns_that_one_call_cannot_take(name, values, message):
-    with pytest.raises(ValueError, match=message):
-        pipeline_inputs([{"prompt": "a", name: value} for value in values], {"prompt", name})
 
 
 # GenEval's own form: entries of `include` have other keys from row to row, and a position is a list of two types

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.data.prompts import GroupSampler
+from diffusion_grpo.data.sampler import GroupSampler
 from diffusion_grpo.distributed.context_parallel import check_context, one_a_group, says_what_does_not_divide
 from tests.distributed.test_processes import result
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.data.prompts import GroupSampler
+from diffusion_grpo.data.sampler import GroupSampler
 from diffusion_grpo.rollout.order import RolloutOrder, inverse, update_order
 
 

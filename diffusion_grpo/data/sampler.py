@@ -1,0 +1,75 @@
+"""The order in which the rows of a dataset are rolled out."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+
+class GroupSampler(torch.utils.data.Sampler[int]):
+    """Dataset row indices in the order in which samples are rolled out (the order of TRL's `RepeatSampler`).
+
+    Each chunk of prompts is laid out as `[p0] * num_generations + [p1] * num_generations + ...`, and the whole chunk
+    is given `repeat_count` times in a row. The order depends on seed and epoch alone, so that a resumed run continues
+    it. Where the rows do not fill the last chunk it is filled up from the start of the same order, so that no prompt
+    is left out; a dataset smaller than one chunk goes round as often as needed.
+
+    Args:
+        num_rows: rows of the dataset.
+        num_generations: samples of each prompt, side by side.
+        prompts_per_rollout: prompts in a chunk; distinct ones unless the dataset has fewer.
+        repeat_count: how often each chunk comes before the next one.
+        processes: that part each chunk among themselves, in equal shares.
+        copies: processes that get the same share.
+        shuffle: a new permutation in each epoch, else the dataset's own order.
+        seed: not negative.
+
+    Raises:
+        ValueError: a number that must be positive is not.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_generations: int,
+        prompts_per_rollout: int,
+        repeat_count: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        processes: int = 1,
+        copies: int = 1,
+    ) -> None:
+        sizes = {
+            "num_rows": num_rows,
+            "num_generations": num_generations,
+            "prompts_per_rollout": prompts_per_rollout,
+            "repeat_count": repeat_count,
+        }
+        for size, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{size} must be at least 1, not {value}.")
+        self.num_rows = num_rows
+        self.num_generations = num_generations
+        self.prompts_per_rollout = prompts_per_rollout
+        self.repeat_count = repeat_count
+        self.shuffle = shuffle
+        self.seed = seed
+        self.processes, self.copies = processes, copies
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch whose order the next iteration gives."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        chunks = -(-self.num_rows // self.prompts_per_rollout)
+        return chunks * self.prompts_per_rollout * self.num_generations * self.repeat_count * self.copies
+
+    def __iter__(self) -> Iterator[int]:
+        rows = np.arange(self.num_rows)
+        if self.shuffle:
+            rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
+        chunks = -(-self.num_rows // self.prompts_per_rollout)
+        chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # goes round where the rows do not suffice
+        order = chunks.repeat(self.num_generations, axis=1).repeat(self.repeat_count, axis=0)
+        yield from order.reshape(len(order) * self.processes, -1).repeat(self.copies, axis=0).flatten().tolist()
