@@ -310,7 +310,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         )
         if self.is_world_process_zero():
             warn_of_trained_prompts(counts)
-        self.run |= {"pipeline": type(pipe).__name__, "component": list(component), "prompts": counts}
+        self.run |= {"pipeline": type(pipe).__name__, "component": ", ".join(component), "prompts": counts}
         self.run["loads_by"] = lora_loader(pipe, component[0])
         given = {*self.inputs.fixed, *(self.train_dataset.column_names if self.train_dataset is not None else [])}
         self.run["pipeline_tag"] = pipeline_tag(type(pipe), given)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..data.held_out import describe_prompts
-from ..policy.base import policy_component
+from ..policy.base import policy_component, split_component
 from . import markdown
 from .folder import format_updates
 
@@ -174,7 +174,7 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str 
 def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> None:
     records = [place / "run.json" for place in (folder, *folder.resolve().parents[:2])]  # of the run around it
     trained = [json.loads(path.read_text(encoding="utf-8")).get("component") for path in records if path.is_file()]
-    first, *others = trained[0] if trained and trained[0] else policy_component(pipe)
+    first, *others = split_component(trained[0]) if trained and trained[0] else policy_component(pipe)
     for name, place in ((first, folder), *((name, folder / name) for name in others)):
         if not place.is_dir():
             continue
@@ -300,7 +300,7 @@ def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str
     is_local = lora and not is_embedded and not _base_model(run["model"], lora)
     note = "  # a folder on the machine that trained it" if is_local else ""
     lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base}){note}"]
-    names = run["component"]
+    names = split_component(run["component"])
     for name in names if lora else []:
         into = "" if name == names[0] else f", load_into_{name}=True"
         place = json.dumps(source)
