@@ -62,8 +62,8 @@ sweep: setup ## ask every pipeline of a diffusers checkout whether it trains (AR
 docs: setup ## regenerate docs/config.md from the settings' help texts and check every link in the docs
 	@$(BIN)/python docs/build.py $(ARGS)
 
-tiny-model: setup ## make the embedded model again from packages alone (within half an hour on two cores)
-	@$(OFFLINE) $(BIN)/python -m diffusion_grpo.tiny.train $(ARGS)
+tiny-model: setup ## train the embedded model again (up to half an hour on two cores)
+	@$(OFFLINE) $(BIN)/python -m benchmarks.tiny_model.train $(ARGS)
 
 clean: ## remove the environment, caches and build products (outputs/ is kept)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -13,11 +13,11 @@ import transformers as tf
 from huggingface_hub import constants
 from tiny_runs import trainer_for
 
+from benchmarks.tiny_model.render import draw_word
 from diffusion_grpo import cli
 from diffusion_grpo.rewards import REWARDS, check_needs, load_rewards, needs, score
 from diffusion_grpo.rewards.geneval.detectors import TransformersDetector
 from diffusion_grpo.rewards.models.base import ModelReward
-from diffusion_grpo.tiny.render import draw_word
 
 OPTIONAL = ("onnxruntime", "rapidocr", "tesserocr", "httpx2", "scipy", "timm", "paddleocr", "paddle")
 REQUIRED = {

@@ -15,11 +15,11 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
+from benchmarks.tiny_model.render import draw_word
 from diffusion_grpo.rewards import REWARDS, RewardError, get_reward, load_rewards, reward_name, score
 from diffusion_grpo.rewards.ocr.text import quoted, similarity, spelling_scores
 from diffusion_grpo.rewards.score import _warn_unscored
 from diffusion_grpo.tiny import COLORS, make_prompt, words
-from diffusion_grpo.tiny.render import draw_word
 
 PICTURES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in (0, 100, 255)]
 PROMPTS = ["a", "b", "c"]

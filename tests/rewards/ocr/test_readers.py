@@ -13,9 +13,9 @@ from huggingface_hub import constants
 from PIL import Image, ImageDraw, ImageFont
 from tiny_scorers import IMAGES, got_ocr, trocr
 
+from benchmarks.tiny_model.render import draw_word
 from diffusion_grpo.rewards import REWARDS, check_needs, load_rewards, score
 from diffusion_grpo.rewards.ocr.text import _paddle_reader, similarity
-from diffusion_grpo.tiny.render import draw_word
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
-"""How well the embedded model writes: `python -m diffusion_grpo.tiny.evaluate [--prompts 192]`.
+"""Measure how well the embedded model writes: `python -m benchmarks.tiny_model.evaluate [--prompts 192]`.
 
-In: a pipeline folder (the package's own by default) and held-out prompts. Out: the table of the model's card, one row
-a guidance scale: share of words read exactly by PP-OCR and by Tesseract, share in the right colour, mean rewards.
-A module of its own because it is the command by which the card's figures can be checked.
+Prints the table of the model card for held-out prompts, one row per guidance scale: the share of words that PP-OCR
+and Tesseract read exactly, the share in the right colour, and the mean rewards.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from pathlib import Path
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from ..rewards.images.color import color, named_color, nearest_color
-from ..rewards.ocr.tesseract import tesseract
-from ..rewards.ocr.text import text
-from . import PATH, prompts
+from diffusion_grpo.rewards.images.color import color, named_color, nearest_color
+from diffusion_grpo.rewards.ocr.tesseract import tesseract
+from diffusion_grpo.rewards.ocr.text import text
+from diffusion_grpo.tiny import PATH, prompts
+
 from .render import HEIGHT, WIDTH
 
 
 def draw(pipe: StableDiffusion3Pipeline, wanted: list[str], guidance: float, steps: int = 8, batch: int = 48) -> list:
-    """One PIL picture a prompt by the pipeline's own deterministic sampler, noise seeded by the prompt's position."""
-    pictures = []
+    """Sample one PIL image per prompt with the pipeline's own scheduler; the prompt's position seeds its noise."""
+    images = []
     for start in range(0, len(wanted), batch):
         chunk = wanted[start : start + batch]
-        pictures += pipe(
+        images += pipe(
             prompt=chunk,
             height=HEIGHT,
             width=WIDTH,
@@ -34,26 +34,26 @@ def draw(pipe: StableDiffusion3Pipeline, wanted: list[str], guidance: float, ste
             max_sequence_length=1,
             generator=[torch.Generator().manual_seed(start + row) for row in range(len(chunk))],
         ).images
-    return pictures
+    return images
 
 
-def measure(pictures: list, wanted: list[str]) -> dict[str, float]:
-    """Shares in [0, 1] of exact readings and right colours, and the means of the three rewards."""
-    spelled, judged, colored = (reward(images=pictures, prompts=wanted) for reward in (text, tesseract, color))
-    right = [nearest_color(picture) == named_color(prompt) for picture, prompt in zip(pictures, wanted, strict=True)]
+def measure(images: list, wanted: list[str]) -> dict[str, float]:
+    """Return the shares in [0, 1] of exact readings and right colours, and the means of the three rewards."""
+    by_pp_ocr, by_tesseract, colored = (reward(images=images, prompts=wanted) for reward in (text, tesseract, color))
+    right = [nearest_color(image) == named_color(prompt) for image, prompt in zip(images, wanted, strict=True)]
     count = len(wanted)
     return {
-        "text exact": sum(value == 1 for value in spelled) / count,
-        "tesseract exact": sum(value == 1 for value in judged) / count,
+        "text exact": sum(value == 1 for value in by_pp_ocr) / count,
+        "tesseract exact": sum(value == 1 for value in by_tesseract) / count,
         "color right": sum(right) / count,
-        "text": sum(spelled) / count,
-        "tesseract": sum(judged) / count,
+        "text": sum(by_pp_ocr) / count,
+        "tesseract": sum(by_tesseract) / count,
         "color": sum(colored) / count,
     }
 
 
 def main() -> None:
-    """Prints the table of the model's card."""
+    """Print the table of the model card."""
     parser = argparse.ArgumentParser(description="Measure the embedded model on held-out words.")
     parser.add_argument("--model", type=Path, default=PATH, help="folder of the pipeline")
     parser.add_argument("--prompts", type=int, default=192, help="number of held-out prompts")

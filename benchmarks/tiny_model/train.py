@@ -1,10 +1,12 @@
-"""Trains the embedded model from packages alone: `python -m diffusion_grpo.tiny.train [--output FOLDER]`.
+"""Train the embedded model from installed packages alone: `python -m benchmarks.tiny_model.train [--output FOLDER]`.
 
-In: the training words, a font, seeds. Out: the folder of a diffusers `StableDiffusion3Pipeline`. Three phases: a small
-KL autoencoder; rectified flow matching with correct captions, the text encoders trained together with the transformer;
-rectified flow matching with partly wrong captions, which is what leaves something to learn from a reward. Every phase
-has its own seed, optimizer and fixed number of steps, so that two runs on one machine give the same model. A module of
-its own because nothing else in the package trains a model from nothing.
+The result is the folder of a diffusers `StableDiffusion3Pipeline`. There are three phases:
+
+1. a small KL autoencoder;
+2. rectified flow matching with correct captions; the text encoders are trained together with the transformer;
+3. rectified flow matching with partly wrong captions, which leaves something to learn from a reward.
+
+Every phase has its own seed, optimizer and number of steps, so two runs on one machine give the same model.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ from transformers import (
     T5EncoderModel,
 )
 
-from . import COLORS, PATH, make_prompt, words
+from diffusion_grpo.tiny import COLORS, PATH, make_prompt, words
+
 from .render import corrupt, draw_word, random_word
 
 TOKENS = 25  # start + `the word "RAINSX" in orange` + end: the longest prompt there is
-NUM_PICTURES = 20480
+NUM_IMAGES = 20480
 AUTOENCODER_STEPS, AUTOENCODER_BATCH = 700, 16
 CLEAN_STEPS, WRONG_STEPS, BATCH = 2200, 500, 64
 WRONG_LETTERS = WRONG_COLORS = 0.15
@@ -49,7 +52,7 @@ Caption = tuple[str, str]  # word, colour
 
 
 def character_tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer without merges: one token a character, those that end a word or a run of marks apart."""
+    """Build a CLIP tokenizer without merges: one token per character, with separate ones at the end of a word."""
     characters = "abcdefghijklmnopqrstuvwxyz0123456789\"'.,!?-"
     tokens = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{character}</w>" for character in characters)]
     return CLIPTokenizer(
@@ -58,10 +61,10 @@ def character_tokenizer() -> CLIPTokenizer:
 
 
 def absent_t5() -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
-    """What stands where SD3 has its T5: an encoder whose output is exactly zero, which is what SD3 feeds without one.
+    """Build a stand-in for SD3's T5: an encoder whose output is exactly zero, as SD3 feeds when it has none.
 
     `StableDiffusion3Pipeline.from_pretrained` insists on a third text encoder and tokenizer unless the caller passes
-    `None` for both, and this folder is to load plainly. The tokenizer gives one end token whatever it is asked.
+    `None` for both, and this folder should load without arguments. The tokenizer returns one end token for any text.
     """
     config = T5Config(
         vocab_size=2, d_model=128, d_kv=1, d_ff=1, num_layers=1, num_heads=1, eos_token_id=0, pad_token_id=1
@@ -75,7 +78,7 @@ def absent_t5() -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
 
 
 def build_pipeline() -> StableDiffusion3Pipeline:
-    """The untrained pipeline, 3.5 million parameters."""
+    """Build the untrained pipeline of 3.5 million parameters."""
     transformer = SD3Transformer2DModel(
         sample_size=24,
         patch_size=2,
@@ -137,17 +140,17 @@ def _autoencoder() -> AutoencoderKL:
     )
 
 
-def make_pictures(count: int, seed: int) -> tuple[Tensor, list[Caption]]:
-    """Pictures as uint8 `(count, 3, 32, 96)` and what is written on each."""
+def make_images(count: int, seed: int) -> tuple[Tensor, list[Caption]]:
+    """Draw images, uint8 `(count, 3, 32, 96)`, and return them with their captions."""
     generator = random.Random(seed)
     known, held_out = words("train"), set(words("test"))
     captions = [(random_word(generator, known, held_out), generator.choice(list(COLORS))) for _ in range(count)]
-    pictures = np.stack([np.asarray(draw_word(word, color, generator)) for word, color in captions])
-    return torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous(), captions
+    images = np.stack([np.asarray(draw_word(word, color, generator)) for word, color in captions])
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), captions
 
 
 def optimize(name: str, parameters: list, steps: int, lr: float, loss_of: Callable[[], Tensor]) -> None:
-    """AdamW with a short warm-up and a linear decay to a twentieth; prints the mean loss of each hundred steps."""
+    """Run AdamW with a short warm-up and a linear decay to 5 %; print the mean loss of every hundred steps."""
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 50, 1.0) * (1 - 0.95 * step / steps)
@@ -166,12 +169,12 @@ def optimize(name: str, parameters: list, steps: int, lr: float, loss_of: Callab
             total = 0.0
 
 
-def train_autoencoder(vae: AutoencoderKL, pictures: Tensor, seed: int = 1) -> None:
-    """Fit reconstruction plus a light pull of the latents to a unit normal; then set scaling and shift."""
+def train_autoencoder(vae: AutoencoderKL, images: Tensor, seed: int = 1) -> None:
+    """Train on reconstruction plus a weak KL term towards a unit normal, then set scaling and shift."""
     torch.manual_seed(seed)
 
     def loss_of() -> Tensor:
-        batch = pictures[torch.randint(len(pictures), (AUTOENCODER_BATCH,))].float() / 127.5 - 1
+        batch = images[torch.randint(len(images), (AUTOENCODER_BATCH,))].float() / 127.5 - 1
         batch = batch.contiguous(memory_format=torch.channels_last)  # a third faster on a CPU
         posterior = vae.encode(batch).latent_dist
         error = vae.decode(posterior.sample()).sample - batch
@@ -181,7 +184,7 @@ def train_autoencoder(vae: AutoencoderKL, pictures: Tensor, seed: int = 1) -> No
     vae.train().to(memory_format=torch.channels_last)
     optimize("autoencoder", list(vae.parameters()), AUTOENCODER_STEPS, 2e-3, loss_of)
     vae.eval().requires_grad_(False).to(memory_format=torch.contiguous_format)
-    sample = pictures[:512]
+    sample = images[:512]
     latents = encode(vae, sample)
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
     decoded = torch.cat([vae.decode(chunk).sample for chunk in latents.split(64)]).clamp(-1, 1)
@@ -190,13 +193,13 @@ def train_autoencoder(vae: AutoencoderKL, pictures: Tensor, seed: int = 1) -> No
 
 
 @torch.no_grad()
-def encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
-    """Mean latents `(count, 6, 8, 24)` of uint8 pictures, neither shifted nor scaled."""
-    return torch.cat([vae.encode(chunk.float() / 127.5 - 1).latent_dist.mode() for chunk in pictures.split(64)])
+def encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
+    """Return the mean latents `(count, 6, 8, 24)` of uint8 images, neither shifted nor scaled."""
+    return torch.cat([vae.encode(chunk.float() / 127.5 - 1).latent_dist.mode() for chunk in images.split(64)])
 
 
 def encode_prompts(pipe: StableDiffusion3Pipeline, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """What the pipeline's `encode_prompt` returns with `max_sequence_length=1`, but with gradients."""
+    """Call the pipeline's `encode_prompt` with `max_sequence_length=1`, but with gradients."""
     embeds, _, pooled, _ = type(pipe).encode_prompt(
         pipe, prompts, prompts, prompts, do_classifier_free_guidance=False, max_sequence_length=1
     )
@@ -204,13 +207,13 @@ def encode_prompts(pipe: StableDiffusion3Pipeline, prompts: list[str]) -> tuple[
 
 
 def train_flow(
-    pipe: StableDiffusion3Pipeline, pictures: Tensor, captions: list[Caption], name: str, steps: int, lr: float,
+    pipe: StableDiffusion3Pipeline, images: Tensor, captions: list[Caption], name: str, steps: int, lr: float,
     wrong: tuple[float, float], seed: int,
 ) -> None:  # fmt: skip
-    """Rectified flow matching of transformer and text encoders; `wrong` is the share of wrong letters and colours."""
+    """Train transformer and text encoders by rectified flow matching; `wrong`: shares of wrong letters and colours."""
     torch.manual_seed(seed)
     generator = random.Random(seed)
-    latents = (encode(pipe.vae, pictures) - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+    latents = (encode(pipe.vae, images) - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
     trained = [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]
 
     def prompt_of(index: int) -> str:
@@ -243,22 +246,22 @@ def train_flow(
 def train(
     save: Callable[[str, StableDiffusion3Pipeline], None] = lambda phase, pipe: None,
 ) -> StableDiffusion3Pipeline:
-    """Run the three phases; `save` is called after each with its name and the pipeline."""
+    """Run the three phases; call `save` with the name of the phase and the pipeline after each."""
     torch.manual_seed(0)
     torch.set_num_threads(2)
     pipe = build_pipeline()
-    pictures, captions = make_pictures(NUM_PICTURES, seed=0)
-    train_autoencoder(pipe.vae, pictures)
+    images, captions = make_images(NUM_IMAGES, seed=0)
+    train_autoencoder(pipe.vae, images)
     save("autoencoder", pipe)
-    train_flow(pipe, pictures, captions, "correct captions", CLEAN_STEPS, 1e-3, (0.0, 0.0), seed=2)
+    train_flow(pipe, images, captions, "correct captions", CLEAN_STEPS, 1e-3, (0.0, 0.0), seed=2)
     save("correct", pipe)
-    train_flow(pipe, pictures, captions, "wrong captions", WRONG_STEPS, 3e-4, (WRONG_LETTERS, WRONG_COLORS), seed=3)
+    train_flow(pipe, images, captions, "wrong captions", WRONG_STEPS, 3e-4, (WRONG_LETTERS, WRONG_COLORS), seed=3)
     save("wrong", pipe)
     return pipe
 
 
 def main() -> None:
-    """Trains the model and writes its folder: `make tiny-model`."""
+    """Train the model and write its folder: `make tiny-model`."""
     parser = argparse.ArgumentParser(description="Train the embedded model.")
     parser.add_argument(
         "--output", type=Path, default=PATH, help="folder of the pipeline (default: the package's own)"

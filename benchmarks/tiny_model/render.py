@@ -1,7 +1,6 @@
-"""Pictures of words: what the embedded model is trained on.
+"""Images of words, which the embedded model is trained on: 32x96 RGB, bold monospaced capitals on near-white.
 
-In: a word, a colour's name and a seeded `random.Random`. Out: a 32x96 RGB picture of the word in one bold monospaced
-font on a near-white ground. A module of its own because the tests of the rewards draw their clean pictures with it.
+The tests of the rewards draw their clean images with it too.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from . import COLORS
+from diffusion_grpo.tiny import COLORS
 
 HEIGHT, WIDTH = 32, 96
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -27,18 +26,18 @@ def _font() -> ImageFont.FreeTypeFont:
 
 
 def draw_word(word: str, color: str, generator: random.Random) -> Image.Image:
-    """Draw `word` (up to six capitals) in a named colour: centred up to one pixel, ground and ink slightly varied."""
+    """Draw `word` (up to six capitals) in a named colour, centred, with slight variations of place, ground and ink."""
     ground = generator.randint(238, 255)
     ink = tuple(max(0, min(255, channel + generator.randint(-8, 8))) for channel in COLORS[color])
-    picture = Image.new("RGB", (WIDTH, HEIGHT), (ground, ground, ground))
+    image = Image.new("RGB", (WIDTH, HEIGHT), (ground, ground, ground))
     x = WIDTH / 2 + generator.randint(-1, 1)
     y = HEIGHT / 2 + generator.randint(-1, 1)
-    ImageDraw.Draw(picture).text((x, y), word, font=_font(), fill=ink, anchor="mm")
-    return picture
+    ImageDraw.Draw(image).text((x, y), word, font=_font(), fill=ink, anchor="mm")
+    return image
 
 
 def random_word(generator: random.Random, known: list[str], held_out: set[str]) -> str:
-    """A training word: three times in ten a known one, else three to six random letters, never a held-out word."""
+    """Draw a training word: a known one 30 % of the time, else three to six random letters; never a held-out word."""
     if generator.random() < 0.3:
         return generator.choice(known)
     length = generator.choices((3, 4, 5, 6), weights=(1, 2, 3, 3))[0]
@@ -49,7 +48,7 @@ def random_word(generator: random.Random, known: list[str], held_out: set[str]) 
 def corrupt(
     word: str, color: str, wrong_letters: float, wrong_colors: float, generator: random.Random
 ) -> tuple[str, str]:
-    """Word and colour for a partly wrong caption: each letter and the colour replaced with the given probabilities."""
+    """Return a partly wrong word and colour: each letter, and the colour, is replaced with the given probability."""
     letters = [generator.choice(LETTERS) if generator.random() < wrong_letters else letter for letter in word]
     if generator.random() < wrong_colors:
         color = generator.choice([name for name in COLORS if name != color])
