@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tiny_runs import brightness, trained_weights, trainer_for
 from zero_run import deepspeed_config
 
-from diffusion_grpo import trainer
+from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.data import inputs
 from diffusion_grpo.distributed import failure as ranks
 from diffusion_grpo.rewards import batchwise, groupwise, takes_latents
@@ -187,8 +187,6 @@ def fail_of_subset(folder, settings, where):
 
 def fail(folder, settings, where):
     """Process 1 goes wrong; `where` says how."""
-    real = trainer.DiffusionGRPOTrainer._step_loss
-
     def judge(images, **columns):
         if rank() == 1 and where == "reward" and own.state.global_step == 1:
             raise ValueError("the judge is out")
@@ -198,13 +196,13 @@ def fail(folder, settings, where):
             time.sleep(6)
         return brightness(images)
 
-    def step_loss(self, batch, step, is_on_policy):
-        if rank() == 1 and where in ("bug", "lingering") and self.state.global_step == 1:
+    def loss(*args):
+        if rank() == 1 and where in ("bug", "lingering") and own.state.global_step == 1:
             raise ZeroDivisionError("a loss of one's own")
-        loss, error = real(self, batch, step, is_on_policy)
-        if rank() == 1 and where == "loss" and self.state.global_step == 1:
-            loss = loss * float("nan")
-        return loss, 0.5 if rank() == 1 and where in ("ratio", "late") else error
+        output = real_loss(*args)
+        if rank() == 1 and where == "loss" and own.state.global_step == 1:
+            output = dataclasses.replace(output, loss=output.loss * float("nan"))
+        return dataclasses.replace(output, drift=0.5) if rank() == 1 and where in ("ratio", "late") else output
 
     real_rows = inputs.PipelineInputs.rows
 
@@ -214,12 +212,12 @@ def fail(folder, settings, where):
         return real_rows(self, dataset, numbers)
 
     inputs.PipelineInputs.rows = rows
-    trainer.DiffusionGRPOTrainer._step_loss = step_loss
     ranks.NOTICE, ranks.BEAT, ranks.GRACE = 1.0, 0.5, 1.0
     if rank() == 1 and where == "late":
         wait = ranks.Ranks._wait_for_all
         ranks.Ranks._wait_for_all = lambda *args: (wait(*args), time.sleep(5))
     own = built(folder, settings, judge)
+    real_loss, own.algorithm.loss = own.algorithm.loss, loss
     try:
         own.train()
     except ZeroDivisionError:
@@ -243,7 +241,7 @@ def die(folder, settings, moment, calls):
     if moment == "reward":
         return fail(folder, settings, "dead")
     if rank() == (0 if moment == "checkpoint" else 1):  # process 0 is the one that writes
-        place = {"rollout": (generation, "rollout"), "update": (trainer, "replay"), "checkpoint": (hub, "save_policy")}
+        place = {"rollout": (generation, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
         kill_in(*place[moment], calls)
     ranks.BEAT = 0.5
     built(folder, settings).train()

@@ -14,7 +14,7 @@ from tiny_runs import first_frame_brightness, trainer_for
 
 
 def deepspeed_config(stage: int, **zero) -> dict:
-    """A usual configuration; the tiny networks' larger weights are above the threshold, so that they are parted."""
+    """A usual configuration; the tiny networks' larger weights are above the threshold, so that they are sharded."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 100, "reduce_bucket_size": "auto", **zero}
     names = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
     return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(names.split(), "auto")}
@@ -22,12 +22,12 @@ def deepspeed_config(stage: int, **zero) -> dict:
 
 def partitioning(trainer) -> dict:
     """What of the weights this process holds."""
-    parted = [p for p in trainer.model.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist]
+    sharded = [p for p in trainer.model.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist]
     return {
         "stage": trainer.backend.mode.get("zero_stage", 0),
-        "empty": sum(p.numel() == 0 for p in parted),
-        "held": sum(p.ds_tensor.numel() for p in parted),
-        "all": sum(p.ds_numel for p in parted),
+        "empty": sum(p.numel() == 0 for p in sharded),
+        "held": sum(p.ds_tensor.numel() for p in sharded),
+        "all": sum(p.ds_numel for p in sharded),
         "kept": sum(getattr(p, "ds_persist", False) for p in trainer.model.parameters()),
         "dtype": str(next(trainer.model.parameters()).dtype),
         "frozen_whole": all(p.numel() and not hasattr(p, "ds_id") for p in trainer.pipe.text_encoder.parameters()),
