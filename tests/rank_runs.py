@@ -187,6 +187,7 @@ def fail_of_subset(folder, settings, where):
 
 def fail(folder, settings, where):
     """Process 1 goes wrong; `where` says how."""
+
     def judge(images, **columns):
         if rank() == 1 and where == "reward" and own.state.global_step == 1:
             raise ValueError("the judge is out")

@@ -23,7 +23,9 @@ from safetensors.torch import load_file
 from tiny_runs import GUIDED, OPTIONAL, logged, pictures, trained_weights, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo.distributed import deepspeed as distributed
+from diffusion_grpo.distributed import deepspeed
+from diffusion_grpo.distributed.context_parallel import ContextGroups
+from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
 from diffusion_grpo.policy.rollout import DenoisingPolicy, rollout, sample_seed
 from diffusion_grpo.run import weights as hub
 
@@ -143,42 +145,43 @@ def test_open_bucket_sizes_come_from_the_width_of_the_network():
     pipe, _ = tiny_pipelines.build("sd3", 0)
     width = pipe.transformer.inner_dim
     names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    config = distributed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3, **dict.fromkeys(names, "auto")}})
-    distributed.fill_sizes(config, pipe.transformer)
+    config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3, **dict.fromkeys(names, "auto")}})
+    deepspeed.fill_sizes(config, pipe.transformer)
     assert [config.get_value(f"zero_optimization.{name}") for name in names] == [
         width * width,
         int(0.9 * width * width),
         10 * width,
     ]
-    distributed.hide_deepspeed()
+    deepspeed.hide_deepspeed()
 
 
 def test_half_precision_that_deepspeed_knows_nothing_of_is_refused():
-    plugin = SimpleNamespace(hf_ds_config=distributed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}}))
+    plugin = SimpleNamespace(hf_ds_config=deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}}))
     with pytest.raises(ValueError, match='bf16=True, but the DeepSpeed configuration.*add "bf16"'):
-        distributed.check_deepspeed(SimpleNamespace(deepspeed_plugin=plugin, bf16=True, fp16=False))
+        DeepSpeedBackend(torch.bfloat16, ContextGroups(), plugin)
     plugin.hf_ds_config.config["bf16"] = {"enabled": True}
-    distributed.check_deepspeed(SimpleNamespace(deepspeed_plugin=plugin, bf16=True, fp16=False))
-    distributed.hide_deepspeed()
+    DeepSpeedBackend(torch.bfloat16, ContextGroups(), plugin)
+    deepspeed.hide_deepspeed()
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings", "offload", "message"),
+    ("stage", "permute_steps", "offload", "message"),
     [
-        (2, {"permute_steps": True}, None, "permute_steps=False"),
-        (3, {"permute_steps": False}, {"device": "cpu"}, "leave out offload_optimizer"),
+        (2, True, None, "permute_steps=False"),
+        (3, False, {"device": "cpu"}, "leave out offload_optimizer"),
     ],
 )
-def test_experts_that_processes_cannot_share_are_refused(stage, settings, offload, message):
+def test_experts_that_processes_cannot_share_are_refused(stage, permute_steps, offload, message):
     zero = {"stage": stage, "offload_optimizer": offload}
-    config = distributed.HfTrainerDeepSpeedConfig({"zero_optimization": zero})
+    config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": zero})
     plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=config)
-    state = SimpleNamespace(deepspeed_plugin=plugin)
-    accelerator = SimpleNamespace(num_processes=2, distributed_type=None, state=state)
-    with pytest.raises(ValueError, match=f"take turns.*{message}"):
-        distributed.check_experts("transformer, transformer_2", accelerator, SimpleNamespace(**settings))
-    distributed.check_experts("transformer", accelerator, SimpleNamespace(**settings))
-    distributed.hide_deepspeed()
+    backend = DeepSpeedBackend(None, ContextGroups(), plugin)
+    backend.bind(SimpleNamespace(num_processes=2), [])
+    run = {"permute_steps": permute_steps, "draws_tokens": False, "has_values": False}
+    with pytest.raises(ValueError, match=f"transformer, transformer_2 take turns.*{message}"):
+        backend.check_run(("transformer", "transformer_2"), **run)
+    backend.check_run(("transformer",), **run)
+    deepspeed.hide_deepspeed()
 
 
 # Everything else, which takes minutes

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import threading
 import types
 
 import fsdp_run
@@ -17,12 +16,11 @@ from safetensors.torch import load_file
 from tiny_runs import GUIDED, OPTIONAL, pictures, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.distributed import deepspeed as distributed
 from diffusion_grpo.distributed import fsdp
+from diffusion_grpo.distributed.context_parallel import ContextGroups
+from diffusion_grpo.distributed.fsdp import FSDP2Backend
 from diffusion_grpo.distributed.sharded_checkpoints import has_shards
-from diffusion_grpo.policy.denoising import DONE, GRAPH, PLAIN
-from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
-from diffusion_grpo.rollout.reference import ReplayingTrainer
+from diffusion_grpo.training.setup import choose_backend
 
 SETTINGS = {
     "gradient_accumulation_steps": 4,
@@ -207,11 +205,10 @@ def test_all_weights_in_half_precision(folder):
 # Refusals
 
 
-def asked(monkeypatch, tmp_path, **environment):
-    """Settings of a run whose launcher asked for FSDP."""
+def ask(monkeypatch, **environment):
+    """Ask for FSDP as a launcher does."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}.items():
         monkeypatch.setenv(name, value)
-    return DiffusionGRPOConfig(str(tmp_path), use_cpu=True, report_to="none")
 
 
 @pytest.mark.parametrize(
@@ -224,25 +221,26 @@ def asked(monkeypatch, tmp_path, **environment):
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_a_model_is_loaded(monkeypatch, tmp_path, environment, match):
+    ask(monkeypatch, **environment)
     with pytest.raises(ValueError, match=match):
-        fsdp.check_fsdp(asked(monkeypatch, tmp_path, **environment))
+        choose_backend(DiffusionGRPOConfig(str(tmp_path), use_cpu=True, report_to="none"))
 
 
 def test_settings_ask_as_a_launcher_does(tmp_path):
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).delenv("ACCELERATE_USE_FSDP", raising=False)
-        assert not fsdp.is_asked_for(DiffusionGRPOConfig(str(tmp_path), use_cpu=True))
+        assert not choose_backend(DiffusionGRPOConfig(str(tmp_path), use_cpu=True)).is_fsdp
         args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, fsdp=True, fsdp_config={"version": 1})
         with pytest.raises(ValueError, match="fsdp_config={'version': 2}"):
-            fsdp.check_fsdp(args)
+            choose_backend(args)
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # transformers sets it
 
 
-def test_accelerate_may_not_train_in_another_way(monkeypatch, tmp_path):
-    args = asked(monkeypatch, tmp_path)
+def test_accelerate_may_not_train_in_another_way(monkeypatch):
+    ask(monkeypatch)
     accelerator = types.SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, is_fsdp2=False, state=None)
     with pytest.raises(ValueError, match="accelerate would train with MULTI_GPU"):
-        fsdp.activate(accelerator, args)
+        FSDP2Backend(None, ContextGroups(), {}, keeps_gathered=False, processes=2).bind(accelerator, [])
 
 
 def test_units_are_the_blocks_that_a_network_repeats():
@@ -262,82 +260,3 @@ def test_several_networks_are_refused():
     networks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     with pytest.raises(ValueError, match="FSDP trains one network.*train_component"):
         fsdp.settle(types.SimpleNamespace(), networks)
-
-
-# Keeping in step
-
-
-def test_a_process_with_fewer_passes_repeats_its_last():
-    accelerator = types.SimpleNamespace(device="cpu", gather=lambda count: torch.tensor([3, 1]))
-    assert distributed.in_step(["a"], accelerator, True) == [("a", True), ("a", False), ("a", False)]
-    assert distributed.in_step(["a"], accelerator, False) == [("a", True)]
-
-
-def test_networks_are_called_as_on_the_process_that_calls_them_most():
-    """In the same order, and neither score nor gradient know of it."""
-    pipe, inputs = tiny_pipelines.build("sd3")
-    policy, calls = DenoisingPolicy(pipe), []
-    policy.skips_hooks = True  # as where hooks gather weights
-    pipe.transformer.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    _, trajectory = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=3)
-
-    def gradient():
-        calls.clear()
-        pipe.transformer.zero_grad()
-        scored = replay(policy, inputs, trajectory, 1)
-        (scored.log_prob.sum() + policy.take_spare()).backward()
-        return scored.log_prob.detach(), pipe.transformer.proj_out.weight.grad.clone()
-
-    expected = gradient()
-    assert calls == [True]
-    others = [PLAIN, GRAPH, GRAPH, PLAIN, DONE]
-
-    def next_of_all(own):
-        other = others[0]
-        if other == min(filter(None, (own, other)), default=DONE):  # it is the other one's turn too
-            others.pop(0)
-        return [own, other]
-
-    policy.next_of_all = next_of_all
-    found = gradient()
-    assert calls == [False, True, True, False] and not others
-    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
-
-
-def test_of_two_experts_each_keeps_in_step(tmp_path):
-    """One process calls them twice a step, for guidance, and the other once: never one expert here and one there."""
-    barrier, slots, called = threading.Barrier(2, timeout=60), [0, 0], ([], [])
-
-    def run(own, guidance):
-        torch.set_num_threads(1)
-        pipe, inputs = tiny_pipelines.build("wan_experts", 0)
-        for name in ("transformer", "transformer_2"):
-            getattr(pipe, name).register_forward_hook(lambda *_, name=name: called[own].append(name))
-        policy = DenoisingPolicy(pipe)
-        policy.skips_hooks = True
-
-        def ask(number):
-            slots[own] = number
-            barrier.wait()
-            found = list(slots)
-            barrier.wait()
-            return found
-
-        policy.next_of_all = ask
-        inputs = {**inputs, "prompt": ["a"], "guidance_scale": guidance, "guidance_scale_2": guidance}
-        rollout(policy, inputs, seeds=[1], num_inference_steps=6)
-
-    threads = [threading.Thread(target=run, args=(own, scale)) for own, scale in enumerate((5.0, 1.0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert called[0] == called[1] and len(called[0]) >= 12 and set(called[0]) == {"transformer", "transformer_2"}
-
-
-def test_passes_of_experts_come_step_by_step():
-    parts = [types.SimpleNamespace(trajectory=types.SimpleNamespace(steps=torch.tensor([[2, 5]]))) for _ in range(2)]
-    names = types.SimpleNamespace(component="transformer, transformer_2")
-    assert ReplayingTrainer._turns(names, parts) == [[(0, 2), (1, 2)], [(0, 5), (1, 5)]]
-    names.component = "transformer"
-    assert ReplayingTrainer._turns(names, parts) == [[(0, 2), (0, 5), (1, 2), (1, 5)]]
