@@ -35,7 +35,7 @@ from .media.files import sampling_rate
 from .policy.token import make_policy
 from .rewards import RewardError
 from .rewards.overlap import Overlap
-from .rewards.subset import Post
+from .rewards.reward_processes import SampleChannel
 from .rewards.unscored import UnscoredRollouts
 from .rollout.feed import RolloutFeed
 from .rollout.generation import RolloutGenerator
@@ -222,7 +222,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             backend=backend,
             ranks=self.ranks,
             reward_processes=args.reward_processes,
-            post=Post(self.ranks, args.device, args.ddp_timeout) if args.scores_on_some else None,
+            channel=SampleChannel(self.ranks, args.device, args.ddp_timeout) if args.scores_on_some else None,
             overlap=Overlap(args.overlap_rewards, lambda: self.policy.draws_globally, lambda: backend.passes_together),
             fps=args.fps,
             sampling_rate=rate,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from diffusion_grpo.rewards.images.color import color, named_color, nearest_color
+from diffusion_grpo.rewards.images.color import color, find_color_name, nearest_color
 from diffusion_grpo.rewards.ocr.tesseract import tesseract
 from diffusion_grpo.rewards.ocr.text import text
 from diffusion_grpo.tiny import PATH, prompts
@@ -40,7 +40,7 @@ def draw(pipe: StableDiffusion3Pipeline, wanted: list[str], guidance: float, ste
 def measure(images: list, wanted: list[str]) -> dict[str, float]:
     """Return the shares in [0, 1] of exact readings and right colours, and the means of the three rewards."""
     by_pp_ocr, by_tesseract, colored = (reward(images=images, prompts=wanted) for reward in (text, tesseract, color))
-    right = [nearest_color(image) == named_color(prompt) for image, prompt in zip(images, wanted, strict=True)]
+    right = [nearest_color(image) == find_color_name(prompt) for image, prompt in zip(images, wanted, strict=True)]
     count = len(wanted)
     return {
         "text exact": sum(value == 1 for value in by_pp_ocr) / count,

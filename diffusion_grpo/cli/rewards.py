@@ -71,7 +71,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Prints scores beside published ones, and those of pictures drawn here. Returns the exit code."""
     name, options = _one_reward(arguments.reward)
     from ..rewards import REWARDS
-    from ..rewards.verify import PUBLISHED, compare, rendered
+    from ..rewards.verify import PUBLISHED, compare, score_drawings
 
     if arguments.model is not None:
         options["model"] = arguments.model
@@ -94,7 +94,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             default = inspect.signature(REWARDS[name]).parameters[key].default
             print(f"These are not the reward's own weights: {key}: {default}, its default, was not compared.")
     same = PUBLISHED[name].options if compared else {}  # the weights that are here already
-    drawn = _scored(rendered, name, {**same, **options})
+    drawn = _scored(score_drawings, name, {**same, **options})
     print(f"Pictures drawn here{', by the same weights' if compared else ''}:")
     for line in drawn:
         print(f"{line.picture:<14} {_number(line.value):>10}  {line.prompt}")

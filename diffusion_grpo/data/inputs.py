@@ -17,10 +17,10 @@ from diffusers import DiffusionPipeline
 from ..config.checks import RESERVED
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.collectives import broadcast_bytes, gather_json
-from ..media.serialize import packed, unpacked
+from ..media.serialize import pack_samples, unpack_samples
 from ..policy.batching import BATCHED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
-from ..rewards.contract import Reward, asked_columns
+from ..rewards.contract import Reward, list_columns
 from .calls import groups_by_shape, pipeline_inputs, texts_of_embeddings
 from .columns import Columns, is_media
 from .prompts import EMBEDDED
@@ -190,8 +190,8 @@ def _asked_by_all(
     for process, asked in enumerate(gather_json(accelerator, [sorted(given) for given in own])):
         for given in map(frozenset, asked):
             if given not in found:
-                parcel = packed([own[given]], None) if process == accelerator.process_index else None
-                (found[given],), _ = unpacked(broadcast_bytes(accelerator, parcel, process), torch.device("cpu"))
+                packet = pack_samples([own[given]], None) if process == accelerator.process_index else None
+                (found[given],), _ = unpack_samples(broadcast_bytes(accelerator, packet, process), torch.device("cpu"))
     return found
 
 
@@ -203,7 +203,7 @@ def checked_inputs(
 ) -> PipelineInputs:
     """The inputs of a pipeline class, with settings and datasets checked against it; see `PipelineInputs`."""
     inputs = PipelineInputs(pipe, args)
-    asked = set().union(*map(asked_columns, rewards))
+    asked = set().union(*map(list_columns, rewards))
     for name, dataset in named:
         inputs.check(dataset, name, asked)
     return inputs

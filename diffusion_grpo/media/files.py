@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .samples import as_pictures
+from .samples import as_images
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 SOUND_FIELDS = ("audio", "sound")  # of the output of a pipeline that makes videos with sound
-SOUND_PICTURE = (256, 128)  # pixels
+SOUND_IMAGE = (256, 128)  # pixels
 WINDOW = 1024  # samples in one column of a spectrogram, at most
 QUIETEST = -80.0  # decibels below the loudest that are drawn black
 
@@ -40,7 +40,7 @@ class VideoWithSound(list):
         self.sound, self.sampling_rate = sound, sampling_rate
 
 
-def samples_of(pipe: "DiffusionPipeline", output: Any) -> Any:
+def extract_samples(pipe: "DiffusionPipeline", output: Any) -> Any:
     """What a pipeline made: what it returns first, and with videos the sound it returns beside them."""
     samples = output[0]
     sounds = [output[name] for name in SOUND_FIELDS if isinstance(output, dict) and output.get(name) is not None]
@@ -90,7 +90,7 @@ def write_sample(
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    [sample] = as_pictures([sample])
+    [sample] = as_images([sample])
     if isinstance(sample, Image.Image):
         picture = _whole(stem, ".png", lambda path: sample.save(path))
         return picture, picture
@@ -100,7 +100,7 @@ def write_sample(
     if sampling_rate is not None and getattr(sample, "ndim", 0) in (1, 2):
         sound = as_sound(sample)
         file = _whole(stem, ".wav", lambda path: write_sound(sound, path, sampling_rate))
-        return _whole(stem, ".png", lambda path: sound_picture(sound).save(path)), file
+        return _whole(stem, ".png", lambda path: draw_sound(sound).save(path)), file
     values = sample.detach().float().cpu().numpy() if isinstance(sample, torch.Tensor) else np.asarray(sample)
     return None, _whole(stem, ".npy", lambda path: np.save(path, values))
 
@@ -114,7 +114,7 @@ def _whole(stem: Path, ending: str, write: Any) -> Path:
     return path
 
 
-def sound_picture(sound: np.ndarray) -> Image.Image:
+def draw_sound(sound: np.ndarray) -> Image.Image:
     """A waveform drawn: loudness over time above, and below it which frequencies sound, from 0 at the bottom.
 
     Height is the square root of the frequency, so that voices and instruments, which are low, have room.
@@ -122,7 +122,7 @@ def sound_picture(sound: np.ndarray) -> Image.Image:
     Args:
         sound: (channels, time) floats in [-1, 1].
     """
-    width, height = SOUND_PICTURE[0], SOUND_PICTURE[1] // 2
+    width, height = SOUND_IMAGE[0], SOUND_IMAGE[1] // 2
     mono = np.nan_to_num(np.asarray(sound, dtype=np.float64)).mean(axis=0)
     columns = [mono[part] for part in _parts(len(mono), width)]
     rows = np.linspace(1, -1, height)[:, None]
@@ -183,7 +183,7 @@ def write_video(
     return target
 
 
-def small_video(path: str | Path, widest: int) -> bytes:
+def shrink_video(path: str | Path, widest: int) -> bytes:
     """The same video and sound as an MP4 of at most `widest` pixels a side, for a page that holds many."""
     with av.open(str(path)) as file:
         fps, is_silent = float(file.streams.video[0].average_rate), not file.streams.audio
@@ -196,7 +196,7 @@ def small_video(path: str | Path, widest: int) -> bytes:
     return target.getvalue()
 
 
-def small_sound(path: str | Path) -> bytes:
+def compress_sound(path: str | Path) -> bytes:
     """The same sound as AAC in an MP4, about a tenth of a WAV."""
     target = io.BytesIO()
     with _opened(target) as file:

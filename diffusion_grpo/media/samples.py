@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 
-def as_pictures(samples: list) -> list:
+def as_images(samples: list) -> list:
     """PIL pictures, or lists of PIL frames for videos; what is neither (sound, embeddings) stays what it is.
 
     Args:
@@ -72,14 +72,14 @@ def as_tensor(samples: list) -> Tensor:
     return torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).float() / 255
 
 
-def own_copy(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """Copy `value` so that writing to the copy leaves the original as it is.
 
     Images, tensors and arrays are copied as they are, lists, tuples and mappings with what they hold, a video with its
     sound; any other object is deep-copied, and one that cannot be, such as an open file, is returned itself.
 
     Example:
-        >>> own_copy(["a", {"count": 2}])
+        >>> copy_value(["a", {"count": 2}])
         ['a', {'count': 2}]
     """
     if value is None or isinstance(value, (str, bytes, bool, int, float)):
@@ -91,15 +91,15 @@ def own_copy(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if type(value) is tuple:
-        return tuple(map(own_copy, value))
+        return tuple(map(copy_value, value))
     if type(value) is dict:
-        return {name: own_copy(item) for name, item in value.items()}
+        return {name: copy_value(item) for name, item in value.items()}
     if not isinstance(value, list):
         return _deep_copy(value)
     copied = copy.copy(value)  # a video with sound is a list with attributes
-    copied[:] = map(own_copy, value)
+    copied[:] = map(copy_value, value)
     for name, item in getattr(value, "__dict__", {}).items():
-        setattr(copied, name, own_copy(item))
+        setattr(copied, name, copy_value(item))
     return copied
 
 

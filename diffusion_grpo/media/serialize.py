@@ -1,6 +1,6 @@
 """Samples and rows on their way to another process: they enter, bytes leave, and the same come out.
 
-A parcel is a file of safetensors: pixels and numbers as tensors, and JSON that says what each of them was. Columns
+A packet is a file of safetensors: pixels and numbers as tensors, and JSON that says what each of them was. Columns
 that rewards add come back in Arrow's format. A module of its own because what arrives must be what was sent, bit for
 bit and of the same type, and nothing may be unpickled; `wire.py` is for servers, which get RGB whatever was made.
 """
@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 
-def packed(samples: list | None, latents: list[Tensor] | None) -> Tensor:
+def pack_samples(samples: list | None, latents: list[Tensor] | None) -> Tensor:
     """(bytes,) uint8 on the CPU.
 
     Args:
@@ -38,16 +38,16 @@ def packed(samples: list | None, latents: list[Tensor] | None) -> Tensor:
     return torch.frombuffer(bytearray(save({**tensors, "forms": text})), dtype=torch.uint8)
 
 
-def unpacked(parcel: Tensor, device: torch.device) -> tuple[list | None, list[Tensor] | None]:
-    """What `packed` was given; what lay on an accelerator lies on `device`."""
+def unpack_samples(packet: Tensor, device: torch.device) -> tuple[list | None, list[Tensor] | None]:
+    """What `pack_samples` was given; what lay on an accelerator lies on `device`."""
     from safetensors.torch import load
 
-    tensors = load(parcel.numpy().tobytes())
+    tensors = load(packet.numpy().tobytes())
     samples, latents = json.loads(tensors["forms"].numpy().tobytes())
     return tuple(own and [_sample(form, tensors, device) for form in own] for own in (samples, latents))
 
 
-def packed_columns(columns: dict[str, list], places: list[int]) -> bytes:
+def pack_columns(columns: dict[str, list], places: list[int]) -> bytes:
     """Columns of a table, a value for each of `places`; nothing where there are none.
 
     Raises:
@@ -62,8 +62,8 @@ def packed_columns(columns: dict[str, list], places: list[int]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def unpacked_columns(content: bytes) -> tuple[dict[str, list], list[int]]:
-    """What `packed_columns` was given."""
+def unpack_columns(content: bytes) -> tuple[dict[str, list], list[int]]:
+    """What `pack_columns` was given."""
     if not content:
         return {}, []
     table = pyarrow.ipc.open_stream(content).read_all()

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ..config.settings import DiffusionGRPOConfig
-from ..rewards.subset import Deal, scoring_process
+from ..rewards.reward_processes import Assignment, scoring_process
 from ..rollout.order import RolloutOrder
 
 
@@ -86,4 +86,6 @@ def _scored(args: DiffusionGRPOConfig) -> list[int]:
     order, copies = RolloutOrder(args.batch_sizes, args.seed, 0), args.context_parallel_size
     made = [order.of_process(order.made, process).tolist() for process in range(args.data_processes)]
     ranks = {copies * scoring_process(process, len(made), args.reward_processes) for process in range(len(made))}
-    return [len(Deal.of(made, args.num_generations, args.reward_processes, rank, copies).taken) for rank in ranks]
+    return [
+        len(Assignment.of(made, args.num_generations, args.reward_processes, rank, copies).taken) for rank in ranks
+    ]

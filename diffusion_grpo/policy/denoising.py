@@ -14,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from ..media.files import samples_of
+from ..media.files import extract_samples
 from .base import Policy
 from .drivers import Driver, Finisher, Predictor, Recorder, StepScored, Teacher, UnsupportedPipeline
 from .network_gate import NetworkAccess, replaced
@@ -95,7 +95,7 @@ class DenoisingPolicy(Policy):
         arguments = self.call_arguments(shown, request.num_inference_steps, request.initial_seeds)
         samples = None
         with self.acting(recorder), contextlib.suppress(StepScored):
-            samples = samples_of(self.pipe, self.pipe(**arguments))
+            samples = extract_samples(self.pipe, self.pipe(**arguments))
         if request.latents is None:
             return samples
         found = samples if not request.is_decoded else self._latents_again(inputs, request, recorder)

@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..media.files import samples_of
+from ..media.files import extract_samples
 from ..pipelines import family_of
 from .base import Policy, policy_component
 from .denoising import DenoisingPolicy
@@ -73,7 +73,7 @@ class TokenPolicy(Policy):
             return torch.cat([call["input_ids"], drawn.ids], dim=1)
 
         with self._generating(generate, request.initial_seeds):
-            samples = samples_of(self.pipe, self.pipe(**arguments))
+            samples = extract_samples(self.pipe, self.pipe(**arguments))
         if len(made) != 1:
             raise UnsupportedPipeline(
                 f"{type(self.pipe).__name__} asked its {', '.join(self.component)} for tokens {len(made)} times in "

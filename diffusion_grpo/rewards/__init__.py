@@ -14,12 +14,13 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 
+from .calls import RewardError, score
 from .contract import (
     Reward,
     batchwise,
     check_columns,
+    check_eval_rewards,
     check_groups,
-    check_judges,
     groupwise,
     load_rewards,
     reward_weights,
@@ -46,7 +47,6 @@ from .needs import check_needs, needs
 from .ocr.model_text import ModelText
 from .ocr.tesseract import tesseract
 from .ocr.text import text
-from .score import RewardError, score
 from .server.remote import RemoteReward
 from .server.vlm_judge import UnifiedReward, VlmJudge
 
@@ -58,7 +58,7 @@ __all__ = [
     "batchwise",
     "check_columns",
     "check_groups",
-    "check_judges",
+    "check_eval_rewards",
     "check_needs",
     "get_reward",
     "groupwise",

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .score import _Batch, _Call
+    from .calls import _Batch, _Call
 
 
 LESS_MEMORY = (
@@ -59,7 +59,7 @@ class Failure:
         return path
 
 
-def checked(call: _Call, failure: Failure) -> list[float]:
+def check_answer(call: _Call, failure: Failure) -> list[float]:
     """The answer as floats, NaN for `None`; raises `RewardError` for everything that is no list of rewards."""
     answer, count = call.answer, len(call.rows)
     if isinstance(answer, RewardError):

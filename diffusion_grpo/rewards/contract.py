@@ -218,7 +218,7 @@ def reward_weights(rewards: list[Reward], setting: list[float] | None) -> list[f
     return [float(weight) for weight in setting]
 
 
-def check_judges(rewards: list[Reward], judges: list[Reward]) -> None:
+def check_eval_rewards(rewards: list[Reward], judges: list[Reward]) -> None:
     """Refuses a judge with the name of another reward, whose metrics it would overwrite.
 
     Raises:
@@ -262,7 +262,7 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
                 )
 
 
-def asked_columns(reward: Reward) -> set[str]:
+def list_columns(reward: Reward) -> set[str]:
     """Columns that a reward names: as a parameter, or by an argument `..._column`."""
     return {*reward.parameters} - reward.fixed | {*_columns_in_arguments(reward)}
 

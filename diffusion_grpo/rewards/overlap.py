@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calls import SETTINGS, Scoring, restore_settings, score_here
 from .contract import Reward, is_marked
-from .score import SETTINGS, Scoring, put_back, score_here
 
 LOOK = 1.0  # seconds between two looks at which reward is waited for
 logger = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ class _Threads:
     def _start_waiting(self, scoring: Scoring, done: Future) -> None:
         def finish(task: asyncio.Task) -> None:
             torch.set_grad_enabled(False)
-            put_back(self.settings)
+            restore_settings(self.settings)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
             done.set_result(None) if error is None else done.set_exception(error)
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from .calls import score
 from .contract import Reward, load_rewards
-from .models.pixels import opened
-from .score import score
+from .models.pixels import open_image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,9 @@ def compare(name: str, options: dict[str, Any], images: list[Path], targets: lis
     pictures, others = published.render() if published.render else (images, targets or None)
     names = [getattr(picture, "name", f"rendered {row}") for row, picture in enumerate(pictures, start=1)]
     (reward,) = load_rewards({name: {**published.options, **options}})
-    values = _scores(reward, [opened(picture).convert("RGB") for picture in pictures], list(published.prompts), others)
+    values = _scores(
+        reward, [open_image(picture).convert("RGB") for picture in pictures], list(published.prompts), others
+    )
     lines = []
     for row, value in enumerate(values):
         found = None if value is None else published.scale(value)
@@ -177,20 +179,20 @@ def compare(name: str, options: dict[str, Any], images: list[Path], targets: lis
     return lines
 
 
-def rendered(name: str, options: dict[str, Any]) -> list[Line]:
+def score_drawings(name: str, options: dict[str, Any]) -> list[Line]:
     """The reward's scores of pictures drawn here, for the eye: no published ones exist.
 
     Raises:
         RewardError: the reward failed.
     """
     (reward,) = load_rewards({name: options})
-    pictures = drawings()
+    pictures = draw_images()
     prompts = ["a red circle on a white ground", "a blue square on a yellow ground", 'the word "SIGN"', "noise"]
     values = _scores(reward, list(pictures.values()), prompts, [pictures["red circle"]] * len(pictures))
     return [Line(picture, *rest) for picture, *rest in zip(pictures, prompts, values)]
 
 
-def drawings() -> dict[str, Image.Image]:
+def draw_images() -> dict[str, Image.Image]:
     """Four pictures of 256 x 256 pixels, the same everywhere."""
     circle = Image.new("RGB", (256, 256), "white")
     ImageDraw.Draw(circle).ellipse((64, 64, 192, 192), fill=(220, 20, 20))

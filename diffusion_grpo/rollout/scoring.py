@@ -17,12 +17,12 @@ from ..data.prompts import prompts_of
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_bytes
 from ..distributed.failure import Ranks
-from ..media.serialize import packed_columns, unpacked_columns
+from ..media.serialize import pack_columns, unpack_columns
 from ..rewards import Reward
+from ..rewards.calls import Scoring, score_here
 from ..rewards.contract import is_marked
 from ..rewards.overlap import Overlap, RolloutScoring
-from ..rewards.score import Scoring, score_here
-from ..rewards.subset import Deal, Post, SubsetScoring, exchanged
+from ..rewards.reward_processes import Assignment, SampleChannel, SubsetScoring, exchange_samples
 from ..run.records import extra_column
 from .order import RolloutOrder
 
@@ -43,7 +43,7 @@ class RewardScorer:
         backend: of the processes.
         ranks: the processes, which are told what this one waits for.
         reward_processes: how many of them score; None where each scores its own samples.
-        post: carries samples to them; None where each scores its own.
+        channel: carries samples to them; None where each scores its own.
         overlap: whether rewards may be computed while the next samples are made.
         fps: frames per second of videos.
         sampling_rate: of sound, in hertz; None where the pipeline makes none.
@@ -59,7 +59,7 @@ class RewardScorer:
         backend: DistributedBackend,
         ranks: Ranks,
         reward_processes: int | None,
-        post: Post | None,
+        channel: SampleChannel | None,
         overlap: Overlap,
         fps: float,
         sampling_rate: int | None,
@@ -67,7 +67,7 @@ class RewardScorer:
         failures: Path,
     ):
         self.rewards, self._inputs, self._backend, self._ranks = rewards, inputs, backend, ranks
-        self._reward_processes, self.post, self._overlap = reward_processes, post, overlap
+        self._reward_processes, self.channel, self._overlap = reward_processes, channel, overlap
         self._fps, self._sampling_rate, self._state, self._failures = fps, sampling_rate, state, failures
 
     # Rollouts
@@ -82,13 +82,15 @@ class RewardScorer:
             dataset: that they are from.
         """
         size = order.sizes.num_generations
-        if self.post is None:
+        if self.channel is None:
             return self._rollout_scoring(rows, (order.own() // size).tolist())
         processes = range(order.sizes.data_processes)
-        deal = self._deal([order.of_process(order.made, process).tolist() for process in processes], size)
-        groups, own = ([position // size for position in positions] for positions in (deal.taken, deal.own))
-        rows = self._inputs.rows(dataset, [row_indices[position] for position in deal.taken])
-        return SubsetScoring(deal, self.post, self._rollout_scoring(rows, groups), own)
+        assignment = self._assign([order.of_process(order.made, process).tolist() for process in processes], size)
+        groups, own = (
+            [position // size for position in positions] for positions in (assignment.taken, assignment.own)
+        )
+        rows = self._inputs.rows(dataset, [row_indices[position] for position in assignment.taken])
+        return SubsetScoring(assignment, self.channel, self._rollout_scoring(rows, groups), own)
 
     def finish_rollout(
         self,
@@ -115,10 +117,10 @@ class RewardScorer:
 
         A collective.
         """
-        if self.post is None:
+        if self.channel is None:
             return gather_by_position(self._backend, local, order), local, extra
-        self.post.close()
-        scored, own = scoring.deal.taken, scoring.deal.own
+        self.channel.close()
+        scored, own = scoring.assignment.taken, scoring.assignment.own
         rewards = self.gather_at(local, scored, len(order.made))
         return rewards, rewards[own], self.share_extra(extra, scored, own)
 
@@ -165,9 +167,9 @@ class RewardScorer:
             made: places of what each process makes; `samples` and `latents` are those of this one.
             group_size: samples of each prompt.
         """
-        if self.post is None:
+        if self.channel is None:
             return made[self._backend.groups.index], samples, latents
-        return exchanged(self._deal(made, group_size), self.post, samples, latents)
+        return exchange_samples(self._assign(made, group_size), self.channel, samples, latents)
 
     def gather_at(self, values: Tensor, places: list[int], total: int) -> Tensor:
         """Return what every process has, (total, ...) float32 on the CPU; a collective.
@@ -190,8 +192,8 @@ class RewardScorer:
             own: places of the samples made here.
         """
         found: dict[str, list] = {}
-        for content in gather_bytes(self._backend.accelerator, packed_columns(extra, places)):
-            columns, others = unpacked_columns(content)
+        for content in gather_bytes(self._backend.accelerator, pack_columns(extra, places)):
+            columns, others = unpack_columns(content)
             known = {place: row for row, place in enumerate(others)}
             for name, column in columns.items():
                 for number, place in enumerate(own):
@@ -201,10 +203,10 @@ class RewardScorer:
 
     # Both
 
-    def _deal(self, made: list[list[int]], group_size: int) -> Deal:
+    def _assign(self, made: list[list[int]], group_size: int) -> Assignment:
         """Assign each sample to the process that scores it."""
         groups = self._backend.groups
-        return Deal.of(made, group_size, self._reward_processes, groups.process, groups.size)
+        return Assignment.of(made, group_size, self._reward_processes, groups.process, groups.size)
 
     def _scoring(
         self,

@@ -398,11 +398,11 @@ def film(run: Run) -> dict[str, Any] | None:
 
 def embed_media(path: Path) -> str:
     """A video or sound as a data URI: as it is where it is small, else compressed, videos to at most 384 pixels."""
-    from ..media.files import small_sound, small_video
+    from ..media.files import compress_sound, shrink_video
 
     if path.suffix == ".wav":
-        return "data:audio/mp4;base64," + base64.b64encode(small_sound(path)).decode()
-    content = path.read_bytes() if path.stat().st_size <= SMALL_VIDEO else small_video(path, WIDEST)
+        return "data:audio/mp4;base64," + base64.b64encode(compress_sound(path)).decode()
+    content = path.read_bytes() if path.stat().st_size <= SMALL_VIDEO else shrink_video(path, WIDEST)
     return "data:video/mp4;base64," + base64.b64encode(content).decode()
 
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..media.samples import as_pictures, frame_positions, own_copy
+from ..media.samples import as_images, copy_value, frame_positions
 from ..rewards import Reward, load_rewards
 
 # rewards without weights that are measured in evaluations, where nobody trains on them
@@ -30,7 +30,7 @@ LEAST_SHARE = 0.4
 
 def kind_of(samples: list[Any]) -> str | None:
     """ "images", "videos" or None for what is neither (sound, embeddings, latents)."""
-    first = as_pictures(samples[:1])[0]
+    first = as_images(samples[:1])[0]
     frames = first if isinstance(first, list) else [first]
     if not frames or not all(isinstance(frame, Image.Image) for frame in frames):
         return None
@@ -57,7 +57,7 @@ def thumbnails(samples: list[Any]) -> Tensor | None:
     """Small copies of pictures or videos, `(samples, numbers)` uint8; None where the samples are neither."""
     if kind_of(samples) is None:
         return None
-    videos = [sample if isinstance(sample, list) else [sample] for sample in as_pictures(samples)]
+    videos = [sample if isinstance(sample, list) else [sample] for sample in as_images(samples)]
     return torch.from_numpy(np.stack([_thumbnail(video) for video in videos]))
 
 
@@ -107,9 +107,9 @@ def embedders(rewards: list[Reward]) -> list[Reward]:
 
 def embeddings(reward: Reward, samples: list[Any]) -> Tensor:
     """`(samples, numbers)` float32 on the CPU; of a video the mean over some of its frames."""
-    videos = [sample if isinstance(sample, list) else [sample] for sample in as_pictures(samples)]
+    videos = [sample if isinstance(sample, list) else [sample] for sample in as_images(samples)]
     chosen = [[video[place] for place in frame_positions(FRAMES, len(video))] for video in videos]
-    pictures = [own_copy(frame) for frames in chosen for frame in frames]
+    pictures = [copy_value(frame) for frames in chosen for frame in frames]
     found = torch.as_tensor(reward.function.embed(pictures)).float().cpu()
     return torch.stack([part.mean(0) for part in found.split([len(frames) for frames in chosen])])
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ..algorithms.advantages import combine, compute_advantages
 from ..data.inputs import PipelineInputs, check_count
 from ..data.prompts import prompt_column, prompts_of
-from ..media.files import samples_of, sampling_rate
+from ..media.files import extract_samples, sampling_rate
 from ..pipelines import family_of
 from ..policy.base import call_arguments
 from ..policy.rollout import rollout, sample_seed
@@ -158,7 +158,7 @@ class Sampler:
         seeds = torch.tensor([self.settings.seed + place for place in places])
         arguments = call_arguments(self.pipe, inputs, self.settings.num_inference_steps, seeds)
         with family_of(self.pipe).bridged(self.pipe):
-            return samples_of(self.pipe, self.pipe(**arguments))
+            return extract_samples(self.pipe, self.pipe(**arguments))
 
     def _noisy(self, inputs: dict[str, Any], places: list[int]) -> Any:
         settings, count = self.settings, self.settings.num_generations

@@ -212,8 +212,8 @@ class Evaluator:
         kind, *_ = self._backend.gather_json(kind)  # the first process has samples
         watched = watched_rewards(self._settings.watched, kind, funcs)
         local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
-        if self._scorer.post is not None:
-            self._scorer.post.close()
+        if self._scorer.channel is not None:
+            self._scorer.channel.close()
             extra = self._scorer.share_extra(extra, places, mine)
         every = self._gather(local, places, total)
         found = self._diversity(points, places, total)
@@ -273,7 +273,7 @@ class Evaluator:
         """Return (total, ...) of all processes in the order of the samples; `local` (places, ...) is this one's."""
         if self._backend.groups.processes == 1:
             return local
-        is_counted = self._scorer.post is not None or self._backend.groups.is_first  # each place once
+        is_counted = self._scorer.channel is not None or self._backend.groups.is_first  # each place once
         return self._scorer.gather_at(local if is_counted else local[:0], places if is_counted else [], total)
 
     def _combine(self, rewards: Tensor) -> Tensor:

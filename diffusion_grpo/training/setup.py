@@ -21,13 +21,13 @@ from ..distributed.fsdp import FSDP2Backend, wants_fsdp
 from ..rewards import (
     Reward,
     check_columns,
+    check_eval_rewards,
     check_groups,
-    check_judges,
     check_needs,
     load_rewards,
     reward_weights,
 )
-from ..rewards.subset import is_scorer
+from ..rewards.reward_processes import is_scorer
 from ..rollout.credit import CreditAssigner
 from ..rollout.sampling_plan import SamplingPlan
 from ..rollout.value_model import ValueModel
@@ -69,7 +69,7 @@ def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionG
     """
     trained = load_rewards(reward_funcs)
     evaluated = load_rewards(eval_reward_funcs, "eval_reward_funcs")
-    check_judges(trained, evaluated)
+    check_eval_rewards(trained, evaluated)
     names = {reward.name for reward in trained}
     evaluated = [reward for reward in evaluated if reward.name not in names]  # trained ones are measured anyway
     watched = watched_rewards(args.watch_rewards, None, trained)  # refuses unknown names

@@ -18,7 +18,7 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import inputs as module
 from diffusion_grpo.data.calls import groups_by_shape
 from diffusion_grpo.data.inputs import PipelineInputs, check_count
-from diffusion_grpo.media.serialize import packed
+from diffusion_grpo.media.serialize import pack_samples
 from diffusion_grpo.policy.batching import Form
 from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
 
@@ -237,7 +237,7 @@ def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_pa
     own, others = {"prompt": "a cat", "color": "red"}, {"prompt": "a dog", "negative_prompt": "grey"}
     given = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
     monkeypatch.setattr(module, "gather_json", lambda _, asked: [asked, [["negative_prompt", "prompt"]]])
-    sent = {0: None, 1: packed([others], None)}
+    sent = {0: None, 1: pack_samples([others], None)}
     monkeypatch.setattr(module, "broadcast_bytes", lambda _, mine, process: mine if process == 0 else sent[process])
     asked = []
     monkeypatch.setattr(module, "find_form", lambda policy, row, *rest, **more: asked.append(row) or Form("listed"))

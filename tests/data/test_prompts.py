@@ -12,7 +12,7 @@ from diffusion_grpo.data.prompts import (
     load_prompts,
     named_datasets,
 )
-from diffusion_grpo.rewards.geneval.scoring import requirements
+from diffusion_grpo.rewards.geneval.scoring import read_requirements
 
 PROMPTS = ["a cat", "snow on the Zugspitze, août", 'the word "RAIN", in red']
 COLORS = ["black", "white", "red"]
@@ -183,7 +183,7 @@ def test_geneval_metadata_reaches_the_reward(tmp_path, rows, form):
     columns = {name: [row[name] for row in given] for name in dataset.column_names if name != "prompt"}
     for place, row in enumerate(given):
         (wanted,) = [known for known in GENEVAL if known["prompt"] == row["prompt"]]
-        found = requirements(columns, place)
+        found = read_requirements(columns, place)
         assert found["include"] == wanted["include"] and found["tag"] == wanted["tag"]
         assert found["exclude"] == wanted.get("exclude", [])
 

@@ -10,13 +10,13 @@ from PIL import Image
 
 from diffusion_grpo.media.files import (
     VideoWithSound,
+    compress_sound,
+    draw_sound,
+    extract_samples,
     read_sound,
     read_video,
-    samples_of,
     sampling_rate,
-    small_sound,
-    small_video,
-    sound_picture,
+    shrink_video,
     write_sample,
     write_sound,
     write_video,
@@ -97,26 +97,26 @@ def test_what_a_pipeline_makes_becomes_files_by_its_kind(tmp_path):
 
 def test_a_drawn_sound_shows_when_it_is_loud_and_how_high(tmp_path):
     rising = np.sin(2 * np.pi * 2000 * TIME) * (TIME > 1)
-    picture = np.asarray(sound_picture(rising[None])).astype(int)
+    picture = np.asarray(draw_sound(rising[None])).astype(int)
     wave_form, spectrum = picture[:64], picture[64:]
     assert (wave_form[:, :120] < 255).sum() < (wave_form[:, 136:] < 255).sum() / 20
     assert spectrum[:, :100].max() < 30 < 200 < spectrum[:, 200:].max()
     row = 64 - spectrum[:, 200].argmax()
     assert row / 64 == pytest.approx((2000 / 12000) ** 0.5, abs=0.03)
-    assert sound_picture(np.zeros((1, 1))).size == sound_picture(rising[None]).size
+    assert draw_sound(np.zeros((1, 1))).size == draw_sound(rising[None]).size
 
 
 def test_a_small_video_is_small_and_keeps_its_sound(tmp_path):
     noise = np.random.default_rng(0).integers(0, 255, (8, 300, 1001, 3), dtype=np.uint8)
     video = VideoWithSound([Image.fromarray(frame) for frame in noise], TONES, 24000)
     path = write_video(video, tmp_path / "a.mp4", fps=4)
-    small = small_video(path, 384)
+    small = shrink_video(path, 384)
     assert len(small) < path.stat().st_size / 4
     assert {frame.size for frame in read_video(io.BytesIO(small))} == {(384, 116)}
     assert loudest(*read_sound(io.BytesIO(small))) == pytest.approx([440, 1000], rel=0.01)
     sound = write_sound(TONES, tmp_path / "a.wav", 24000)
-    assert len(small_sound(sound)) < sound.stat().st_size / 4
-    assert loudest(*read_sound(io.BytesIO(small_sound(sound)))) == pytest.approx([440, 1000], rel=0.01)
+    assert len(compress_sound(sound)) < sound.stat().st_size / 4
+    assert loudest(*read_sound(io.BytesIO(compress_sound(sound)))) == pytest.approx([440, 1000], rel=0.01)
 
 
 def test_ltx2s_sound_comes_with_its_video():
@@ -124,6 +124,6 @@ def test_ltx2s_sound_comes_with_its_video():
     assert sampling_rate(pipe) == 24000  # the vocoder's, not the 16000 of the autoencoder before it
     assert sampling_rate(tiny_pipelines.build("wan")[0]) is None
     output = pipe(**inputs, num_inference_steps=2, output_type="pil")
-    videos = samples_of(pipe, output)
+    videos = extract_samples(pipe, output)
     assert [frame.size for frame in videos[1]] == [(32, 32)] * 5
     assert np.array_equal(videos[1].sound, output.audio[1].numpy()) and videos[1].sampling_rate == 24000

@@ -15,8 +15,8 @@ from diffusion_grpo.rewards import (
     Reward,
     RewardError,
     check_columns,
+    check_eval_rewards,
     check_groups,
-    check_judges,
     groupwise,
     load_rewards,
     reward_weights,
@@ -155,9 +155,9 @@ def test_columns_that_the_dataset_lacks_are_refused() -> None:
 
 
 def test_a_judge_may_not_take_the_name_of_another_reward() -> None:
-    check_judges(load_rewards({"brightness": 0.5}), load_rewards("brightness"))
+    check_eval_rewards(load_rewards({"brightness": 0.5}), load_rewards("brightness"))
     with pytest.raises(ValueError, match="different rewards called 'scaled'"):
-        check_judges(load_rewards(scaled), load_rewards({scaled: {"factor": 2.0}}))
+        check_eval_rewards(load_rewards(scaled), load_rewards({scaled: {"factor": 2.0}}))
 
 
 def test_groups_must_lie_on_one_process() -> None:

@@ -13,8 +13,8 @@ from PIL import Image
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards
+from diffusion_grpo.rewards.calls import Scoring
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
-from diffusion_grpo.rewards.score import Scoring
 
 PICTURES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]

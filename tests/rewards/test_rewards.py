@@ -17,8 +17,8 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from benchmarks.tiny_model.render import draw_word
 from diffusion_grpo.rewards import REWARDS, RewardError, get_reward, load_rewards, reward_name, score
-from diffusion_grpo.rewards.ocr.text import quoted, similarity, spelling_scores
-from diffusion_grpo.rewards.score import _warn_unscored
+from diffusion_grpo.rewards.calls import _warn_unscored
+from diffusion_grpo.rewards.ocr.text import find_quoted, score_spelling, similarity
 from diffusion_grpo.tiny import COLORS, make_prompt, words
 
 PICTURES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in (0, 100, 255)]
@@ -66,7 +66,7 @@ def test_a_picture_reads_the_same_alone_and_in_a_batch_of_many_sizes() -> None:
 
 
 def test_similarity_is_a_normalised_edit_distance() -> None:
-    assert spelling_scores(["rains "], ["RAINS"]) == [1]
+    assert score_spelling(["rains "], ["RAINS"]) == [1]
     assert similarity("", "RAINS") == 0
     assert similarity("RAIN", "RAINS") == pytest.approx(0.8)
     assert similarity("XRAINS", "RAINS") == pytest.approx(5 / 6)
@@ -75,8 +75,8 @@ def test_similarity_is_a_normalised_edit_distance() -> None:
 
 
 def test_quoted_takes_the_first_quote() -> None:
-    assert quoted('"A B" and "C"') == "A B"
-    assert quoted("none") is None
+    assert find_quoted('"A B" and "C"') == "A B"
+    assert find_quoted("none") is None
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_quoted_takes_the_first_quote() -> None:
     ],
 )
 def test_spelling_options(reading: str, wanted: str | None, options: dict, score: float | None) -> None:
-    assert spelling_scores([reading], [wanted], **options) == [score]
+    assert score_spelling([reading], [wanted], **options) == [score]
 
 
 @pytest.mark.parametrize("name", ["text", "tesseract"])

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from tiny_runs import trainer_for
 
 from diffusion_grpo.media.files import VideoWithSound
-from diffusion_grpo.media.samples import own_copy
+from diffusion_grpo.media.samples import copy_value
 from diffusion_grpo.rewards import groupwise, score, takes_latents, takes_tensors
 from diffusion_grpo.run.watch import embeddings
 
@@ -126,15 +126,15 @@ def test_frames_tensors_and_latents_are_a_reward_s_own() -> None:
 def test_copies_are_alike() -> None:
     image = picture(7)
     image.format, image.filename, image.info["dpi"] = "PNG", "a.png", (72, 72)
-    copied = own_copy(image)
+    copied = copy_value(image)
     assert (copied.format, copied.filename, copied.info) == ("PNG", "a.png", {"dpi": (72, 72)})
-    video = own_copy(VideoWithSound([picture(1)], sound(), 24))
+    video = copy_value(VideoWithSound([picture(1)], sound(), 24))
     assert type(video) is VideoWithSound and video.sampling_rate == 24 and (video.sound == sound()).all()
-    assert own_copy(("a", [1])) == ("a", [1]) and own_copy({1, 2}) == {1, 2}
+    assert copy_value(("a", [1])) == ("a", [1]) and copy_value({1, 2}) == {1, 2}
     lock = threading.Lock()
-    assert own_copy([lock])[0] is lock  # which cannot be copied
+    assert copy_value([lock])[0] is lock  # which cannot be copied
     palette = picture(7).convert("P")
-    assert own_copy(palette).convert("RGB").tobytes() == palette.convert("RGB").tobytes()
+    assert copy_value(palette).convert("RGB").tobytes() == palette.convert("RGB").tobytes()
 
 
 def test_what_embeds_for_the_diversity_gets_copies() -> None:

@@ -11,7 +11,7 @@ from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.policy.rollout import rollout
-from diffusion_grpo.rewards.score import _warn_unscored
+from diffusion_grpo.rewards.calls import _warn_unscored
 from diffusion_grpo.run.folder import read_run
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}

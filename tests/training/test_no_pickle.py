@@ -12,7 +12,6 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from tests.run.test_manifest import SETTINGS
 from tiny_runs import trainer_for
 from torch import nn
 
@@ -22,6 +21,7 @@ from diffusion_grpo.rewards.models.base import read_weights
 from diffusion_grpo.run.manifest import ResumeError, write_manifest
 from diffusion_grpo.run.resume_point import refuse_unreadable
 from diffusion_grpo.run.weights import PolicyFiles, load_weights
+from tests.run.test_manifest import SETTINGS
 
 
 class Poison:

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from ..models.base import ModelReward
-from ..models.clip import unit
+from ..models.clip import normalize_features
 from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source, check_package
 from .scoring import NAMED, Detection
 
@@ -182,8 +182,8 @@ class ClipColors(ModelReward):
         phrases = [phrase.format(color=color, label=label) for color in NAMED for phrase in PHRASES]
         tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(network.device)
         said = network.text_projection(network.text_model(**tokens).pooler_output)
-        said = unit(said).reshape(len(NAMED), len(PHRASES), -1).mean(1)
-        return unit(said)
+        said = normalize_features(said).reshape(len(NAMED), len(PHRASES), -1).mean(1)
+        return normalize_features(said)
 
 
 def _outputs(network: nn.Module, inputs: Any) -> Any:

@@ -143,7 +143,7 @@ class GenEval:
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
         """One score a picture; see the class."""
-        rows = [requirements(columns, row) for row in range(len(images))]
+        rows = [read_requirements(columns, row) for row in range(len(images))]
         labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
         scores: list[float | None] = [None] * len(images)
         try:
@@ -192,7 +192,7 @@ class GenEval:
 
     def _objects(self, detections: list[Detection], wanted: dict[str, Any]) -> dict[str, list[Detection]]:
         least = self.min_score_counting if wanted["tag"] == COUNTING else self.min_score
-        return by_class(detections, least, self.max_objects, self.max_overlap)
+        return group_by_class(detections, least, self.max_objects, self.max_overlap)
 
     @cached_property
     def _detect(self) -> Callable:
@@ -206,13 +206,13 @@ class GenEval:
     @cached_property
     def _name(self) -> Callable:
         if self.colors == "pixels":
-            return pixel_colors
+            return name_pixel_colors
         from .detectors import ClipColors
 
         return ClipColors(self.colors, self.device, self.dtype, revision=self.colors_revision)
 
 
-def requirements(columns: dict[str, list], row: int) -> dict[str, Any]:
+def read_requirements(columns: dict[str, list], row: int) -> dict[str, Any]:
     """`{"include", "exclude", "tag"}` of a row, from columns that hold lists or JSON; empty where there is nothing.
 
     Raises:
@@ -241,7 +241,7 @@ def _parsed(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 
-def by_class(
+def group_by_class(
     detections: list[Detection], min_score: float, max_objects: int, max_overlap: float
 ) -> dict[str, list[Detection]]:
     """The detections above `min_score` by label, the surest first, at most `max_objects` of one label."""
@@ -250,13 +250,15 @@ def by_class(
     for label in {detection.label for detection in sure}:
         kept: list[Detection] = []
         for detection in [d for d in sure if d.label == label][:max_objects]:
-            if max_overlap == 1 or all(overlap(detection.box, other.box) < max_overlap for other in kept):
+            if max_overlap == 1 or all(
+                iou(detection.box, other.box) < max_overlap for other in kept
+            ):
                 kept.append(detection)
         objects[label] = kept
     return objects
 
 
-def overlap(a: tuple, b: tuple) -> float:
+def iou(a: tuple, b: tuple) -> float:
     """Intersection over union of two boxes (left, top, right, bottom)."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     shared = max(width, 0) * max(height, 0)
@@ -264,7 +266,7 @@ def overlap(a: tuple, b: tuple) -> float:
     return shared / (area - shared) if area > shared else 0.0
 
 
-def relations(a: Detection, b: Detection, margin: float = 0.1) -> set[str]:
+def find_relations(a: Detection, b: Detection, margin: float = 0.1) -> set[str]:
     """Where A lies as seen from B: any of "left of", "right of", "above", "below"; none where they are too near.
 
     The offset of the centres is shortened along each axis by `margin` times the summed sizes; a side counts where what
@@ -296,7 +298,7 @@ def judge(
     between each of them and each of the other entry's, and fails where that entry's own requirements did.
 
     Args:
-        objects: by class, the surest first (`by_class`).
+        objects: by class, the surest first (`group_by_class`).
         include, exclude: see `GenEval`.
         name_colors: from objects and their class to one colour's name each.
     """
@@ -314,7 +316,7 @@ def judge(
         if "position" in part:
             side, other = part["position"]
             holds = all(held for held, _ in own) and matched[int(other)] is not None
-            sides = [relations(a, b, margin) for a in found for b in matched[int(other)] or []] if holds else []
+            sides = [find_relations(a, b, margin) for a in found for b in matched[int(other)] or []] if holds else []
             seen = " and ".join(sorted(set().union(*sides))) or "neither side"
             own.append((holds and all(side in some for some in sides), f"expected {label} {side}, found {seen}"))
         checks += own
@@ -361,7 +363,7 @@ def dense_score(
             holds = right == count
         if holds and "position" in part:
             side, others = part["position"][0], matched[int(part["position"][1])]
-            holds = others is not None and all(side in relations(a, b, margin) for a in found for b in others)
+            holds = others is not None and all(side in find_relations(a, b, margin) for a in found for b in others)
             parts += [1.0] if holds else [0.0] if others is None else [0.0, 1.0]
         matched.append(found if holds else None)
     return sum(parts) / len(parts) if parts else 0.0
@@ -382,7 +384,7 @@ NAMED = {
 }
 
 
-def pixel_colors(image: Image.Image, objects: list[Detection], label: str) -> list[str]:
+def name_pixel_colors(image: Image.Image, objects: list[Detection], label: str) -> list[str]:
     """The named colour nearest (in CIELAB) to each object's median: in its mask, or the middle of its box; "" where
     that lies outside of the picture."""
     pixels, names = np.asarray(image.convert("RGB")), list(NAMED)

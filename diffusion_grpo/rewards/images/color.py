@@ -26,7 +26,7 @@ def color(images: list[Image.Image], prompts: list[str], **columns) -> list[floa
     """
     scores: list[float | None] = []
     for image, prompt in zip(images, prompts, strict=True):
-        name, ink = named_color(prompt), ink_color(image)
+        name, ink = find_color_name(prompt), ink_color(image)
         if name is None:
             scores.append(None)
         else:
@@ -34,7 +34,7 @@ def color(images: list[Image.Image], prompts: list[str], **columns) -> list[floa
     return scores
 
 
-def named_color(prompt: str) -> str | None:
+def find_color_name(prompt: str) -> str | None:
     """The first colour name outside double quotes, or `None`."""
     for found in re.findall(r"[a-z]+", re.sub(r'"[^"]*"', " ", prompt).lower()):
         if found in COLORS:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..needs import CONFIG, WEIGHTS, Source
 from .base import ModelReward, read_weights, weights_path
-from .pixels import CLIP_MEAN, CLIP_STD, squares
+from .pixels import CLIP_MEAN, CLIP_STD, crop_squares
 
 WIDTHS = (1024, 128, 64, 16, 1)
 DROPPED = (0, 1, 2)  # a dropout follows these layers, which counts in the names of the weights
@@ -54,7 +54,7 @@ class Aesthetic(ModelReward):
         network.clip = CLIPVisionModelWithProjection.from_pretrained(
             self.backbone, revision=revision, config=config.vision_config, dtype=self.torch_dtype
         )
-        network.predictor = predictor(config.projection_dim)
+        network.predictor = build_predictor(config.projection_dim)
         weights = read_weights(weights_path(self.model, self.filename, self.revision))
         network.predictor.load_state_dict({name.removeprefix("layers."): each for name, each in weights.items()})
         return network
@@ -65,12 +65,12 @@ class Aesthetic(ModelReward):
 
     def _scores(self, network: nn.Module, images: list) -> Tensor:
         size = network.clip.config.image_size
-        pixels = squares(images, size, size, CLIP_MEAN, CLIP_STD).to(network.clip.device, network.clip.dtype)
+        pixels = crop_squares(images, size, size, CLIP_MEAN, CLIP_STD).to(network.clip.device, network.clip.dtype)
         embeddings = torch.nn.functional.normalize(network.clip(pixels).image_embeds.float(), dim=-1)
         return network.predictor(embeddings)[:, 0]
 
 
-def predictor(width: int) -> nn.Sequential:
+def build_predictor(width: int) -> nn.Sequential:
     """Linear layers from `width` to 1 with dropouts between, no activations; also ImageReward's last part."""
     layers: list[nn.Module] = []
     for place, (inner, outer) in enumerate(zip((width, *WIDTHS), WIDTHS)):

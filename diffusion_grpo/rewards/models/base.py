@@ -101,7 +101,7 @@ class ModelReward(abc.ABC):
         device = self.torch_device
         with self._lock, torch.no_grad(), torch.autocast(device.type, enabled=False):
             if self._network is None:
-                with torch.random.fork_rng(devices=[]), unsharded():
+                with torch.random.fork_rng(devices=[]), without_sharding():
                     self._network = self.load().eval().requires_grad_(False)
             try:
                 yield self._network.to(device)
@@ -148,7 +148,7 @@ def default_device() -> torch.device:
 
 
 @contextlib.contextmanager
-def unsharded() -> Iterator[None]:
+def without_sharding() -> Iterator[None]:
     """Inside, `from_pretrained` does not shard what it loads, though a run under DeepSpeed ZeRO-3 is going on."""
     from transformers.integrations import deepspeed as integration
 
@@ -193,7 +193,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return weights.get("state_dict", weights)
 
 
-def built(cls: Any, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+def build_model(cls: Any, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """A model of transformers with these weights, all of them and no others.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source
 from .base import ModelReward
-from .pixels import against
+from .pixels import compare
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
@@ -53,24 +53,24 @@ class ClipReward(ModelReward):
         self.image_processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
         return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
-    def seen(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
+    def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
         """`(batch, features)` float32: embeddings of pictures, of length 1."""
         pixels = self.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
         pixels = pixels["pixel_values"].to(network.device, network.dtype)
-        return unit(network.visual_projection(network.vision_model(pixels).pooler_output))
+        return normalize_features(network.visual_projection(network.vision_model(pixels).pooler_output))
 
     def embed(self, images: list[Image.Image]) -> list[list[float]]:
         """The same of any number of pictures, as lists: how different they are is measured between these."""
-        return self.in_batches(self.seen, images)
+        return self.in_batches(self.encode_images, images)
 
-    def said(self, network: CLIPModel, prompts: list[str]) -> Tensor:
+    def encode_prompts(self, network: CLIPModel, prompts: list[str]) -> Tensor:
         """`(batch, features)` float32: embeddings of prompts, of length 1; each distinct prompt is encoded once."""
         distinct = list(dict.fromkeys(prompts))
         length = network.config.text_config.max_position_embeddings
         tokens = self.tokenizer(distinct, padding=True, truncation=True, max_length=length, return_tensors="pt")
         tokens = tokens.to(network.device)
         states = network.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
-        embeddings = unit(network.text_projection(states.pooler_output))
+        embeddings = normalize_features(network.text_projection(states.pooler_output))
         return embeddings[[distinct.index(prompt) for prompt in prompts]]
 
 
@@ -87,7 +87,7 @@ class ClipScore(ClipReward):
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
-        cosines = (self.seen(network, images) * self.said(network, prompts)).sum(-1)
+        cosines = (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
         return (100 * cosines).clamp(min=0)
 
 
@@ -107,7 +107,7 @@ class PickScore(ClipReward):
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
-        cosines = (self.seen(network, images) * self.said(network, prompts)).sum(-1)
+        cosines = (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
         return network.logit_scale.float().exp() * cosines
 
 
@@ -124,12 +124,14 @@ class ClipSimilarity(ClipReward):
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
         """A cosine in [-1, 1] for each picture, 1 for equal ones; None where the column holds nothing."""
-        return against(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
+        return compare(
+            lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column]
+        )
 
     def _cosines(self, network: CLIPModel, images: list, others: list) -> Tensor:
-        return (self.seen(network, images) * self.seen(network, others)).sum(-1)
+        return (self.encode_images(network, images) * self.encode_images(network, others)).sum(-1)
 
 
-def unit(embeddings: Tensor) -> Tensor:
+def normalize_features(embeddings: Tensor) -> Tensor:
     """`(batch, features)` in float32, of length 1."""
     return torch.nn.functional.normalize(embeddings.float(), dim=-1)

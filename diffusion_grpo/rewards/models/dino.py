@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..needs import CONFIG, WEIGHTS, Source
 from .base import ModelReward
-from .pixels import IMAGENET_MEAN, IMAGENET_STD, against, squares
+from .pixels import IMAGENET_MEAN, IMAGENET_STD, compare, crop_squares
 
 RESIZE, CROP = 256, 224  # of both DINO's and DINOv2's evaluations
 
@@ -44,10 +44,12 @@ class DinoSimilarity(ModelReward):
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
         """A cosine in [-1, 1] for each picture, 1 for equal ones; None where the column holds nothing."""
-        return against(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
+        return compare(
+            lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column]
+        )
 
     def _cosines(self, network: nn.Module, images: list, others: list) -> Tensor:
-        pixels = squares(images + others, RESIZE, CROP, IMAGENET_MEAN, IMAGENET_STD)
+        pixels = crop_squares(images + others, RESIZE, CROP, IMAGENET_MEAN, IMAGENET_STD)
         states = network(pixels.to(network.device, network.dtype)).last_hidden_state
         seen, expected = states[:, 0].float().chunk(2)
         return torch.nn.functional.cosine_similarity(seen, expected)

@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from ..needs import CONFIG, TOKENIZER, Source
-from .base import built, read_weights, weights_path
-from .clip import ClipReward, unit
-from .pixels import CLIP_MEAN, CLIP_STD, as_pixels, normalized
+from .base import build_model, read_weights, weights_path
+from .clip import ClipReward, normalize_features
+from .pixels import CLIP_MEAN, CLIP_STD, as_pixels, normalize
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
@@ -88,23 +88,23 @@ class HPSv2(ClipReward):
         from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
         self.tokenizer = AutoTokenizer.from_pretrained(self.processor, revision=self.processor_revision)
-        weights = from_open_clip(read_weights(weights_path(self.model, self.filename, self.revision)))
+        weights = convert_open_clip(read_weights(weights_path(self.model, self.filename, self.revision)))
         config = CLIPConfig.from_pretrained(self.processor, revision=self.processor_revision)
-        return built(CLIPModel, config, weights, self.torch_dtype)
+        return build_model(CLIPModel, config, weights, self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
         """A cosine in [-1, 1] for each picture and its prompt, about 0.2 to 0.35; to be compared within a prompt."""
-        return self.in_batches(self._scores, images, [cleaned(prompt) for prompt in prompts])
+        return self.in_batches(self._scores, images, [clean_prompt(prompt) for prompt in prompts])
 
-    def seen(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
+    def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
         """`(batch, features)` float32: embeddings of pictures, padded to squares, of length 1."""
         size = network.config.vision_config.image_size
         pixels = torch.cat([self._padded(image, size) for image in images])
-        pixels = normalized(pixels, CLIP_MEAN, CLIP_STD).to(network.device, network.dtype)
-        return unit(network.visual_projection(network.vision_model(pixels).pooler_output))
+        pixels = normalize(pixels, CLIP_MEAN, CLIP_STD).to(network.device, network.dtype)
+        return normalize_features(network.visual_projection(network.vision_model(pixels).pooler_output))
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
-        return (self.seen(network, images) * self.said(network, prompts)).sum(-1)
+        return (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
 
     def _padded(self, image: Image.Image, size: int) -> Tensor:
         """`(1, 3, size, size)`: resized as a tensor of floats, which may leave [0, 1], and padded with 0 around."""
@@ -121,14 +121,14 @@ class HPSv2(ClipReward):
         return torch.nn.functional.pad(pixels, (left, size - width - left, top, size - height - top))
 
 
-def cleaned(prompt: str) -> str:
+def clean_prompt(prompt: str) -> str:
     """A prompt as open_clip hands it to its tokenizer: broken Unicode and HTML mended, blanks single."""
     import ftfy
 
     return re.sub(r"\s+", " ", html.unescape(html.unescape(ftfy.fix_text(prompt)))).strip()
 
 
-def from_open_clip(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def convert_open_clip(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of an open_clip ViT under the names of transformers' `CLIPModel`.
 
     Raises:

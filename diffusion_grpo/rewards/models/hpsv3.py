@@ -17,13 +17,13 @@ from .qwen_vl import (
     RewardNetwork,
     as_frame,
     assign,
-    batch,
-    empty_backbone,
-    fitting_size,
+    build_batch,
+    build_empty_backbone,
+    check_prompts,
+    fit_size,
     load_tokenizer,
-    own_names,
-    template,
-    without_marks,
+    read_template,
+    rename_weights,
 )
 
 FILE = "HPSv3.safetensors"
@@ -71,16 +71,16 @@ class HPSv3(ModelReward):
         from transformers import AutoConfig
 
         path = weights_path(self.model, FILE, self.revision)
-        body, head = own_names(read_weights(path))
+        body, head = rename_weights(read_weights(path))
         config = AutoConfig.from_pretrained(self.base, revision=self.base_revision)
         self._tokenizer = load_tokenizer(self.base, MARKS, self.base_revision)
-        backbone = empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
+        backbone = build_empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
         assign(backbone, {name: value.to(self.torch_dtype) for name, value in body.items()}, str(path))
         return RewardNetwork(backbone, _head(head, str(path)), self._tokenizer.convert_tokens_to_ids(MARKS))
 
     def __call__(self, images: list[Image.Image], prompts: list[str], log_metric=None) -> list[float]:
         """One score a picture."""
-        answers = self.in_batches(self._score, images, without_marks(prompts))
+        answers = self.in_batches(self._score, images, check_prompts(prompts))
         means, sigmas = [mean for mean, _ in answers], [sigma for _, sigma in answers]
         if log_metric is not None and sigmas:
             log_metric("hpsv3/sigma", sum(sigmas) / len(sigmas))
@@ -89,14 +89,14 @@ class HPSv3(ModelReward):
     def _score(self, network: RewardNetwork, images: list[Image.Image], prompts: list[str]) -> Tensor:
         """`(batch, 2)`: mean and standard deviation."""
         frames = [as_frame(_resized(image))[None] for image in images]
-        texts = [template("hpsv3").format(text_prompt=prompt) for prompt in prompts]
-        inputs = batch(texts, frames, "image", network.backbone.config, self._tokenizer)
+        texts = [read_template("hpsv3").format(text_prompt=prompt) for prompt in prompts]
+        inputs = build_batch(texts, frames, "image", network.backbone.config, self._tokenizer)
         mean, log_sigma = network(**{name: value.to(self.torch_device) for name, value in inputs.items()})[:, 0].T
         return torch.stack([mean, log_sigma.exp()], dim=1)
 
 
 def _resized(image: Image.Image) -> Image.Image:
-    size = fitting_size(*image.size, min_pixels=PIXELS, max_pixels=PIXELS)
+    size = fit_size(*image.size, min_pixels=PIXELS, max_pixels=PIXELS)
     return image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
 
 

@@ -15,9 +15,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..needs import TOKENIZER, Source
-from .aesthetic import predictor
-from .base import ModelReward, built, read_weights, weights_path
-from .pixels import CLIP_MEAN, CLIP_STD, squares
+from .aesthetic import build_predictor
+from .base import ModelReward, build_model, read_weights, weights_path
+from .pixels import CLIP_MEAN, CLIP_STD, crop_squares
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' data
 TOKENS = 35
@@ -73,9 +73,9 @@ class ImageReward(ModelReward):
         text = BlipTextConfig(**text_sizes(written), encoder_hidden_size=vision.hidden_size, is_decoder=True)
         self.text_tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, revision=self.tokenizer_revision)
         network = nn.Module()
-        network.vision = built(BlipVisionModel, vision, seeing, self.torch_dtype)
-        network.text = built(_without_pooling(BlipTextModel), text, reading, self.torch_dtype)
-        network.scorer = predictor(text.hidden_size)
+        network.vision = build_model(BlipVisionModel, vision, seeing, self.torch_dtype)
+        network.text = build_model(_without_pooling(BlipTextModel), text, reading, self.torch_dtype)
+        network.scorer = build_predictor(text.hidden_size)
         network.scorer.load_state_dict(_under(weights, "mlp.layers."))
         return network
 
@@ -85,7 +85,7 @@ class ImageReward(ModelReward):
 
     def _scores(self, network: nn.Module, images: list, prompts: list) -> Tensor:
         size, device = network.vision.config.image_size, network.vision.device
-        pixels = squares(images, size, size, CLIP_MEAN, CLIP_STD).to(device, network.vision.dtype)
+        pixels = crop_squares(images, size, size, CLIP_MEAN, CLIP_STD).to(device, network.vision.dtype)
         seen = network.vision(pixels).last_hidden_state
         tokens = self.text_tokenizer(
             prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..needs import Source
 from .base import ModelReward, read_weights, weights_path
-from .pixels import against, as_pixels
+from .pixels import as_pixels, compare
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 SMALLEST = 32  # pixels: below, a network's last maps are empty
@@ -92,7 +92,7 @@ class LPIPS(ModelReward):
         Raises:
             ValueError: a picture is smaller than 32 x 32 pixels.
         """
-        return against(self._pairs, images, columns[self.target_column])
+        return compare(self._pairs, images, columns[self.target_column])
 
     def _pairs(self, images: list, others: list) -> list[float]:
         """Pictures of one size in common batches."""

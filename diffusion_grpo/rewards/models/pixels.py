@@ -18,12 +18,12 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def opened(picture: Image.Image | str | Path) -> Image.Image:
+def open_image(picture: Image.Image | str | Path) -> Image.Image:
     """A picture, or the one in a file."""
     return Image.open(picture) if isinstance(picture, (str, Path)) else picture
 
 
-def short_side(image: Image.Image, size: int) -> Image.Image:
+def resize_short_side(image: Image.Image, size: int) -> Image.Image:
     """Resized (bicubic, antialiased) so that the shorter side is `size`; the longer is rounded down."""
     width, height = image.size
     if min(width, height) == size:
@@ -44,23 +44,23 @@ def as_pixels(images: list[Image.Image]) -> Tensor:
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
 
-def normalized(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """`(pixels - mean) / std`, a number a channel."""
     return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
 
-def squares(
+def crop_squares(
     images: list[Image.Image], resize: int, crop: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Tensor:
     """`(batch, 3, crop, crop)`: the shorter side brought to `resize`, the middle cut out, normalised."""
-    cut = [center_crop(short_side(image.convert("RGB"), resize), crop) for image in images]
-    return normalized(as_pixels(cut), mean, std)
+    cut = [center_crop(resize_short_side(image.convert("RGB"), resize), crop) for image in images]
+    return normalize(as_pixels(cut), mean, std)
 
 
-def against(
+def compare(
     similarity: Callable[[list, list], list[float]], images: list[Image.Image], targets: list
 ) -> list[float | None]:
     """`similarity(images, others)` of the pictures that have another to be compared with, None for the rest."""
-    pairs = [(image, opened(target)) for image, target in zip(images, targets, strict=True) if target is not None]
+    pairs = [(image, open_image(target)) for image, target in zip(images, targets, strict=True) if target is not None]
     found = iter(similarity([image for image, _ in pairs], [other for _, other in pairs]))
     return [None if target is None else next(found) for target in targets]

@@ -58,7 +58,7 @@ class RewardNetwork(nn.Module):
 
 
 @functools.cache
-def template(name: str) -> str:
+def read_template(name: str) -> str:
     """The text in `templates/`, as its authors wrote it."""
     return (Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8")
 
@@ -73,7 +73,7 @@ def load_tokenizer(base: str, marks: list[str], revision: str) -> PreTrainedToke
     return tokenizer
 
 
-def own_names(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def rename_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A checkpoint's tensors under the names of today's `Qwen2VLModel`, and those of the reward head.
 
     Takes the names of every transformers since 4.45, with PEFT's in front or not; the language head is left out.
@@ -90,7 +90,7 @@ def own_names(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     return body, head
 
 
-def empty_backbone(config: Qwen2VLConfig, vocabulary: int) -> nn.Module:
+def build_empty_backbone(config: Qwen2VLConfig, vocabulary: int) -> nn.Module:
     """A `Qwen2VLModel` without memory for its weights, which are assigned afterwards."""
     from accelerate import init_empty_weights
     from transformers import Qwen2VLModel
@@ -112,7 +112,7 @@ def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
         raise ValueError(f"{source} does not hold the weights of this architecture: {error}") from error
 
 
-def fitting_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: int = 28) -> tuple[int, int]:
+def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: int = 28) -> tuple[int, int]:
     """Round width and height to multiples of `factor`, keeping the number of pixels within limits and the ratio near.
 
     The rule of qwen-vl-utils' `smart_resize`, operation by operation: where a side lands on a multiple of `factor`, as
@@ -133,7 +133,7 @@ def fitting_size(width: int, height: int, min_pixels: int, max_pixels: int, fact
     return sides[0], sides[1]
 
 
-def patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
+def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
     """Frames cut into the patches that Qwen2-VL reads, those that are merged into one token beside each other.
 
     Args:
@@ -156,7 +156,7 @@ def patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
     return cut.reshape(grid.prod(), -1), grid
 
 
-def batch(
+def build_batch(
     texts: list[str], frames: list[Tensor], kind: str, config: Qwen2VLConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Tensor]:
     """What `RewardNetwork` is called with, for one picture or video a text.
@@ -166,7 +166,7 @@ def batch(
         frames: (frames, 3, height, width) each, see `patches`.
         kind: "image" or "video".
     """
-    cut = [patches(own, config) for own in frames]
+    cut = [cut_patches(own, config) for own in frames]
     merged = config.vision_config.spatial_merge_size**2
     chats = [
         CHAT.format(vision=PAD[kind] * (int(grid.prod()) // merged), text=text)
@@ -183,7 +183,7 @@ def batch(
     }
 
 
-def without_marks(prompts: list[str]) -> list[str]:
+def check_prompts(prompts: list[str]) -> list[str]:
     """The prompts, checked: one that holds a token of the model's own would be read as something else than text.
 
     Raises:

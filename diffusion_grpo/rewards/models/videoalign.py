@@ -25,13 +25,13 @@ from .qwen_vl import (
     RewardNetwork,
     as_frame,
     assign,
-    batch,
-    empty_backbone,
-    fitting_size,
+    build_batch,
+    build_empty_backbone,
+    check_prompts,
+    fit_size,
     load_tokenizer,
-    own_names,
-    template,
-    without_marks,
+    read_template,
+    rename_weights,
 )
 
 DIMENSIONS = ("VQ", "MQ", "TA")
@@ -91,7 +91,7 @@ class VideoAlign(ModelReward):
         with self._one_at_a_time:
             settings = self._settings()
             chosen = [[video[place] for place in _positions(len(video), fps, settings)] for video in videos]
-            keys = [_key(video, prompt) for video, prompt in zip(chosen, without_marks(prompts), strict=True)]
+            keys = [_key(video, prompt) for video, prompt in zip(chosen, check_prompts(prompts), strict=True)]
             new = {key: row for row, key in enumerate(keys) if key not in self._known}
             rows = list(new.values())
             found = self.in_batches(self._score, [chosen[row] for row in rows], [prompts[row] for row in rows])
@@ -117,8 +117,8 @@ class VideoAlign(ModelReward):
         settings = self._settings()
         config = AutoConfig.from_pretrained(self.base, revision=self.base_revision)
         self._tokenizer = load_tokenizer(self.base, MARKS, self.base_revision)
-        body, head = own_names(self._weights())
-        backbone = empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
+        body, head = rename_weights(self._weights())
+        backbone = build_empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
         if any(".lora_A." in name for name in body):
             _add_lora(backbone, body, settings["peft_lora_config"])
         # PEFT keeps adapters in float32 beside a network in half precision, and so did the original
@@ -147,8 +147,8 @@ class VideoAlign(ModelReward):
         from transformers import Qwen2VLModel
 
         adapter = read_weights(folder / ADAPTER)
-        trained = own_names(read_weights(folder / "non_lora_state_dict.pth"))
-        adapter, _ = own_names({LORA.sub(r".lora_\1.default.", name): value for name, value in adapter.items()})
+        trained = rename_weights(read_weights(folder / "non_lora_state_dict.pth"))
+        adapter, _ = rename_weights({LORA.sub(r".lora_\1.default.", name): value for name, value in adapter.items()})
         targets = {name.split(".lora_A.")[0] for name in adapter if ".lora_A." in name}
         base = Qwen2VLModel.from_pretrained(self.base, revision=self.base_revision).state_dict()
         base |= {name.replace(".base_layer.", "."): value for name, value in trained[0].items()}
@@ -159,8 +159,8 @@ class VideoAlign(ModelReward):
         """Normalised VQ, MQ and TA; of three outputs a token, the first counts at the first token, and so on."""
         settings = self._settings()
         frames = [_resized(video, settings["data_config"]["max_frame_pixels"]) for video in videos]
-        texts = [template("videoalign").format(text_prompt=prompt) for prompt in prompts]
-        inputs = batch(texts, frames, "video", network.backbone.config, self._tokenizer)
+        texts = [read_template("videoalign").format(text_prompt=prompt) for prompt in prompts]
+        inputs = build_batch(texts, frames, "video", network.backbone.config, self._tokenizer)
         outputs = network(**{name: value.to(self.torch_device) for name, value in inputs.items()})
         logits = outputs.diagonal(dim1=1, dim2=2) if outputs.shape[2] == len(DIMENSIONS) else outputs[:, :, 0]
         scale = settings["inference_config"]
@@ -209,7 +209,7 @@ def _positions(length: int, fps: float, settings: dict[str, Any]) -> list[int]:
 def _resized(video: list[Image.Image], max_pixels: int) -> Tensor:
     """(frames, 3, height, width), resized as torchvision does it: bicubic with antialiasing, rounded."""
     frames = torch.stack([as_frame(image) for image in video]).float()
-    width, height = fitting_size(*video[0].size, min_pixels=MIN_PIXELS, max_pixels=max_pixels)
+    width, height = fit_size(*video[0].size, min_pixels=MIN_PIXELS, max_pixels=max_pixels)
     resized = nn.functional.interpolate(frames, (height, width), mode="bicubic", antialias=True)
     return resized.clamp(0, 255).round()
 

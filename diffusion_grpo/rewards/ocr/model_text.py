@@ -12,7 +12,7 @@ from torch import nn
 
 from ..models.base import ModelReward
 from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source
-from .text import Match, quoted, spelling_scores
+from .text import Match, find_quoted, score_spelling
 
 TURN_END = "<|im_end|>"
 
@@ -49,9 +49,9 @@ class ModelText(ModelReward):
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
         """A score in [0, 1]; None for a prompt without a quoted text, or an empty column."""
         column = self.target_column
-        wanted = columns[column] if column else [quoted(prompt) for prompt in prompts]
+        wanted = columns[column] if column else [find_quoted(prompt) for prompt in prompts]
         readings = self.in_batches(self.read, images)
-        return spelling_scores(readings, wanted, self.match, self.ignore_case, self.ignore_spaces)
+        return score_spelling(readings, wanted, self.match, self.ignore_case, self.ignore_spaces)
 
     def read(self, network: nn.Module, images: list[Image.Image]) -> list[str]:
         """What the model reads on each picture, lines joined with blanks."""

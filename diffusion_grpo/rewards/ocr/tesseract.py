@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from ..needs import needs
-from .text import Match, quoted, spelling_scores
+from .text import Match, find_quoted, score_spelling
 
 if TYPE_CHECKING:
     from tesserocr import PyTessBaseAPI
@@ -43,8 +43,8 @@ def tesseract(
     Raises:
         ImportError: tesserocr or its English model is missing.
     """
-    wanted = columns[target_column] if target_column else [quoted(prompt) for prompt in prompts]
-    return spelling_scores(read(images), wanted, match, ignore_case, ignore_spaces)
+    wanted = columns[target_column] if target_column else [find_quoted(prompt) for prompt in prompts]
+    return score_spelling(read(images), wanted, match, ignore_case, ignore_spaces)
 
 
 def read(images: list[Image.Image]) -> list[str]:

@@ -84,15 +84,15 @@ def text(
         ValueError: `engine_kwargs` for another engine than PaddleOCR.
     """
     _check_engine(engine, engine_kwargs)
-    wanted = columns[target_column] if target_column else [quoted(prompt) for prompt in prompts]
+    wanted = columns[target_column] if target_column else [find_quoted(prompt) for prompt in prompts]
     if engine == "paddleocr":
         readings = read_with_paddle(images, engine_kwargs)
     else:
         readings = read_scenes(images) if scene else read(images)
-    return spelling_scores(readings, wanted, match, ignore_case, ignore_spaces)
+    return score_spelling(readings, wanted, match, ignore_case, ignore_spaces)
 
 
-def spelling_scores(
+def score_spelling(
     readings: list[str],
     wanted: list[str | None],
     match: Match = "edit",
@@ -109,7 +109,7 @@ def spelling_scores(
     return [MATCHES[match](plain(reading), plain(text)) if text else None for reading, text in pairs]
 
 
-def quoted(prompt: str) -> str | None:
+def find_quoted(prompt: str) -> str | None:
     """The first text in double quotes, or `None`."""
     found = re.search(r'"([^"]+)"', prompt)
     return found.group(1) if found else None

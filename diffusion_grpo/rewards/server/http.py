@@ -86,7 +86,7 @@ def transport_errors() -> tuple:
     return (httpx2.TransportError, httpx2.DecodingError, httpx2.InvalidURL)
 
 
-def json_object(answer: Answer) -> dict[str, Any]:
+def read_object(answer: Answer) -> dict[str, Any]:
     """The object that an answer holds; FailedRequest where there is none."""
     try:
         content = json.loads(answer.text)
@@ -97,10 +97,10 @@ def json_object(answer: Answer) -> dict[str, Any]:
     return content
 
 
-def sentence(answer: Answer) -> str:
+def read_error(answer: Answer) -> str:
     """What a server says about its refusal or failure."""
     try:
-        said = json_object(answer)["error"]
+        said = read_object(answer)["error"]
     except (FailedRequest, KeyError):
         return answer.text[:200]
     return str(said.get("message", said) if isinstance(said, dict) else said)[:500]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ...media.samples import frame_positions
+from ..calls import RewardError
 from ..contract import PROVIDED
 from ..needs import check_package
-from ..score import RewardError
-from .http import Answer, FailedRequest, Slots, ask, json_object, seconds_to_wait, sentence, transport_errors
+from .http import Answer, FailedRequest, Slots, ask, read_error, read_object, seconds_to_wait, transport_errors
 from .wire import CONTENT_TYPES, Body, write_request
 
 if TYPE_CHECKING:
@@ -230,8 +230,8 @@ class RemoteReward:
     async def _only_reward(self, client: httpx2.AsyncClient, server: _Server) -> str:
         answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
         if answer.status in REFUSALS:
-            raise RewardError(f"was refused by {server.url}: {sentence(answer)}")
-        names = json_object(answer).get("rewards")
+            raise RewardError(f"was refused by {server.url}: {read_error(answer)}")
+        names = read_object(answer).get("rewards")
         if not isinstance(names, list) or not names:
             raise FailedRequest(f"/health answered {answer.text[:200]!r}")
         if len(names) > 1:
@@ -272,10 +272,10 @@ async def _all_or_first_error(workers: list) -> None:
 def _scores(answer: Answer, count: int, url: str) -> list[float | None]:
     """The checked scores of an answer; RewardError for a refusal, `FailedRequest` for everything else that is none."""
     if answer.status in REFUSALS:
-        raise RewardError(f"was refused by {url} ({answer.status}): {sentence(answer)}")
+        raise RewardError(f"was refused by {url} ({answer.status}): {read_error(answer)}")
     if answer.status != 200:
-        raise FailedRequest(f"status {answer.status}, {sentence(answer)}")
-    scores = json_object(answer).get("scores")
+        raise FailedRequest(f"status {answer.status}, {read_error(answer)}")
+    scores = read_object(answer).get("scores")
     if not isinstance(scores, list) or len(scores) != count:
         found = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer.text[:200]!r}"
         raise FailedRequest(f"it answered {found}, expected {count} scores")

@@ -19,8 +19,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from ..calls import RewardError, score
 from ..contract import Reward
-from ..score import RewardError, score
 from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
 
 MAX_BYTES = 256 * 2**20

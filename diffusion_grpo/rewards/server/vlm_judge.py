@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from PIL import Image
 
 from ...media.samples import frame_positions
-from ..models.qwen_vl import template as published
+from ..calls import RewardError
+from ..models.qwen_vl import read_template
 from ..needs import check_package
-from ..score import RewardError
 from .http import (
     Answer,
     FailedRequest,
     Slots,
     ask,
     is_loopback,
-    json_object,
+    read_error,
+    read_object,
     seconds_to_wait,
-    sentence,
     transport_errors,
 )
 
@@ -174,7 +174,7 @@ class VlmJudge:
                 answer = await ask(client, "POST", url, self.timeout, json=body["request"])
                 if answer.status == 200:
                     return self._read(_choice(answer), body["is_video"])
-                reason = f"status {answer.status}, {sentence(answer)}"
+                reason = f"status {answer.status}, {read_error(answer)}"
                 if answer.status < 500 and answer.status not in PASSING:
                     raise RewardError(f"was refused by {self.url}: {reason}")
                 wait = seconds_to_wait(answer.headers.get("retry-after"), wait)
@@ -210,10 +210,10 @@ class UnifiedReward(VlmJudge):
     """
 
     model: str = "UnifiedReward"
-    template: str = published("unified_reward_image")
+    template: str = read_template("unified_reward_image")
     pattern: str = r"Final Score:\W*" + NUMBER
     score_range: list | None = dataclasses.field(default_factory=lambda: [1, 5])
-    video_template: str | None = published("unified_reward_video")
+    video_template: str | None = read_template("unified_reward_video")
     video_score_range: list | None = dataclasses.field(default_factory=lambda: [1, 10])
     max_tokens: int = 1024
 
@@ -255,7 +255,7 @@ def _data_url(image: Image.Image) -> str:
 
 def _choice(answer: Answer) -> dict[str, Any]:
     """The first reply of an answer; FailedRequest where there is none."""
-    choices = json_object(answer).get("choices")
+    choices = read_object(answer).get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise FailedRequest(f"it answered {answer.text[:200]!r}, expected choices")
     return choices[0]

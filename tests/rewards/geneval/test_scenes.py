@@ -8,7 +8,7 @@ from tiny_pipelines import clip_tokenizer
 
 from diffusion_grpo.rewards import load_rewards, score
 from diffusion_grpo.rewards.geneval.detectors import TransformersDetector
-from diffusion_grpo.rewards.geneval.scoring import NAMED, pixel_colors
+from diffusion_grpo.rewards.geneval.scoring import NAMED, name_pixel_colors
 
 CELL, CELLS = 16, 5  # pixels of a patch, and patches a side: an object lies in one, not in the last of a side
 SHAPES = ("circle", "square")
@@ -127,4 +127,4 @@ def test_shapes_of_every_color_are_found_where_they_are(color, detector) -> None
     for one, (_, _, column, row) in zip(found, sorted(objects, key=lambda each: each[3]), strict=True):
         centre = [(one.box[0] + one.box[2]) / 2, (one.box[1] + one.box[3]) / 2]
         assert centre == pytest.approx([CELL * (column + 0.5), CELL * (row + 0.5)], abs=3)
-    assert set(pixel_colors(scene(*objects), found, "")) == {color}
+    assert set(name_pixel_colors(scene(*objects), found, "")) == {color}

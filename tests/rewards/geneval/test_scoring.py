@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from diffusion_grpo.rewards import check_judges, load_rewards, score
+from diffusion_grpo.rewards import check_eval_rewards, load_rewards, score
 from diffusion_grpo.rewards.geneval.scoring import (
     NAMED,
     Detection,
     GenEval,
-    by_class,
-    overlap,
-    pixel_colors,
-    relations,
+    find_relations,
+    group_by_class,
+    iou,
+    name_pixel_colors,
 )
 
 SIZE = 200
@@ -127,25 +127,25 @@ def detection(box, label="cat", score=0.9, mask=None) -> Detection:
 
 def test_relations_at_the_margin() -> None:
     still = detection((100, 100, 140, 140))
-    assert relations(detection((107, 100, 147, 140)), still) == set()  # 7 < 0.1 x (40 + 40)
-    assert relations(detection((107, 100, 147, 140)), still, margin=0.0) == {"right of"}
-    assert relations(detection((109, 100, 149, 140)), still) == set()  # 1 of 9 is less than half
-    assert relations(detection((117, 100, 157, 140)), still) == {"right of"}  # 9 of 17
-    assert relations(detection((160, 40, 200, 80)), still) == {"right of", "above"}
-    assert relations(still, still) == set()
+    assert find_relations(detection((107, 100, 147, 140)), still) == set()  # 7 < 0.1 x (40 + 40)
+    assert find_relations(detection((107, 100, 147, 140)), still, margin=0.0) == {"right of"}
+    assert find_relations(detection((109, 100, 149, 140)), still) == set()  # 1 of 9 is less than half
+    assert find_relations(detection((117, 100, 157, 140)), still) == {"right of"}  # 9 of 17
+    assert find_relations(detection((160, 40, 200, 80)), still) == {"right of", "above"}
+    assert find_relations(still, still) == set()
 
 
 def test_overlap_of_known_boxes() -> None:
-    assert overlap((0, 0, 10, 10), (5, 0, 15, 10)) == pytest.approx(1 / 3)
-    assert overlap((0, 0, 10, 10), (10, 0, 20, 10)) == 0 and overlap((0, 0, 0, 0), (0, 0, 0, 0)) == 0
+    assert iou((0, 0, 10, 10), (5, 0, 15, 10)) == pytest.approx(1 / 3)
+    assert iou((0, 0, 10, 10), (10, 0, 20, 10)) == 0 and iou((0, 0, 0, 0), (0, 0, 0, 0)) == 0
 
 
 def test_sorted_limited_and_thinned() -> None:
     found = [detection((0, 0, 10, 10), score=s / 10) for s in (5, 9, 7)] + [detection((50, 0, 60, 10), score=0.6)]
-    assert [d.score for d in by_class(found, 0.5, 16, 1.0)["cat"]] == [0.9, 0.7, 0.6]
-    assert [d.score for d in by_class(found, 0.0, 2, 1.0)["cat"]] == [0.9, 0.7]
-    assert [d.score for d in by_class(found, 0.0, 16, 0.5)["cat"]] == [0.9, 0.6]
-    assert by_class(found, 0.95, 16, 1.0) == {}
+    assert [d.score for d in group_by_class(found, 0.5, 16, 1.0)["cat"]] == [0.9, 0.7, 0.6]
+    assert [d.score for d in group_by_class(found, 0.0, 2, 1.0)["cat"]] == [0.9, 0.7]
+    assert [d.score for d in group_by_class(found, 0.0, 16, 0.5)["cat"]] == [0.9, 0.6]
+    assert group_by_class(found, 0.95, 16, 1.0) == {}
 
 
 def test_a_mask_says_whose_pixels_they_are() -> None:
@@ -154,7 +154,7 @@ def test_a_mask_says_whose_pixels_they_are() -> None:
     mask[:, :4] = True
     image.paste(NAMED["pink"], (0, 0, 4, 20))
     box = (0, 0, 20, 20)
-    assert pixel_colors(image, [detection(box), detection(box, mask=mask)], "cat") == ["green", "pink"]
+    assert name_pixel_colors(image, [detection(box), detection(box, mask=mask)], "cat") == ["green", "pink"]
 
 
 def test_what_lies_outside_of_the_picture_has_no_color() -> None:
@@ -162,7 +162,7 @@ def test_what_lies_outside_of_the_picture_has_no_color() -> None:
     outside = [(30, 0, 40, 10), (-40, 0, -10, 10), (0, -9, 9, -2), (0, 30, 10, 40)]
     found = [detection(box) for box in [*outside, (5, 5, 5, 5), (19.5, 19.5, 20, 20)]]
     empty = detection((0, 0, 20, 20), mask=np.zeros((20, 20), dtype=bool))
-    assert pixel_colors(image, [*found, empty], "cat") == [""] * 4 + ["green"] * 2 + [""]
+    assert name_pixel_colors(image, [*found, empty], "cat") == [""] * 4 + ["green"] * 2 + [""]
 
 
 def test_partial_credit_and_reasons() -> None:
@@ -263,14 +263,14 @@ def test_rows_of_another_form_are_refused(part) -> None:
 
 def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
     spec = {"geneval": {"detector": "owner/one"}}
-    check_judges(load_rewards(spec), load_rewards(spec))
+    check_eval_rewards(load_rewards(spec), load_rewards(spec))
     assert hash(GenEval("owner/one")) == hash(GenEval("owner/one")) and GenEval("owner/one") != object()
     used = GenEval(lambda images, labels: [[]])
     spare = GenEval(used.detector)
     used([Image.new("RGB", (8, 8))], include=[[{"class": "cat", "count": 1}]])
     assert used == spare  # what it has loaded does not count
     with pytest.raises(ValueError, match="different rewards called 'geneval'"):
-        check_judges(load_rewards(spec), load_rewards({"geneval": {**spec["geneval"], "partial": True}}))
+        check_eval_rewards(load_rewards(spec), load_rewards({"geneval": {**spec["geneval"], "partial": True}}))
 
 
 def test_as_a_reward_with_options() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.integrations import deepspeed
 
-from diffusion_grpo.rewards import check_judges, load_rewards, score
+from diffusion_grpo.rewards import check_eval_rewards, load_rewards, score
 from diffusion_grpo.rewards.models.base import ModelReward, default_device, read_weights, weights_path
 
 
@@ -95,9 +95,9 @@ def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
     reward, same = load_rewards(Doubled()) + load_rewards({"test_reward_model.Doubled": {}})
     assert Doubled() == Doubled() and hash(Doubled()) == hash(Doubled())
     assert Doubled() != Doubled(factor=1.0) and Doubled() != object()
-    check_judges([same], load_rewards({"test_reward_model.Doubled": {}}))
+    check_eval_rewards([same], load_rewards({"test_reward_model.Doubled": {}}))
     with pytest.raises(ValueError, match="different rewards called 'Doubled'"):
-        check_judges([same], load_rewards({"test_reward_model.Doubled": {"dtype": "bfloat16"}}))
+        check_eval_rewards([same], load_rewards({"test_reward_model.Doubled": {"dtype": "bfloat16"}}))
 
 
 def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:

@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from diffusion_grpo.rewards import RewardError, load_rewards, score
 from diffusion_grpo.rewards.models import videoalign as videoalign_module
 from diffusion_grpo.rewards.models.hpsv3 import HPSv3
-from diffusion_grpo.rewards.models.qwen_vl import CHAT, fitting_size, template
+from diffusion_grpo.rewards.models.qwen_vl import CHAT, fit_size, read_template
 from diffusion_grpo.rewards.models.videoalign import VideoAlign
 
 WIDTH = 32
@@ -28,7 +28,7 @@ def tiny_qwen(folder, marks: list[str], seed: int = 0):
     """A tokenizer and a configuration in `folder`, and a random Qwen2-VL of two layers that knows `marks`."""
     torch.manual_seed(seed)
     name = "hpsv3" if len(marks) == 1 else "videoalign"
-    tokenizer = qwen_tokenizer(CHAT + template(name))
+    tokenizer = qwen_tokenizer(CHAT + read_template(name))
     ids = dict(zip(QWEN_SPECIAL, tokenizer.convert_tokens_to_ids(QWEN_SPECIAL), strict=True))
     text = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
@@ -90,7 +90,7 @@ def hpsv3(tmp_path):
     @torch.no_grad()
     def by_hand(image, prompt):
         seen = processor(images=image, return_tensors="pt")
-        text = template("hpsv3").replace("{text_prompt}", prompt)
+        text = read_template("hpsv3").replace("{text_prompt}", prompt)
         grid = seen["image_grid_thw"][0].tolist()
         states = hidden_at(model, tokenizer, text, "image", seen["pixel_values"], grid, ["<|Reward|>"])
         mean, log_sigma = head.eval()(states)[0].tolist()
@@ -181,7 +181,7 @@ def videoalign_folder(tmp_path, outputs: int):
         frames = [video[place] for place in places]
         height, width = smart_resize(*frames[0].size[::-1], min_pixels=128 * 28 * 28, max_pixels=200704)
         seen, grid = patches_by_hand([resized(frame, width, height) for frame in frames])
-        text = template("videoalign").replace("{text_prompt}", prompt)
+        text = read_template("videoalign").replace("{text_prompt}", prompt)
         states = hidden_at(model, tokenizer, text, "video", seen, grid, marks)
         logits = [float(head(states)[row, row if outputs == 3 else 0]) for row in range(3)]
         named = zip(("VQ", "MQ", "TA"), logits)
@@ -314,10 +314,10 @@ def test_what_videoalign_refuses(videoalign, tmp_path) -> None:
 @pytest.mark.parametrize("size", [(500, 300), (64, 2000), (448, 448), (20, 20), (1280, 704), (448, 462)])
 @pytest.mark.parametrize(("least", "most"), [(200704, 200704), (100352, 200704)])
 def test_sizes_are_those_of_qwen(size, least, most) -> None:
-    width, height = fitting_size(*size, min_pixels=least, max_pixels=most)
+    width, height = fit_size(*size, min_pixels=least, max_pixels=most)
     assert (height, width) == smart_resize(size[1], size[0], min_pixels=least, max_pixels=most)
     with pytest.raises(ValueError, match="too long"):
-        fitting_size(2010, 10, 1, 2)
+        fit_size(2010, 10, 1, 2)
 
 
 @pytest.mark.parametrize(("least", "most"), [(200704, 200704), (100352, 200704), (100352, 602112)])
@@ -339,16 +339,16 @@ def test_sizes_of_a_dense_grid_are_those_of_qwen_vl_utils(least, most) -> None:
         (width, height)
         for width in sides
         for height in sides
-        if fitting_size(width, height, min_pixels=least, max_pixels=most) != expected(height, width)
+        if fit_size(width, height, min_pixels=least, max_pixels=most) != expected(height, width)
     ]
     assert wrong == []
-    assert fitting_size(272, 272, min_pixels=200704, max_pixels=200704) == (448, 448)
+    assert fit_size(272, 272, min_pixels=200704, max_pixels=200704) == (448, 448)
 
 
 def test_the_texts_are_as_the_models_were_trained_on() -> None:
     """To the last space: an editor that strips the ends of lines would change the scores."""
     digests = {
-        name: hashlib.sha256(template(name).encode()).hexdigest()[:16]
+        name: hashlib.sha256(read_template(name).encode()).hexdigest()[:16]
         for name in ("hpsv3", "videoalign", "unified_reward_image", "unified_reward_video")
     }
     assert digests == {

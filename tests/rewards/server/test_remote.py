@@ -18,7 +18,15 @@ from PIL import Image
 from tiny_runs import brightness, trained_weights, trainer_for
 
 from diffusion_grpo import cli
-from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, check_judges, groupwise, load_rewards, score
+from diffusion_grpo.rewards import (
+    REWARDS,
+    RemoteReward,
+    RewardError,
+    check_eval_rewards,
+    groupwise,
+    load_rewards,
+    score,
+)
 
 PICTURES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
 PROMPTS = [f"prompt {index}" for index in range(len(PICTURES))]
@@ -102,12 +110,12 @@ def test_pictures_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
 
 def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
     spec = {"remote": {"url": "http://a", "reward": "x", "columns": ["mood"]}}
-    check_judges(load_rewards(spec), load_rewards(spec))
+    check_eval_rewards(load_rewards(spec), load_rewards(spec))
     assert RemoteReward("http://a") == RemoteReward(["http://a/"])
     assert hash(RemoteReward("http://a")) == hash(RemoteReward("http://a"))
     assert RemoteReward("http://a") != RemoteReward("http://b") and RemoteReward("http://a") != object()
     with pytest.raises(ValueError, match="different rewards called 'remote'"):
-        check_judges(load_rewards(spec), load_rewards({"remote": {**spec["remote"], "timeout": 5.0}}))
+        check_eval_rewards(load_rewards(spec), load_rewards({"remote": {**spec["remote"], "timeout": 5.0}}))
 
 
 def test_groups_are_sent_whole(serve) -> None:

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from diffusion_grpo.rewards import RewardError, check_judges, load_rewards, score
+from diffusion_grpo.rewards import RewardError, check_eval_rewards, load_rewards, score
 from diffusion_grpo.rewards.server.http import is_loopback
 from diffusion_grpo.rewards.server.vlm_judge import UnifiedReward, VlmJudge
 
@@ -108,7 +108,7 @@ def test_pictures_and_question_arrive_and_the_last_number_counts(model, monkeypa
     assert fields == {"model": "tiny", "max_tokens": 77, "seed": 3}
     assert {request["headers"]["authorization"] for request in seen} == {"Bearer very-secret"}
     assert "very-secret" not in json.dumps(reward.options()) + repr(reward)
-    check_judges([reward], load_rewards({"vlm_judge": {**options, "name": "taste", "mean": 10.0, "std": 10.0}}))
+    check_eval_rewards([reward], load_rewards({"vlm_judge": {**options, "name": "taste", "mean": 10.0, "std": 10.0}}))
 
 
 def test_frames_of_a_video_in_one_question(model) -> None:

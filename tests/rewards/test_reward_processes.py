@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.media.files import VideoWithSound
-from diffusion_grpo.media.serialize import packed, packed_columns, unpacked, unpacked_columns
+from diffusion_grpo.media.serialize import pack_columns, pack_samples, unpack_columns, unpack_samples
 from diffusion_grpo.rewards import RewardError, score
+from diffusion_grpo.rewards.calls import Scoring
 from diffusion_grpo.rewards.contract import load_rewards
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
-from diffusion_grpo.rewards.score import Scoring
-from diffusion_grpo.rewards.subset import Deal, SubsetScoring, is_scorer, scoring_process
+from diffusion_grpo.rewards.reward_processes import Assignment, SubsetScoring, is_scorer, scoring_process
 
 CPU = torch.device("cpu")
 
@@ -54,24 +54,24 @@ def same(one, other):
     ids=["RGB", "RGBA", "grey", "video", "arrays", "sound", "bfloat16", "integers"],
 )
 def test_a_parcel_holds_what_was_put_in(sample):
-    samples, latents = unpacked(packed([sample, sample], [torch.randn(2, 2), torch.zeros(3)]), CPU)
+    samples, latents = unpack_samples(pack_samples([sample, sample], [torch.randn(2, 2), torch.zeros(3)]), CPU)
     assert same([sample, sample], samples) and latents[0].shape == (2, 2) and same([torch.zeros(3)], latents[1:])
-    assert unpacked(packed(None, [torch.ones(1)]), CPU)[0] is None
+    assert unpack_samples(pack_samples(None, [torch.ones(1)]), CPU)[0] is None
 
 
 def test_a_video_keeps_its_sound_and_what_cannot_travel_is_refused():
     video = VideoWithSound([noise("RGB")] * 2, np.arange(6, dtype=np.float32).reshape(2, 3), 16000)
-    ((found,), _) = unpacked(packed([video], None), CPU)
+    ((found,), _) = unpack_samples(pack_samples([video], None), CPU)
     assert same(video, found) and same(video.sound, found.sound) and found.sampling_rate == 16000
     with pytest.raises(TypeError, match="holds a set, .*Leave reward_processes out"):
-        packed([{1}], None)
+        pack_samples([{1}], None)
 
 
 def test_a_row_arrives_as_it_was_decoded():
     palette = noise("RGB").quantize(4)
     row = {"prompt": "a", "image": noise("L"), "mask": palette, "height": 16, "scale": 0.1, "none": None, "is": True}
     row |= {"pose": {"angles": [1, 2.5], "name": "é"}, "video": [noise("RGB")] * 2}
-    ((found,), _) = unpacked(packed([row], None), CPU)
+    ((found,), _) = unpack_samples(pack_samples([row], None), CPU)
     assert found.keys() == row.keys()
     for name in ("image", "video"):
         assert same(row.pop(name), found.pop(name))
@@ -81,8 +81,8 @@ def test_a_row_arrives_as_it_was_decoded():
 
 def test_columns_come_back_as_they_were():
     columns = {"text": ["a", None], "number": [0.1, float("inf")], "count": [2**60, 3], "list": [[1], []]}
-    assert unpacked_columns(packed_columns(columns, [7, 3])) == (columns, [7, 3])
-    assert unpacked_columns(packed_columns({}, [7, 3])) == ({}, [])
+    assert unpack_columns(pack_columns(columns, [7, 3])) == (columns, [7, 3])
+    assert unpack_columns(pack_columns({}, [7, 3])) == ({}, [])
 
 
 def test_the_first_of_equal_blocks_score():
@@ -100,29 +100,31 @@ def test_groups_stay_together_and_each_sample_is_scored_once():
     """Groups of six on processes that make four samples each, and context-parallel groups of two processes."""
     made = [list(range(4 * process, 4 * process + 4)) for process in range(6)]
     for copies in (1, 2):
-        deals = [Deal.of(made, 6, 2, rank, copies) for rank in range(6 * copies)]
-        assert sorted(position for deal in deals for position in deal.taken) == list(range(24))
-        scoring = {rank: {p // 6 for p in deal.taken} for rank, deal in enumerate(deals) if deal.taken}
+        assignments = [Assignment.of(made, 6, 2, rank, copies) for rank in range(6 * copies)]
+        assert sorted(position for assignment in assignments for position in assignment.taken) == list(range(24))
+        scoring = {
+            rank: {p // 6 for p in assignment.taken} for rank, assignment in enumerate(assignments) if assignment.taken
+        }
         assert scoring == {0: {0, 1}, 3 * copies: {2, 3}}
-        for rank, deal in enumerate(deals):
-            assert is_scorer(ContextGroups(copies, 6 * copies, rank), 2) == bool(deal.taken)
-            for position, scorer in zip(deal.own, deal.scorers, strict=True):
+        for rank, assignment in enumerate(assignments):
+            assert is_scorer(ContextGroups(copies, 6 * copies, rank), 2) == bool(assignment.taken)
+            for position, scorer in zip(assignment.own, assignment.scorers, strict=True):
                 is_sender = rank % copies == 0
                 assert (scorer is not None) == is_sender
-                assert not is_sender or position in deals[scorer].sources[rank]
+                assert not is_sender or position in assignments[scorer].sources[rank]
 
 
 class Wire:
-    """A `Post` of one process, with parcels of the others put in by hand."""
+    """A `SampleChannel` of one process, with packets of the others put in by hand."""
 
     def __init__(self):
-        self.own, self.parcels = 0, {}
+        self.own, self.packets = 0, {}
 
     def open(self):
         pass
 
     def receive(self, process, is_waiting):
-        waiting = self.parcels.get(process)
+        waiting = self.packets.get(process)
         assert waiting or not is_waiting
         return waiting.pop(0) if waiting else None
 
@@ -130,7 +132,7 @@ class Wire:
 @pytest.mark.parametrize("is_early", [True, False])
 def test_calls_come_in_one_order_whoever_is_ahead(is_early):
     """Two groups of each of three processes, of which the second and the third are early or late."""
-    deal = Deal.of([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], 2, 1, 0, 1)
+    assignment = Assignment.of([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], 2, 1, 0, 1)
     calls, wire = [], Wire()
 
     def noted(images, place):
@@ -138,16 +140,18 @@ def test_calls_come_in_one_order_whoever_is_ahead(is_early):
         return [float(own) for own in place]
 
     def begin(funcs, places, samples, latents):
-        positions = [deal.taken[place] for place in places]
+        positions = [assignment.taken[place] for place in places]
         return Scoring(funcs, images=samples, prompts=[""] * len(places), columns={"place": positions})
 
     def others():
         for process in (1, 2):
-            first, second = deal.sources[process][:2], deal.sources[process][2:]
-            wire.parcels[process] = [(own, [noise("L")] * 2, None) for own in (first, second)]
+            first, second = assignment.sources[process][:2], assignment.sources[process][2:]
+            wire.packets[process] = [(own, [noise("L")] * 2, None) for own in (first, second)]
 
-    inner = RolloutScoring(load_rewards(noted), [p // 2 for p in deal.taken], begin, Overlap(False, lambda: False))
-    with SubsetScoring(deal, wire, inner, [0, 0, 1, 1]) as scoring:
+    inner = RolloutScoring(
+        load_rewards(noted), [p // 2 for p in assignment.taken], begin, Overlap(False, lambda: False)
+    )
+    with SubsetScoring(assignment, wire, inner, [0, 0, 1, 1]) as scoring:
         if is_early:
             others()
         scoring.add([0, 1, 2], [noise("L")] * 3, None)
@@ -157,7 +161,7 @@ def test_calls_come_in_one_order_whoever_is_ahead(is_early):
         scoring.wait()
         values = scoring.result(None, print, print)
     assert calls == [[0, 1], [4, 5], [8, 9], [2, 3], [6, 7], [10, 11]]
-    assert values.flatten().tolist() == deal.taken and scoring.count == 12
+    assert values.flatten().tolist() == assignment.taken and scoring.count == 12
     assert same(scoring.samples, [noise("L")] * 4)
 
 

@@ -21,10 +21,10 @@ from torch import Tensor, distributed
 
 from ..distributed.context_parallel import ContextGroups
 from ..distributed.failure import RankError, Ranks
-from ..media.serialize import packed, unpacked
+from ..media.serialize import pack_samples, unpack_samples
 from .overlap import Arrivals, RolloutScoring
 
-Parcel = tuple[list[int], list | None, list[Tensor] | None]  # positions, samples and latents, one each
+Packet = tuple[list[int], list | None, list[Tensor] | None]  # positions, samples and latents, one each
 
 
 def scoring_process(process: int, processes: int, count: int) -> int:
@@ -46,7 +46,7 @@ def is_scorer(groups: ContextGroups, reward_processes: int | None) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Deal:
+class Assignment:
     """Who scores what, as one process sees it. Positions number the samples of all processes.
 
     Attributes:
@@ -64,9 +64,9 @@ class Deal:
         """All positions that this process scores."""
         return [position for positions in self.sources.values() for position in positions]
 
-    def parcels(
+    def packets(
         self, places: Iterable[int], samples: list | None, latents: list[Tensor] | None
-    ) -> Iterator[tuple[int, Parcel]]:
+    ) -> Iterator[tuple[int, Packet]]:
         """What of the samples made here at `places` (all of which are given by place) goes to whom."""
         places = [place for place in places if self.scorers[place] is not None]
         for process in dict.fromkeys(self.scorers[place] for place in places):
@@ -75,7 +75,7 @@ class Deal:
             yield process, ([self.own[place] for place in chosen], *parts)
 
     @classmethod
-    def of(cls, made: list[list[int]], group_size: int, count: int, rank: int, copies: int) -> Deal:
+    def of(cls, made: list[list[int]], group_size: int, count: int, rank: int, copies: int) -> Assignment:
         """Of all processes.
 
         Args:
@@ -97,13 +97,13 @@ class Deal:
         return cls(own, scorers, {source: positions for source, positions in sources.items() if positions})
 
 
-class Post:
+class SampleChannel:
     """Takes samples from process to process inside of `Ranks.apart`. All processes make it together.
 
     Args:
         ranks: the processes.
         device: where this process' accelerator keeps what others sent from theirs.
-        timeout: seconds in which a parcel that is under way must come on.
+        timeout: seconds in which a packet that is under way must come on.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, timeout: float):
@@ -123,16 +123,16 @@ class Post:
             work.wait()
         self.under_way = []
 
-    def send(self, process: int, parcel: Parcel) -> None:
+    def send(self, process: int, packet: Packet) -> None:
         """Returns at once; the process is told that something is there."""
-        positions, samples, latents = parcel
-        content = packed(samples, latents)
+        positions, samples, latents = packet
+        content = pack_samples(samples, latents)
         self.under_way = [work for work in self.under_way if not work.is_completed()]  # each holds what it sends
         self.under_way.append(distributed.isend(content, process, group=self.group, tag=self.turn))
         self.ranks.tell(self._next(self.own, process), json.dumps({"positions": positions, "bytes": len(content)}))
 
-    def receive(self, process: int, is_waiting: bool) -> Parcel | None:
-        """The next parcel of a process; None where it is not there yet and is not to be waited for.
+    def receive(self, process: int, is_waiting: bool) -> Packet | None:
+        """The next packet of a process; None where it is not there yet and is not to be waited for.
 
         Raises:
             RankError: the process ended before all of it had arrived, or gives no sign of life.
@@ -150,7 +150,7 @@ class Post:
             distributed.recv(content, process, group=self.group, tag=self.turn)
         except RuntimeError as error:
             raise RankError(f"Process {process} broke off while it sent its samples ({error}).") from error
-        return told["positions"], *unpacked(content, self.device)
+        return told["positions"], *unpack_samples(content, self.device)
 
     def _next(self, source: int, target: int) -> str:
         number = self.counts[source, target]
@@ -161,26 +161,26 @@ class Post:
 class SubsetScoring:
     """`RolloutScoring` where some processes score for all: the same calls as there, on another process.
 
-    Parcels are taken in turn, one of each process that has some left, so that rewards are called in one order whoever
-    is ahead; but nobody waits for a parcel before its own samples are made.
+    Packets are taken in turn, one of each process that has some left, so that rewards are called in one order whoever
+    is ahead; but nobody waits for a packet before its own samples are made.
 
     Args:
-        deal: of this rollout.
-        post: open.
-        scoring: of the samples that are scored here, in the order of `deal.taken`.
+        assignment: of this rollout.
+        channel: open.
+        scoring: of the samples that are scored here, in the order of `assignment.taken`.
         groups: the group of each sample that is made here.
     """
 
-    def __init__(self, deal: Deal, post: Post, scoring: RolloutScoring, groups: list[int]):
-        self.deal, self.post, self.scoring = deal, post, scoring
+    def __init__(self, assignment: Assignment, channel: SampleChannel, scoring: RolloutScoring, groups: list[int]):
+        self.assignment, self.channel, self.scoring = assignment, channel, scoring
         self.arrivals = Arrivals(groups)
-        self.kept: collections.deque[Parcel] = collections.deque()  # of this process' own samples
-        self.owed = {source: len(positions) for source, positions in deal.sources.items()}
+        self.kept: collections.deque[Packet] = collections.deque()  # of this process' own samples
+        self.owed = {source: len(positions) for source, positions in assignment.sources.items()}
         self.turns = collections.deque(self.owed)
-        self.place = {position: place for place, position in enumerate(deal.taken)}
+        self.place = {position: place for place, position in enumerate(assignment.taken)}
 
     def __enter__(self) -> SubsetScoring:
-        self.post.open()
+        self.channel.open()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -194,7 +194,7 @@ class SubsetScoring:
     @property
     def count(self) -> int:
         """How many samples are scored here."""
-        return len(self.deal.taken)
+        return len(self.assignment.taken)
 
     @property
     def waited(self) -> float:
@@ -205,23 +205,23 @@ class SubsetScoring:
         """What a call of the pipeline made; groups of which all that is made here is there go to who scores them."""
         ready = self.arrivals.ready(places, samples, latents)
         kept = None if samples is None else self.arrivals.samples, None if latents is None else self.arrivals.latents
-        for process, parcel in self.deal.parcels(ready, *kept):
-            if process == self.post.own:
-                self.kept.append(parcel)
+        for process, packet in self.assignment.packets(ready, *kept):
+            if process == self.channel.own:
+                self.kept.append(packet)
             else:
-                self.post.send(process, parcel)
+                self.channel.send(process, packet)
         self._take_in(is_waiting=False)
 
     def _take_in(self, is_waiting: bool) -> None:
         while self.turns:
             source = self.turns[0]
-            if source != self.post.own:
-                parcel = self.post.receive(source, is_waiting)
+            if source != self.channel.own:
+                packet = self.channel.receive(source, is_waiting)
             else:
-                parcel = self.kept.popleft() if self.kept else None
-            if parcel is None:
+                packet = self.kept.popleft() if self.kept else None
+            if packet is None:
                 return
-            positions, samples, latents = parcel
+            positions, samples, latents = packet
             self.scoring.add([self.place[position] for position in positions], samples, latents)
             self.turns.popleft()
             self.owed[source] -= len(positions)
@@ -231,29 +231,31 @@ class SubsetScoring:
     def wait(self, watch: Callable[[int], None] = lambda count: None) -> None:
         """Until all rewards that are computed here are there; see `RolloutScoring.wait`."""
         self._take_in(is_waiting=True)
-        if self.deal.taken:
+        if self.assignment.taken:
             self.scoring.wait(watch)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
-        """`(samples, functions)` float32 of the samples that are scored here, in the order of `deal.taken`."""
+        """`(samples, functions)` float32 of the samples that are scored here, in the order of `assignment.taken`."""
         return self.scoring.result(failure_dir, log_metric, log_extra)
 
 
-def exchanged(deal: Deal, post: Post, samples: list, latents: list[Tensor] | None) -> Parcel:
+def exchange_samples(
+    assignment: Assignment, channel: SampleChannel, samples: list, latents: list[Tensor] | None
+) -> Packet:
     """All that this process scores, of samples that every process has made; inside of `Ranks.apart`.
 
     Args:
-        samples, latents: of this process, in the order of `deal.own`.
+        samples, latents: of this process, in the order of `assignment.own`.
     """
-    post.open()
-    found: Parcel = [], [], None if latents is None else []
-    given = dict(deal.parcels(range(len(deal.own)), samples, latents))
-    for process, parcel in given.items():
-        if process != post.own:
-            post.send(process, parcel)
-    for source in deal.sources:
-        parcel = given[source] if source == post.own else post.receive(source, is_waiting=True)
-        for whole, part in zip(found, parcel, strict=True):
+    channel.open()
+    found: Packet = [], [], None if latents is None else []
+    given = dict(assignment.packets(range(len(assignment.own)), samples, latents))
+    for process, packet in given.items():
+        if process != channel.own:
+            channel.send(process, packet)
+    for source in assignment.sources:
+        packet = given[source] if source == channel.own else channel.receive(source, is_waiting=True)
+        for whole, part in zip(found, packet, strict=True):
             if whole is not None:
                 whole += part
     return found

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..media.samples import as_pictures, as_tensor, frame_positions, own_copy
-from .answers import Failure, RewardError, checked
+from ..media.samples import as_images, as_tensor, copy_value, frame_positions
+from .answers import Failure, RewardError, check_answer
 from .contract import Reward, is_marked
 
 SETTINGS = (  # of torch, for the whole process: how each is read and written
@@ -128,7 +128,7 @@ class Scoring:
         if images is not None and videos is not None:
             raise ValueError("score needs exactly one of images and videos, not both.")
         kind, samples = ("images", images) if videos is None else ("videos", videos)
-        kind, samples = ("latents", latents) if samples is None else (kind, as_pictures(samples))
+        kind, samples = ("latents", latents) if samples is None else (kind, as_images(samples))
         if samples is None:
             raise ValueError("score needs exactly one of images and videos, or latents.")
         places = list(range(len(samples))) if places is None else places
@@ -207,7 +207,7 @@ def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None =
         announce(", ".join(dict.fromkeys(name for scoring in waiting for name in scoring.awaited)))
 
     async def gather() -> None:
-        with torch.no_grad(), unchanged_settings():
+        with torch.no_grad(), preserve_settings():
             await asyncio.gather(*(scoring.wait() for scoring in waiting))
 
     has_device = torch.accelerator.is_available()  # which is a thread's own too, and a new one starts at the first
@@ -328,7 +328,7 @@ def _answer(call: _Call, batch: _Batch, shared: dict) -> object:
     if "videos" in parameters and "images" not in parameters and call.kind == "images":
         return RewardError("asks for videos, but the samples are pictures")
     try:
-        with torch.no_grad(), unchanged_settings():
+        with torch.no_grad(), preserve_settings():
             return call.reward(**_keywords(call, batch, shared))
     except Exception as error:
         return error
@@ -340,8 +340,8 @@ def _keywords(call: _Call, batch: _Batch, shared: dict) -> dict[str, Any]:
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     fixed = reward.fixed
     columns = [name for name in batch.columns if name not in fixed and (takes_all or name in parameters)]
-    items = own_copy(call.items)
-    keywords = {name: [own_copy(batch.columns[name][row]) for row in call.rows] for name in columns}
+    items = copy_value(call.items)
+    keywords = {name: [copy_value(batch.columns[name][row]) for row in call.rows] for name in columns}
     keywords |= {} if batch.prompts is None else {"prompts": [batch.prompts[row] for row in call.rows]}
     keywords |= {"completions": items, call.kind: items}
     keywords |= {"log_extra": call.log_extra, "log_metric": call.log_metric, **shared}
@@ -349,16 +349,16 @@ def _keywords(call: _Call, batch: _Batch, shared: dict) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def unchanged_settings() -> Iterator[None]:
+def preserve_settings() -> Iterator[None]:
     """Puts torch's process-wide settings back as they were; a reward may leave others behind, the training not."""
     before = [read() for read, _ in SETTINGS]
     try:
         yield
     finally:
-        put_back(before)
+        restore_settings(before)
 
 
-def put_back(settings: list[Any]) -> None:
+def restore_settings(settings: list[Any]) -> None:
     """Writes those of torch's settings that are no longer as they were."""
     for value, (read, write) in zip(settings, SETTINGS, strict=True):
         if read() != value:
@@ -376,7 +376,7 @@ def _values(calls: list[_Call], batch: _Batch, folder: Path | None) -> list[floa
     """One number a sample from all calls of a reward: the mean over its frames, NaN where none has a value."""
     found: list[list[float]] = [[] for _ in batch.samples]
     for call in calls:
-        for row, value in zip(call.rows, checked(call, Failure(call, batch, folder)), strict=True):
+        for row, value in zip(call.rows, check_answer(call, Failure(call, batch, folder)), strict=True):
             if not math.isnan(value):
                 found[row].append(value)
     return [calls[0].reward.value(sum(values) / len(values)) if values else math.nan for values in found]
