@@ -16,83 +16,42 @@ from diffusers import DiffusionPipeline
 from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback, set_seed
-from transformers.integrations import TensorBoardCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
 from .config.checks import check_token_settings
 from .config.settings import DiffusionGRPOConfig
-from .data.held_out import count_prompts, name_prompts, warn_of_trained_prompts
+from .data.held_out import warn_of_trained_prompts
 from .data.inputs import checked_inputs
 from .data.prompts import check_dataset, named_datasets
 from .data.sampler import GroupSampler
 from .distributed.context_parallel import spread_over_context
-from .distributed.deepspeed import set_learning_rate
 from .distributed.failure import Ranks
 from .distributed.generation import NetworkPasses
-from .media.files import sampling_rate
 from .policy.token import make_policy
 from .rewards import RewardError
-from .rewards.overlap import Overlap
-from .rewards.reward_processes import SampleChannel
-from .rewards.unscored import UnscoredRollouts
-from .rollout.feed import RolloutFeed
-from .rollout.generation import RolloutGenerator
-from .rollout.reference import AdapterReference, CopiedReference
-from .rollout.replays import Replays
-from .rollout.scoring import RewardScorer, takes_only_latents
-from .rollout.value_model import ValueCallback, ValueModel
-from .run.adapters import continues_lora, kept_adapters
-from .run.card_data import known_license, pipeline_tag
-from .run.records import check_output_folder, run_record, write_json
+from .rollout.scoring import takes_only_latents
+from .rollout.value_model import ValueModel
+from .run.card import write_model_card
+from .run.records import check_output_folder, write_json
 from .run.report import write_curve
 from .run.resume_point import explain_interrupt
-from .run.weights import PolicyFiles, lora_loader, write_model_card
-from .tiny import default_settings
-from .training.average import PolicyAverage
+from .run.weights import PolicyFiles
+from .training import setup, start
 from .training.base import DiffusersTrainer
-from .training.callbacks import (
-    CollapseCallback,
-    PipelineTensorBoardCallback,
-    ReportCallback,
-    SampleGridCallback,
-    SyncRefModelCallback,
-    ValidationCallback,
-)
 from .training.checkpoints import Checkpointer
-from .training.evaluation import Evaluator
+from .training.finite import NonFiniteError, refuse_non_finite
 from .training.metrics import Metrics
 from .training.model import (
-    check_args,
-    check_model,
-    check_peft_config,
     check_scheduler,
     load_pipeline,
-    model_name,
     pipeline_class,
     prepare_model,
 )
 from .training.offload import place_pipeline
-from .training.progress import UpdateProgress, replace_progress
-from .training.setup import (
-    RunRewards,
-    add_value_parameters,
-    check_datasets,
-    choose_backend,
-    evaluation_settings,
-    load_run_rewards,
-    make_algorithm,
-    make_credit,
-    make_sample_writer,
-    make_sampling_plan,
-)
+from .training.progress import UpdateProgress
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; the weights are those of the last update."""
 
 
 class DiffusionGRPOTrainer(DiffusersTrainer):
@@ -134,26 +93,17 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
         model = str(model) if isinstance(model, Path) else model
-        check_model(model)
-        check_args(args)
-        args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
-        if model == "tiny":
-            args.fill(default_settings(args.given))
-        self.rewards = load_run_rewards(reward_funcs, eval_reward_funcs, args)
-        check_peft_config(peft_config, args.beta or args.kl_reward)
-        is_full_training = peft_config is None and not continues_lora(args.lora_path, args.lora_adapter, peft_config)
-        if args.sync_ref_model and not is_full_training:
-            raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
-        check_datasets(self.rewards, args, train_dataset, eval_dataset)
-        if args.learning_rate is None:
-            set_learning_rate(args, 1e-5 if is_full_training else 3e-4)
-        self.backend = choose_backend(args)
+        args = start.prepare_args(model, args)
+        self.rewards = start.load_run_rewards(reward_funcs, eval_reward_funcs, args)
+        is_full_training = start.prepare_training(args, peft_config)
+        start.check_datasets(self.rewards, args, train_dataset, eval_dataset)
+        self.backend = start.choose_backend(args)
         datasets = named_datasets(train_dataset, eval_dataset)
         cls = pipeline_class(model, args)
         check_scheduler(model, cls, args)
         # None for a pipeline whose code comes from elsewhere: it is checked once it is loaded
         inputs = None if cls is None else checked_inputs(cls, args, datasets, self.rewards.all)
-        self.run = _describe_run(model, args, peft_config, self.rewards)
+        self.run = start.describe_run(model, args, peft_config, self.rewards)
         check_output_folder(args.output_dir, self.run, bool(args.resume_from_checkpoint))
 
         pipe = load_pipeline(model, args, is_full_training)
@@ -180,7 +130,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self._assemble(is_full_training)
+        self._make_policy_objects(is_full_training)
+        self._make_rollout_objects()
+        self._make_keeping_objects()
 
     def _check_policy(self, args: DiffusionGRPOConfig) -> None:
         """Refuse settings that do not fit the policy."""
@@ -191,91 +143,61 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         if any(map(takes_only_latents, self.rewards.all)):
             self.policy.check_latents()
 
-    def _assemble(self, is_full_training: bool) -> None:
-        """Make the objects that the trainer holds and calls."""
-        args, backend, component = self.args, self.backend, self.policy.component
-        groups, sizes = backend.groups, args.batch_sizes
+    def _make_policy_objects(self, is_full_training: bool) -> None:
+        """Make what an update needs: the trained weights, the reference, the algorithm and what they pass through."""
+        args, backend, policy = self.args, self.backend, self.policy
         has_values = args.advantage_estimator == "gae"
-        backend.check_run(component, args.permute_steps, self.policy.draws_tokens, has_values)
-        self.weights = backend.trained_weights(self.model, take_turns=len(component) > 1)
+        backend.check_run(policy.component, args.permute_steps, policy.draws_tokens, has_values)
+        self.weights = backend.trained_weights(self.model, take_turns=len(policy.component) > 1)
         self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
-        self.reference = self._make_reference(is_full_training)
-        reference_module = getattr(self.reference, "module", None)
-        if groups.size > 1:
-            copies = [] if reference_module is None else [reference_module]
-            spread_over_context([*self.policy.networks, *copies], groups, args.device)
+        self.reference = setup.make_reference(args, policy, self.model, backend, is_full_training)
+        if backend.groups.size > 1:
+            copy = self._reference_module()
+            spread_over_context([*policy.networks, *([] if copy is None else [copy])], backend.groups, args.device)
         self.offload = place_pipeline(
-            self.pipe, self.policy.networks, args.device, args.offload_frozen, backend.leaves_networks_in_place
+            self.pipe, policy.networks, args.device, args.offload_frozen, backend.leaves_networks_in_place
         )
         self.values = ValueModel(args.seed).to(args.device) if has_values else None
+        self.average = setup.make_average(args, self.weights)
+        self.algorithm = setup.make_algorithm(args, policy.component, self.rewards.weights)
+        self.run_passes = NetworkPasses(backend, self.ranks, policy.networks, self._reference_module)
         self.metrics, self.progress = Metrics(), UpdateProgress()
-        self.algorithm = make_algorithm(args, component, self.rewards.weights)
-        self.run_passes = NetworkPasses(
-            backend, self.ranks, self.policy.networks, lambda: getattr(self.reference, "module", None)
-        )
-        batch_size = args.rollout_batch_size or args.per_device_train_batch_size
-        self.replays = Replays(self.policy, self.reference, self.inputs, backend, batch_size)
-        rate = sampling_rate(self.pipe)
-        self.scorer = RewardScorer(
-            self.rewards.trained,
-            inputs=self.inputs,
-            backend=backend,
-            ranks=self.ranks,
-            reward_processes=args.reward_processes,
-            channel=SampleChannel(self.ranks, args.device, args.ddp_timeout) if args.scores_on_some else None,
-            overlap=Overlap(args.overlap_rewards, lambda: self.policy.draws_globally, lambda: backend.passes_together),
-            fps=args.fps,
-            sampling_rate=rate,
-            state=lambda: self.state,
-            failures=Path(args.output_dir) / "failures",
-        )
-        trajectory_device = "cpu" if args.offload_trajectories else args.device
-        generator = RolloutGenerator(
-            policy=self.policy,
-            inputs=self.inputs,
+
+    def _make_rollout_objects(self) -> None:
+        """Make what samples and scores, in rollouts and in evaluations."""
+        args, shared = self.args, {"policy": self.policy, "inputs": self.inputs}
+        shared |= {"backend": self.backend, "ranks": self.ranks}
+        self.scorer = setup.make_scorer(args, self.rewards, state=lambda: self.state, **shared)
+        self.replays = setup.make_replays(args, self.policy, self.reference, self.inputs, self.backend)
+        generator = setup.make_generator(
+            args,
+            self.rewards,
             dataset=self.train_dataset,
-            plan=make_sampling_plan(args),
             scorer=self.scorer,
-            credit=make_credit(args, self.rewards, self.values),
+            values=self.values,
             replays=self.replays,
-            writer=make_sample_writer(args, self.rewards, groups, rate),
-            unscored=UnscoredRollouts(self.rewards.names, is_warning=args.process_index == 0),
-            backend=backend,
-            ranks=self.ranks,
             run_passes=self.run_passes,
             metrics=self.metrics,
             progress=self.progress,
-            noise_level=args.noise_level or self.policy.default_noise_level,
-            noise_in_last_step=args.noise_in_last_step,
-            measures_divergence=args.kl_reward > 0,
-            anchors_on_replay=args.old_log_prob == "replay" and sizes.updates_per_rollout > 1,
-            drops_zero_advantages=args.drop_zero_advantages,
-            trajectory_device=trajectory_device,
-            device=args.device,
+            **shared,
         )
-        self.feed = RolloutFeed(
-            generator,
-            sizes=sizes,
-            seed=args.seed,
-            backend=backend,
-            device=args.device,
-            trajectory_device=trajectory_device,
-        )
-        self.evaluator = Evaluator(
-            policy=self.policy,
-            inputs=self.inputs,
+        self.feed = setup.make_feed(args, generator, self.backend)
+        self.evaluator = setup.make_evaluator(
+            args,
+            self.rewards,
             scorer=self.scorer,
             generator=generator,
-            eval_rewards=self.rewards.evaluated,
-            reward_weights=self.rewards.weights,
-            backend=backend,
-            ranks=self.ranks,
+            feed=self.feed,
+            replays=self.replays,
+            reference=self.reference,
+            average=self.average,
             run_passes=self.run_passes,
-            settings=evaluation_settings(args, rate),
+            **shared,
         )
-        self.average = None
-        if args.ema_decay is not None:
-            self.average = PolicyAverage(self.weights, args.ema_decay, args.ema_update_interval)
+
+    def _make_keeping_objects(self) -> None:
+        """Make what writes checkpoints, tells of the run and acts between updates."""
+        args, component = self.args, self.policy.component
         self.use_checkpointer(
             Checkpointer(
                 model=self.model,
@@ -285,56 +207,32 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 reference=self.reference if args.sync_ref_model else None,
                 values=self.values,
                 feed=self.feed,
-                backend=backend,
+                backend=self.backend,
                 is_writer=args.should_save,
                 pushes_samples=args.push_samples,
             )
         )
-        self._describe_model()
-        self._add_callbacks()
-
-    def _make_reference(self, is_full_training: bool) -> AdapterReference | CopiedReference | None:
-        """Make the frozen reference; None where full training does without a second copy of the weights."""
-        if not is_full_training:
-            return AdapterReference(self.policy, self.model)
-        if not self.args.needs_reference:
-            return None
-        return CopiedReference(self.policy, self.model, self.backend, self.args.device, self.args.offload_ref_model)
-
-    def _describe_model(self) -> None:
-        """Add to run.json what is known of the model and the data once they are loaded."""
-        counts, pipe, component = (
-            count_prompts(self.train_dataset, self.eval_dataset),
-            self.pipe,
-            self.policy.component,
+        self.run |= setup.describe_model(
+            self.pipe, self.model, component, self.inputs, self.train_dataset, self.eval_dataset
         )
         if self.is_world_process_zero():
-            warn_of_trained_prompts(counts)
-        self.run |= {"pipeline": type(pipe).__name__, "component": ", ".join(component), "prompts": counts}
-        self.run["loads_by"] = lora_loader(pipe, component[0])
-        given = {*self.inputs.fixed, *(self.train_dataset.column_names if self.train_dataset is not None else [])}
-        self.run["pipeline_tag"] = pipeline_tag(type(pipe), given)
-        if kept := kept_adapters(pipe, self.model, component):
-            self.run["kept_adapters"] = kept
+            warn_of_trained_prompts(self.run["prompts"])
+        setup.add_callbacks(
+            self.callback_handler,
+            args,
+            values=self.values,
+            average=self.average,
+            weights=self.weights,
+            reference=self.reference,
+            accelerator=self.accelerator,
+            progress=self.progress,
+            prompts=self.run["prompts"],
+            write_validation=self._write_validation,
+        )
 
-    def _add_callbacks(self) -> None:
-        args, handler = self.args, self.callback_handler
-        if self.values is not None:
-            self.add_callback(ValueCallback(self.values, self.accelerator))
-        if self.average is not None:
-            self.add_callback(self.average)
-        if args.sync_ref_model:
-            alpha, interval = args.ref_model_mixup_alpha, args.ref_model_sync_steps
-            self.add_callback(SyncRefModelCallback(self.weights, lambda: self.reference.weights, alpha, interval))
-        if self.pop_callback(TensorBoardCallback) is not None:
-            self.add_callback(PipelineTensorBoardCallback)
-        self.add_callback(SampleGridCallback(handler))
-        prompts = name_prompts(self.run["prompts"])
-        replace_progress(handler, args, self.progress, prompts)  # after the grid, which it may show
-        self.add_callback(CollapseCallback)
-        if args.validation_prompts:
-            self.add_callback(ValidationCallback(self._write_validation, handler))
-        self.add_callback(ReportCallback)
+    def _reference_module(self) -> nn.Module | None:
+        """Return the reference's own copy of the network, or the engine around it; None where there is none."""
+        return None if self.reference is None else self.reference.module
 
     @property
     def pipe(self) -> DiffusionPipeline:
@@ -356,17 +254,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         return self._get_dataloader(rows, "Training", share, self._get_train_sampler, is_training=True)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> GroupSampler:
-        sizes = self.args.batch_sizes
-        self._sampler = GroupSampler(
-            num_rows=len(train_dataset or self.train_dataset),
-            num_generations=sizes.num_generations,
-            prompts_per_rollout=sizes.prompts_per_rollout,
-            repeat_count=sizes.slots,
-            shuffle=self.args.shuffle_dataset,
-            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-            processes=sizes.data_processes,
-            copies=self.backend.groups.size,
-        )
+        num_rows = len(train_dataset or self.train_dataset)
+        self._sampler = setup.make_sampler(self.args, num_rows, copies=self.backend.groups.size)
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -389,14 +278,14 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.metrics.reset()
         folder = Path(self.args.output_dir)
         with contextlib.ExitStack() as held:
-            start = self.find_start(resume_from_checkpoint or self.args.resume_from_checkpoint, held, self.ranks.agree)
+            point = self.find_start(resume_from_checkpoint or self.args.resume_from_checkpoint, held, self.ranks.agree)
             if self.args.should_save:
                 write_json(folder / "run.json", self.run)
             if self.average is not None:
                 self.average.hide()  # a second training goes on from the policy
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
             held.enter_context(self.ranks.together())
-            output = super().train(resume_from_checkpoint=start, **kwargs)
+            output = super().train(resume_from_checkpoint=point, **kwargs)
         if self.average is not None:
             self.average.show()
         return output
@@ -405,7 +294,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """As in `Trainer`, with a group for the value model."""
         optimizer = super().create_optimizer(model)
         if self.values is not None:
-            add_value_parameters(optimizer, self.values, self.args.value_learning_rate)
+            setup.add_value_parameters(optimizer, self.values, self.args.value_learning_rate)
         return optimizer
 
     def on_engine_ready(self) -> None:
@@ -490,14 +379,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.metrics.add("value/loss", loss.item())
 
     def _refuse_non_finite(self, value: Tensor, name: str) -> None:
-        if not torch.isfinite(value).all():
-            last = get_last_checkpoint(self.args.output_dir)
-            has_stepped = self.backend.steps_in_backward and name == "gradient norm"
-            kept = "the weights may hold it already" if has_stepped else "the weights were not updated"
-            raise NonFiniteError(
-                f"The {name} of update {self.state.global_step + 1} is {value.item()}; {kept}. "
-                f"Newest whole checkpoint: {last or 'none'}. Try a lower learning rate, or float32."
-            )
+        has_stepped = self.backend.steps_in_backward and name == "gradient norm"
+        refuse_non_finite(value, name, self.state.global_step + 1, self.args.output_dir, has_stepped)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -544,40 +427,22 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.inputs.columns(part).check(name)
         self.model.eval()
         try:
-            with self.ranks.together(), self._averaged_weights():
-                distance = self._distance_to_reference() if metric_key_prefix.startswith("eval") else {}
+            with self.ranks.together():
                 metrics = self.evaluator.evaluate(
                     datasets, metric_key_prefix, pipeline_kwargs or {}, self.state.global_step, self.state.log_history
                 )
         except RewardError:
             self._save_before_stopping()
             raise
-        metrics |= {f"{metric_key_prefix}_{name}": value for name, value in distance.items()}
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _averaged_weights(self) -> contextlib.AbstractContextManager:
-        """Have the moving average in place of the policy's weights inside, where there is one."""
-        return contextlib.nullcontext() if self.average is None else self.average.placed(is_shown=True)
-
-    def _distance_to_reference(self) -> dict[str, float]:
-        """Measure the KL divergence at the trained steps of one micro-batch of the last rollout, whatever beta is.
-
-        Nothing is measured before the first rollout, for tokens, and where no reference is kept: full training with
-        beta=0 would need a second copy of the weights for it.
-        """
-        if self.feed.buffer is None or self.reference is None or self.policy.draws_tokens:
-            return {}
-        local = self.run_passes(self.replays.divergences, self.feed.buffer.micro_batch(0)).mean()
-        return {"kl": self.accelerator.gather(local.to(self.args.device)).mean().item()}
-
     def _write_validation(self) -> Path:
         """Sample `validation_prompts` with the weights that evaluations measure."""
         self.model.eval()
-        with self._averaged_weights():
-            return self.evaluator.write_validation(self.args.validation_prompts, self.state.global_step)
+        return self.evaluator.write_validation(self.args.validation_prompts, self.state.global_step)
 
     # Log
 
@@ -594,17 +459,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             write_curve(folder)
         repository = self.hub_model_id or self.args.hub_model_id
         write_model_card(folder, self.run, self.state.log_history, name, self.state.global_step, repository)
-
-
-def _describe_run(
-    model: str | DiffusionPipeline, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, rewards: RunRewards
-) -> dict[str, Any]:
-    """Return what run.json says before the model is loaded."""
-    evaluated = [reward.name for reward in rewards.evaluated]
-    run = run_record(model_name(model), args, peft_config, rewards.names, evaluated, rewards.weights)
-    run["reward_options"] = {reward.name: reward.options() for reward in rewards.all}
-    run["license"] = known_license(model_name(model))
-    return run
 
 
 def _as_list(value: Any) -> list:

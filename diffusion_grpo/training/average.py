@@ -75,7 +75,7 @@ class PolicyAverage(TrainerCallback):
         self.is_shown = False
 
     @contextlib.contextmanager
-    def placed(self, is_shown: bool) -> Iterator[None]:
+    def place(self, is_shown: bool) -> Iterator[None]:
         """Context in which the network has the average's weights, or the policy's own."""
         was_shown = self.is_shown
         self.show() if is_shown else self.hide()

@@ -67,7 +67,7 @@ class Checkpointer:
         with self._weights.whole(shown, is_kept=self._is_writer):
             self._write(self._model, folder, whole_pipeline)
         if self._average is not None:
-            with self._average.placed(is_shown=False), self._weights.whole(is_kept=self._is_writer):
+            with self._average.place(is_shown=False), self._weights.whole(is_kept=self._is_writer):
                 self._write(self._model, folder / POLICY_FOLDER)
 
     def save_beside_weights(self, folder: Path) -> None:

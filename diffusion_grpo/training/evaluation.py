@@ -4,6 +4,7 @@ A dataset goes in; metrics come out, and for the main evaluation images (or vide
 folder. Fixed prompts that are only looked at go the same way without rewards.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -25,7 +26,9 @@ from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.trajectory import sample_seed
 from ..rewards import Reward
+from ..rollout.feed import RolloutFeed
 from ..rollout.generation import RolloutGenerator
+from ..rollout.replays import Replays
 from ..rollout.scoring import RewardScorer, takes_only_latents
 from ..run.records import write_files, write_samples
 from ..run.watch import (
@@ -39,6 +42,7 @@ from ..run.watch import (
     thumbnails,
     watched_rewards,
 )
+from .average import PolicyAverage
 
 
 @dataclasses.dataclass
@@ -95,11 +99,16 @@ class Evaluator:
         inputs: of the pipeline's calls.
         scorer: calls rewards.
         generator: finds out how the pipeline takes rows.
+        feed: has the last rollout, on which the distance to the reference is measured.
+        replays: measure it.
+        average: the moving average that is evaluated in place of the policy's weights, or None.
         eval_rewards: rewards that are only measured, in evaluations.
         reward_weights: of the trained rewards.
         backend, ranks: the processes.
         run_passes: runs a method that passes the network.
         settings: how evaluations are made.
+        has_reference: whether there is one to measure a distance to; none for tokens, and none in full training with
+            beta=0, which would need a second copy of the weights for it.
     """
 
     def __init__(
@@ -109,15 +118,20 @@ class Evaluator:
         inputs: PipelineInputs,
         scorer: RewardScorer,
         generator: RolloutGenerator,
+        feed: RolloutFeed,
+        replays: Replays,
+        average: PolicyAverage | None,
         eval_rewards: list[Reward],
         reward_weights: list[float],
         backend: DistributedBackend,
         ranks: Ranks,
         run_passes: Callable,
         settings: EvaluationSettings,
+        has_reference: bool,
     ):
         self._policy, self._inputs, self._scorer, self._generator = policy, inputs, scorer, generator
         self._rewards, self._weights = scorer.rewards + eval_rewards, torch.tensor(reward_weights)
+        self._feed, self._replays, self._average, self._has_reference = feed, replays, average, has_reference
         self._backend, self._ranks, self._run_passes, self._settings = backend, ranks, run_passes, settings
 
     @torch.no_grad()
@@ -129,7 +143,7 @@ class Evaluator:
         step: int,
         history: list[dict[str, Any]],
     ) -> dict[str, float]:
-        """Measure each dataset, and all together.
+        """Measure each dataset, and all together, with the averaged weights where there are any.
 
         Args:
             datasets: by name.
@@ -138,6 +152,19 @@ class Evaluator:
             step: updates that are done.
             history: what was logged so far.
         """
+        with self._averaged_weights():
+            distance = self._distance_to_reference() if prefix.startswith("eval") else {}
+            metrics = self._evaluate(datasets, prefix, pipeline_kwargs, step, history)
+        return metrics | {f"{prefix}_{name}": value for name, value in distance.items()}
+
+    def _evaluate(
+        self,
+        datasets: dict[str, Dataset],
+        prefix: str,
+        pipeline_kwargs: dict[str, Any],
+        step: int,
+        history: list[dict[str, Any]],
+    ) -> dict[str, float]:
         start = time.perf_counter()
         own_metrics: dict[str, list[float]] = defaultdict(list)  # not among those of training
         parts = {name: self._measure(data, pipeline_kwargs, own_metrics) for name, data in datasets.items()}
@@ -162,9 +189,15 @@ class Evaluator:
     def write_validation(self, prompts: list[str], step: int) -> Path:
         """Sample fixed prompts, from the same seeds each time and without noise in the steps; score nothing.
 
+        The weights are those that evaluations measure.
+
         Returns:
             the folder with an image, video or sound per prompt.
         """
+        with self._averaged_weights():
+            return self._write_validation(prompts, step)
+
+    def _write_validation(self, prompts: list[str], step: int) -> Path:
         places, own = self._places(len(prompts))
         rows = [{"prompt": prompts[place]} for place in places]
         samples = self._run_passes(self._sample, rows, places, {})
@@ -174,6 +207,21 @@ class Evaluator:
         write_files(samples[:number], stems, folder, self._settings.fps, self._settings.sampling_rate)
         self._backend.accelerator.wait_for_everyone()
         return folder
+
+    def _averaged_weights(self) -> contextlib.AbstractContextManager:
+        """Have the moving average in place of the policy's weights inside, where there is one."""
+        return contextlib.nullcontext() if self._average is None else self._average.place(is_shown=True)
+
+    def _distance_to_reference(self) -> dict[str, float]:
+        """Measure the KL divergence at the trained steps of one micro-batch of the last rollout, whatever beta is.
+
+        Nothing is measured before the first rollout.
+        """
+        if self._feed.buffer is None or not self._has_reference:
+            return {}
+        local = self._run_passes(self._replays.divergences, self._feed.buffer.micro_batch(0)).mean()
+        accelerator = self._backend.accelerator
+        return {"kl": accelerator.gather(local.to(accelerator.device)).mean().item()}
 
     def _places(self, total: int) -> tuple[list[int], int]:
         """Return which of all prompts this process samples, and how many are its own: the others keep it in step."""

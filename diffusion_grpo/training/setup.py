@@ -1,131 +1,62 @@
 """From the settings to the objects that the trainer holds; packages below this one are given values, not `args`."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
+from diffusers import DiffusionPipeline
 from torch import nn
+from transformers import TrainerState
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.base import Algorithm
 from ..algorithms.grpo import GRPO
 from ..algorithms.losses import get_loss
 from ..config.settings import DiffusionGRPOConfig
-from ..data.prompts import check_dataset, named_datasets
+from ..data.held_out import count_prompts, name_prompts
+from ..data.inputs import PipelineInputs
+from ..data.sampler import GroupSampler
 from ..distributed.backend import DistributedBackend
 from ..distributed.context_parallel import ContextGroups
-from ..distributed.deepspeed import DeepSpeedBackend, hide_deepspeed
-from ..distributed.fsdp import FSDP2Backend, wants_fsdp
-from ..rewards import (
-    Reward,
-    check_columns,
-    check_eval_rewards,
-    check_groups,
-    check_needs,
-    load_rewards,
-    reward_weights,
-)
-from ..rewards.reward_processes import is_scorer
+from ..distributed.failure import Ranks
+from ..distributed.generation import NetworkPasses
+from ..distributed.weights import TrainedWeights
+from ..media.files import sampling_rate
+from ..policy.base import Policy
+from ..rewards.overlap import Overlap
+from ..rewards.reward_processes import SampleChannel
+from ..rewards.unscored import UnscoredRollouts
 from ..rollout.credit import CreditAssigner
+from ..rollout.feed import RolloutFeed
+from ..rollout.generation import RolloutGenerator
+from ..rollout.reference import AdapterReference, CopiedReference
+from ..rollout.replays import Replays
 from ..rollout.sampling_plan import SamplingPlan
-from ..rollout.value_model import ValueModel
+from ..rollout.scoring import RewardScorer
+from ..rollout.value_model import ValueCallback, ValueModel
+from ..run.adapters import kept_adapters
+from ..run.card_data import pipeline_tag
 from ..run.sample_writer import KeptSamples, SampleWriter
-from ..run.watch import watched_rewards
-from .evaluation import EvaluationSettings
+from ..run.weights import lora_loader
+from .average import PolicyAverage
+from .callbacks import (
+    CollapseCallback,
+    PipelineTensorBoardCallback,
+    ReportCallback,
+    SampleGridCallback,
+    SyncRefModelCallback,
+    ValidationCallback,
+)
+from .evaluation import EvaluationSettings, Evaluator
+from .metrics import Metrics
+from .progress import UpdateProgress, replace_progress
+from .start import RunRewards
 
-
-@dataclasses.dataclass(frozen=True)
-class RunRewards:
-    """The rewards of a run.
-
-    Attributes:
-        trained: those that are trained on.
-        weights: one for each of them.
-        evaluated: those that are only measured, in evaluations.
-    """
-
-    trained: list[Reward]
-    weights: list[float]
-    evaluated: list[Reward]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trained rewards."""
-        return [reward.name for reward in self.trained]
-
-    @property
-    def all(self) -> list[Reward]:
-        """Those that are trained on, and those that are only measured."""
-        return self.trained + self.evaluated
-
-
-def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionGRPOConfig) -> RunRewards:
-    """Read the rewards in any form that a user may write, and check what they need.
-
-    Raises:
-        ValueError: an unknown reward or option, a missing package or file, or groups that a reward cannot be given.
-    """
-    trained = load_rewards(reward_funcs)
-    evaluated = load_rewards(eval_reward_funcs, "eval_reward_funcs")
-    check_eval_rewards(trained, evaluated)
-    names = {reward.name for reward in trained}
-    evaluated = [reward for reward in evaluated if reward.name not in names]  # trained ones are measured anyway
-    watched = watched_rewards(args.watch_rewards, None, trained)  # refuses unknown names
-    if not args.scores_on_some or is_scorer(make_groups(args), args.reward_processes):  # the others load nothing
-        check_needs([*trained, *evaluated, *watched])
-    weights = reward_weights(trained, args.reward_weights)
-    if not args.scores_on_some:  # where groups are put together first
-        check_groups(trained, args.batch_sizes.consecutive_samples, args.num_generations)
-    return RunRewards(trained, weights, evaluated)
-
-
-def check_datasets(
-    rewards: RunRewards,
-    args: DiffusionGRPOConfig,
-    train_dataset: Dataset | None,
-    eval_dataset: Dataset | dict[str, Dataset] | None,
-) -> None:
-    """Refuse datasets without prompts, or without a column that a reward asks for.
-
-    Raises:
-        ValueError: such a dataset, or evaluations without one.
-    """
-    for name, dataset in named_datasets(train_dataset, eval_dataset):
-        check_dataset(dataset, name)
-        evaluated = rewards.evaluated if name != "train_dataset" else []
-        check_columns(rewards.trained + evaluated, dataset.column_names, name)
-    if rewards.evaluated and not eval_dataset:
-        raise ValueError(
-            f"eval_reward_funcs={rewards.evaluated[0].name} has no prompts to be measured on; pass an eval_dataset."
-        )
-    if args.eval_strategy != "no" and not eval_dataset:
-        raise ValueError(f"eval_strategy={args.eval_strategy.value!r} has nothing to evaluate; pass an eval_dataset.")
-
-
-def make_groups(args: DiffusionGRPOConfig) -> ContextGroups:
-    """Describe the groups of processes that share the sequence of each sample."""
-    is_ring = args.context_parallel_type == "ring"
-    return ContextGroups(args.context_parallel_size, args.world_size, args.process_index, is_ring)
-
-
-def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
-    """Choose what answers for the processes of a run.
-
-    Raises:
-        ValueError: a configuration of DeepSpeed or FSDP that cannot train here, or several GPUs without a launcher.
-    """
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    groups = make_groups(args)
-    if args.n_gpu > 1:
-        raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
-    if args.deepspeed_plugin is not None:
-        hide_deepspeed()
-        return DeepSpeedBackend(half, groups, args.deepspeed_plugin, args.ds3_gather_for_generation)
-    if wants_fsdp(args.fsdp):
-        return FSDP2Backend(half, groups, args.fsdp_plugin_args, args.fsdp_gather_for_generation, args.world_size)
-    return DistributedBackend(half, groups)
+AnyReference = AdapterReference | CopiedReference
 
 
 def make_algorithm(args: DiffusionGRPOConfig, component: tuple[str, ...], weights: list[float]) -> Algorithm:
@@ -233,4 +164,232 @@ def add_value_parameters(optimizer: torch.optim.Optimizer, values: nn.Module, le
         optimizer.add_param_group({"params": parameters, "lr": learning_rate, "weight_decay": 0.0})
 
 
-Progress = Callable[[int], None]
+def make_sampler(args: DiffusionGRPOConfig, num_rows: int, copies: int) -> GroupSampler:
+    """Make what chooses the dataset rows of each rollout.
+
+    Args:
+        args: of the run.
+        num_rows: of the dataset.
+        copies: processes that share the sequence of a sample, and so need the same rows.
+    """
+    sizes = args.batch_sizes
+    return GroupSampler(
+        num_rows=num_rows,
+        num_generations=sizes.num_generations,
+        prompts_per_rollout=sizes.prompts_per_rollout,
+        repeat_count=sizes.slots,
+        shuffle=args.shuffle_dataset,
+        seed=args.data_seed if args.data_seed is not None else args.seed,
+        processes=sizes.data_processes,
+        copies=copies,
+    )
+
+
+def make_reference(
+    args: DiffusionGRPOConfig, policy: Policy, model: nn.Module, backend: DistributedBackend, is_full_training: bool
+) -> AnyReference | None:
+    """Make the frozen reference; None where full training does without a second copy of the weights."""
+    if not is_full_training:
+        return AdapterReference(policy, model)
+    if not args.needs_reference:
+        return None
+    return CopiedReference(policy, model, backend, args.device, args.offload_ref_model)
+
+
+def make_scorer(
+    args: DiffusionGRPOConfig,
+    rewards: RunRewards,
+    *,
+    policy: Policy,
+    inputs: PipelineInputs,
+    backend: DistributedBackend,
+    ranks: Ranks,
+    state: Callable[[], TrainerState],
+) -> RewardScorer:
+    """Make what calls the rewards."""
+    return RewardScorer(
+        rewards.trained,
+        inputs=inputs,
+        backend=backend,
+        ranks=ranks,
+        reward_processes=args.reward_processes,
+        channel=SampleChannel(ranks, args.device, args.ddp_timeout) if args.scores_on_some else None,
+        overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
+        fps=args.fps,
+        sampling_rate=sampling_rate(policy.pipe),
+        state=state,
+        failures=Path(args.output_dir) / "failures",
+    )
+
+
+def make_replays(
+    args: DiffusionGRPOConfig,
+    policy: Policy,
+    reference: AnyReference | None,
+    inputs: PipelineInputs,
+    backend: DistributedBackend,
+) -> Replays:
+    """Make what measures recorded steps, in batches as large as those of the rollout."""
+    batch_size = args.rollout_batch_size or args.per_device_train_batch_size
+    return Replays(policy, reference, inputs, backend, batch_size)
+
+
+def make_generator(
+    args: DiffusionGRPOConfig,
+    rewards: RunRewards,
+    *,
+    policy: Policy,
+    inputs: PipelineInputs,
+    dataset: Dataset | None,
+    scorer: RewardScorer,
+    values: ValueModel | None,
+    replays: Replays,
+    backend: DistributedBackend,
+    ranks: Ranks,
+    run_passes: NetworkPasses,
+    metrics: Metrics,
+    progress: UpdateProgress,
+) -> RolloutGenerator:
+    """Make what makes rollouts."""
+    return RolloutGenerator(
+        policy=policy,
+        inputs=inputs,
+        dataset=dataset,
+        plan=make_sampling_plan(args),
+        scorer=scorer,
+        credit=make_credit(args, rewards, values),
+        replays=replays,
+        writer=make_sample_writer(args, rewards, backend.groups, sampling_rate(policy.pipe)),
+        unscored=UnscoredRollouts(rewards.names, is_warning=args.process_index == 0),
+        backend=backend,
+        ranks=ranks,
+        run_passes=run_passes,
+        metrics=metrics,
+        progress=progress,
+        noise_level=args.noise_level or policy.default_noise_level,
+        noise_in_last_step=args.noise_in_last_step,
+        measures_divergence=args.kl_reward > 0,
+        anchors_on_replay=args.old_log_prob == "replay" and args.batch_sizes.updates_per_rollout > 1,
+        drops_zero_advantages=args.drop_zero_advantages,
+        trajectory_device=trajectory_device(args),
+        device=args.device,
+    )
+
+
+def make_feed(args: DiffusionGRPOConfig, generator: RolloutGenerator, backend: DistributedBackend) -> RolloutFeed:
+    """Make what hands out micro-batches."""
+    return RolloutFeed(
+        generator,
+        sizes=args.batch_sizes,
+        seed=args.seed,
+        backend=backend,
+        device=args.device,
+        trajectory_device=trajectory_device(args),
+    )
+
+
+def make_evaluator(
+    args: DiffusionGRPOConfig,
+    rewards: RunRewards,
+    *,
+    policy: Policy,
+    inputs: PipelineInputs,
+    scorer: RewardScorer,
+    generator: RolloutGenerator,
+    feed: RolloutFeed,
+    replays: Replays,
+    reference: AnyReference | None,
+    average: PolicyAverage | None,
+    backend: DistributedBackend,
+    ranks: Ranks,
+    run_passes: NetworkPasses,
+) -> Evaluator:
+    """Make what measures held-out prompts."""
+    return Evaluator(
+        policy=policy,
+        inputs=inputs,
+        scorer=scorer,
+        generator=generator,
+        feed=feed,
+        replays=replays,
+        average=average,
+        eval_rewards=rewards.evaluated,
+        reward_weights=rewards.weights,
+        backend=backend,
+        ranks=ranks,
+        run_passes=run_passes,
+        settings=evaluation_settings(args, sampling_rate(policy.pipe)),
+        has_reference=reference is not None and not policy.draws_tokens,
+    )
+
+
+def trajectory_device(args: DiffusionGRPOConfig) -> str | torch.device:
+    """Return where trajectories are kept between rollout and update."""
+    return "cpu" if args.offload_trajectories else args.device
+
+
+def make_average(args: DiffusionGRPOConfig, weights: TrainedWeights) -> PolicyAverage | None:
+    """Make the moving average of the policy, if the settings ask for one."""
+    return None if args.ema_decay is None else PolicyAverage(weights, args.ema_decay, args.ema_update_interval)
+
+
+def describe_model(
+    pipe: DiffusionPipeline,
+    model: nn.Module,
+    component: tuple[str, ...],
+    inputs: PipelineInputs,
+    train_dataset: Dataset | None,
+    eval_dataset: Dataset | dict[str, Dataset] | None,
+) -> dict[str, Any]:
+    """Return what run.json says of the model and the data once they are loaded."""
+    given = {*inputs.fixed, *(train_dataset.column_names if train_dataset is not None else [])}
+    found = {
+        "pipeline": type(pipe).__name__,
+        "component": ", ".join(component),
+        "prompts": count_prompts(train_dataset, eval_dataset),
+        "loads_by": lora_loader(pipe, component[0]),
+        "pipeline_tag": pipeline_tag(type(pipe), given),
+    }
+    kept = kept_adapters(pipe, model, component)
+    return found | ({"kept_adapters": kept} if kept else {})
+
+
+def add_callbacks(
+    handler: CallbackHandler,
+    args: DiffusionGRPOConfig,
+    *,
+    values: ValueModel | None,
+    average: PolicyAverage | None,
+    weights: TrainedWeights,
+    reference: AnyReference | None,
+    accelerator: Accelerator,
+    progress: UpdateProgress,
+    prompts: dict[str, int | None],
+    write_validation: Callable[[], Path],
+) -> None:
+    """Add what acts on the trainer's events, in the order in which it acts.
+
+    Args:
+        handler: of the trainer's callbacks.
+        args: of the run.
+        values, average, weights, reference: what is moved after updates.
+        accelerator: prepares the value model.
+        progress: of the running update.
+        prompts: how many there are; see [`~diffusion_grpo.data.held_out.count_prompts`].
+        write_validation: samples the validation prompts and returns their folder.
+    """
+    if values is not None:
+        handler.add_callback(ValueCallback(values, accelerator))
+    if average is not None:
+        handler.add_callback(average)
+    if args.sync_ref_model:
+        alpha, interval = args.ref_model_mixup_alpha, args.ref_model_sync_steps
+        handler.add_callback(SyncRefModelCallback(weights, lambda: reference.weights, alpha, interval))
+    if handler.pop_callback(TensorBoardCallback) is not None:
+        handler.add_callback(PipelineTensorBoardCallback)
+    handler.add_callback(SampleGridCallback(handler))
+    replace_progress(handler, args, progress, name_prompts(prompts))  # after the grid, which it may show
+    handler.add_callback(CollapseCallback)
+    if args.validation_prompts:
+        handler.add_callback(ValidationCallback(write_validation, handler))
+    handler.add_callback(ReportCallback)

@@ -5,15 +5,11 @@ from pathlib import Path
 import pytest
 import tiny_pipelines
 import torch
-from datasets import Dataset
 from diffusers import DiffusionPipeline, SD3Transformer2DModel, WanTransformer3DModel
-from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
-from peft import LoraConfig, PeftModel
-from PIL import Image
-from tiny_runs import LORA, SETTINGS, brightness, first_frame_brightness, trained_weights, trainer_for
+from peft import PeftModel
+from tiny_runs import first_frame_brightness, trained_weights, trainer_for
 
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.run import weights as hub
 
 
@@ -109,7 +105,7 @@ def test_full_training_of_two_experts(tmp_path):
     assert moved == {"transformer", "transformer_2"}
     _, inputs = tiny_pipelines.build("wan_experts")
     average = picture(trainer.pipe, inputs)
-    with trainer.average.placed(is_shown=False):
+    with trainer.average.place(is_shown=False):
         policy = picture(trainer.pipe, inputs)
     whole = DiffusionPipeline.from_pretrained(tmp_path)
     whole.set_progress_bar_config(disable=True)
@@ -147,71 +143,15 @@ def test_what_was_measured_is_what_is_published(tmp_path):
     _, inputs = tiny_pipelines.build("sd3")
     average.load_lora_weights(tmp_path)
     policy.load_lora_weights(tmp_path / "policy")
-    with trainer.averaged_weights():
+    with trainer.average.place(is_shown=True):
         measured = picture(trainer.pipe, inputs)
     assert torch.equal(picture(trainer.pipe, inputs), measured)
     assert torch.allclose(picture(average, inputs), measured, atol=1e-5)
     assert not torch.allclose(picture(policy, inputs), measured, atol=1e-3)
-    with trainer.average.placed(is_shown=False):
+    with trainer.average.place(is_shown=False):
         assert torch.allclose(picture(policy, inputs), picture(trainer.pipe, inputs), atol=1e-5)
     card = (tmp_path / "README.md").read_text()
     assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card
-
-
-@pytest.mark.plots
-def test_the_model_card(tmp_path):
-    trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True)
-    trainer.run["model"] = "someone/some-model"
-    trainer.train()
-    trainer.save_model()
-    card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.library_name == "diffusers" and card.data.base_model == "someone/some-model"
-    for part in (
-        "| brightness | 1.0 |",
-        "grid.png",
-        "curve.png",
-        '"num_generations": 4',
-        "pipe.load_lora_weights",
-        "LoRA rank 4",
-    ):
-        assert part in card.content, part
-    assert Image.open(tmp_path / "curve.png").width > 500
-    assert card.data.pipeline_tag == "text-to-image" and card.data.license is None
-    assert "for 2 updates." in card.content and "| before training | after 2 updates |" in card.content
-    assert f"`{tmp_path.name}` is the folder that holds this file" in card.content
-    assert "2 held-out prompts, none of which is trained on" in card.content
-
-
-def test_the_card_of_a_local_base_model_names_no_folder_of_this_machine(tmp_path):
-    pipe, inputs = tiny_pipelines.build("sd3")
-    pipe.save_pretrained(tmp_path / "base" / "my-model")
-    (tmp_path / "base" / "my-model" / "README.md").write_text("---\nlicense: mit\n---\n")
-    settings = SETTINGS | {"height": 16, "width": 16, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = DiffusionGRPOTrainer(
-        model=str(tmp_path / "base" / "my-model"),
-        reward_funcs=brightness,
-        args=DiffusionGRPOConfig(str(tmp_path / "run"), **settings, pipeline_kwargs={"max_sequence_length": 8}),
-        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
-        eval_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
-        peft_config=LoraConfig(**LORA),
-    )
-    trainer.train()
-    trainer.save_model()
-    card = ModelCard.load(tmp_path / "run" / "README.md")
-    line = 'DiffusionPipeline.from_pretrained("my-model")  # a folder on the machine that trained it'
-    assert line in card.content and card.data.license == "mit" and card.data.base_model is None
-    assert "| reward | weight | after 1 update |" in card.content  # one evaluation, one number
-    for file in ("README.md", "run.json", "summary.json"):
-        assert str(tmp_path) not in (tmp_path / "run" / file).read_text(), file
-    assert "<h1>my-model learns brightness</h1>" in (tmp_path / "run" / "report.html").read_text()
-
-
-def test_the_card_of_the_embedded_model_loads_it_by_its_path(tmp_path):
-    trainer = trainer_for(tmp_path, max_steps=1)
-    trainer.run["model"] = "tiny"
-    trainer.train()
-    trainer.save_model()
-    assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize("push_samples", [False, True])
@@ -233,7 +173,7 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, pus
             return lambda *args, **kwargs: None
 
     monkeypatch.setattr("transformers.trainer.hf_api", Client)
-    monkeypatch.setattr("diffusion_grpo.training.checkpoints.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
     trainer = trainer_for(
         tmp_path,
         push_to_hub=True,
@@ -258,44 +198,6 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, pus
         assert path is not None or push_samples or not [file for file in pushed if file.startswith("samples/")]
     card = (tmp_path / "README.md").read_text()
     assert 'pipe.load_lora_weights("me/mine")' in card and "# mine\n" in card and "folder that holds" not in card
-
-
-EVIL = "a|b](javascript:x) <script>*"
-RUN = {
-    "model": "/home/me/base `model`\n---\n# not a heading",
-    "trains_by": "LoRA rank 4",
-    "pipeline": "SomePipeline",
-    "component": "transformer",
-    "reward_funcs": [EVIL],
-    "eval_reward_funcs": ["judge_of_two"],
-    "reward_weights": [1.0],
-    "settings": {"validation_prompts": ["```\n# a prompt\n---\n<b>"]},
-    "versions": {"torch": "2"},
-}
-
-
-def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
-    folder = tmp_path / 'run "x"'
-    folder.mkdir()
-    hub.write_model_card(folder, RUN, [], name="my <b>run</b>\n# and more", updates=3)
-    text = (folder / "README.md").read_text()
-    card = ModelCard.load(folder / "README.md")
-    assert card.data.to_dict().get("base_model") is None and card.data.library_name == "diffusers"
-    lines = card.content.splitlines()
-    assert "# my \\<b\\>run\\</b\\> \\# and more" in lines
-    assert "| a\\|b\\](javascript:x) \\<script\\>\\* | 1.0 |" in lines
-    assert "| judge_of_two | only evaluated |" in lines
-    assert "SomePipeline ``/home/me/base `model` --- # not a heading``, its transformer trained" in text
-    assert lines.count("---") == 2 and text.count("```") == 5 and text.count("\n```") == 4
-    assert 'pipe.load_lora_weights("run \\"x\\"")' in lines
-    code = text.split("```python\n")[1].split("\n```")[0]
-    compile(code, "card", "exec")
-
-
-@pytest.mark.parametrize("model", ["../away", "a b/c", "x/y: z"])
-def test_a_base_model_that_is_no_repository_is_not_linked(tmp_path, model):
-    hub.write_model_card(tmp_path, RUN | {"model": model}, [], name=None, updates=3)
-    assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -323,7 +225,7 @@ def test_settings_of_the_hub_reach_it(tmp_path, monkeypatch, settings, folders):
             return lambda *args, **kwargs: None
 
     monkeypatch.setattr("transformers.trainer.hf_api", Client)
-    monkeypatch.setattr("diffusion_grpo.training.checkpoints.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
     saves = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "gradient_accumulation_steps": 1}
     hub_settings = {"push_to_hub": True, "hub_model_id": "mine", "hub_token": "hf_mine", "hub_revision": "trial"}
     trainer = trainer_for(tmp_path, **saves, **hub_settings, **settings)

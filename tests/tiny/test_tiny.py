@@ -94,7 +94,10 @@ def test_the_embedded_model_has_settings_of_its_own(tmp_path):
     args = DiffusionGRPOConfig(str(tmp_path), height=64, sde_window=[0, 8], use_cpu=True)
     args.fill(tiny.default_settings(args.given))
     assert args.height == 64 and args.width is None and args.num_inference_steps == 10
-    assert args.batch_sizes.samples_per_update == 32 and args.steps_per_generation == args.gradient_accumulation_steps == 2
+    assert (
+        args.batch_sizes.samples_per_update == 32
+        and args.steps_per_generation == args.gradient_accumulation_steps == 2
+    )
 
 
 def test_the_command_line_takes_them_too(tmp_path):
