@@ -161,7 +161,7 @@ def test_evaluations_of_a_training_watch(tmp_path) -> None:
     assert distance == pytest.approx(again) and distance > 0 and logged(trainer, "kl") == []
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0] and logged(trainer, "frac_advantage_clipped") == [0.0, 0.0]
     page = write_report(tmp_path).read_text()
-    assert "Looked at, never trained on" in page and "colorfulness" in page
+    assert "Watched, never trained on" in page and "colorfulness" in page
     trainer.args.watch_rewards, trainer.args.num_generations_eval = None, 1
     metrics = trainer.evaluate(metric_key_prefix="test")
     assert not [key for key in metrics if "watch" in key or "diversity" in key or "kl" in key]
