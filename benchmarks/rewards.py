@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import PrinterCallback
 
 from diffusion_grpo import DiffusionGRPOTrainer, tiny
-from diffusion_grpo.config.arguments import parse_train_arguments
+from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.rewards import load_rewards, score
 from diffusion_grpo.training.callbacks import ReportCallback
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from diffusion_grpo import DiffusionGRPOTrainer, tiny
-from diffusion_grpo.config.arguments import parse_train_arguments
+from diffusion_grpo.config.parse import parse_train_arguments
 
 settings = Path(__file__).with_name("demo.yaml")
 script, lora, args = parse_train_arguments(str(settings), ["--output_dir", "outputs/demo-py"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_grpo import DiffusionGRPOTrainer
-from diffusion_grpo.config.arguments import parse_train_arguments
+from diffusion_grpo.config.parse import parse_train_arguments
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

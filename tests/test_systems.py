@@ -27,7 +27,7 @@ from transformers import GlmImageProcessor
 import diffusion_grpo
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli
 from diffusion_grpo import cli as commands
-from diffusion_grpo.config.arguments import parse_train_arguments, read_yaml
+from diffusion_grpo.config.parse import parse_train_arguments, read_yaml
 from diffusion_grpo.pipelines import family_of
 from diffusion_grpo.rewards import REWARDS, RemoteReward
 from diffusion_grpo.rewards.models.hpsv3 import HPSv3

@@ -48,7 +48,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code."""
-    from ..config.arguments import parse_launch_arguments, read_values
+    from ..config.parse import parse_launch_arguments, read_values
     from ..distributed.launch import read_settings
 
     launch, overrides = refusing(parse_launch_arguments, arguments.config, arguments.overrides)

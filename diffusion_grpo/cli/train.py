@@ -49,7 +49,7 @@ def describe_settings(settings: type) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, saves, pushes where asked, and writes the report. Returns the exit code."""
-    from ..config.arguments import parse_launch_arguments, parse_train_arguments, read_values
+    from ..config.parse import parse_launch_arguments, parse_train_arguments, read_values
 
     if arguments.list_settings:
         from ..config.settings import DiffusionGRPOConfig

@@ -41,11 +41,6 @@ class Sizes:
         return self.process_index // self.context_parallel_size
 
     @property
-    def writes_samples(self) -> bool:
-        """Whether this process writes what it has of samples: one of each context-parallel group does."""
-        return self.process_index % self.context_parallel_size == 0
-
-    @property
     def scores_on_some(self) -> bool:
         """Whether samples travel to the processes that compute rewards."""
         return self.reward_processes is not None and self.world_size > 1

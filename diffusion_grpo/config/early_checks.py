@@ -11,9 +11,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from .arguments import LaunchArguments, LoraArguments, ScriptArguments, refuse_unknown
+from .arguments import LaunchArguments, LoraArguments, ScriptArguments
 from .checks import check_settings
 from .defaults import Sizes
+from .names import refuse_unknown
 from .source import Setting, config_fields, reward_names
 
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # words of transformers' parser

@@ -17,9 +17,9 @@ import torch
 from transformers import SchedulerType, TrainingArguments
 
 from ..algorithms.losses import get_loss
-from .arguments import RENAMED
 from .checks import check_settings
 from .defaults import Sizes
+from .names import RENAMED
 from .run import RunSettings
 from .sampling import SamplingSettings
 from .update import UpdateSettings

@@ -18,7 +18,8 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from .. import tiny
-from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments, parse_train_arguments
+from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
+from ..config.parse import parse_train_arguments
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings

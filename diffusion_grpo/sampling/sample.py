@@ -140,7 +140,8 @@ class Sampler:
         """The samples of `rows`; `places` says which of the whole job they are."""
         settings, samples = self.settings, [None] * len(rows)
         # tokens are drawn, whatever the noise of the steps after them
-        make = self._noisy if settings.noise_level != 0 or self.policy.draws_tokens else self._plain
+        is_drawn = settings.noise_level != 0 or (self.policy is not None and self.policy.draws_tokens)
+        make = self._noisy if is_drawn else self._plain
         if settings.train is not None:
             level = settings.train.noise_level or self.policy.default_noise_level
             self.inputs.learn(self.policy, rows, level, settings.train)

@@ -186,7 +186,7 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
 
 
 def _from_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[str, Any]) -> SampleSettings:
-    from ..config.arguments import parse_train_arguments
+    from ..config.parse import parse_train_arguments
 
     overrides = [*overrides, f"--output_dir={arguments.output_dir}"]
     if arguments.num_inference_steps is not None:  # the window of the noise depends on it
@@ -209,6 +209,6 @@ def _from_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
 
 def read_rewards(words: list[str]) -> Any:
     """Names as they are; a single word that starts as a YAML mapping or list is read as one."""
-    from ..config.arguments import read_overrides
+    from ..config.parse import read_overrides
 
     return read_overrides(["--reward_funcs", *words])["reward_funcs"]

@@ -15,7 +15,7 @@ from tiny_pipelines import build
 
 from diffusion_grpo import __version__, cli
 from diffusion_grpo.cli.train import finish_run
-from diffusion_grpo.config.arguments import Yaml12Loader, parse_train_arguments, read_overrides
+from diffusion_grpo.config.parse import Yaml12Loader, parse_train_arguments, read_overrides
 from tests.run.test_report import make_run
 
 

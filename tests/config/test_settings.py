@@ -9,8 +9,6 @@ from diffusion_grpo.config.settings import check_launched, launched_processes
 from diffusion_grpo.config.source import config_fields
 from diffusion_grpo.training.setup import make_sampling_plan
 
-PROCESS = ("data_process", "writes_samples")  # which ask for the process' number
-
 
 def config(**settings):
     return DiffusionGRPOConfig("out", use_cpu=True, **settings)
@@ -118,9 +116,7 @@ def test_the_early_settings_are_those_of_the_config():
         name: getattr(built, name) for name in names if name not in others
     }
     sizes = [name for name, value in vars(Sizes).items() if isinstance(value, property)]
-    assert len(sizes) >= 12 and {n: getattr(early, n) for n in sizes if n not in PROCESS} == {
-        n: getattr(built, n) for n in sizes if n not in PROCESS
-    }
+    assert len(sizes) >= 7 and {n: getattr(early, n) for n in sizes} == {n: getattr(built, n) for n in sizes}
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):

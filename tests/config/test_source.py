@@ -25,7 +25,9 @@ def test_names_are_those_of_the_tables():
     assert source.loss_names() == list(losses.LOSSES)
     assert source.process_names() == list(processes.PROCESSES)
     assert source.log_prob_names() == list(processes.LOG_PROBS)
-    assert source.silent_last_step() == list(processes.SILENT_LAST_STEP)
+    assert source.silent_last_step() == [
+        name for name, process in processes.PROCESSES.items() if process.is_silent_at_end
+    ]
     assert source.aggregation_names() == list(advantages.AGGREGATIONS)
     assert source.reward_names() == list(rewards.REWARDS)
     assert early_checks.FILES == tuple(data.READERS)

@@ -13,8 +13,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
 from diffusion_grpo import cli
-from diffusion_grpo.config import arguments
-from diffusion_grpo.config.arguments import LaunchArguments, parse_launch_arguments, parse_train_arguments
+from diffusion_grpo.config import parse
+from diffusion_grpo.config.arguments import LaunchArguments
+from diffusion_grpo.config.parse import parse_launch_arguments, parse_train_arguments
 from diffusion_grpo.distributed import launch
 from tests.cli.test_cli import refusal
 
@@ -153,7 +154,7 @@ def test_wrong_launch_settings_are_refused_in_one_line(tmp_path, capsys):
 def test_a_process_that_a_launcher_started_starts_no_others(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: pytest.fail("launched again"))
-    monkeypatch.setattr(arguments, "parse_train_arguments", lambda *args: (_ for _ in ()).throw(ValueError("reached")))
+    monkeypatch.setattr(parse, "parse_train_arguments", lambda *args: (_ for _ in ()).throw(ValueError("reached")))
     assert cli.main(["train", write(tmp_path, num_processes=2, output_dir="run")]) == 2
 
 

@@ -12,7 +12,8 @@ from transformers import TrainerCallback
 
 from diffusion_grpo import cli
 from diffusion_grpo.cli.train import build_trainer
-from diffusion_grpo.config.arguments import LaunchArguments, parse_train_arguments
+from diffusion_grpo.config.arguments import LaunchArguments
+from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.planning.batches import Batches
 from diffusion_grpo.planning.plan import Sharding, optimizer_bytes, plan, settings_for
 from diffusion_grpo.planning.weightless import _Kept, _storage

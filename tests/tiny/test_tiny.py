@@ -8,7 +8,7 @@ from PIL import Image
 
 from benchmarks.tiny_model.evaluate import draw, measure
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.config.arguments import parse_train_arguments
+from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.tiny import COLORS, PATH, prompts, words
 
 

@@ -7,7 +7,7 @@ from datasets import Dataset
 from tiny_runs import logged
 
 from diffusion_grpo import DiffusionGRPOTrainer, tiny
-from diffusion_grpo.config.arguments import parse_train_arguments
+from diffusion_grpo.config.parse import parse_train_arguments
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 SHORT = "--max_steps 5 --eval_steps 5 --warmup_steps 0 --learning_rate 1e-3 --per_device_eval_batch_size 64"
