@@ -73,7 +73,7 @@ def test_a_group_counts_as_one_process(monkeypatch):
     monkeypatch.setattr(DiffusionGRPOConfig, "process_index", 3)
     own = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "use_cpu": True}
     args = DiffusionGRPOConfig("out", context_parallel_size=2, **own)
-    assert (args.data_processes, args.data_process, args.writes_samples) == (2, 1, False)
+    assert (args.data_processes, args.data_process) == (2, 1)
     assert (
         args.batch_sizes.prompts_per_rollout,
         args.batch_sizes.rollout_share,
