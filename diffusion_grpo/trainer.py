@@ -165,14 +165,14 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     def _make_rollout_objects(self) -> None:
         """Make what samples and scores, in rollouts and in evaluations."""
-        args, shared = self.args, {"policy": self.policy, "inputs": self.inputs}
-        shared |= {"backend": self.backend, "ranks": self.ranks}
+        args, shared = self.args, {"policy": self.policy, "backend": self.backend, "ranks": self.ranks}
         self.scorer = setup.make_scorer(args, self.rewards, state=lambda: self.state, **shared)
+        shared |= {"inputs": self.inputs}
         self.replays = setup.make_replays(args, self.policy, self.reference, self.inputs, self.backend)
         generator = setup.make_generator(
             args,
             self.rewards,
-            dataset=self.train_dataset,
+            read_rows=lambda indices: self.inputs.rows(self.train_dataset, indices),
             scorer=self.scorer,
             values=self.values,
             replays=self.replays,

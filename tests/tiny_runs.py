@@ -104,6 +104,12 @@ def logged(trainer: DiffusionGRPOTrainer, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
+def joined_trajectory(trainer: DiffusionGRPOTrainer):
+    """The trajectories of the running rollout, of this process and of one shape, as one."""
+    samples = trainer.feed.buffer.samples
+    return type(samples[0]).cat(samples)
+
+
 def trained_weights(trainer: DiffusionGRPOTrainer) -> dict:
     """Copies of the trained parameters by name, as the pipeline uses them now."""
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}

@@ -108,7 +108,7 @@ class CreditAssigner:
             columns |= {f"advantage/{name}": column.tolist() for name, column in names}
         if self.values is not None:
             every, targets = self._estimate_values(result, batches, divergences, states)
-            metrics |= value_metrics(targets)
+            metrics |= measure_values(targets)
             targets = targets[positions]
             columns["advantage"] = every[positions].mean(1).tolist()
             columns["value"] = targets.values[:, 0].tolist()
@@ -167,7 +167,7 @@ class CreditAssigner:
         return advantages.float(), targets
 
 
-def value_metrics(targets: ValueTargets) -> dict[str, float]:
+def measure_values(targets: ValueTargets) -> dict[str, float]:
     """How well the value model foresaw the rollout: its mean, and 1 where nothing is left to explain."""
     is_known = ~targets.returns.isnan()
     values, returns = targets.values[is_known].double(), targets.returns[is_known].double()

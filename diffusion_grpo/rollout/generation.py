@@ -41,7 +41,7 @@ class RolloutGenerator:
     Args:
         policy: what samples.
         inputs: of the pipeline's calls.
-        dataset: prompts to train on.
+        read_rows: returns decoded rows of the training dataset by their indices.
         plan: seeds and trained steps.
         scorer: calls the rewards.
         credit: turns rewards into advantages.
@@ -67,7 +67,7 @@ class RolloutGenerator:
         *,
         policy: Policy,
         inputs: PipelineInputs,
-        dataset: Any,
+        read_rows: Callable[[list[int]], Rows],
         plan: SamplingPlan,
         scorer: RewardScorer,
         credit: CreditAssigner,
@@ -87,7 +87,7 @@ class RolloutGenerator:
         trajectory_device: str | torch.device,
         device: torch.device,
     ):
-        self._policy, self.inputs, self._dataset, self._plan = policy, inputs, dataset, plan
+        self._policy, self.inputs, self._read_rows, self._plan = policy, inputs, read_rows, plan
         self._scorer, self._credit, self._replays, self._writer = scorer, credit, replays, writer
         self._backend, self._ranks, self._run_passes, self._metrics = backend, ranks, run_passes, metrics
         self._progress, self._unscored = progress, unscored
@@ -112,7 +112,7 @@ class RolloutGenerator:
         extra: dict[str, list] = {}
         with self._ranks.apart("reads its rows"):  # a process that fails here comes to no collective of the rollout
             rows = self.rows_at(positions.tolist(), row_indices)
-            scoring = self._scorer.begin_rollout(order, row_indices, rows, self._dataset)
+            scoring = self._scorer.begin_rollout(order, row_indices, rows, self._read_rows)
         scoring.arrivals.watch = self._progress.advance
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._ranks.apart("rolls out"), scoring:
@@ -139,7 +139,7 @@ class RolloutGenerator:
 
     def rows_at(self, positions: list[int], row_indices: list[int]) -> Rows:
         """Return dataset rows of samples by position; `row_indices` has the dataset row of each position."""
-        return self.inputs.rows(self._dataset, [row_indices[position] for position in positions])
+        return self._read_rows([row_indices[position] for position in positions])
 
     def learn(self, rows: Rows) -> None:
         """Find out how the pipeline takes these rows, if it is not known yet."""

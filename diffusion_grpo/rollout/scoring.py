@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import TrainerState
 
 from ..algorithms.batch import Rows
-from ..data.inputs import PipelineInputs
 from ..data.prompts import prompts_of
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_bytes
@@ -39,7 +38,6 @@ class RewardScorer:
 
     Args:
         rewards: those that are trained on.
-        inputs: reads dataset rows.
         backend: of the processes.
         ranks: the processes, which are told what this one waits for.
         reward_processes: how many of them score; None where each scores its own samples.
@@ -55,7 +53,6 @@ class RewardScorer:
         self,
         rewards: list[Reward],
         *,
-        inputs: PipelineInputs,
         backend: DistributedBackend,
         ranks: Ranks,
         reward_processes: int | None,
@@ -66,20 +63,22 @@ class RewardScorer:
         state: Callable[[], TrainerState],
         failures: Path,
     ):
-        self.rewards, self._inputs, self._backend, self._ranks = rewards, inputs, backend, ranks
+        self.rewards, self._backend, self._ranks = rewards, backend, ranks
         self._reward_processes, self.channel, self._overlap = reward_processes, channel, overlap
         self._fps, self._sampling_rate, self._state, self._failures = fps, sampling_rate, state, failures
 
     # Rollouts
 
-    def begin_rollout(self, order: RolloutOrder, row_indices: list[int], rows: Rows, dataset: Any) -> AnyScoring:
+    def begin_rollout(
+        self, order: RolloutOrder, row_indices: list[int], rows: Rows, read_rows: Callable[[list[int]], Rows]
+    ) -> AnyScoring:
         """Return what takes the samples of a rollout as they are made.
 
         Args:
             order: of the samples of all processes.
             row_indices: dataset row of each position.
             rows: of this process's samples.
-            dataset: that they are from.
+            read_rows: returns decoded rows of the dataset by their indices.
         """
         size = order.sizes.num_generations
         if self.channel is None:
@@ -89,7 +88,7 @@ class RewardScorer:
         groups, own = (
             [position // size for position in positions] for positions in (assignment.taken, assignment.own)
         )
-        rows = self._inputs.rows(dataset, [row_indices[position] for position in assignment.taken])
+        rows = read_rows([row_indices[position] for position in assignment.taken])
         return SubsetScoring(assignment, self.channel, self._rollout_scoring(rows, groups), own)
 
     def finish_rollout(

@@ -14,6 +14,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.base import Algorithm
+from ..algorithms.batch import Rows
 from ..algorithms.grpo import GRPO
 from ..algorithms.losses import get_loss
 from ..config.settings import DiffusionGRPOConfig
@@ -201,7 +202,6 @@ def make_scorer(
     rewards: RunRewards,
     *,
     policy: Policy,
-    inputs: PipelineInputs,
     backend: DistributedBackend,
     ranks: Ranks,
     state: Callable[[], TrainerState],
@@ -209,7 +209,6 @@ def make_scorer(
     """Make what calls the rewards."""
     return RewardScorer(
         rewards.trained,
-        inputs=inputs,
         backend=backend,
         ranks=ranks,
         reward_processes=args.reward_processes,
@@ -240,7 +239,7 @@ def make_generator(
     *,
     policy: Policy,
     inputs: PipelineInputs,
-    dataset: Dataset | None,
+    read_rows: Callable[[list[int]], Rows],
     scorer: RewardScorer,
     values: ValueModel | None,
     replays: Replays,
@@ -254,7 +253,7 @@ def make_generator(
     return RolloutGenerator(
         policy=policy,
         inputs=inputs,
-        dataset=dataset,
+        read_rows=read_rows,
         plan=make_sampling_plan(args),
         scorer=scorer,
         credit=make_credit(args, rewards, values),

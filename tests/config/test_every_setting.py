@@ -23,7 +23,7 @@ import tiny_runs
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny_runs import LORA, PROMPTS, brightness, first_frame_brightness, trainer_for
+from tiny_runs import LORA, PROMPTS, brightness, first_frame_brightness, joined_trajectory, trainer_for
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
@@ -350,11 +350,11 @@ class Notes(TrainerCallback):
             self.values = flat(self.trainer.values.parameters())
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        buffer, update = self.trainer.buffer, state.global_step + 1
+        buffer, update = self.trainer.feed.buffer, state.global_step + 1
+        trajectory = joined_trajectory(self.trainer)
         found = {"prompts": [row["prompt"] for row in buffer.rows], "count": len(buffer.rows)}
-        found |= {name: getattr(buffer.trajectory, name) for name in ("steps", "seeds", "initial_seeds")}
-        tokens = getattr(buffer.trajectory.samples[0], "ids", None)
-        found["path"] = buffer.trajectory.latents if tokens is None else buffer.trajectory._column("ids")
+        found |= {name: getattr(trajectory, name) for name in ("steps", "seeds", "initial_seeds")}
+        found["path"] = trajectory.ids if hasattr(trajectory, "ids") else trajectory.latents
         found["advantages"] = buffer.advantages
         parameters = self.trainer.weights.parameters
         found["gradient"] = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
@@ -363,10 +363,10 @@ class Notes(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         trainer, update = self.trainer, state.global_step
         found = {"weights": flat(trainer.weights.parameters) - self.start}
-        if trainer.ema is not None:
-            found["average"] = flat(trainer.ema.average.shadow_params) - self.start
-        if trainer.ref_model is not None:
-            found["reference"] = flat(trainer.ref_model.parameters()) - self.start
+        if trainer.average is not None:
+            found["average"] = flat(trainer.average.average.shadow_params) - self.start
+        if trainer.reference is not None and trainer.reference.module is not None:
+            found["reference"] = flat(trainer.reference.module.parameters()) - self.start
         if trainer.values is not None:
             found["values"] = flat(trainer.values.parameters()) - self.values
         self.seen.update({f"{name}@{update}": value for name, value in found.items()})
@@ -477,14 +477,15 @@ def watch_networks(trainer: DiffusionGRPOTrainer, seen: dict[str, Any], drift: b
         block.register_forward_pre_hook(count)
         if drift:
             block.ff.register_forward_hook(lambda module, args, output: output * (1 + 0.01 * len(output)))
-    if trainer.ref_model is not None:
-        to = trainer.ref_model.to
+    reference = getattr(trainer.reference, "module", None)
+    if reference is not None:
+        to = reference.to
 
         def moving(*args, **kwargs):
             seen["moved"] += 1
             return to(*args, **kwargs)
 
-        trainer.ref_model.to = moving
+        reference.to = moving
 
 
 def gather(trainer: DiffusionGRPOTrainer, folder: Path, seen: dict[str, Any], start: Tensor) -> None:

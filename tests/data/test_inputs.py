@@ -12,7 +12,7 @@ from datasets import Dataset
 from diffusers import FluxKontextPipeline
 from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, SETTINGS, brightness, logged, trained_weights
+from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import inputs as module
@@ -209,7 +209,7 @@ def test_one_by_one_is_what_batches_of_one_do(tmp_path):
         runs.append(trainer_of(tmp_path / folder, *kontext(Blend), edits([(16, 16)] * 4), seed=3, **changes))
         runs[-1].train()
     four, one = runs
-    assert torch.equal(four.buffer.trajectory.next_latents, one.buffer.trajectory.next_latents)
+    assert torch.equal(*(joined_trajectory(trainer).next_latents for trainer in (four, one)))
     assert logged(four, "ratio/max_error") == logged(one, "ratio/max_error") == [0.0]
     assert logged(four, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-5)
 
@@ -266,7 +266,7 @@ def test_sizes_mix_in_a_micro_batch(tmp_path):
     trainer = mixed(tmp_path, rewards=size_seen, max_steps=4, per_device_train_batch_size=8)
     before = trained_weights(trainer)
     trainer.train()
-    batches = [trainer.buffer.micro_batch(slot).rows for slot in range(trainer.buffer.micro_batches)]
+    batches = [trainer.feed.buffer.micro_batch(slot).rows for slot in range(trainer.feed.buffer.micro_batches)]
     assert any(len({row["height"] for row in rows}) > 1 for rows in batches)
     assert {height for seen in sizes for height in seen} == {row["height"] for rows in batches for row in rows}
     assert logged(trainer, "ratio/max_error") == [0.0] * 4
@@ -280,7 +280,7 @@ def test_every_sample_weighs_the_same_however_shapes_part_them(tmp_path):
         runs.append(mixed(tmp_path / folder, **changes))
         runs[-1].train()
     together, alone = runs
-    shapes = {tuple(sample.latents.shape) for sample in together.buffer.trajectory.samples}
+    shapes = {tuple(sample.latents.shape) for sample in together.feed.buffer.samples}
     assert len(shapes) == 2
     assert logged(together, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
 

@@ -1,13 +1,15 @@
 """What the rewards of a rollout come to, against references in float64 written out here."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.rollout.credit import estimate, value_metrics
+from diffusion_grpo.rollout.credit import measure_values
 from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTargets
+from diffusion_grpo.training.setup import RunRewards, make_credit
 
 GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}  # 4 prompts
 
@@ -16,11 +18,13 @@ def settings(**changed) -> DiffusionGRPOConfig:
     return DiffusionGRPOConfig("out", use_cpu=True, **{"advantage_clip": None, **GROUPS, **changed})
 
 
-def found(args, rewards, positions=None, weights=(1.0,), **given):
-    """An estimate of rewards given as one list a function."""
+def found(args, rewards, positions=None, weights=(1.0,), model=None, **given):
+    """Return the estimate for rewards given as one list per function."""
     rewards = torch.tensor(rewards, dtype=torch.float32).T
     positions = torch.arange(len(rewards)) if positions is None else positions
-    return estimate(args, list(weights), ["vq", "mq"][: len(weights)], rewards, positions, **given)
+    functions = [SimpleNamespace(name=name) for name in ("vq", "mq")[: len(weights)]]
+    credit = make_credit(args, RunRewards(functions, list(weights), []), model)
+    return credit(rewards, positions, **given)
 
 
 def random_rewards(functions: int = 1) -> list[list[float]]:
@@ -79,7 +83,8 @@ def test_the_divergence_is_taken_off_the_reward():
     penalised = torch.tensor(rewards, dtype=torch.float64) - 2.0 * divergences.double().mean(1)
     close(estimated.advantages, found(settings(), penalised.tolist()).advantages)
     assert estimated.columns["reward"] == pytest.approx(rewards[0])  # what is logged is what was scored
-    assert estimated.metrics == {"kl/rollout": pytest.approx(divergences.mean().item())}
+    assert estimated.metrics["kl/rollout"] == pytest.approx(divergences.mean().item())
+    assert estimated.metrics.keys() - found(settings(), rewards).metrics.keys() == {"kl/rollout"}
     assert estimated.columns["kl"] == pytest.approx(divergences.mean(1).tolist())
     nothing = found(settings(kl_reward=2.0), rewards, divergences=torch.zeros(16, 3))
     assert torch.equal(nothing.advantages, found(settings(), rewards).advantages)
@@ -213,7 +218,7 @@ def test_the_first_rollout_sets_the_scales_of_the_model():
 def test_explained_variance():
     returns = torch.tensor([[1.0], [2.0], [4.0], [math.nan]])
     states = torch.zeros(4, 1, STATE_SIZE)
-    assert value_metrics(ValueTargets(states, returns.nan_to_num(), returns))["value/explained_variance"] == 1
-    worse = value_metrics(ValueTargets(states, -returns.nan_to_num(), returns))
+    assert measure_values(ValueTargets(states, returns.nan_to_num(), returns))["value/explained_variance"] == 1
+    worse = measure_values(ValueTargets(states, -returns.nan_to_num(), returns))
     assert worse["value/explained_variance"] == pytest.approx(1 - 4)
-    assert "value/explained_variance" not in value_metrics(ValueTargets(states, returns, torch.ones(4, 1)))
+    assert "value/explained_variance" not in measure_values(ValueTargets(states, returns, torch.ones(4, 1)))

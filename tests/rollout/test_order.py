@@ -1,34 +1,35 @@
 """The order of a rollout: of any number of processes, the same samples share an update."""
 
-import types
-
 import pytest
 import torch
 
 from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.config.batch_sizes import BatchSizes
 from diffusion_grpo.data.sampler import GroupSampler
-from diffusion_grpo.rollout.order import RolloutOrder, inverse, update_order
+from diffusion_grpo.rollout.order import RolloutOrder, invert, update_order
 
 
-def settings(processes, best_of_n=None, generations=4, batch=2, accumulation=4, steps=8, seed=0):
-    """Those of a run, `accumulation` and `steps` as for one process."""
-    kept = best_of_n or generations
-    update = batch * accumulation
-    return types.SimpleNamespace(
-        seed=seed,
+def order_of(processes, generation, seed=0, process=0, **sizes):
+    """The order of one rollout; `accumulation` and `steps` are given for one process."""
+    return RolloutOrder(sizes_of(processes, process, **sizes), seed, generation)
+
+
+def sizes_of(processes, process=0, best_of_n=None, generations=4, batch=2, accumulation=4, steps=8):
+    return BatchSizes(
         num_generations=generations,
         best_of_n=best_of_n,
-        samples_per_update_group=kept,
-        per_device_train_batch_size=batch,
+        micro_batch=batch,
+        accumulation=accumulation // processes,
+        steps_per_generation=steps // processes,
+        num_iterations=1,
         data_processes=processes,
-        samples_per_update=update,
-        prompts_per_generation=batch * steps // kept,
+        data_process=process,
     )
 
 
 def updates(order, positions):
     """The set of positions that each update trains on, all processes together."""
-    processes = order.args.data_processes
+    processes = order.sizes.data_processes
     shares = [order.of_process(positions, process).view(order.updates, -1) for process in range(processes)]
     return [sorted(torch.cat([share[update] for share in shares]).tolist()) for update in range(order.updates)]
 
@@ -47,29 +48,29 @@ def updates(order, positions):
 )
 def test_updates_do_not_depend_on_the_number_of_processes(processes, case):
     for generation in range(3):
-        one, many = (RolloutOrder(settings(count, **case), generation) for count in (1, processes))
-        assert torch.equal(one.rolled, many.rolled)
-        assert sorted(many.by_process().tolist()) == list(range(len(one.rolled)))
-        ranking = torch.randn(len(one.rolled), generator=torch.Generator().manual_seed(generation))
+        one, many = (order_of(count, generation, **case) for count in (1, processes))
+        assert torch.equal(one.made, many.made)
+        assert sorted(many.by_process().tolist()) == list(range(len(one.made)))
+        ranking = torch.randn(len(one.made), generator=torch.Generator().manual_seed(generation))
         trained = one.trained(ranking)
         assert torch.equal(trained, many.trained(ranking))
         assert updates(one, trained) == updates(many, trained)
-        for process in range(processes):  # each trains on what it rolled out
-            rolled = many.of_process(many.rolled, process)
-            assert (inverse(rolled, len(one.rolled))[many.of_process(trained, process)] >= 0).all()
+        for process in range(processes):  # each trains on what it made
+            made = many.of_process(many.made, process)
+            assert (invert(made, len(one.made))[many.of_process(trained, process)] >= 0).all()
 
 
 def test_rollouts_of_several_updates_are_mixed_by_seed_and_generation():
-    orders = [RolloutOrder(settings(1, seed=seed), generation).rolled for seed, generation in ((0, 0), (0, 1), (1, 0))]
+    orders = [order_of(1, generation, seed).made for seed, generation in ((0, 0), (0, 1), (1, 0))]
     assert len({tuple(order.tolist()) for order in orders}) == 3
-    assert torch.equal(orders[0], RolloutOrder(settings(1), 0).rolled)
+    assert torch.equal(orders[0], order_of(1, 0).made)
     whole = orders[0].view(-1, 4) // 4
     assert (whole == whole[:, :1]).all()  # groups stay whole where they fit
-    assert torch.equal(RolloutOrder(settings(1, steps=4), 0).rolled, torch.arange(8))  # one update: nothing to mix
+    assert torch.equal(order_of(1, 0, steps=4).made, torch.arange(8))  # one update: nothing to mix
 
 
 def test_best_of_n_of_groups_that_straddle_updates_mixes_all_of_them():
-    order = RolloutOrder(settings(1, best_of_n=4, generations=6, batch=2, accumulation=1, steps=4), 0)
+    order = order_of(1, 0, best_of_n=4, generations=6, batch=2, accumulation=1, steps=4)
     ranking = torch.arange(12.0)
     kept = order.trained(ranking)
     assert sorted(kept.tolist()) == [0, 1, 4, 5, 6, 7, 10, 11]
@@ -99,17 +100,17 @@ def test_best_of_n_needs_whole_groups_in_each_processs_share_of_an_update(monkey
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_groups_of_any_dataset_are_whole_and_the_same_for_any_number_of_processes(rows, prompts, processes):
     """A simulation of sampler, processes and order: uneven last chunks, few rows, a row twice in a chunk."""
-    sampler = GroupSampler(rows, num_generations=4, prompts_per_generation=prompts, repeat_count=1, seed=5)
+    sampler = GroupSampler(rows, num_generations=4, prompts_per_rollout=prompts, repeat_count=1, seed=5)
     numbers = list(sampler)
-    args = settings(processes, batch=2, accumulation=2 if prompts == 2 else 4, steps=2 * prompts)
     size = prompts * 4
+    accumulation = max(2, processes) if prompts == 2 else 4
     seen = set()
     for generation in range(len(numbers) // size):
         chunk = numbers[generation * size : (generation + 1) * size]
         shares = [chunk[p * size // processes : (p + 1) * size // processes] for p in range(processes)]
         gathered = [number for share in shares for number in share]  # what each process is handed, put together
         assert gathered == chunk
-        order = RolloutOrder(args, generation)
+        order = order_of(processes, generation, accumulation=accumulation, steps=2 * prompts)
         for position in order.by_process().tolist():
             seen.add(chunk[position])
             first = position // 4 * 4

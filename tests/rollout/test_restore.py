@@ -5,11 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffusion_grpo.policy.trajectory import Trajectory
-from diffusion_grpo.rollout.buffer import Recorded, RolloutBuffer
-from diffusion_grpo.rollout.order import RolloutOrder
-from diffusion_grpo.rollout.restore import restored_buffer, rollout_file
+from diffusion_grpo.rollout.buffer import RolloutBuffer
+from diffusion_grpo.rollout.restore import restore_buffer, rollout_file
 from diffusion_grpo.rollout.value_model import ValueTargets
-from tests.rollout.test_order import settings
+from tests.rollout.test_order import order_of
 
 
 def sample(position):
@@ -22,20 +21,20 @@ def sample(position):
     return Trajectory(*noise, log_probs, steps, seeds, seeds + 1, num_inference_steps=3, noise_level=0.7)
 
 
-def buffer_of(order, process, ranking):
-    positions = order.of_process(order.trained(ranking), process)
+def buffer_of(order, ranking):
+    positions = order.own(order.trained(ranking))
     numbers = positions.float()[:, None].expand(-1, 2)
     targets = ValueTargets(numbers[..., None], numbers, numbers + 1)
     rows = [{"prompt": str(position)} for position in positions.tolist()]
-    trajectory = Recorded([sample(position) for position in positions.tolist()])
-    return RolloutBuffer(rows, trajectory, numbers / 7, 2, order.seed, targets, positions, order.updates)
+    samples = [sample(position) for position in positions.tolist()]
+    return RolloutBuffer(rows, samples, numbers / 7, None, 2, order.seed, targets, positions, order.updates)
 
 
-def restored(folder, order, process):
+def restore(folder, order):
     def rows_at(positions):
         return [{"prompt": str(position)} for position in positions]
 
-    return restored_buffer(folder, order, process, rows_at, "cpu")
+    return restore_buffer(folder, order, None, rows_at, "cpu")
 
 
 @pytest.mark.parametrize("best_of_n", [None, 2])
@@ -44,27 +43,27 @@ def test_any_number_of_processes_goes_on_with_the_rollout_of_any_other(tmp_path,
     ranking = torch.randn(32, generator=torch.Generator().manual_seed(0))
     own = {"best_of_n": best_of_n, "generations": 4, "batch": 2, "accumulation": 4, "steps": 8}
     for process in range(before):
-        buffer = buffer_of(RolloutOrder(settings(before, **own), 3), process, ranking)
+        buffer = buffer_of(order_of(before, 3, process=process, **own), ranking)
         buffer.old_log_probs = buffer.old_log_probs + 1
         buffer.save(rollout_file(tmp_path, process), before)
-    order = RolloutOrder(settings(after, **own), 3)
     for process in range(after):
-        found, expected = restored(tmp_path, order, process), buffer_of(order, process, ranking)
+        order = order_of(after, 3, process=process, **own)
+        found, expected = restore(tmp_path, order), buffer_of(order, ranking)
         assert found.rows == expected.rows and torch.equal(found.positions, expected.positions)
         assert torch.equal(found.advantages, expected.advantages)
         assert torch.equal(found.old_log_probs, expected.old_log_probs + 1)
         assert torch.equal(found.targets.returns, expected.targets.returns)
-        for one, other in zip(found.trajectory.samples, expected.trajectory.samples, strict=True):
+        for one, other in zip(found.samples, expected.samples, strict=True):
             assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
         assert [found.range_of(slot) for slot in range(8)] == [expected.range_of(slot) for slot in range(8)]
 
 
 def test_a_file_that_is_missing_or_of_another_order_is_refused(tmp_path):
-    order = RolloutOrder(settings(1), 0)
+    order = order_of(1, 0)
     with pytest.raises(ValueError, match="rollout-rank0.safetensors is missing"):
-        restored(tmp_path, order, 0)
+        restore(tmp_path, order)
     path = rollout_file(tmp_path, 0)
-    buffer_of(order, 0, torch.zeros(16)).save(path)
+    buffer_of(order, torch.zeros(16)).save(path)
     save_file(load_file(path), path, metadata={"kind": "Trajectory", "settings": "{}"})
     with pytest.raises(ValueError, match="written before samples were kept by their position"):
-        restored(tmp_path, order, 0)
+        restore(tmp_path, order)

@@ -4,12 +4,13 @@ import pytest
 import tiny_pipelines
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from tiny_runs import trainer_for
+from tiny_runs import joined_trajectory, trainer_for
 from transformers import TrainerCallback
 
+from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.processes import log_density
 from diffusion_grpo.policy.prompt_cache import PromptCache
-from diffusion_grpo.policy.rollout import Policy, replay, rollout
+from diffusion_grpo.policy.rollout import replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.stochastic_steps import FlowSteps
 
@@ -17,23 +18,23 @@ SEEDS = [1, 2]
 
 
 class KeepRollouts(TrainerCallback):
-    """Keeps what each update was trained on; with one update a rollout and a learning rate of 0."""
+    """Keeps what each update was trained on: with one update per rollout, and a learning rate of 0."""
 
     def __init__(self):
-        self.buffers = []
+        self.found = []
         self.trainer = None
 
     def on_step_end(self, *args, **kwargs):
-        self.buffers.append(self.trainer.buffer)
+        self.found.append((self.trainer.feed.buffer.rows, joined_trajectory(self.trainer)))
 
 
 def rollouts(folder, count=1, **settings):
-    """A trainer that learns nothing, and the trajectories of `count` rollouts of two groups of four."""
+    """A trainer that learns nothing, and rows and trajectories of `count` rollouts of two groups of four."""
     keep = KeepRollouts()
     settings = {"learning_rate": 0.0, "weight_decay": 0.0, "max_steps": count} | settings
     trainer = keep.trainer = trainer_for(folder, callbacks=[keep], shuffle_dataset=False, **settings)
     trainer.train()
-    return trainer, keep.buffers
+    return trainer, keep.found
 
 
 def distinct(latents):
@@ -44,23 +45,23 @@ def distinct(latents):
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
 def test_initial_latents(tmp_path, is_shared):
     """Of each sample or of each group, and new ones in each rollout."""
-    _, buffers = rollouts(tmp_path, 2, same_initial_noise=is_shared)
-    starts = torch.stack([buffer.trajectory.latents[:, 0] for buffer in buffers])  # (rollouts, samples, ...)
+    _, found = rollouts(tmp_path, 2, same_initial_noise=is_shared)
+    starts = torch.stack([trajectory.latents[:, 0] for _, trajectory in found])  # (rollouts, samples, ...)
     groups = starts.view(4, 4, *starts.shape[2:])
     assert [distinct(group) for group in groups] == [1 if is_shared else 4] * 4
     assert distinct(starts.flatten(0, 1)) == (4 if is_shared else 16)
-    after = torch.cat([buffer.trajectory.next_latents[:, 0] for buffer in buffers])
+    after = torch.cat([trajectory.next_latents[:, 0] for _, trajectory in found])
     assert distinct(after) == 16
 
 
 def test_every_noise_is_drawn_by_itself(tmp_path):
     """Initial latents, and the noise of each step, sample and rollout: no two are alike."""
-    trainer, buffers = rollouts(tmp_path, 2)
+    trainer, found = rollouts(tmp_path, 2)
     drawn = []
-    for buffer in buffers:
-        drawn.append(buffer.trajectory.latents[:, 0])
-        for rows in (slice(0, 4), slice(4, 8)):
-            part, inputs = buffer.trajectory[rows].joined(), trainer.inputs(buffer.rows[rows])
+    for rows, trajectory in found:
+        drawn.append(trajectory.latents[:, 0])
+        for call in (slice(0, 4), slice(4, 8)):
+            part, inputs = trajectory[call], trainer.inputs(rows[call])
             for column, step in enumerate((0, 1, 2)):
                 with torch.no_grad():
                     now = replay(trainer.policy, inputs, part, step)
@@ -73,11 +74,11 @@ def test_every_noise_is_drawn_by_itself(tmp_path):
 
 
 def test_a_share_of_the_steps(tmp_path):
-    _, (first,) = rollouts(tmp_path / "first", num_inference_steps=7, timestep_fraction=0.5)
-    assert first.trajectory.steps.tolist() == [[0, 1, 2]] * 8
+    _, ((_, first),) = rollouts(tmp_path / "first", num_inference_steps=7, timestep_fraction=0.5)
+    assert first.steps.tolist() == [[0, 1, 2]] * 8
     settings = {"num_inference_steps": 7, "timestep_fraction": 0.5, "permute_steps": True}
-    _, (own,) = rollouts(tmp_path / "own", **settings, max_ratio_error=None)
-    rows = own.trajectory.steps.tolist()
+    _, ((_, own),) = rollouts(tmp_path / "own", **settings, max_ratio_error=None)
+    rows = own.steps.tolist()
     assert all(row == sorted(set(row)) and len(row) == 3 and max(row) < 6 for row in rows)
     assert len({tuple(row) for row in rows}) > 1 and {step for row in rows for step in row} > {0, 1, 2}
 
@@ -109,16 +110,16 @@ def silent(monkeypatch):
     ids=str,
 )
 def test_the_steps_without_noise(tmp_path, silent, settings, expected):
-    _, (buffer,) = rollouts(tmp_path, num_inference_steps=6, **settings)
+    _, ((_, trajectory),) = rollouts(tmp_path, num_inference_steps=6, **settings)
     assert silent == ([] if expected is None else [expected] * 2)  # two calls of four samples
     start, stop = settings.get("sde_window", (0, 5))
-    assert buffer.trajectory.steps.tolist() == [list(range(start, stop))] * 8
+    assert trajectory.steps.tolist() == [list(range(start, stop))] * 8
 
 
 def test_a_window_moves_from_rollout_to_rollout(tmp_path, silent):
     settings = {"num_inference_steps": 6, "sde_window_size": 2, "deterministic_outside_window": True}
-    _, buffers = rollouts(tmp_path, 4, **settings)
-    windows = [buffer.trajectory.steps[0].tolist() for buffer in buffers]
+    _, found = rollouts(tmp_path, 4, **settings)
+    windows = [trajectory.steps[0].tolist() for _, trajectory in found]
     assert len({tuple(window) for window in windows}) > 1
     assert silent == [set(range(6)) - set(window) for window in windows for _ in range(2)]
 
@@ -126,7 +127,7 @@ def test_a_window_moves_from_rollout_to_rollout(tmp_path, silent):
 def test_what_is_scored_is_the_latent_as_it_was_rounded():
     pipe, inputs = tiny_pipelines.build("sd3")
     pipe.to(dtype=torch.bfloat16)
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     assert torch.equal(trajectory.next_latents, trajectory.next_latents.bfloat16().float())
     for column, step in enumerate((0, 1, 2)):
@@ -139,7 +140,7 @@ def test_what_is_scored_is_the_latent_as_it_was_rounded():
 def test_a_negative_prompt_counts_in_the_replay():
     pipe, inputs = tiny_pipelines.build("sd3")
     inputs |= {"guidance_scale": 4.0, "negative_prompt": ["a grey blur", "text"]}
-    policy = Policy(pipe)
+    policy = DenoisingPolicy(pipe)
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     for column, step in enumerate((0, 1, 2)):
         with torch.no_grad():
