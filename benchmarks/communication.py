@@ -151,7 +151,7 @@ def seconds(sent: float, processes: int) -> float:
 
 def print_tables() -> None:
     """docs/scaling.md's tables."""
-    print("| model | trains | processes | mode | gradients sent | weights sent | seconds | of the arithmetic |")
+    print("| model | trained | processes | mode | gradients sent | weights sent | seconds | of the arithmetic |")
     print("|---|---|---|---|---|---|---|---|")
     for name in MODELS:
         for is_lora in (True, False):

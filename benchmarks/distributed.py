@@ -158,7 +158,7 @@ def main() -> None:
     if options.worker:
         work(options.worker, options.mode, options.lora, options.samples, options.rounds)
         return
-    print("| trains | mode | rollout | update | both | to one process | to DDP | in collectives |")
+    print("| trained | mode | rollout | update | both | ratio to one process | ratio to DDP | in collectives |")
     print("|---|---|---|---|---|---|---|---|")
     for is_lora, trains in ((True, "LoRA"), (False, "all weights")):
         found: dict[str, dict] = {}

@@ -1,4 +1,4 @@
-"""`make demo` in Python: the embedded model learns to spell and to colour, as demo.yaml beside this says."""
+"""`make demo` in Python: the embedded model learns to spell and to colour, with the settings of demo.yaml."""
 
 from pathlib import Path
 

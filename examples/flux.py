@@ -1,4 +1,4 @@
-"""FLUX.1 dev learns to write, as flux.yaml says, in Python."""
+"""FLUX.1 dev learns to write: flux.yaml in Python."""
 
 from peft import LoraConfig
 

@@ -1,4 +1,4 @@
-"""GLM-Image's language model learns from four rewards, as glm_image_ar.yaml says, in Python."""
+"""GLM-Image's language model learns from four rewards: glm_image_ar.yaml in Python."""
 
 from peft import LoraConfig
 

@@ -1,4 +1,4 @@
-"""HunyuanVideo with two rewards, as hunyuan_video.yaml says, in Python."""
+"""HunyuanVideo with two rewards: hunyuan_video.yaml in Python."""
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.prompts import load_prompts

@@ -1,4 +1,4 @@
-"""Qwen-Image learns to write, as qwen_image.yaml says, in Python."""
+"""Qwen-Image learns to write: qwen_image.yaml in Python."""
 
 from peft import LoraConfig
 

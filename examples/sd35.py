@@ -1,4 +1,4 @@
-"""Stable Diffusion 3.5 Medium learns to write, as sd35_ocr.yaml says, in Python."""
+"""Stable Diffusion 3.5 Medium learns to write: sd35_ocr.yaml in Python."""
 
 from peft import LoraConfig
 

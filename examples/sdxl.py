@@ -1,4 +1,4 @@
-"""Stable Diffusion XL by DDIM with noise, as sdxl.yaml says, in Python."""
+"""Stable Diffusion XL with DDIM and noise: sdxl.yaml in Python."""
 
 from peft import LoraConfig
 

@@ -1,4 +1,4 @@
-"""Wan 2.1 learns to write in videos, as wan21_ocr.yaml says, in Python."""
+"""Wan 2.1 learns to write in videos: wan21_ocr.yaml in Python."""
 
 from peft import LoraConfig
 
