@@ -638,3 +638,35 @@ def test_checkpointing_of_a_share_of_the_blocks(tmp_path, monkeypatch):
         assert all(torch.equal(value, weights[name]) for name, value in trained_weights(trainer).items())
         again = [made - before for made, before in zip(calls.values(), plain, strict=True)]
         assert again == [2 if place in recomputed else 0 for place in range(4)]  # two micro-batches of one step
+
+
+class RepeatsPasses:
+    """A backend's `equalize` where another process has two passes more."""
+
+    def __init__(self, backend):
+        self.equalize_alone = backend.equalize
+
+    def __call__(self, passes):
+        return self.equalize_alone(passes) + [(passes[-1], False)] * 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}], ids=["once", "twice"])
+def test_repeated_passes_weigh_nothing_and_measure_nothing(tmp_path, settings):
+    """As under ZeRO-3, where a process makes as many passes as the one with the most."""
+    settings = {"beta": 0.1, "max_steps": 3, "learning_rate": 1e-2} | settings
+    plain, repeating = (trainer_for(tmp_path / name, **settings) for name in ("plain", "repeating"))
+    repeating.backend.equalize = RepeatsPasses(repeating.backend)
+    for trainer in (plain, repeating):
+        trainer.train()
+    logs = [
+        [
+            {name: value for name, value in entry.items() if name.startswith(("loss", "ratio", "kl", "clip", "reward"))}
+            for entry in trainer.state.log_history
+            if "loss" in entry
+        ]
+        for trainer in (plain, repeating)
+    ]
+    assert len(logs[0]) == 3 and {"loss", "kl", "ratio/mean"} <= logs[0][-1].keys()
+    assert logs[0] == logs[1]
+    weights = trained_weights(plain)
+    assert all(torch.equal(value, weights[name]) for name, value in trained_weights(repeating).items())
