@@ -670,3 +670,18 @@ def test_repeated_passes_weigh_nothing_and_measure_nothing(tmp_path, settings):
     assert logs[0] == logs[1]
     weights = trained_weights(plain)
     assert all(torch.equal(value, weights[name]) for name, value in trained_weights(repeating).items())
+
+
+def test_an_update_begins_once_and_each_micro_batch_puts_its_gradients_in_order(tmp_path):
+    """Where a backend clears what the last update left, and drops what no process trained."""
+    trainer, calls = trainer_for(tmp_path, num_inference_steps=3), []
+    for name in ("begin_update", "begin_micro_batch", "backward", "finish_micro_batch"):
+
+        def noted(*args, name=name, real=getattr(trainer.backend, name)):
+            calls.append(name)
+            return real(*args)
+
+        setattr(trainer.backend, name, noted)
+    trainer.train()
+    micro_batch = ["begin_micro_batch", "backward", "backward", "finish_micro_batch"]
+    assert calls == (["begin_update"] + micro_batch * 2) * 2
