@@ -22,10 +22,10 @@ HEAD = """# The demo in {count} seeds
 
 Written by `{command}` on {machine}.
 
-Each run is `make demo` with another seed, which also changes the initial latents of the evaluations. These use {prompts}
-held-out prompts, whose words are never trained on, and the plain deterministic sampler with {steps} steps, at guidance 1
-unless stated otherwise. Each cell is a mean with its standard error over the prompts. Tesseract is an evaluation-only
-reward: it is never trained on.
+Each run is `make demo` with another seed, which also changes the initial latents of the evaluations. These use
+{prompts} held-out prompts, whose words are never trained on, and the plain deterministic sampler with {steps} steps,
+at guidance 1 unless stated otherwise. Each cell is a mean with its standard error over the prompts. Tesseract is an
+evaluation-only reward: it is never trained on.
 """
 
 

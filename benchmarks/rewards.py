@@ -1,9 +1,9 @@
 """
 Measure samples per second of each reward without weights, and how long the demo waits for its rewards.
 
-The images have the embedded model's size and a common one; the videos are short. The demo is examples/demo.yaml for a few
-updates, once with the rewards computed during the rollout and once after it. The two take turns, so that other load on
-the machine affects both, and the median update counts.
+The images have the embedded model's size and a common one; the videos are short. The demo is examples/demo.yaml for a
+few updates, once with the rewards computed during the rollout and once after it. The two take turns, so that other
+load on the machine affects both, and the median update counts.
 """
 
 import argparse

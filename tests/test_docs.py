@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "docs").glob("*.md")
+MADE_BY_RUNS = {"summary.json", "run.json", "manifest.json"}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,17 @@ def test_make_targets_that_the_docs_name_exist(build):
     for page in build.PAGES:
         named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE)
         assert set(named) <= targets, page
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", *sorted(f"docs/{path.name}" for path in PAGES)])
+def test_files_that_a_page_names_exist(page):
+    """By a path from the root, from the package or, of tests, by their name."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`(?:python |pytest )?([\w./-]+\.(?:py|yaml|json|jinja))\b[^`]*`", text)
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    places = (ROOT, ROOT / "diffusion_grpo", ROOT / "examples")
+    for name in set(named) - MADE_BY_RUNS:
+        assert name in tests or any((place / name).is_file() for place in places), name
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
