@@ -1,4 +1,4 @@
-# Every target works alone on a bare clone: what it needs, it makes.
+# Every target works on a fresh clone: it makes what it needs.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PATHS  := diffusion_grpo tests examples benchmarks docs
 ARGS   ?=
 
-# Tests and demo use what is in the package, never the network; one thread a test process, two processes.
+# Tests and demo use what is in the package, never the network. Tests run in two processes of one thread each.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
@@ -43,7 +43,7 @@ format: setup ## rewrite the sources in the project's style
 	@$(BIN)/ruff check --quiet --fix $(wildcard $(PATHS))
 	@$(BIN)/ruff format --quiet $(wildcard $(PATHS))
 
-bench: setup ## time one GRPO step against the bare network, then two processes against one
+bench: setup ## time a GRPO step against the bare network, then two processes against one
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/step.py $(ARGS)
 	@$(MAKE) --no-print-directory bench-distributed ARGS=
 
@@ -53,10 +53,10 @@ bench-distributed: setup ## time DDP, ZeRO-3 and FSDP2 on two CPU processes agai
 bench-gpu: setup ## time networks of SD3.5-M's and FLUX's size with random weights, on a GPU
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/gpu.py $(ARGS)
 
-bench-rewards: setup ## images a second of each reward, and the share of an update that the demo waits for its own
+bench-rewards: setup ## time each reward, and how long the demo waits for its rewards
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/rewards.py $(ARGS)
 
-sweep: setup ## ask every pipeline of a diffusers checkout whether it trains (ARGS="--diffusers PATH")
+sweep: setup ## check every pipeline of a diffusers checkout (ARGS="--diffusers PATH")
 	@$(OFFLINE) $(QUIET) OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py $(ARGS)
 
 docs: setup ## regenerate docs/config.md from the settings' help texts and check every link in the docs
