@@ -71,7 +71,7 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """The test that turns a setting which one process on a CPU does not show, as `file::name`."""
+    """The test that turns a setting which one process on a CPU does not show, as `file::name` below tests/."""
 
     test: str
 
@@ -166,7 +166,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "top_k": Turned(2, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
     "top_p": Turned(0.3, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
     # Optimisation
-    "loss_type": Turned("test_settings.doubled", "gradient@1", "samples@1 advantages@1"),
+    "loss_type": Turned("tests.config.test_every_setting.doubled", "gradient@1", "samples@1 advantages@1"),
     "beta": Turned(1.0, "gradient@2 kl@2", "samples@1 advantages@1 gradient@1"),
     "kl_reward": Turned(1e4, "advantages@2 kl/rollout@2", "samples@1 advantages@1 gradient@1"),
     "epsilon": Turned(
@@ -217,21 +217,27 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "ref_model_mixup_alpha": Turned(0.1, "reference@1 reference@2", "gradient@1 weights@1", SYNCED),
     "ref_model_sync_steps": Turned(2, "reference@1", "gradient@1 weights@1", SYNCED),
     "ds3_gather_for_generation": Elsewhere(
-        "test_deepspeed.py::test_rows_may_differ_in_how_often_they_pass_the_network"
+        "distributed/test_deepspeed.py::test_rows_may_differ_in_how_often_they_pass_the_network"
     ),
-    "fsdp_gather_for_generation": Elsewhere("test_fsdp.py::test_whatever_is_set_two_processes_train_what_one_trains"),
+    "fsdp_gather_for_generation": Elsewhere(
+        "distributed/test_fsdp.py::test_whatever_is_set_two_processes_train_what_one_trains"
+    ),
     "offload_ref_model": Turned(True, "moved", "gradient@2 weights@2 kl@2", KEPT),
     "ema_decay": Turned(
         0.05, "average@2 evaluation", "weights@2 samples@2", AVERAGED | EVALUATED | {"learning_rate": 0.1}
     ),
     "ema_update_interval": Turned(2, "average@1 average@2", "weights@2 samples@2", AVERAGED),
     # Model, data, log
-    "offload_frozen": Elsewhere("test_offload.py::test_training_is_the_same_to_the_last_bit"),
-    "context_parallel_size": Elsewhere("test_context.py::test_a_group_trains_what_one_process_trains"),
-    "context_parallel_type": Elsewhere("test_context.py::test_a_ring_trains_what_one_process_trains"),
-    "keep_adapters": Elsewhere("test_adapters.py::test_other_adapters_stay_active_and_frozen"),
-    "lora_adapter": Elsewhere("test_adapters.py::test_an_adapter_of_the_pipeline_is_trained_further"),
-    "lora_path": Elsewhere("test_adapters.py::test_a_saved_lora_is_trained_further"),
+    "offload_frozen": Elsewhere("training/test_offload.py::test_training_is_the_same_to_the_last_bit"),
+    "context_parallel_size": Elsewhere(
+        "distributed/test_context_parallel.py::test_a_group_trains_what_one_process_trains"
+    ),
+    "context_parallel_type": Elsewhere(
+        "distributed/test_context_parallel.py::test_a_ring_trains_what_one_process_trains"
+    ),
+    "keep_adapters": Elsewhere("run/test_adapters.py::test_other_adapters_stay_active_and_frozen"),
+    "lora_adapter": Elsewhere("run/test_adapters.py::test_an_adapter_of_the_pipeline_is_trained_further"),
+    "lora_path": Elsewhere("run/test_adapters.py::test_a_saved_lora_is_trained_further"),
     "train_component": Turned(
         "transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "sde_window": [1, 2]}
     ),
@@ -243,12 +249,14 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "log_completions": Turned(False, "files", "weights@2 samples@2"),
     "num_completions_to_log": Turned(1, "files", "weights@2 evaluation", EVALUATED),
     "log_samples_steps": Turned(1, "files", "weights@2 samples@2"),
-    "push_samples": Elsewhere("test_hub.py::test_push_to_hub_uploads_the_weights_and_the_card"),
+    "push_samples": Elsewhere("run/test_weights.py::test_push_to_hub_uploads_the_weights_and_the_card"),
     "save_samples_steps": Turned(2, "files", "weights@2 samples@2"),
     "validation_prompts": Turned(["a sign", "a lamp"], "files passes", "weights@2 samples@2"),
     "validation_steps": Turned(2, "files passes", "weights@2 samples@2", WATCHED),
     "overlap_rewards": Turned(False, "scored_beside", "weights@2 samples@2 reward@1"),
-    "reward_processes": Elsewhere("test_reward_subset.py::test_one_process_scores_for_two_and_nothing_changes"),
+    "reward_processes": Elsewhere(
+        "rewards/test_reward_processes.py::test_one_process_scores_for_two_and_nothing_changes"
+    ),
     "watch_rewards": Turned(
         ["sharpness"], "eval_watch/sharpness/mean@2", "weights@2 evaluation eval_reward@2", EVALUATED
     ),
@@ -282,18 +290,18 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     ),
     "auto_find_batch_size": Refused(True, "would change the groups"),
     "data_seed": Turned(7, "prompts@1 samples@1", NO_NOISE),
-    "ddp_timeout": Elsewhere("test_ranks.py::test_silence_is_death_and_any_sign_is_life"),
-    "deepspeed": Elsewhere("test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),
+    "ddp_timeout": Elsewhere("distributed/test_failure.py::test_silence_is_death_and_any_sign_is_life"),
+    "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),
     "eval_strategy": Turned("steps", "evaluation files", "weights@2 samples@2", {"eval_steps": 2}),
-    "disable_tqdm": Elsewhere("test_progress.py::test_bars_in_a_terminal"),
+    "disable_tqdm": Elsewhere("training/test_progress.py::test_bars_in_a_terminal"),
     "fp16": Turned(True, "mixed", "samples@1 gradient@1"),
-    "fsdp": Elsewhere("test_fsdp.py::test_settings_ask_as_a_launcher_does"),
+    "fsdp": Elsewhere("distributed/test_fsdp.py::test_settings_ask_as_a_launcher_does"),
     "gradient_checkpointing": Turned(True, "block_calls", "gradient@2 weights@2 passes"),
-    "hub_always_push": Elsewhere("test_hub.py::test_settings_of_the_hub_reach_it"),
-    "hub_model_id": Elsewhere("test_hub.py::test_push_to_hub_uploads_the_weights_and_the_card"),
-    "hub_revision": Elsewhere("test_hub.py::test_settings_of_the_hub_reach_it"),
-    "hub_strategy": Elsewhere("test_hub.py::test_settings_of_the_hub_reach_it"),
-    "hub_token": Elsewhere("test_hub.py::test_settings_of_the_hub_reach_it"),
+    "hub_always_push": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
+    "hub_model_id": Elsewhere("run/test_weights.py::test_push_to_hub_uploads_the_weights_and_the_card"),
+    "hub_revision": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
+    "hub_strategy": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
+    "hub_token": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
     "ignore_data_skip": Refused(True, "other prompts"),
     "load_best_model_at_end": Turned(
         True, "weights", "weights@2", SAVED | EVALUATED | {"eval_steps": 1, "rewards": "fading"}
@@ -310,10 +318,10 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "optim": Turned("sgd", "weights@1", "samples@1 gradient@1"),
     "output_dir": Elsewhere("test_trainer.py::test_defaults_name_the_output_after_the_model"),
     "per_device_eval_batch_size": Turned(1, "passes", "evaluation weights@2", EVALUATED),
-    "push_to_hub": Elsewhere("test_hub.py::test_push_to_hub_uploads_the_weights_and_the_card"),
-    "resume_from_checkpoint": Elsewhere("test_resume.py::test_sigkill_and_resume"),
+    "push_to_hub": Elsewhere("run/test_weights.py::test_push_to_hub_uploads_the_weights_and_the_card"),
+    "resume_from_checkpoint": Elsewhere("training/test_resume.py::test_sigkill_and_resume"),
     "resume_without_optimizer": Elsewhere(
-        "test_manifest.py::test_state_that_is_not_there_is_refused_unless_asked_for"
+        "run/test_manifest.py::test_state_that_is_not_there_is_refused_unless_asked_for"
     ),
     "save_only_model": Turned(True, "files", "weights@2", SAVED),
     "save_strategy": Turned("steps", "files", "weights@2", {"save_steps": 1}),
@@ -566,7 +574,7 @@ def test_the_test_that_turns_a_setting_elsewhere_is_there(name):
     file, _, test = SETTINGS[name].test.partition("::")
     tests = {node.name for node in ast.parse((HERE / file).read_text()).body if isinstance(node, ast.FunctionDef)}
     assert test in tests
-    others = [path for path in HERE.glob("*.py") if path.name != Path(__file__).name]
+    others = [path for path in HERE.rglob("*.py") if path.name != Path(__file__).name]
     assert any(re.search(rf"\b{name}\b", path.read_text()) for path in others)
 
 
@@ -576,7 +584,7 @@ def test_every_setting_has_an_entry():
     fields = {field.name: field.default for field in dataclasses.fields(DiffusionGRPOConfig) if field.init}
     own = {name for name, default in fields.items() if name not in inherited or default != inherited[name]}
     code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    config = "".join(path.read_text() for path in PACKAGE.glob("config*.py"))
+    config = "".join(path.read_text() for path in (PACKAGE / "config").glob("*.py"))
     read = set(re.findall(r"\bargs\.(\w+)", code)) | set(re.findall(r"\bself\.(\w+)", config))
     assert (own | read & set(inherited)) - set(SETTINGS) == set()
     assert set(SETTINGS) - set(fields) == set()
