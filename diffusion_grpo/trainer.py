@@ -22,8 +22,8 @@ from .algorithms.batch import MicroBatch
 from .config.checks import check_token_settings
 from .config.settings import DiffusionGRPOConfig
 from .data.held_out import warn_of_trained_prompts
-from .data.inputs import checked_inputs
-from .data.prompts import check_dataset, named_datasets
+from .data.inputs import prepare_inputs
+from .data.prompts import check_dataset, name_datasets
 from .data.sampler import GroupSampler
 from .distributed.context_parallel import spread_over_context
 from .distributed.failure import Ranks
@@ -98,18 +98,18 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         is_full_training = start.prepare_training(args, peft_config)
         start.check_datasets(self.rewards, args, train_dataset, eval_dataset)
         self.backend = start.choose_backend(args)
-        datasets = named_datasets(train_dataset, eval_dataset)
+        datasets = name_datasets(train_dataset, eval_dataset)
         cls = pipeline_class(model, args)
         check_scheduler(model, cls, args)
         # None for a pipeline whose code comes from elsewhere: it is checked once it is loaded
-        inputs = None if cls is None else checked_inputs(cls, args, datasets, self.rewards.all)
+        inputs = None if cls is None else prepare_inputs(cls, args, datasets, self.rewards.all)
         self.run = start.describe_run(model, args, peft_config, self.rewards)
         check_output_folder(args.output_dir, self.run, bool(args.resume_from_checkpoint))
 
         pipe = load_pipeline(model, args, is_full_training)
         set_seed(args.seed)  # a LoRA starts from random weights
         component, network = prepare_model(pipe, args, peft_config)
-        self.inputs = inputs or checked_inputs(type(pipe), args, datasets, self.rewards.all)
+        self.inputs = inputs or prepare_inputs(type(pipe), args, datasets, self.rewards.all)
         self.policy = make_policy(
             pipe,
             component,

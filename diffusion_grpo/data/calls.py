@@ -8,27 +8,27 @@ from PIL import Image
 
 from .prompts import EMBEDDED
 
-NUMBERS_OF_SAMPLES = ("class_labels",)  # numbers that are one a sample, as a prompt is; others are one a call
+NUMBERS_OF_SAMPLES = ("class_labels",)  # one per sample, as prompts are; other numbers are one per call
 
 
-def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
-    """The keyword arguments of one pipeline call from the dataset rows of its samples.
+def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
+    """Build the keyword arguments of one pipeline call from the dataset rows of its samples.
 
     Args:
-        rows: one dict a sample, all with the same columns; such as `groups_by_shape` puts together.
+        rows: one dict per sample, all with the same columns; as grouped by [`group_by_shape`].
         accepted: names of the parameters of the pipeline's `__call__`.
-        is_bare: the values of a single row as they are, not in lists.
+        is_bare: whether the values of a single row are passed as they are, not in lists.
 
     Returns:
-        Each accepted column: a scalar where it holds numbers (`height`, `guidance_scale`), which a pipeline takes once
-        a call (all but `class_labels`), else a list with one value a sample (`prompt`, `image`), or one tensor
-        (batch, ...) where it holds tensors or arrays. A column that is None in all rows is left out.
+        a value for each accepted column: a scalar for numbers (`height`, `guidance_scale`), which a pipeline takes
+        once per call (all but `class_labels`); one tensor (batch, ...) for tensors or arrays; else a list with one
+        value per sample (`prompt`, `image`). A column that is None in all rows is left out.
 
     Raises:
         ValueError: the numbers of one call differ, or a column is None in some rows only.
     """
     inputs = {}
-    replaced = texts_of_embeddings(rows[0], accepted)
+    replaced = find_replaced_texts(rows[0], accepted)
     for name in rows[0]:
         if name not in accepted or name in replaced:
             continue
@@ -43,7 +43,7 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
                 "all rows or in none."
             )
         if not is_setting:
-            inputs[name] = values[0] if is_bare else _together(values)
+            inputs[name] = values[0] if is_bare else _stack(values)
             continue
         if len(set(values)) > 1:
             raise ValueError(
@@ -54,8 +54,8 @@ def pipeline_inputs(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
     return inputs
 
 
-def texts_of_embeddings(row: dict[str, Any], accepted: set[str]) -> set[str]:
-    """Arguments whose text is encoded already in the row, which a pipeline does not take beside the embeddings."""
+def find_replaced_texts(row: dict[str, Any], accepted: set[str]) -> set[str]:
+    """Return the text arguments that a row's embeddings replace; pipelines do not take both."""
     found: set[str] = set()
     for prefix in ("", "negative_"):
         if f"{prefix}{EMBEDDED}" in accepted and row.get(f"{prefix}{EMBEDDED}") is not None:
@@ -63,25 +63,25 @@ def texts_of_embeddings(row: dict[str, Any], accepted: set[str]) -> set[str]:
     return found
 
 
-def groups_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list[int]]:
-    """Positions of the rows that may share a pipeline call, groups and rows in their order.
+def group_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list[int]]:
+    """Return the indices of rows that may share a pipeline call, group by group, in their order.
 
-    They agree in every accepted column: in numbers and in None by value, in pictures by size and mode, in videos by
-    length too, in tensors and arrays by shape. Text does not count.
+    They agree in every accepted column: numbers and None by value, images by size and mode, videos also by length,
+    tensors and arrays by shape. Text does not count.
     """
     groups: dict[tuple, list[int]] = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         key = tuple(
             (name, _shape(value, is_item=name in NUMBERS_OF_SAMPLES))
             for name, value in row.items()
             if name in accepted
         )
-        groups.setdefault(key, []).append(place)
+        groups.setdefault(key, []).append(index)
     return list(groups.values())
 
 
 def _shape(value: Any, is_item: bool = False) -> Any:
-    """What values of one call have in common."""
+    """Return what the values of one call must have in common."""
     if value is None or isinstance(value, bool | int | float) and not is_item:
         return value
     if isinstance(value, Image.Image):
@@ -91,7 +91,8 @@ def _shape(value: Any, is_item: bool = False) -> Any:
     return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
 
 
-def _together(values: list[Any]) -> Any:
+def _stack(values: list[Any]) -> Any:
+    """Stack tensors or arrays; return anything else as it is."""
     if all(torch.is_tensor(value) for value in values):
         return torch.stack(values)
     return np.stack(values) if all(isinstance(value, np.ndarray) for value in values) else values

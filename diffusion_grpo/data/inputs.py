@@ -1,8 +1,8 @@
-"""Keyword arguments of one pipeline call, and which samples share one.
+"""From dataset rows to the calls of a pipeline: which samples share one, and its keyword arguments.
 
-In: settings and dataset rows. Out: what the pipeline's `__call__` gets, the same for the same rows in rollout, replay
-and evaluation. Which columns a pipeline takes is read off its signature; whether it takes several samples in one call
-is asked of the pipeline (`batching.py`); samples of different shapes never share one.
+Equal rows give equal arguments in rollout, replay and evaluation. The signature of the pipeline says which columns it
+takes; a trial call shows whether it takes several samples at once (`policy/batching.py`). Samples of different shapes
+never share a call.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from ..media.serialize import pack_samples, unpack_samples
 from ..policy.batching import BATCHED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
 from ..rewards.contract import Reward, list_columns
-from .calls import groups_by_shape, pipeline_inputs, texts_of_embeddings
+from .calls import build_arguments, find_replaced_texts, group_by_shape
 from .columns import Columns, is_media
 from .prompts import EMBEDDED
 
@@ -34,10 +34,10 @@ class PipelineInputs:
 
     Args:
         pipe: the pipeline, or its class.
-        args: its `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into every call.
+        args: of the run; `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into every call.
 
     Raises:
-        ValueError: a setting that the pipeline's `__call__` does not take, with the list of what it does.
+        ValueError: the pipeline's `__call__` does not take a setting; the message lists what it takes.
     """
 
     def __init__(self, pipe: DiffusionPipeline | type[DiffusionPipeline], args: DiffusionGRPOConfig):
@@ -55,40 +55,40 @@ class PipelineInputs:
                 f"{', '.join(sorted(self.accepted))}."
             )
         self._columns: dict[int, tuple[Dataset, Columns]] = {}
-        self.forms: dict[frozenset[str], Form] = {}  # by the columns that are given
+        self.forms: dict[frozenset[str], Form] = {}  # by the columns that a row has
 
     def __call__(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
-        """The keyword arguments for these rows; columns win over settings, `overrides` over both."""
+        """Return the keyword arguments for these rows; columns win over settings, `overrides` over both."""
         form = self.forms.get(self._given(rows[0]), Form(BATCHED))
         return self._arguments(rows, form.name) | overrides
 
     def _arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
-        replaced = texts_of_embeddings(rows[0], self.accepted)
+        replaced = find_replaced_texts(rows[0], self.accepted)
         fixed = {name: value for name, value in self.fixed.items() if name not in replaced}
-        if form != SINGLE:  # a negative prompt beside a list of prompts: one a sample, as not all pipelines spread it
+        if form != SINGLE:  # one negative prompt per sample: not every pipeline repeats a single one
             texts = {name: value for name, value in fixed.items() if isinstance(value, str) and "prompt" in name}
             fixed = fixed | {name: [value] * len(rows) for name, value in texts.items()}
-        return {**fixed, **pipeline_inputs(rows, self.accepted, is_bare=form == SINGLE)}
+        return {**fixed, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
 
     def _given(self, row: dict[str, Any]) -> frozenset[str]:
         return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
 
     def columns(self, dataset: Dataset) -> Columns:
-        """Which of a dataset's columns hold files, and how its rows are read."""
+        """Return what reads the rows of a dataset."""
         if id(dataset) not in self._columns:
             self._columns[id(dataset)] = dataset, Columns(dataset, self.parameters)
         return self._columns[id(dataset)][1]
 
     def rows(self, dataset: Dataset, indices: list[int]) -> list[dict[str, Any]]:
-        """Rows of the dataset with their files decoded; see [`~diffusion_grpo.data.columns.Columns.rows`]."""
+        """Return rows of the dataset with their files decoded; see [`~diffusion_grpo.data.columns.Columns.rows`]."""
         return self.columns(dataset).rows(indices)
 
     def check(self, dataset: Dataset, name: str, asked: set[str]) -> None:
-        """Refuses a dataset whose files cannot be read; warns of pictures, videos and sound that nobody takes.
+        """Refuse a dataset whose files cannot be read; warn of images, videos and sound that nothing takes.
 
         Args:
             dataset: the user's.
-            name: what it was given as, for the message.
+            name: the argument that it was passed as, for the message.
             asked: columns that rewards name.
 
         Raises:
@@ -114,24 +114,24 @@ class PipelineInputs:
         self,
         policy: Policy,
         rows: list[dict[str, Any]],
-        noise_level: float,
+        noise_level: float | None,
         args: DiffusionGRPOConfig | None = None,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """Finds out, once for each set of columns, whether samples share a call; `parts` and `__call__` follow it.
+        """Find out, once per set of columns, whether samples can share a call; `parts` and `__call__` depend on it.
 
         Args:
             policy: of the pipeline.
             rows: of the dataset, decoded.
-            noise_level: of its process.
-            args: the training's sizes and steps, where the constructor was given other settings.
-            accelerator: of processes that pass the network together. All ask about the same rows then, which is a
-                collective: each set of columns that one of them has to ask about, by the row that one has.
+            noise_level: of the policy's process; None for tokens.
+            args: sizes and steps of the run, where the constructor was given other settings.
+            accelerator: of processes that must call the network together. All of them then try the same rows: for
+                each set of columns that is new to some process, the row of the first such process. A collective.
 
         Raises:
-            Exception: what the pipeline raised, where it takes the rows in no form.
+            Exception: what the pipeline raised, if it takes the rows in no form.
         """
-        if policy.draws_tokens:  # who writes tokens takes a list of prompts
+        if policy.draws_tokens:  # these take a list of prompts
             return
         args = args or self.args
         asked: dict[frozenset[str], dict[str, Any]] = {}
@@ -139,11 +139,13 @@ class PipelineInputs:
             given = self._given(row)
             if given not in self.forms:
                 asked.setdefault(given, {name: row[name] for name in row if name in given})
-        for given, row in (asked if accelerator is None else _asked_by_all(asked, accelerator)).items():
-            self.forms[given] = self._form(policy, row, noise_level, args)
+        for given, row in (asked if accelerator is None else _gather_asked(asked, accelerator)).items():
+            self.forms[given] = self._find_form(policy, row, noise_level, args)
 
-    def _form(self, policy: Policy, row: dict[str, Any], noise_level: float, args: DiffusionGRPOConfig) -> Form:
-        """Asks the pipeline by one row; warns where it takes samples one by one."""
+    def _find_form(
+        self, policy: Policy, row: dict[str, Any], noise_level: float | None, args: DiffusionGRPOConfig
+    ) -> Form:
+        """Find out by calling the pipeline with one row; warn if it takes samples one by one."""
         count = args.rollout_batch_size or args.per_device_train_batch_size
         start, stop = args.window
         form = find_form(
@@ -164,27 +166,30 @@ class PipelineInputs:
         return form
 
     def parts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
-        """Positions of the rows that share a call: equal in all numbers and shapes; or each row for itself."""
+        """Return the indices of rows that share a call: those equal in all numbers and shapes, or each row alone."""
         parts = []
-        for part in groups_by_shape(rows, self.accepted):
+        for part in group_by_shape(rows, self.accepted):
             is_batched = self.forms.get(self._given(rows[part[0]]), Form(BATCHED)).name == BATCHED
-            parts += [part] if is_batched else [[place] for place in part]
+            parts += [part] if is_batched else [[index] for index in part]
         return parts
 
     def calls(self, rows: list[dict[str, Any]]) -> list[list[int]]:
-        """Places of the samples of each pipeline call of a rollout, cut as the updates cut it; `rows` are one a
-        sample."""
+        """Return the indices of the samples of each pipeline call of a rollout, cut as in the updates.
+
+        Args:
+            rows: one per sample.
+        """
         size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
         starts = range(0, len(rows), size)
-        return [[start + i for i in places] for start in starts for places in self.parts(rows[start : start + size])]
+        return [[start + i for i in indices] for start in starts for indices in self.parts(rows[start : start + size])]
 
 
-def _asked_by_all(
+def _gather_asked(
     own: dict[frozenset[str], dict[str, Any]], accelerator: Accelerator
 ) -> dict[frozenset[str], dict[str, Any]]:
-    """A row for each set of columns that some process asks about, in the same order on all; a collective.
+    """Return a row for each set of columns that some process asks about, in the same order on all; a collective.
 
-    It is the first such process' row, as it has decoded it.
+    The row is that of the first such process, as decoded there.
     """
     found: dict[frozenset[str], dict[str, Any]] = {}
     for process, asked in enumerate(gather_json(accelerator, [sorted(given) for given in own])):
@@ -195,13 +200,13 @@ def _asked_by_all(
     return found
 
 
-def checked_inputs(
+def prepare_inputs(
     pipe: type[DiffusionPipeline],
     args: DiffusionGRPOConfig,
     named: list[tuple[str, Dataset]],
     rewards: list[Reward],
 ) -> PipelineInputs:
-    """The inputs of a pipeline class, with settings and datasets checked against it; see `PipelineInputs`."""
+    """Make the inputs of a pipeline class, and check settings and datasets against it; see `PipelineInputs`."""
     inputs = PipelineInputs(pipe, args)
     asked = set().union(*map(list_columns, rewards))
     for name, dataset in named:
@@ -210,13 +215,13 @@ def checked_inputs(
 
 
 def check_count(samples: Any, count: int, pipe: DiffusionPipeline) -> None:
-    """Refuses the output of a call that holds another number of samples than were asked for.
+    """Refuse the output of a call that holds another number of samples than were asked for.
 
     Raises:
-        UnsupportedPipeline: such an output.
+        UnsupportedPipeline: the number is another one.
     """
     if len(samples) != count:
         raise UnsupportedPipeline(
-            f"{type(pipe).__name__} returned {len(samples)} samples where {count} were asked for; it reads its inputs "
-            "in another way than one value a sample."
+            f"{type(pipe).__name__} returned {len(samples)} samples where {count} were asked for; it does not read "
+            "its inputs as one value per sample."
         )

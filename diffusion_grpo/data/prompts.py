@@ -1,8 +1,4 @@
-"""Prompts: a file, folder or Hub id enters, dataset rows in the order in which they are rolled out leave.
-
-A module of its own because what the user hands over is checked here, before any model is loaded, and because the order
-of rows is what makes a resumed run equal an unbroken one.
-"""
+"""Datasets of prompts: loaded from a file, a folder or the Hub, and checked before any model is loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -10,34 +6,33 @@ from typing import Any
 import datasets
 
 from ..config.names import check_name
-from .columns import with_absolute_paths
+from .columns import make_paths_absolute
 
 READERS = {
-    ".txt": lambda path: datasets.Dataset.from_dict({"prompt": lines(path)}),
+    ".txt": lambda path: datasets.Dataset.from_dict({"prompt": read_lines(path)}),
     ".jsonl": lambda path: datasets.Dataset.from_json(str(path)),
     ".json": lambda path: datasets.Dataset.from_json(str(path)),
     ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
     ".csv": lambda path: datasets.Dataset.from_csv(str(path)),
 }
 SPLITS = ("train", "validation", "val", "test")  # names of files that hold one
-EMBEDDED = "prompt_embeds"  # what most pipelines call prompts that are encoded already
+EMBEDDED = "prompt_embeds"  # what most pipelines call prompts that are already encoded
 
 
-def lines(path: Path) -> list[str]:
-    """The lines of a text file that are not blank, without the white space around them."""
+def read_lines(path: Path) -> list[str]:
+    """Read the lines of a text file that are not blank, without the white space around them."""
     return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
-    """Loads a dataset of prompts; `check_dataset` says whether it is one.
+    """Load a dataset of prompts; [`check_dataset`] says whether it is one.
 
     Args:
-        source: a file (`.txt`, one prompt a line; `.jsonl`, `.json`, `.parquet`, `.csv`, with a column `prompt`), a
-            folder with a file for each split (`train.txt` or `train_metadata.jsonl`, as Flow-GRPO's), a folder
-            written by `save_to_disk`, any other folder or Hub id that `datasets.load_dataset` knows, or
-            `"tiny"`, the prompts of the embedded model. Paths of pictures, videos and sound in a file are relative
-            to its folder.
-        split: which split of the dataset; a single file has none, all of it is returned.
+        source: a file (`.txt`, one prompt per line; `.jsonl`, `.json`, `.parquet`, `.csv`, with a column `prompt`), a
+            folder with a file for each split (`train.txt` or `train_metadata.jsonl`, as in Flow-GRPO), a folder
+            written by `save_to_disk`, any other folder or Hub id that `datasets.load_dataset` knows, or `"tiny"`, the
+            prompts of the embedded model. Paths of images, videos and sound in a file are relative to its folder.
+        split: which split of the dataset; a single file has none and is returned whole.
 
     Raises:
         ValueError: the file does not exist, or the folder has no such split.
@@ -50,7 +45,7 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     if path.suffix in READERS and (path.is_file() or not path.exists()):
         if not path.exists():
             raise ValueError(f"There is no file {source}; give the path of an existing file with prompts.")
-        return with_absolute_paths(READERS[path.suffix](path), path.absolute().parent)
+        return make_paths_absolute(READERS[path.suffix](path), path.absolute().parent)
     if (path / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(source)
         if split not in splits:
@@ -58,7 +53,7 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
         return splits[split]
     if (path / "dataset_info.json").is_file():
         return datasets.load_from_disk(source)
-    if files := files_of_splits(path):
+    if files := find_splits(path):
         if split not in files:
             raise ValueError(f"{source} has no split '{split}'; it has {', '.join(files)}.")
         return load_prompts(str(files[split]))
@@ -68,8 +63,8 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     return loaded
 
 
-def files_of_splits(folder: Path) -> dict[str, Path]:
-    """Find the files of a folder in Flow-GRPO's layout: `train.txt` or `train_metadata.jsonl`, and so for `test`.
+def find_splits(folder: Path) -> dict[str, Path]:
+    """Find the files of a folder in Flow-GRPO's layout: `train.txt` or `train_metadata.jsonl`, and likewise `test`.
 
     Raises:
         ValueError: two files of one split.
@@ -85,21 +80,21 @@ def files_of_splits(folder: Path) -> dict[str, Path]:
     return found
 
 
-def prompts_of(rows: list[dict[str, Any]]) -> list[str] | None:
-    """The prompts of rows, None where there are embeddings only."""
+def get_prompts(rows: list[dict[str, Any]]) -> list[str] | None:
+    """Return the prompts of rows; None where there are only embeddings."""
     return [row["prompt"] for row in rows] if rows and "prompt" in rows[0] else None
 
 
-def prompt_column(dataset: datasets.Dataset) -> list[str]:
-    """What stands for each row's prompt in tables: nothing where there are embeddings only."""
+def get_prompt_column(dataset: datasets.Dataset) -> list[str]:
+    """Return each row's prompt for tables; empty strings where there are only embeddings."""
     return dataset["prompt"] if "prompt" in dataset.column_names else [""] * len(dataset)
 
 
-def named_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Dataset]]:
-    """The datasets that a user gave, one or several for evaluation, with what they were given as.
+def name_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Dataset]]:
+    """Return the datasets that a user gave, one or several for evaluation, with the names used in messages.
 
     Raises:
-        ValueError: the name of an evaluation dataset cannot be part of a file's name.
+        ValueError: the name of an evaluation dataset cannot be part of a file name.
     """
     evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     for name in evaluations:
@@ -109,15 +104,15 @@ def named_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Data
 
 
 def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> None:
-    """Refuses a dataset that has neither prompts nor embeddings of them.
+    """Refuse a dataset that has neither prompts nor embeddings of them.
 
     Args:
         dataset: what the user gave.
-        name: what the user gave it as, for the message.
+        name: the argument that it was passed as, for the message.
 
     Raises:
-        ValueError: it is not a `datasets.Dataset`, has neither column `prompt` nor `prompt_embeds`, no rows, or a
-            prompt that is not a string.
+        ValueError: it is not a `datasets.Dataset`, has neither a column `prompt` nor `prompt_embeds`, has no rows, or
+            has a prompt that is not a string.
     """
     if not isinstance(dataset, datasets.Dataset):
         raise ValueError(f"{name} must be a datasets.Dataset with a column 'prompt', not a {type(dataset).__name__}.")

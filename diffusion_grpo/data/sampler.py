@@ -7,22 +7,23 @@ import torch
 
 
 class GroupSampler(torch.utils.data.Sampler[int]):
-    """Dataset row indices in the order in which samples are rolled out (the order of TRL's `RepeatSampler`).
+    """Yields row indices of a dataset in the order in which their samples are rolled out.
 
-    Each chunk of prompts is laid out as `[p0] * num_generations + [p1] * num_generations + ...`, and the whole chunk
-    is given `repeat_count` times in a row. The order depends on seed and epoch alone, so that a resumed run continues
-    it. Where the rows do not fill the last chunk it is filled up from the start of the same order, so that no prompt
-    is left out; a dataset smaller than one chunk goes round as often as needed.
+    The layout is that of TRL's `RepeatSampler`, which has no epochs, drops an incomplete last chunk and does not share
+    chunks among processes: each chunk is `[row 0] * num_generations + [row 1] * num_generations + ...`, `repeat_count`
+    times in a row. The order depends only on seed and epoch, so that a resumed run continues it. An incomplete last
+    chunk is filled up from the start of the same order, so that no prompt is left out; a dataset smaller than one
+    chunk is repeated as often as needed.
 
     Args:
         num_rows: rows of the dataset.
-        num_generations: samples of each prompt, side by side.
+        num_generations: consecutive samples of each prompt.
         prompts_per_rollout: prompts in a chunk; distinct ones unless the dataset has fewer.
         repeat_count: how often each chunk comes before the next one.
-        processes: that part each chunk among themselves, in equal shares.
-        copies: processes that get the same share.
-        shuffle: a new permutation in each epoch, else the dataset's own order.
+        shuffle: whether each epoch has a new permutation; the dataset's own order otherwise.
         seed: not negative.
+        processes: number of equal, consecutive shares in each chunk.
+        copies: number of processes that get the same share.
 
     Raises:
         ValueError: a number that must be positive is not.
@@ -58,7 +59,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order the next iteration gives."""
+        """Choose the epoch whose order the next iteration yields."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -70,6 +71,6 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         if self.shuffle:
             rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
         chunks = -(-self.num_rows // self.prompts_per_rollout)
-        chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # goes round where the rows do not suffice
+        chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # repeats the rows where they do not suffice
         order = chunks.repeat(self.num_generations, axis=1).repeat(self.repeat_count, axis=0)
         yield from order.reshape(len(order) * self.processes, -1).repeat(self.copies, axis=0).flatten().tolist()

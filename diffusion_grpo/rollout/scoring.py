@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from ..algorithms.batch import Rows
-from ..data.prompts import prompts_of
+from ..data.prompts import get_prompts
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_bytes
 from ..distributed.failure import Ranks
@@ -221,7 +221,7 @@ class RewardScorer:
             funcs,
             **kinds,
             latents=latents,
-            prompts=prompts_of(rows),
+            prompts=get_prompts(rows),
             columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
             groups=groups,
             fps=self._fps,

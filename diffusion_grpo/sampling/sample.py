@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..algorithms.advantages import combine, compute_advantages
 from ..data.inputs import PipelineInputs, check_count
-from ..data.prompts import prompt_column, prompts_of
+from ..data.prompts import get_prompt_column, get_prompts
 from ..media.files import extract_samples, sampling_rate
 from ..pipelines import family_of
 from ..policy.base import call_arguments
@@ -97,7 +97,7 @@ def write_samples(
     """
     path, count = settings.output_dir / TABLE, settings.num_generations
     table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
-    for row, prompt in zip(table[::count], prompt_column(dataset)):
+    for row, prompt in zip(table[::count], get_prompt_column(dataset)):
         if row["prompt"] != prompt:
             raise ValueError(f"{path} holds samples of {row['prompt']!r} where the prompts say {prompt!r}.")
     make = Sampler(pipe, settings)
@@ -204,7 +204,7 @@ def _scores(
     values = score(
         rewards,
         **{kind: samples},
-        prompts=prompts_of(rows),
+        prompts=get_prompts(rows),
         columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
         groups=[place // settings.num_generations for place in places],
         fps=settings.fps,

@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
 from ..config.settings import DiffusionGRPOConfig
-from ..data.prompts import check_dataset, named_datasets
+from ..data.prompts import check_dataset, name_datasets
 from ..distributed.backend import DistributedBackend
 from ..distributed.context_parallel import ContextGroups
 from ..distributed.deepspeed import DeepSpeedBackend, hide_deepspeed, set_learning_rate
@@ -122,7 +122,7 @@ def check_datasets(
     Raises:
         ValueError: such a dataset, or evaluations without one.
     """
-    for name, dataset in named_datasets(train_dataset, eval_dataset):
+    for name, dataset in name_datasets(train_dataset, eval_dataset):
         check_dataset(dataset, name)
         evaluated = rewards.evaluated if name != "train_dataset" else []
         check_columns(rewards.trained + evaluated, dataset.column_names, name)

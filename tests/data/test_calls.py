@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion_grpo.data.calls import groups_by_shape, pipeline_inputs
+from diffusion_grpo.data.calls import build_arguments, group_by_shape
 
 
 def test_accepted_columns_become_keyword_arguments():
@@ -11,7 +11,7 @@ def test_accepted_columns_become_keyword_arguments():
         {"prompt": "b", "negative_prompt": "", "height": 64, "image": [3, 4], "color": "blue", "image_2": None},
     ]
     accepted = {"prompt", "negative_prompt", "height", "image", "image_2", "width"}
-    assert pipeline_inputs(rows, accepted) == {
+    assert build_arguments(rows, accepted) == {
         "prompt": ["a", "b"],
         "negative_prompt": ["x", ""],
         "height": 64,
@@ -21,8 +21,8 @@ def test_accepted_columns_become_keyword_arguments():
 
 def test_classes_are_one_a_sample_where_other_numbers_are_one_a_call():
     rows = [{"class_labels": label, "guidance_scale": 4.0} for label in (3, 7)]
-    assert groups_by_shape(rows, set(rows[0])) == [[0, 1]]
-    assert pipeline_inputs(rows, set(rows[0])) == {"class_labels": [3, 7], "guidance_scale": 4.0}
+    assert group_by_shape(rows, set(rows[0])) == [[0, 1]]
+    assert build_arguments(rows, set(rows[0])) == {"class_labels": [3, 7], "guidance_scale": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_classes_are_one_a_sample_where_other_numbers_are_one_a_call():
 )
 def test_columns_that_one_call_cannot_take(name, values, message):
     with pytest.raises(ValueError, match=message):
-        pipeline_inputs([{"prompt": "a", name: value} for value in values], {"prompt", name})
+        build_arguments([{"prompt": "a", name: value} for value in values], {"prompt", name})

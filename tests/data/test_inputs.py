@@ -16,7 +16,7 @@ from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, tra
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import inputs as module
-from diffusion_grpo.data.calls import groups_by_shape
+from diffusion_grpo.data.calls import group_by_shape
 from diffusion_grpo.data.inputs import PipelineInputs, check_count
 from diffusion_grpo.media.serialize import pack_samples
 from diffusion_grpo.policy.batching import Form
@@ -163,7 +163,7 @@ def test_rows_are_grouped_by_what_one_call_must_share():
         {"negative_prompt": "x"},
         {"height": 32, "prompt": "b"},
     ]
-    groups = groups_by_shape([base | change for change in changes], accepted)
+    groups = group_by_shape([base | change for change in changes], accepted)
     assert groups == [[0, 1], [2, 8], [3], [4], [5], [6], [7]]
 
 

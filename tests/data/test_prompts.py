@@ -10,7 +10,7 @@ import pytest
 from diffusion_grpo.data.prompts import (
     check_dataset,
     load_prompts,
-    named_datasets,
+    name_datasets,
 )
 from diffusion_grpo.rewards.geneval.scoring import read_requirements
 
@@ -192,6 +192,6 @@ def test_geneval_metadata_reaches_the_reward(tmp_path, rows, form):
 def test_names_of_evaluation_datasets_go_into_file_names(name):
     dataset = datasets.Dataset.from_dict({"prompt": ["a"]})
     with pytest.raises(ValueError, match="The evaluation dataset's name .*; give the dataset another name") as refusal:
-        named_datasets(dataset, {"fine": dataset, name: dataset})
+        name_datasets(dataset, {"fine": dataset, name: dataset})
     assert "\n" not in str(refusal.value)
-    assert [name for name, _ in named_datasets(dataset, {"fine": dataset})] == ["train_dataset", "fine"]
+    assert [name for name, _ in name_datasets(dataset, {"fine": dataset})] == ["train_dataset", "fine"]
