@@ -151,7 +151,7 @@ def test_paths_in_a_file_are_relative_to_its_folder(folder):
     [
         ("gone.png", "train_dataset, row 1 .*column 'image': there is no file gone.png .paths are relative"),
         ("/gone.png", "column 'image': there is no file /gone.png\\.$"),
-        ("https://somewhere/a.png", "row 1 .*https://somewhere/a.png is an address, and nothing is downloaded.*first"),
+        ("https://somewhere/a.png", "row 1 .*https://somewhere/a.png is a network address, and nothing is downloaded.*first"),
     ],
 )
 @pytest.mark.parametrize("feature", [None, IMAGE, datasets.Image(decode=False)], ids=str)
@@ -165,7 +165,7 @@ def test_refused_before_a_model_is_loaded(folder, value, message, feature):
 def test_other_files_and_broken_ones_are_refused(folder):
     (folder / "notes.txt").write_text("x")
     dataset = datasets.Dataset.from_dict({"image": [str(folder / "notes.txt")]})
-    with pytest.raises(ValueError, match="row 0 .*column 'image'.*notes.txt does not end as the name of a picture"):
+    with pytest.raises(ValueError, match="row 0 .*column 'image'.*notes.txt does not have the extension of an image"):
         Columns(dataset, parameters()).check("eval_dataset")
     (folder / "broken.png").write_bytes(b"no picture")
     dataset = datasets.Dataset.from_dict({"image": [str(folder / "red.png"), str(folder / "broken.png")]})
