@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.run.watch import SIDE
+from diffusion_grpo.rollout.diversity import SIDE
 
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 MACHINE = 8  # GPUs

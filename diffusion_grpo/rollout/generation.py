@@ -23,9 +23,9 @@ from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import Trajectory
 from ..rewards.unscored import UnscoredRollouts
 from ..run.sample_writer import SampleWriter
-from ..run.watch import diversity, thumbnails
 from .buffer import RolloutBuffer
 from .credit import CreditAssigner, Estimate
+from .diversity import make_thumbnails, measure_diversity
 from .order import RolloutOrder, invert
 from .replays import Replays
 from .sampling_plan import SamplingPlan
@@ -202,10 +202,10 @@ class RolloutGenerator:
 
     def _note_diversity(self, samples: list, order: RolloutOrder) -> None:
         """Note how different the samples of a prompt are, wherever they were made."""
-        points = None if samples[0] is None else thumbnails(samples)  # None: only latents are looked at
+        points = None if samples[0] is None else make_thumbnails(samples)  # None: only latents are looked at
         if points is not None:
             points = gather_by_position(self._backend, points, order)
-            found = diversity(points, torch.arange(len(points)) // order.sizes.num_generations)
+            found = measure_diversity(points, torch.arange(len(points)) // order.sizes.num_generations)
             if found is not None:
                 self._metrics.add("diversity", found)
 

@@ -18,7 +18,7 @@ import yaml
 
 from ..data.held_out import describe_prompts, name_prompts
 from .folder import Run, format_updates, read_run, summarise
-from .watch import collapse
+from .watch import find_collapse
 
 if TYPE_CHECKING:
     from .plots import Curve
@@ -198,7 +198,7 @@ def findings(run: Run) -> list[str]:
     silent = [entry["frac_reward_zero_std"] for entry in run.train[-5:] if "frac_reward_zero_std" in entry]
     if silent and sum(silent) / len(silent) > 0.5:
         found.append("In the last updates more than half of the groups had equal rewards and taught nothing.")
-    collapsed = collapse(run.train)
+    collapsed = find_collapse(run.train)
     found += [] if collapsed is None else [collapsed]
     if run.prompts.get("eval_in_train"):
         found.append(

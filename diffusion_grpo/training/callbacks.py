@@ -20,7 +20,7 @@ from ..data.held_out import describe_prompts
 from ..distributed.weights import TrainedWeights
 from ..media.files import read_sound, read_video
 from ..media.samples import frame_positions
-from ..run.watch import collapse
+from ..run.watch import find_collapse
 
 GRID_CELL = 256  # pixels, the longest side of a picture in the grid
 STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in a picture that shows its motion
@@ -182,7 +182,7 @@ class CollapseCallback(TrainerCallback):
         self.is_said = False
 
     def on_log(self, args, state, control, **kwargs):
-        found = None if self.is_said or not state.is_world_process_zero else collapse(state.log_history)
+        found = None if self.is_said or not state.is_world_process_zero else find_collapse(state.log_history)
         if found is not None:
             self.is_said = True
             warnings.warn(f"Update {state.global_step}: {found}", stacklevel=2)

@@ -26,23 +26,23 @@ from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.trajectory import sample_seed
 from ..rewards import Reward
+from ..rollout.diversity import (
+    cosine_distance,
+    embed_samples,
+    find_embedders,
+    kind_of,
+    make_thumbnails,
+    measure_diversity,
+    pixel_distance,
+)
 from ..rollout.feed import RolloutFeed
 from ..rollout.generation import RolloutGenerator
 from ..rollout.replays import Replays
 from ..rollout.scoring import RewardScorer, takes_only_latents
 from ..run.records import write_files, write_samples
-from ..run.watch import (
-    cosine_distance,
-    diversity,
-    embedders,
-    embeddings,
-    kind_of,
-    pixel_distance,
-    since_evaluation,
-    thumbnails,
-    watched_rewards,
-)
+from ..run.watch import summarise_rollouts
 from .average import PolicyAverage
+from .watched_rewards import load_watched_rewards
 
 
 @dataclasses.dataclass
@@ -179,7 +179,7 @@ class Evaluator:
         metrics |= {f"{prefix}_{name}": value for name, value in own.items()}
         metrics[f"{prefix}_runtime"] = time.perf_counter() - start
         if prefix == "eval":
-            metrics |= {f"eval_{name}": value for name, value in since_evaluation(history).items()}
+            metrics |= {f"eval_{name}": value for name, value in summarise_rollouts(history).items()}
             if self._backend.groups.is_first:
                 self._keep(parts, step)
             self._backend.accelerator.wait_for_everyone()
@@ -252,13 +252,13 @@ class Evaluator:
             places, scored, latents = self._scorer.exchange(made, count, samples, latents)
             if places:
                 kind, groups = kind_of(scored), [place // count for place in places]
-                looked_at = funcs + watched_rewards(self._settings.watched, kind, funcs)
+                looked_at = funcs + load_watched_rewards(self._settings.watched, kind, funcs)
                 scored_rows = rows if places == mine else self._inputs.rows(dataset, groups)
                 log_metric = lambda name, value: own_metrics[name].append(value)  # noqa: E731
                 local = self._scorer.score(looked_at, scored, scored_rows, groups, log_metric, extra, latents)
                 points = _points(funcs, scored) if count > 1 and kind is not None else {}
         kind, *_ = self._backend.gather_json(kind)  # the first process has samples
-        watched = watched_rewards(self._settings.watched, kind, funcs)
+        watched = load_watched_rewards(self._settings.watched, kind, funcs)
         local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
         if self._scorer.channel is not None:
             self._scorer.channel.close()
@@ -273,7 +273,7 @@ class Evaluator:
         widths, *_ = self._backend.gather_json({key: own.shape[1] for key, own in points.items()})
         for key, width in widths.items():
             every = self._gather(points.get(key, torch.empty(0, width)), places, total)
-            found[key] = diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)
+            found[key] = measure_diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)
         return found
 
     def _metrics(self, prefix: str, rewards: Tensor, watched: list[Reward]) -> dict[str, float]:
@@ -362,8 +362,8 @@ class Evaluator:
 
 def _points(funcs: list[Reward], samples: list[Any]) -> dict[str, Tensor]:
     """Return what distances of samples are taken between: thumbnails, and embeddings of rewards that have some."""
-    embedded = {f"diversity/{reward.name}": embeddings(reward, samples) for reward in embedders(funcs)}
-    return {"diversity": thumbnails(samples).float()} | embedded
+    embedded = {f"diversity/{reward.name}": embed_samples(reward, samples) for reward in find_embedders(funcs)}
+    return {"diversity": make_thumbnails(samples).float()} | embedded
 
 
 def _mean_and_error(key: str, values: Tensor, mean: str = "", error: str = "_std_error") -> dict[str, float]:

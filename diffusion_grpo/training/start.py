@@ -27,9 +27,9 @@ from ..rewards.reward_processes import is_scorer
 from ..run.adapters import continues_lora
 from ..run.card_data import known_license
 from ..run.records import run_record
-from ..run.watch import watched_rewards
 from ..tiny import default_settings
 from .model import check_args, check_model, check_peft_config, model_name
+from .watched_rewards import load_watched_rewards
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # where the settings give none
 
@@ -102,7 +102,7 @@ def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionG
     check_eval_rewards(trained, evaluated)
     names = {reward.name for reward in trained}
     evaluated = [reward for reward in evaluated if reward.name not in names]  # trained ones are measured anyway
-    watched = watched_rewards(args.watch_rewards, None, trained)  # refuses unknown names
+    watched = load_watched_rewards(args.watch_rewards, None, trained)  # refuses unknown names
     if not args.scores_on_some or is_scorer(make_groups(args), args.reward_processes):  # the others load nothing
         check_needs([*trained, *evaluated, *watched])
     weights = reward_weights(trained, args.reward_weights)

@@ -12,7 +12,7 @@ from tiny_runs import trainer_for
 from diffusion_grpo.media.files import VideoWithSound
 from diffusion_grpo.media.samples import copy_value
 from diffusion_grpo.rewards import groupwise, score, takes_latents, takes_tensors
-from diffusion_grpo.run.watch import embeddings
+from diffusion_grpo.rollout.diversity import embed_samples
 
 
 def picture(shade: int, size: int = 8) -> Image.Image:
@@ -145,7 +145,7 @@ def test_what_embeds_for_the_diversity_gets_copies() -> None:
             return torch.zeros(len(images), 2)
 
     samples = [picture(3)]
-    embeddings(type("Reward", (), {"function": Embedder()}), samples)
+    embed_samples(type("Reward", (), {"function": Embedder()}), samples)
     assert samples[0].getpixel((0, 0)) == (3, 3, 3)
 
 

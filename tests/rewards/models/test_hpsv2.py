@@ -10,7 +10,7 @@ from tiny_pipelines import clip_tokenizer
 from tiny_scorers import IMAGES, PATCH, PROMPTS, SIDE, clip, clip_config
 
 from diffusion_grpo.rewards import load_rewards
-from diffusion_grpo.run.watch import embedders, embeddings
+from diffusion_grpo.rollout.diversity import embed_samples, find_embedders
 
 
 def open_clip_weights():
@@ -129,11 +129,11 @@ def test_evaluations_measure_diversity_between_what_it_sees(tmp_path) -> None:
         )
     )
     options = {"model": str(tmp_path), "processor": str(tmp_path), "device": "cpu"}
-    (reward,) = embedders(load_rewards({"hpsv2": {**options, "filename": None}}))
-    torch.testing.assert_close(embeddings(reward, IMAGES).double(), expected, rtol=0, atol=1e-5)
+    (reward,) = find_embedders(load_rewards({"hpsv2": {**options, "filename": None}}))
+    torch.testing.assert_close(embed_samples(reward, IMAGES).double(), expected, rtol=0, atol=1e-5)
     torch.save({"state_dict": open_clip_weights()}, tmp_path / "HPS_v2.1_compressed.pt")
     (reward,) = load_rewards({"hpsv2": options})
-    lengths = embeddings(reward, IMAGES).norm(dim=1)
+    lengths = embed_samples(reward, IMAGES).norm(dim=1)
     torch.testing.assert_close(lengths, torch.ones(len(IMAGES)))
 
 

@@ -17,7 +17,7 @@ from tiny_scorers import IMAGES, PROMPTS, SIDE, bert_tokenizer, chain, clip, med
 from diffusion_grpo.rewards import REWARDS, load_rewards
 from diffusion_grpo.rewards.server.serve import score_request
 from diffusion_grpo.rewards.server.wire import read_request, write_request
-from diffusion_grpo.run.watch import embedders, embeddings
+from diffusion_grpo.rollout.diversity import embed_samples, find_embedders
 from tests.rewards.models.test_imagereward import blip_weights
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
@@ -70,8 +70,8 @@ def test_clip_similarity(tmp_path) -> None:
     found = scored("clip_similarity", {"model": str(tmp_path), "target_column": "other"}, other=others)
     assert found[1].isnan() and found[2:].tolist() == pytest.approx([1, 1], abs=1e-6)
     assert found[0].item() == pytest.approx((seen[0] @ seen[1]).item(), abs=1e-5)
-    (reward,) = embedders(load_rewards({"clip_similarity": {"model": str(tmp_path), "target_column": "other"}}))
-    torch.testing.assert_close(embeddings(reward, IMAGES).double(), seen, rtol=0, atol=1e-5)
+    (reward,) = find_embedders(load_rewards({"clip_similarity": {"model": str(tmp_path), "target_column": "other"}}))
+    torch.testing.assert_close(embed_samples(reward, IMAGES).double(), seen, rtol=0, atol=1e-5)
 
 
 def test_the_preprocessing_is_pillows_with_torchvision_too(tmp_path, monkeypatch) -> None:
