@@ -660,7 +660,11 @@ def test_repeated_passes_weigh_nothing_and_measure_nothing(tmp_path, settings):
         trainer.train()
     logs = [
         [
-            {name: value for name, value in entry.items() if name.startswith(("loss", "ratio", "kl", "clip", "reward"))}
+            {
+                name: value
+                for name, value in entry.items()
+                if name.startswith(("loss", "ratio", "kl", "clip", "reward"))
+            }
             for entry in trainer.state.log_history
             if "loss" in entry
         ]
