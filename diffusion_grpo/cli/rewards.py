@@ -79,7 +79,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     compared = _scored(compare, name, options, images, targets)
     for line in compared:
         verdict = "agrees" if line.agrees else "DIFFERS"
-        print(f"{line.picture:<14} {_number(line.value):>10}  published {line.published:.4f}  {verdict}")
+        print(f"{line.image:<14} {_number(line.value):>10}  published {line.published:.4f}  {verdict}")
     if name not in PUBLISHED:
         print(f"No published score of a known picture is known for {name}; nothing was compared.")
     elif not compared:
@@ -97,7 +97,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     drawn = _scored(score_drawings, name, {**same, **options})
     print(f"Pictures drawn here{', by the same weights' if compared else ''}:")
     for line in drawn:
-        print(f"{line.picture:<14} {_number(line.value):>10}  {line.prompt}")
+        print(f"{line.image:<14} {_number(line.value):>10}  {line.prompt}")
     return 2 if not compared else int(not all(line.agrees for line in compared))
 
 

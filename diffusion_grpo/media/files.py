@@ -1,7 +1,6 @@
-"""Videos and sound as files: frames and waveforms go in, MP4 and WAV come out, and the other way round.
+"""Images, videos and sound as files: PNG, MP4 and WAV, written and read.
 
-A module of its own because evaluation, `diffusion-grpo sample`, the report and datasets need the same files, and
-because PyAV is known to this one alone.
+Evaluation, `diffusion-grpo sample`, the report and datasets share these files. No other module writes with PyAV.
 """
 
 import fractions
@@ -21,18 +20,18 @@ from .samples import as_images
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-SOUND_FIELDS = ("audio", "sound")  # of the output of a pipeline that makes videos with sound
+SOUND_FIELDS = ("audio", "sound")  # where a pipeline that makes videos with sound returns the sound
 SOUND_IMAGE = (256, 128)  # pixels
-WINDOW = 1024  # samples in one column of a spectrogram, at most
-QUIETEST = -80.0  # decibels below the loudest that are drawn black
+WINDOW = 1024  # most samples in one column of a spectrogram
+QUIETEST = -80.0  # decibels relative to the loudest; drawn black
 
 
 class VideoWithSound(list):
-    """The frames of a video, as any other video's, and its sound.
+    """A list of video frames that also carries the video's sound.
 
     Attributes:
         sound: (channels, time) float32 in [-1, 1].
-        sampling_rate: samples of it a second.
+        sampling_rate: in hertz.
     """
 
     def __init__(self, frames: list[Image.Image], sound: np.ndarray, sampling_rate: int):
@@ -41,20 +40,20 @@ class VideoWithSound(list):
 
 
 def extract_samples(pipe: "DiffusionPipeline", output: Any) -> Any:
-    """What a pipeline made: what it returns first, and with videos the sound it returns beside them."""
+    """Return the samples in a pipeline's output, with their sound if it returned videos and sound."""
     samples = output[0]
     sounds = [output[name] for name in SOUND_FIELDS if isinstance(output, dict) and output.get(name) is not None]
-    rate = sampling_rate(pipe)
+    rate = find_sampling_rate(pipe)
     if not sounds or rate is None or not isinstance(samples, list):
         return samples
     pairs = zip(samples, sounds[0], strict=True)
     return [VideoWithSound(frames, as_sound(sound), rate) for frames, sound in pairs]
 
 
-def sampling_rate(pipe: "DiffusionPipeline") -> int | None:
-    """Samples a second of the sound that a pipeline makes, None where no part of it makes any.
+def find_sampling_rate(pipe: "DiffusionPipeline") -> int | None:
+    """Return the sampling rate of the sound that a pipeline makes, in hertz; None if it makes no sound.
 
-    A vocoder comes last in a pipeline that has one, so it says; else the autoencoder that decodes to sound.
+    A vocoder, if there is one, comes last in the pipeline and so decides; otherwise the autoencoder for sound does.
     """
     parts = [pipe.components.get("vocoder"), pipe.components.get("audio_vae"), *pipe.components.values()]
     for part in parts:
@@ -66,7 +65,7 @@ def sampling_rate(pipe: "DiffusionPipeline") -> int | None:
 
 
 def as_sound(sample: Any) -> np.ndarray:
-    """(channels, time) float32 of a waveform as a pipeline returns it: array or tensor (channels, time) or (time,)."""
+    """Convert a pipeline's waveform, an array or tensor (channels, time) or (time,), to (channels, time) float32."""
     values = sample.detach().float().cpu().numpy() if isinstance(sample, torch.Tensor) else np.asarray(sample)
     return np.atleast_2d(values).astype(np.float32)
 
@@ -74,39 +73,39 @@ def as_sound(sample: Any) -> np.ndarray:
 def write_sample(
     sample: Any, stem: str | Path, fps: float, sampling_rate: int | None = None
 ) -> tuple[Path | None, Path]:
-    """Writes what a pipeline made of one prompt, each file aside first, so that none is ever half there.
+    """Write one sample to files. Each is written under a temporary name first, so that none is ever incomplete.
 
-    A picture becomes a PNG. A video becomes an MP4, with its sound where it has one, beside a PNG of the first frame;
-    a waveform a WAV beside a PNG that draws it. What is none of these (embeddings) becomes an NPY.
+    An image becomes a PNG. A video becomes an MP4, with its sound if it has any, and a PNG of the first frame. A
+    waveform becomes a WAV and a PNG that plots it. Anything else (embeddings) becomes an NPY.
 
     Args:
-        sample: a picture, a list of frames, or an array or tensor.
-        stem: path of the files without their endings; its folder is made if needed.
-        fps: frames a second of a video.
-        sampling_rate: of a waveform; without it a one- or two-dimensional array is no sound.
+        sample: an image, a list of frames, or an array or tensor.
+        stem: path of the files without their extensions; its folder is created if needed.
+        fps: frames per second of a video.
+        sampling_rate: of a waveform, in hertz; without it, a one- or two-dimensional array is not taken for sound.
 
     Returns:
-        the picture that stands for the sample in grids (None where there is none), and the file with the sample.
+        The image that stands for the sample in grids (None if there is none), and the file with the sample.
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     [sample] = as_images([sample])
     if isinstance(sample, Image.Image):
-        picture = _whole(stem, ".png", lambda path: sample.save(path))
-        return picture, picture
+        image = _write_whole(stem, ".png", lambda path: sample.save(path))
+        return image, image
     if isinstance(sample, list) and sample and isinstance(sample[0], Image.Image):
-        file = _whole(stem, ".mp4", lambda path: write_video(sample, path, fps))
-        return _whole(stem, ".png", lambda path: sample[0].save(path)), file
+        file = _write_whole(stem, ".mp4", lambda path: write_video(sample, path, fps))
+        return _write_whole(stem, ".png", lambda path: sample[0].save(path)), file
     if sampling_rate is not None and getattr(sample, "ndim", 0) in (1, 2):
         sound = as_sound(sample)
-        file = _whole(stem, ".wav", lambda path: write_sound(sound, path, sampling_rate))
-        return _whole(stem, ".png", lambda path: draw_sound(sound).save(path)), file
+        file = _write_whole(stem, ".wav", lambda path: write_sound(sound, path, sampling_rate))
+        return _write_whole(stem, ".png", lambda path: draw_sound(sound).save(path)), file
     values = sample.detach().float().cpu().numpy() if isinstance(sample, torch.Tensor) else np.asarray(sample)
-    return None, _whole(stem, ".npy", lambda path: np.save(path, values))
+    return None, _write_whole(stem, ".npy", lambda path: np.save(path, values))
 
 
-def _whole(stem: Path, ending: str, write: Any) -> Path:
-    """Writes under another name and renames into place."""
+def _write_whole(stem: Path, ending: str, write: Any) -> Path:
+    """Write under a temporary name, then rename."""
     path = stem.with_name(f"{stem.name}{ending}")
     aside = path.with_name(f"tmp-{path.name}")
     write(aside)
@@ -115,16 +114,17 @@ def _whole(stem: Path, ending: str, write: Any) -> Path:
 
 
 def draw_sound(sound: np.ndarray) -> Image.Image:
-    """A waveform drawn: loudness over time above, and below it which frequencies sound, from 0 at the bottom.
+    """Plot a waveform: amplitude over time at the top, a spectrogram with 0 Hz at the bottom below it.
 
-    Height is the square root of the frequency, so that voices and instruments, which are low, have room.
+    The spectrogram's vertical axis is the square root of the frequency, to give the low frequencies of voices and
+    instruments more room.
 
     Args:
         sound: (channels, time) floats in [-1, 1].
     """
     width, height = SOUND_IMAGE[0], SOUND_IMAGE[1] // 2
     mono = np.nan_to_num(np.asarray(sound, dtype=np.float64)).mean(axis=0)
-    columns = [mono[part] for part in _parts(len(mono), width)]
+    columns = [mono[part] for part in _split(len(mono), width)]
     rows = np.linspace(1, -1, height)[:, None]
     low, high = (np.array([edge(column) for column in columns]) for edge in (np.min, np.max))
     wave_form = np.where((rows <= high + 1 / height) & (rows >= low - 1 / height), 40, 255)
@@ -137,8 +137,8 @@ def draw_sound(sound: np.ndarray) -> Image.Image:
     return Image.fromarray(np.concatenate([wave_form, 255 * levels.T[::-1]]).astype(np.uint8))
 
 
-def _parts(length: int, count: int) -> list[slice]:
-    """`count` stretches that cover `length`, none of them empty."""
+def _split(length: int, count: int) -> list[slice]:
+    """Split `length` into `count` slices, none of them empty."""
     edges = np.linspace(0, length, count + 1).astype(int)
     return [slice(min(start, length - 1), max(stop, start + 1)) for start, stop in zip(edges, edges[1:])]
 
@@ -146,30 +146,30 @@ def _parts(length: int, count: int) -> list[slice]:
 def write_video(
     frames: list[Image.Image], target: str | Path | BinaryIO, fps: float, quality: int = 18, is_lossless: bool = False
 ) -> str | Path | BinaryIO:
-    """Writes an MP4 (H.264, and AAC for the sound of a [`VideoWithSound`]) that any browser plays.
+    """Write an MP4 (H.264, and AAC for the sound of a [`VideoWithSound`]) that any browser plays.
 
     Args:
-        frames: of one size, at least one.
+        frames: at least one, all of the same size.
         target: a path that ends in `.mp4`, or an open file.
-        fps: frames a second.
-        quality: x264's constant rate factor; 18 looks like the frames, each 6 more halve the file.
-        is_lossless: the very same pixels, in a file for programs: few browsers play it, and it is far larger.
+        fps: frames per second.
+        quality: x264's constant rate factor; 18 is visually lossless, and every 6 more halve the file.
+        is_lossless: keep every pixel, in a file for programs: few browsers play it, and it is far larger.
 
     Returns:
-        the target.
+        `target`.
 
     Raises:
-        ValueError: frames of different sizes, or none.
+        ValueError: the frames differ in size, or there are none.
     """
     sizes = sorted({frame.size for frame in frames})
     if len(sizes) != 1:
         raise ValueError(f"A video needs frames of one size, got {sizes or 'no frames'}.")
     width, height = sizes[0]
-    with _opened(target) as file:
+    with _open_mp4(target) as file:
         encoder = "libx264rgb" if is_lossless else "libx264"
         stream = file.add_stream(encoder, rate=fractions.Fraction(fps).limit_denominator(1001))
         stream.width, stream.height = width, height
-        # players want 4:2:0, which halves the colour and so needs even sides
+        # players expect 4:2:0, which halves the resolution of the colour and so needs even sides
         stream.pix_fmt = "yuv444p" if width % 2 or height % 2 else "yuv420p"
         stream.options = {"crf": str(quality)}
         if is_lossless:
@@ -184,7 +184,7 @@ def write_video(
 
 
 def shrink_video(path: str | Path, widest: int) -> bytes:
-    """The same video and sound as an MP4 of at most `widest` pixels a side, for a page that holds many."""
+    """Re-encode a video, with its sound, to at most `widest` pixels per side, for a page that holds many."""
     with av.open(str(path)) as file:
         fps, is_silent = float(file.streams.video[0].average_rate), not file.streams.audio
     frames = read_video(path)
@@ -197,23 +197,23 @@ def shrink_video(path: str | Path, widest: int) -> bytes:
 
 
 def compress_sound(path: str | Path) -> bytes:
-    """The same sound as AAC in an MP4, about a tenth of a WAV."""
+    """Encode a sound file as AAC in an MP4, about a tenth of the size of a WAV."""
     target = io.BytesIO()
-    with _opened(target) as file:
+    with _open_mp4(target) as file:
         for packet in _sound_stream(file, VideoWithSound([], *read_sound(path))):
             file.mux(packet)
     return target.getvalue()
 
 
-def _opened(target: str | Path | BinaryIO) -> Any:
-    """An MP4 to write to; a file of its own has its index at the start, so that a browser plays it while it loads."""
+def _open_mp4(target: str | Path | BinaryIO) -> Any:
+    """Open an MP4 for writing, if by path with the index at the start, so that browsers play it while it loads."""
     if hasattr(target, "write"):
         return av.open(target, "w", format="mp4")
     return av.open(str(target), "w", format="mp4", options={"movflags": "faststart"})
 
 
 def _sound_stream(file: Any, video: VideoWithSound) -> Any:
-    """Adds a stream of sound to an open MP4, and gives its packets one by one."""
+    """Add an audio stream to an open MP4 and return an iterator over its packets."""
     rates = av.codec.Codec("aac", "w").audio_rates
     rate = video.sampling_rate if video.sampling_rate in rates else 48000
     channels = video.sound[:2]  # as played: one or two
@@ -232,7 +232,7 @@ def _sound_packets(stream: Any, channels: np.ndarray, video: VideoWithSound, lay
 
 
 def read_video(source: str | Path | BinaryIO) -> list[Image.Image]:
-    """All frames of a video file, as RGB pictures.
+    """Read all frames of a video file as RGB images.
 
     Raises:
         ValueError: the file holds no video.
@@ -244,12 +244,12 @@ def read_video(source: str | Path | BinaryIO) -> list[Image.Image]:
 
 
 def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Path:
-    """Writes a 16-bit WAV.
+    """Write a 16-bit WAV.
 
     Args:
-        samples: (channels, time) or (time,) floats in [-1, 1]; what lies outside is cut off.
+        samples: (channels, time) or (time,) floats in [-1, 1]; values outside are clipped.
         path: ends in `.wav`.
-        sampling_rate: samples a second.
+        sampling_rate: in hertz.
     """
     waveform = np.atleast_2d(np.asarray(samples, dtype=np.float64)).clip(-1, 1)
     with wave.open(str(path), "wb") as file:
@@ -263,12 +263,12 @@ def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Pa
 def read_sound(
     source: str | Path | BinaryIO, sampling_rate: int | None = None, channels: int | None = None
 ) -> tuple[np.ndarray, int]:
-    """(channels, time) float32 in [-1, 1] and the sampling rate of a sound file, or of the sound of a video.
+    """Read a sound file, or the sound of a video: (channels, time) float32 in [-1, 1], and the sampling rate.
 
     Args:
         source: path or open file.
-        sampling_rate: samples a second to convert to; by default the file's.
-        channels: 1 or 2, to mix down or double to; by default the file's.
+        sampling_rate: resample to this rate, in hertz; by default the file's own.
+        channels: convert to mono (1) or stereo (2); by default the file's own.
 
     Raises:
         ValueError: the file holds no sound.
@@ -280,6 +280,6 @@ def read_sound(
         rate = sampling_rate or stream.rate
         layout = {1: "mono", 2: "stereo"}[channels] if channels else stream.layout
         resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
-        frames = itertools.chain(file.decode(audio=0), [None])  # None: what the resampler still holds
+        frames = itertools.chain(file.decode(audio=0), [None])  # None flushes the resampler
         parts = [part.to_ndarray() for frame in frames for part in resampler.resample(frame)]
         return np.concatenate(parts, axis=1), rate

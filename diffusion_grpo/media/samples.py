@@ -1,7 +1,6 @@
-"""Samples as rewards get them: what a pipeline returned goes in, PIL pictures or one tensor leave.
+"""Convert a pipeline's samples to the forms in which rewards get them: PIL images, or one tensor.
 
-A module of its own because every reward must see the same pixels: what is converted is converted once for all of them,
-and which frames of a video stand for it is one rule.
+Samples are converted once, and frames of videos chosen by one rule, so that all rewards see the same pixels.
 """
 
 from __future__ import annotations
@@ -16,24 +15,26 @@ from torch import Tensor
 
 
 def as_images(samples: list) -> list:
-    """PIL pictures, or lists of PIL frames for videos; what is neither (sound, embeddings) stays what it is.
+    """Convert samples to PIL images, or to lists of PIL frames for videos; leave sound and embeddings as they are.
+
+    Returns `samples` itself if there is nothing to convert.
 
     Args:
-        samples: PIL pictures, arrays or tensors `(height, width, 1, 3 or 4)`, or sequences of these; arrays hold
-            uint8, or floats in [0, 1]. The same list is returned where nothing had to be converted.
+        samples: PIL images, arrays or tensors `(height, width, 1, 3 or 4)`, or sequences of these; arrays hold
+            uint8, or floats in [0, 1].
     """
-    converted = [_converted(sample) for sample in samples]
+    converted = [_convert(sample) for sample in samples]
     return samples if all(new is old for new, old in zip(converted, samples, strict=True)) else converted
 
 
-def _converted(sample: Any) -> Any:
+def _convert(sample: Any) -> Any:
     if _is_frame(sample):
-        return _picture(sample)
+        return _to_image(sample)
     is_video = isinstance(sample, (list, tuple)) or getattr(sample, "ndim", 0) == 4
     if not is_video or not len(sample) or not all(_is_frame(frame) for frame in sample):
         return sample
     is_done = isinstance(sample, list) and all(isinstance(frame, Image.Image) for frame in sample)
-    return sample if is_done else [_picture(frame) for frame in sample]
+    return sample if is_done else [_to_image(frame) for frame in sample]
 
 
 def _is_frame(frame: Any) -> bool:
@@ -42,7 +43,7 @@ def _is_frame(frame: Any) -> bool:
     return isinstance(frame, (np.ndarray, Tensor)) and frame.ndim == 3 and frame.shape[-1] in (1, 3, 4)
 
 
-def _picture(frame: Any) -> Image.Image:
+def _to_image(frame: Any) -> Image.Image:
     if isinstance(frame, Image.Image):
         return frame
     pixels = np.asarray(frame)
@@ -53,30 +54,30 @@ def _picture(frame: Any) -> Image.Image:
 
 
 def as_tensor(samples: list) -> Tensor:
-    """`(batch, frames, 3, height, width)` float32 in [0, 1] on the CPU; a picture is a video of one frame.
+    """Stack samples, `(batch, frames, 3, height, width)` float32 in [0, 1] on the CPU; an image is a one-frame video.
 
     Raises:
-        ValueError: the samples differ in size or in their number of frames, or are no pictures.
+        ValueError: the samples differ in size or in their number of frames, or are not images.
     """
     videos = [sample if isinstance(sample, list) else [sample] for sample in samples]
     strange = [frame for video in videos for frame in video if not isinstance(frame, Image.Image)]
     if strange:
-        raise ValueError(f"A reward asks for a tensor of pictures, but the samples are {type(strange[0]).__name__}.")
+        raise ValueError(f"A reward asks for a tensor of images, but the samples are {type(strange[0]).__name__}.")
     shapes = sorted({(len(video), *frame.size) for video in videos for frame in video})
     if len(shapes) != 1:
         raise ValueError(
             f"A reward asks for one tensor of all samples, but these have several sizes (frames, width, height): "
-            f"{', '.join(map(str, shapes))}; give height and width, or use a reward that takes pictures."
+            f"{', '.join(map(str, shapes))}; give height and width, or use a reward that takes images."
         )
     pixels = np.stack([[np.asarray(frame.convert("RGB")) for frame in video] for video in videos])
     return torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).float() / 255
 
 
 def copy_value(value: Any) -> Any:
-    """Copy `value` so that writing to the copy leaves the original as it is.
+    """Copy `value` so that writing to the copy leaves the original unchanged.
 
-    Images, tensors and arrays are copied as they are, lists, tuples and mappings with what they hold, a video with its
-    sound; any other object is deep-copied, and one that cannot be, such as an open file, is returned itself.
+    Lists, tuples and mappings are copied with their contents, a video with its sound. Other objects are deep-copied;
+    one that cannot be, such as an open file, is returned itself.
 
     Example:
         >>> copy_value(["a", {"count": 2}])
@@ -106,12 +107,12 @@ def copy_value(value: Any) -> Any:
 def _deep_copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
-    except TypeError:  # what `copy` raises of locks, files and decoders
+    except TypeError:  # raised by `copy` for locks, files and decoders
         return value
 
 
 def _copy_image(image: Image.Image) -> Image.Image:
-    """Copy pixels and `info`, and where the image was read from, which `Image.copy` leaves out."""
+    """Copy an image with its format and file name, which `Image.copy` leaves out."""
     copied = image.copy()
     copied.format = image.format
     if hasattr(image, "filename"):
@@ -120,9 +121,13 @@ def _copy_image(image: Image.Image) -> Image.Image:
 
 
 def frame_positions(frames: int | str, length: int) -> list[int]:
-    """The frames that stand for a video of `length`: evenly spaced with the first and the last; `"all"` is every one.
+    """Return the positions of the frames that represent a video: evenly spaced, including the first and the last.
 
-    One frame is the first. Never more than there are.
+    A single frame is the first one. There are never more than the video has.
+
+    Args:
+        frames: how many, or `"all"`.
+        length: frames of the video.
     """
     if frames == "all" or frames >= length:
         return list(range(length))

@@ -1,8 +1,7 @@
-"""Samples and rows on their way to another process: they enter, bytes leave, and the same come out.
+"""Serialise samples and dataset rows for other processes of a run: bit for bit, of the same types, without pickle.
 
-A packet is a file of safetensors: pixels and numbers as tensors, and JSON that says what each of them was. Columns
-that rewards add come back in Arrow's format. A module of its own because what arrives must be what was sent, bit for
-bit and of the same type, and nothing may be unpickled; `wire.py` is for servers, which get RGB whatever was made.
+A packet is a safetensors file: pixels and numbers as tensors, and JSON that says what each of them was. Columns that
+rewards add are sent in Arrow's format. Servers get another form, always RGB: `rewards/server/wire.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from torch import Tensor
 
 
 def pack_samples(samples: list | None, latents: list[Tensor] | None) -> Tensor:
-    """(bytes,) uint8 on the CPU.
+    """Pack samples and their latents into one packet, (bytes,) uint8 on the CPU.
 
     Args:
-        samples: PIL pictures, arrays, tensors, or lists of these (with their sound, if they are `VideoWithSound`);
-            also rows: mappings from names to these, texts and numbers.
+        samples: PIL images, arrays, tensors, or lists of these (with their sound, if they are `VideoWithSound`);
+            or rows: mappings from names to these, texts and numbers.
         latents: of the same samples.
 
     Raises:
@@ -39,7 +38,7 @@ def pack_samples(samples: list | None, latents: list[Tensor] | None) -> Tensor:
 
 
 def unpack_samples(packet: Tensor, device: torch.device) -> tuple[list | None, list[Tensor] | None]:
-    """What `pack_samples` was given; what lay on an accelerator lies on `device`."""
+    """Return what `pack_samples` was given; tensors that were on an accelerator are put on `device`."""
     from safetensors.torch import load
 
     tensors = load(packet.numpy().tobytes())
@@ -48,10 +47,10 @@ def unpack_samples(packet: Tensor, device: torch.device) -> tuple[list | None, l
 
 
 def pack_columns(columns: dict[str, list], places: list[int]) -> bytes:
-    """Columns of a table, a value for each of `places`; nothing where there are none.
+    """Pack columns with one value for each of `places`; no columns give no bytes.
 
     Raises:
-        pyarrow.ArrowInvalid: values that no table holds.
+        pyarrow.ArrowInvalid: a table cannot hold the values.
     """
     if not columns:
         return b""
@@ -63,7 +62,7 @@ def pack_columns(columns: dict[str, list], places: list[int]) -> bytes:
 
 
 def unpack_columns(content: bytes) -> tuple[dict[str, list], list[int]]:
-    """What `pack_columns` was given."""
+    """Return what `pack_columns` was given."""
     if not content:
         return {}, []
     table = pyarrow.ipc.open_stream(content).read_all()
@@ -71,20 +70,20 @@ def unpack_columns(content: bytes) -> tuple[dict[str, list], list[int]]:
 
 
 def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What a sample is, with its numbers put among the tensors."""
+    """Describe a sample in JSON, and add its numbers to `tensors`."""
     from .files import VideoWithSound
 
     name = str(len(tensors))
     if sample is None or isinstance(sample, (bool, int, float, str)):
         return {"plain": sample}
-    if isinstance(sample, Image.Image) and sample.mode == "P":  # whose palette lies beside the pixels
+    if isinstance(sample, Image.Image) and sample.mode == "P":  # its palette is stored beside the pixels
         file = io.BytesIO()
         sample.save(file, "PNG")
         tensors[name] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
         return {"png": name}
     if isinstance(sample, Image.Image):
         tensors[name] = torch.frombuffer(bytearray(sample.tobytes()), dtype=torch.uint8)
-        return {"picture": name, "mode": sample.mode, "size": sample.size}
+        return {"image": name, "mode": sample.mode, "size": sample.size}
     if isinstance(sample, np.ndarray):
         tensors[name] = torch.from_numpy(np.array(sample, order="C"))
         return {"array": name}
@@ -99,9 +98,9 @@ def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if isinstance(sample, dict):
         return {"dict": {name: _form(one, tensors) for name, one in sample.items()}}
     raise TypeError(
-        f"A sample or a column holds a {type(sample).__name__}, which is not sent to another process: pictures, "
-        "arrays, tensors, texts, numbers, and lists and mappings of these are. Leave reward_processes out where it is "
-        "a sample, so that each process scores its own."
+        f"A sample or a column holds a {type(sample).__name__}, which cannot be sent to another process: images, "
+        "arrays, tensors, texts, numbers, and lists and mappings of these can. If it is a sample, leave out "
+        "reward_processes, so that each process scores its own samples."
     )
 
 
@@ -115,7 +114,7 @@ def _sample(form: dict[str, Any], tensors: dict[str, Tensor], device: torch.devi
         return {name: _sample(part, tensors, device) for name, part in content.items()}
     if kind == "png":
         return Image.open(io.BytesIO(tensors[content].numpy().tobytes())).copy()
-    if kind == "picture":
+    if kind == "image":
         return Image.frombytes(form["mode"], tuple(form["size"]), tensors[content].numpy().tobytes())
     if kind == "array":
         return tensors[content].numpy()

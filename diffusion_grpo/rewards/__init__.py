@@ -1,10 +1,9 @@
-"""Rewards by name.
+"""Rewards: the built-in ones by name, and what a reward function must keep to.
 
-In: the name of a built-in reward, a dotted path, or any callable. Out: the callable, and the name it goes by in logs.
 A reward is called with keywords (`prompts`, `completions`, `images` or `videos`, every dataset column, ...), returns
-one `float | None` a sample and may be async. To add one: a file here and a line in `REWARDS`. `contract.py` reads what
-a user writes, `score.py` calls rewards and checks what they return. Nothing heavy is imported before a reward is
-called.
+one `float | None` per sample, and may be async. To add a built-in reward, add a file here and a line to `REWARDS`.
+`contract.py` reads `reward_funcs`; `calls.py` calls rewards and checks what they return. Nothing heavy is imported
+before a reward is called.
 """
 
 from __future__ import annotations
@@ -105,11 +104,11 @@ REWARDS: dict[str, Callable] = {
 
 
 def get_reward(reward: str | Callable) -> Callable:
-    """The callable for a built-in name, a dotted path such as `"my_package.rewards.sharpness"`, or itself.
+    """Return the reward for a built-in name or a dotted path (`"my_package.rewards.sharpness"`); a callable as it is.
 
     Raises:
-        ValueError: the name is unknown (the message lists the known ones and the nearest) or the path leads to nothing
-            that can be called.
+        ValueError: the name is unknown (the message lists the known ones and suggests the nearest), or the path does
+            not lead to a callable.
     """
     if callable(reward):
         return reward
@@ -135,7 +134,7 @@ def get_reward(reward: str | Callable) -> Callable:
 
 
 def reward_name(reward: Callable) -> str:
-    """The name of a reward in metrics and files: a built-in's own, a function's `__name__`, an object's class."""
+    """Return a reward's name in metrics and files: a function's `__name__`, or the name of an object's class."""
     if isinstance(reward, Reward):
         return reward.name
     if isinstance(reward, partial):

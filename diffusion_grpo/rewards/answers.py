@@ -1,7 +1,7 @@
-"""What a reward function answered goes in, one float a sample leaves, or an error that shows what was wrong.
+"""Check what a reward function returned, and save the sample on which it failed.
 
-A module of its own because a user's reward is the least tested code of a run: everything that can be wrong with its
-answer is found here, with the sample at hand.
+A user's reward is the least tested code of a run, so whatever can be wrong with its answer is found here, while the
+sample is at hand.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 LESS_MEMORY = (
-    "its network is beside the policy and the samples that are made meanwhile: set overlap_rewards: false, or the "
+    "its network shares the memory with the policy and the samples being made: set overlap_rewards: false, or the "
     "reward's offload: true or a smaller batch_size, or reward_processes so that few processes hold it"
 )
 
 
 class RewardError(RuntimeError):
-    """A reward function failed or returned something that is no reward; the cause, if any, is chained."""
+    """A reward function failed, or returned something that is not a reward; the cause, if any, is chained."""
 
 
 class Failure:
-    """Builds the error for one call: saves the sample, names function and prompt."""
+    """Builds the error of one call, which names function and prompt, and saves the sample."""
 
     def __init__(self, call: _Call, batch: _Batch, folder: Path | None):
         self.name, self.call, self.batch, self.folder = call.reward.name, call, batch, folder
@@ -60,7 +60,11 @@ class Failure:
 
 
 def check_answer(call: _Call, failure: Failure) -> list[float]:
-    """The answer as floats, NaN for `None`; raises `RewardError` for everything that is no list of rewards."""
+    """Return the answer as floats, NaN for `None`.
+
+    Raises:
+        RewardError: the function failed, or its answer is not a list with one reward per sample.
+    """
     answer, count = call.answer, len(call.rows)
     if isinstance(answer, RewardError):
         raise failure.error(str(answer)) from answer
@@ -73,7 +77,7 @@ def check_answer(call: _Call, failure: Failure) -> list[float]:
     if not isinstance(answer, (list, tuple)):
         raise failure.error(f"returned a {type(answer).__name__}, expected a list of {count} numbers")
     if len(answer) != count:
-        raise failure.error(f"returned {len(answer)} values, expected {count}, one a sample")
+        raise failure.error(f"returned {len(answer)} values, expected {count}, one per sample")
     return [math.nan if value is None else _number(value, index, failure) for index, value in enumerate(answer)]
 
 

@@ -1,9 +1,4 @@
-"""Calls reward functions.
-
-In: pictures, videos or latents with their prompts and dataset columns, and reward functions, sync or async. Out: a
-float32 tensor `(samples, functions)`, NaN where a function returned `None`. A module of its own because it is the one
-place where a user's code runs: what it gets, what it may not change, and when it is called are decided here.
-"""
+"""Call reward functions: what a user's code gets, what it may not change, and when it is called is decided here."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ from ..media.samples import as_images, as_tensor, copy_value, frame_positions
 from .answers import Failure, RewardError, check_answer
 from .contract import Reward, is_marked
 
-SETTINGS = (  # of torch, for the whole process: how each is read and written
+SETTINGS = (  # of torch, process-wide: functions that read and write each
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
@@ -53,39 +48,39 @@ def score(
     failure_dir: Path | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Tensor:
-    """Score every sample by every function.
+    """Score every sample with every function.
 
     A function is called with the keywords `prompts`, `completions` (the samples), `images` or `videos` (the samples
     again), `fps` (with videos), `sampling_rate` (with sound), `trainer_state`, `log_metric`, `log_extra` and every
     column, as far as it accepts them. Async functions run concurrently. A function that asks for `images` and gets
-    videos is called with frames of them, and the mean over a video's frames is its value (`Reward.frames`). A function
-    marked `groupwise` is called once a group, one marked `takes_tensors` gets a tensor, one marked `takes_latents` the
-    latents under that name. Each gets copies of its own of samples and columns, so that what it writes to them reaches
-    neither another function nor the caller. None sees gradients, and what it changes of torch's settings is put back
-    after each call.
+    videos is called with frames of them, and its value is the mean over a video's frames (`Reward.frames`). A function
+    marked `groupwise` is called once per group, one marked `takes_tensors` gets a tensor, one marked `takes_latents`
+    the latents under that name. Each gets its own copies of samples and columns, so that writing to them affects
+    neither another function nor the caller. Functions run without gradients, and torch's settings are restored after
+    each call.
 
     Args:
-        reward_funcs: each returns one `float | None` a sample.
-        images: PIL images, or `videos`: lists of frames; arrays are turned into PIL once. At most one of the two; none
-            where all functions take latents.
-        latents: what the last denoising step left of each sample.
-        prompts: one a sample; None where the samples come from embeddings, and functions get none.
-        columns: further dataset columns, one value a sample each.
-        groups: the group of each sample, for groupwise functions; by default samples of equal prompts are a group.
-        fps: frames a second of the videos.
-        sampling_rate: samples a second of the sounds.
+        reward_funcs: each returns one `float | None` per sample.
+        images: PIL images, or `videos`: lists of frames; arrays are converted to PIL once. At most one of the two;
+            neither if all functions take latents.
+        latents: the latents of each sample after the last denoising step.
+        prompts: one per sample; None if the samples come from embeddings, and functions then get no prompts.
+        columns: further dataset columns, each with one value per sample.
+        groups: the group of each sample, for groupwise functions; by default, samples of equal prompts are a group.
+        fps: frames per second of the videos.
+        sampling_rate: of the sounds, in hertz.
         log_metric: called with each name and number that functions log, in the order of the functions.
-        log_extra: called once for each name that functions log, with one value a sample (None where not logged).
+        log_extra: called once for each name that functions log, with one value per sample (None if not logged).
         failure_dir: where the sample of a failed call is saved.
-        announce: called with the name of each function before it, with several names before all async ones.
+        announce: called with the name of each function before it, and with several names before all async ones.
 
     Returns:
         `(samples, functions)` float32, NaN for `None`.
 
     Raises:
-        RewardError: a function raised, returned the wrong number of values, NaN, infinity or something that is not a
-            number, or asks for videos where there are images. The message names the function, the prompt and where
-            the sample was saved.
+        RewardError: a function raised; returned the wrong number of values, NaN, infinity or something that is not a
+            number; or asks for videos when the samples are images. The message names the function, the prompt and
+            the file in which the sample was saved.
         ValueError: both `images` and `videos` are given, or no samples at all.
     """
     given = {"images": images, "videos": videos, "latents": latents, "prompts": prompts, "columns": columns}
@@ -96,18 +91,18 @@ def score(
 
 
 class Scoring:
-    """The calls that score some samples: made by `answer`, awaited by `wait`, checked and read by `values`.
+    """The calls that score some samples: `answer` makes them, `wait` awaits them, `values` checks and reads them.
 
-    In three steps because the first two may happen in other threads and at the same time as those of other samples.
-    What functions log is kept until `values`, and then comes in the order of the functions, whoever was ready first.
+    There are three steps because the first two may happen in other threads, at the same time as those of other
+    samples. What functions log is kept until `values`, and is then reported in the order of the functions.
 
     Args:
         reward_funcs, images, videos, latents, prompts, columns, groups, fps, sampling_rate, trainer_state: as in
             `score`.
-        places: the number of each sample in whatever they are a part of, for what is said of a failure.
+        places: the number of each sample in the rollout or evaluation that it belongs to, for error messages.
 
     Attributes:
-        doing: name of the function that is called, or names of those that are awaited.
+        doing: name of the function being called, or names of those being awaited.
     """
 
     def __init__(
@@ -132,18 +127,18 @@ class Scoring:
         if samples is None:
             raise ValueError("score needs exactly one of images and videos, or latents.")
         places = list(range(len(samples))) if places is None else places
-        groups = groups or (places if prompts is None else _equal_prompts(prompts))
+        groups = groups or (places if prompts is None else _group_by_prompt(prompts))
         self.batch = _Batch(kind, samples, latents, prompts, columns or {}, groups, places)
         self.shared = {"trainer_state": trainer_state} | ({"fps": fps} if kind == "videos" else {})
         self.shared |= {"sampling_rate": sampling_rate} if sampling_rate is not None else {}
-        self.rewards = [func if isinstance(func, Reward) else _unnamed(func) for func in reward_funcs]
+        self.rewards = [func if isinstance(func, Reward) else _as_reward(func) for func in reward_funcs]
         self.calls: list[list[_Call]] = []
         self.doing = ", ".join(reward.name for reward in self.rewards)
 
     def answer(self, announce: Callable[[str], None] | None = None) -> None:
-        """Calls all functions, one after the other; raises nothing that they raise."""
+        """Call all functions, one after the other; what they raise is kept for `values`."""
         with torch.no_grad():
-            self.calls = [_calls(reward, self.batch) for reward in self.rewards]
+            self.calls = [_make_calls(reward, self.batch) for reward in self.rewards]
             for call in itertools.chain(*self.calls):
                 self.doing = call.reward.name
                 if announce is not None:
@@ -161,23 +156,23 @@ class Scoring:
         return [call.reward.name for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
 
     async def wait(self) -> None:
-        """Replaces the awaitables among the answers by their results, awaited together.
+        """Await all awaitables among the answers together, and replace them by their results.
 
-        Several scorings wait in one thread and take turns there, so gradients are turned off for the thread, not here.
+        Several scorings wait in one thread, which has gradients turned off as a whole; so this does not.
         """
         waiting = [call for call in itertools.chain(*self.calls) if inspect.isawaitable(call.answer)]
         self.doing = ", ".join(dict.fromkeys(self.awaited))
-        results = await asyncio.gather(*(_awaited(call.answer) for call in waiting))
+        results = await asyncio.gather(*(_await_answer(call.answer) for call in waiting))
         for call, result in zip(waiting, results, strict=True):
             call.answer = result
 
     def values(
         self, failure_dir: Path | None = None, log_metric: Callable | None = None, log_extra: Callable | None = None
     ) -> Tensor:
-        """`(samples, functions)` float32; see `score`."""
+        """Return the rewards, `(samples, functions)` float32; see `score`."""
         values = torch.empty(len(self.batch.samples), len(self.rewards), dtype=torch.float32)
         for position, own in enumerate(self.calls):
-            values[:, position] = torch.tensor(_values(own, self.batch, failure_dir), dtype=torch.float32)
+            values[:, position] = torch.tensor(_read_values(own, self.batch, failure_dir), dtype=torch.float32)
         extras: dict[str, list] = {}
         for call in itertools.chain(*self.calls):
             for name, value in call.metrics if log_metric else ():
@@ -194,9 +189,9 @@ class Scoring:
 
 
 def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None = None) -> None:
-    """Makes the calls in this thread, and awaits those that are async together.
+    """Make the calls in this thread, then await all async ones together.
 
-    In a thread with a loop of its own, so that it also works where a loop runs already (a notebook).
+    They are awaited in another thread with its own event loop, because this one may run a loop already (a notebook).
     """
     for scoring in scorings:
         scoring.answer(announce)
@@ -210,7 +205,7 @@ def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None =
         with torch.no_grad(), preserve_settings():
             await asyncio.gather(*(scoring.wait() for scoring in waiting))
 
-    has_device = torch.accelerator.is_available()  # which is a thread's own too, and a new one starts at the first
+    has_device = torch.accelerator.is_available()  # each thread has its own current device, at first device 0
     device = torch.accelerator.current_device_index() if has_device else None
     choose = partial(torch.accelerator.set_device_index, device) if has_device else None
     with ThreadPoolExecutor(max_workers=1, initializer=choose) as pool:
@@ -219,7 +214,7 @@ def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None =
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """All samples of one scoring, with one value a sample in all lists; `places` number them for messages."""
+    """All samples of one scoring; each list has one value per sample. `places` number the samples for messages."""
 
     kind: str
     samples: list
@@ -230,7 +225,7 @@ class _Batch:
     places: list[int]
 
     def prompt(self, row: int) -> str | None:
-        """The prompt of a sample, for messages."""
+        """Return the prompt of a sample, for messages."""
         return None if self.prompts is None else self.prompts[row]
 
     @cached_property
@@ -243,12 +238,12 @@ class _Batch:
     @cached_property
     def stacked_latents(self) -> Tensor:
         if self.latents is None:
-            raise RewardError("A reward asks for latents, which only a training has; name one that takes pictures.")
+            raise RewardError("A reward asks for latents, which only a training run has; name one that takes images.")
         shapes = {tuple(latent.shape) for latent in self.latents}
         if len(shapes) != 1:
             raise RewardError(
                 f"A reward asks for one tensor of all latents, but these have several shapes: "
-                f"{', '.join(map(str, sorted(shapes)))}; give height and width, or use a reward that takes pictures."
+                f"{', '.join(map(str, sorted(shapes)))}; give height and width, or use a reward that takes images."
             )
         return torch.stack(self.latents)
 
@@ -260,7 +255,7 @@ class _Batch:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """One call of a function: the sample behind each item that it gets, what it answered, and what it logged."""
+    """One call of a function: the row of the sample behind each item it gets, its answer, and what it logged."""
 
     reward: Reward
     rows: list[int]
@@ -271,35 +266,35 @@ class _Call:
     extras: dict[str, list] = dataclasses.field(default_factory=dict)
 
     def log_metric(self, name: str, value: float) -> None:
-        """What a function logs as a number."""
+        """Keep a number that the function logs."""
         self.metrics.append((name, float(value)))
 
     def log_extra(self, name: str, values: list) -> None:
-        """What a function logs as a column, one value an item."""
+        """Keep a column that the function logs, one value per item."""
         if len(values) != len(self.rows):
             raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
         self.extras[name] = list(values)
 
 
 def _tensor_name(reward: Reward) -> str:
-    """Pictures and videos are one form of tensor, so a function gets it under whichever of the names it has."""
+    """Return the keyword for the tensor: images and videos have the same form, so the function's own name counts."""
     return "videos" if "videos" in reward.parameters else "images"
 
 
-def _unnamed(func: Callable) -> Reward:
-    """A `Reward` for each function, whatever the others are called."""
+def _as_reward(func: Callable) -> Reward:
+    """Wrap a function in a `Reward`, without checking that its name is unique."""
     from . import reward_name
 
     return Reward(func, reward_name(func))
 
 
-def _equal_prompts(prompts: list[str]) -> list[int]:
+def _group_by_prompt(prompts: list[str]) -> list[int]:
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
     return [first[prompt] for prompt in prompts]
 
 
-def _calls(reward: Reward, batch: _Batch) -> list[_Call]:
-    """The calls that a reward needs for a batch: one, or one a group (and frame of videos)."""
+def _make_calls(reward: Reward, batch: _Batch) -> list[_Call]:
+    """Return the calls that a reward needs for a batch: one, or one per group (and per frame of videos)."""
     is_groupwise = is_marked(reward.function, "is_groupwise")
     calls = []
     for rows in batch.blocks if is_groupwise else [list(range(len(batch.samples)))]:
@@ -323,10 +318,10 @@ def _calls(reward: Reward, batch: _Batch) -> list[_Call]:
 
 
 def _answer(call: _Call, batch: _Batch, shared: dict) -> object:
-    """The function's answer, an awaitable, or the exception it raised."""
+    """Call the function; return its answer, an awaitable, or the exception it raised."""
     parameters = call.reward.parameters
     if "videos" in parameters and "images" not in parameters and call.kind == "images":
-        return RewardError("asks for videos, but the samples are pictures")
+        return RewardError("asks for videos, but the samples are images")
     try:
         with torch.no_grad(), preserve_settings():
             return call.reward(**_keywords(call, batch, shared))
@@ -335,7 +330,7 @@ def _answer(call: _Call, batch: _Batch, shared: dict) -> object:
 
 
 def _keywords(call: _Call, batch: _Batch, shared: dict) -> dict[str, Any]:
-    """What a function is called with: copies of its own of the samples and of the columns that it takes."""
+    """Return the call's keywords, with copies of the samples and of the columns that the function takes."""
     reward, parameters = call.reward, call.reward.parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     fixed = reward.fixed
@@ -350,7 +345,7 @@ def _keywords(call: _Call, batch: _Batch, shared: dict) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def preserve_settings() -> Iterator[None]:
-    """Puts torch's process-wide settings back as they were; a reward may leave others behind, the training not."""
+    """Restore torch's process-wide settings afterwards, whatever a reward changes."""
     before = [read() for read, _ in SETTINGS]
     try:
         yield
@@ -359,21 +354,21 @@ def preserve_settings() -> Iterator[None]:
 
 
 def restore_settings(settings: list[Any]) -> None:
-    """Writes those of torch's settings that are no longer as they were."""
+    """Write back those of torch's settings that have changed."""
     for value, (read, write) in zip(settings, SETTINGS, strict=True):
         if read() != value:
             write(value)
 
 
-async def _awaited(answer: Awaitable) -> object:
+async def _await_answer(answer: Awaitable) -> object:
     try:
         return await answer
     except Exception as error:
         return error
 
 
-def _values(calls: list[_Call], batch: _Batch, folder: Path | None) -> list[float]:
-    """One number a sample from all calls of a reward: the mean over its frames, NaN where none has a value."""
+def _read_values(calls: list[_Call], batch: _Batch, folder: Path | None) -> list[float]:
+    """Return one number per sample from all calls of a reward: the mean over its frames, NaN if none has a value."""
     found: list[list[float]] = [[] for _ in batch.samples]
     for call in calls:
         for row, value in zip(call.rows, check_answer(call, Failure(call, batch, folder)), strict=True):
@@ -384,5 +379,5 @@ def _values(calls: list[_Call], batch: _Batch, folder: Path | None) -> list[floa
 
 @cache
 def _warn_unscored() -> None:
-    """Once a process."""
+    """Warn once per process."""
     warnings.warn("Some samples got None from every reward function; they do not contribute.", stacklevel=3)

@@ -1,7 +1,6 @@
-"""What a user writes as `reward_funcs` goes in, `Reward`s leave: a callable each, with its name, weight and options.
+"""Read `reward_funcs`, from YAML or Python, into `Reward`s: callables with their names, weights and options.
 
-A module of its own because the same form is read from YAML and from Python, and because everything that can be wrong
-with it (names, arguments, their types, columns that the dataset lacks) is refused here, before a model is loaded.
+Mistakes (names, arguments, their types, columns that the dataset lacks) are refused here, before a model is loaded.
 """
 
 from __future__ import annotations
@@ -26,35 +25,35 @@ VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def groupwise(function: Callable) -> Callable:
-    """Marks a reward that is called once for each prompt, with all its samples (e.g. a pairwise preference)."""
+    """Mark a reward to be called once per prompt, with all samples of it (e.g. a pairwise preference)."""
     function.is_groupwise = True
     return function
 
 
 def takes_tensors(function: Callable) -> Callable:
-    """Marks a reward that gets the samples as one tensor, `(batch, frames, 3, height, width)` float32 in [0, 1].
+    """Mark a reward to get the samples as one tensor, `(batch, frames, 3, height, width)` float32 in [0, 1].
 
-    In place of PIL pictures under the names `images`, `videos` and `completions`; on the CPU. A picture is a video of
-    one frame.
+    The tensor is on the CPU and takes the place of the PIL images, under the names `images`, `videos` and
+    `completions`. An image is a video of one frame.
     """
     function.takes_tensors = True
     return function
 
 
 def takes_latents(function: Callable) -> Callable:
-    """Marks a reward that gets `latents` (also as `completions`) in place of pictures: `(batch, ...)` float32.
+    """Mark a reward to get `latents` (also as `completions`) in place of images: `(batch, ...)` float32.
 
-    What the last denoising step left, as a call of the pipeline with `output_type="latent"` returns it, on the device
-    of the rollout. Where nothing else needs pixels, nothing is decoded.
+    These are the latents after the last denoising step, as the pipeline returns them with `output_type="latent"`, on
+    the device of the rollout. If no reward needs pixels, nothing is decoded.
     """
     function.takes_latents = True
     return function
 
 
 def batchwise(function: Callable) -> Callable:
-    """Marks a reward that is called once with all samples of a rollout that this process scores, when all are made.
+    """Mark a reward to be called once per rollout, after it, with all samples that this process scores.
 
-    For what compares prompts with each other. Others may be called with whole groups as these are finished.
+    For rewards that compare prompts with each other. Other rewards may be called with whole groups as they finish.
     """
     function.is_batchwise = True
     return function
@@ -63,7 +62,7 @@ def batchwise(function: Callable) -> Callable:
 def is_marked(
     function: Callable, mark: Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents"]
 ) -> bool:
-    """Whether a function, the function in a `partial`, or an object or its class carries the mark."""
+    """Return whether a function, the function in a `partial`, or an object or its class carries the mark."""
     if isinstance(function, functools.partial):
         return is_marked(function.func, mark)
     return bool(getattr(function, mark, False) or getattr(type(function).__call__, mark, False))
@@ -71,23 +70,23 @@ def is_marked(
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """One reward as a run uses it. What it returns for a sample, r, is used and logged as (r - mean) / std, then
-    clipped, then compared with the threshold.
+    """One reward as a run uses it. The value r that it returns for a sample becomes (r - mean) / std, is then clipped,
+    and then compared with the threshold; the result is what is used and logged.
 
     Attributes:
         function: what is called.
         name: the reward's name in metrics and files.
-        arguments: keyword arguments of every call, beside the samples and the dataset's columns.
-        weight: its share in the sum over rewards; None where it was not given.
+        arguments: keyword arguments of every call, besides the samples and the dataset's columns.
+        weight: its weight in the sum over rewards; None if it was not given.
         mean, std: fixed numbers, such as those published with a scorer's weights; std above 0.
         clip: [low, high].
-        threshold: a pass mark: the value becomes 1 where it is at least this, else 0.
-        frames: of a video, for a function that asks for `images`: how many frames it gets, evenly spaced with the
-            first and the last (1 is the first), or "all". The value is the mean over the frames.
-        made_with: the arguments from which `function` was made, where a class was named.
+        threshold: a pass mark: the value becomes 1 if it is at least this, else 0.
+        frames: how many frames of a video a function that asks for `images` gets: evenly spaced, including the first
+            and the last (1 is the first), or "all". The value is the mean over the frames.
+        made_with: the arguments with which `function` was made, if a class was named.
 
     Raises:
-        ValueError: an option is out of its range, or the name cannot stand in file names and metrics.
+        ValueError: an option is out of range, or the name cannot be used in file names and metrics.
     """
 
     function: Callable
@@ -120,20 +119,20 @@ class Reward:
             raise ValueError(f"The reward {self.name!r} has frames={self.frames!r}; give 1 or more, or 'all'.")
 
     def __call__(self, /, **keywords: Any) -> Any:
-        """The function's own answer, with its arguments; nothing is applied to it."""
+        """Call the function with its arguments and return its own answer, to which no option is applied."""
         return self.function(**self.arguments, **keywords)
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """What the function's signature names."""
+        """The parameters in the function's signature."""
         return dict(inspect.signature(self.function).parameters)
 
     @property
     def fixed(self) -> set[str]:
         """Names whose value comes from the settings alone, so that a dataset column of that name is not passed.
 
-        What `arguments` or a `functools.partial` fixes; and of this package's own rewards every parameter with a
-        default, `scene` of `text` for one. A default of a user's function stands for a column that may be missing.
+        These are set by `arguments` or a `functools.partial`, or are parameters with a default of a built-in reward,
+        such as `scene` of `text`. A default in a user's function stands for a column that may be missing.
         """
         fixed, function = set(self.arguments), self.function
         while isinstance(function, functools.partial):
@@ -144,13 +143,13 @@ class Reward:
 
     @property
     def reads_frames(self) -> bool:
-        """Whether the function asks for pictures, so that of a video it is given frames."""
+        """Whether the function asks for images, and so gets frames of a video."""
         marks = ("takes_tensors", "takes_latents")
         is_other = "videos" in self.parameters or any(is_marked(self.function, mark) for mark in marks)
         return "images" in self.parameters and not is_other
 
     def value(self, answer: float) -> float:
-        """What one number that the function returned comes to; NaN stays NaN."""
+        """Apply the options to one number that the function returned; NaN stays NaN."""
         value = (answer - self.mean) / self.std
         if self.clip is not None and not math.isnan(value):
             value = min(max(value, self.clip[0]), self.clip[1])
@@ -159,7 +158,7 @@ class Reward:
         return value
 
     def options(self) -> dict[str, Any]:
-        """Arguments, and options that differ from their defaults, as written down in `run.json`: without tokens."""
+        """Return arguments and changed options, as recorded in `run.json`: without tokens."""
         changed = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -173,18 +172,18 @@ OPTIONS = ("name", "weight", "mean", "std", "clip", "threshold", "frames")
 
 
 def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
-    """Reads rewards in any form that a user may write.
+    """Read rewards in any form that a user may write.
 
     Args:
-        rewards: a callable, a built-in name, a dotted path, or a `Reward`; a list of these; a mapping from one of
-            these to its weight, or to a mapping of its options and arguments; or a list with such mappings in it:
-            `[{"text": {"weight": 0.6, "target_column": "word"}}, "color"]`. Options are those of `Reward`, arguments
-            the parameters with a default in the function's signature, or in the constructor's of a class.
-        setting: what it was given as, for messages.
+        rewards: a callable, a built-in name, a dotted path, or a `Reward`; a list of these; a mapping from these to a
+            weight, or to a mapping of options and arguments; or a list with such mappings in it:
+            `[{"text": {"weight": 0.6, "target_column": "word"}}, "color"]`. Options are those of `Reward`; arguments
+            are the parameters with a default in the function's signature, or all in the constructor of a class.
+        setting: name of the setting, for messages.
 
     Raises:
-        ValueError: an unknown name, option or argument, a value of the wrong type, two rewards of one name, a
-            name that cannot stand in file names, or one that the tables of samples have for something else.
+        ValueError: an unknown name, option or argument, a value of the wrong type, two rewards with the same name, a
+            name that cannot be used in file names, or one that is a column of the tables of samples.
     """
     loaded = [_load(reward, options) for reward, options in _entries(rewards, setting)]
     names = [reward.name for reward in loaded]
@@ -199,10 +198,10 @@ def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
 
 
 def reward_weights(rewards: list[Reward], setting: list[float] | None) -> list[float]:
-    """One weight a reward: those written with the rewards, or the setting `reward_weights`, or 1 each.
+    """Return one weight per reward: those written with the rewards, or the setting `reward_weights`, or 1 each.
 
     Raises:
-        ValueError: no rewards, weights in both places, or another number of weights than of rewards.
+        ValueError: there are no rewards, weights are given in both places, or their number differs from the rewards'.
     """
     if not rewards:
         raise ValueError("reward_funcs is empty; name at least one reward.")
@@ -218,29 +217,30 @@ def reward_weights(rewards: list[Reward], setting: list[float] | None) -> list[f
     return [float(weight) for weight in setting]
 
 
-def check_eval_rewards(rewards: list[Reward], judges: list[Reward]) -> None:
-    """Refuses a judge with the name of another reward, whose metrics it would overwrite.
+def check_eval_rewards(rewards: list[Reward], eval_rewards: list[Reward]) -> None:
+    """Refuse an evaluation-only reward with the name of a different reward, whose metrics it would overwrite.
 
     Raises:
-        ValueError: such a judge.
+        ValueError: there is such a reward.
     """
-    for judge in judges:
+    for evaluated in eval_rewards:
         for reward in rewards:
-            if judge.name == reward.name and judge != dataclasses.replace(reward, weight=judge.weight):
+            if evaluated.name == reward.name and evaluated != dataclasses.replace(reward, weight=evaluated.weight):
                 raise ValueError(
-                    f"eval_reward_funcs and reward_funcs have different rewards called {judge.name!r}; give one of "
-                    "them another `name`."
+                    f"eval_reward_funcs and reward_funcs have different rewards called {evaluated.name!r}; give one "
+                    "of them another `name`."
                 )
 
 
 def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> None:
-    """Refuses a dataset without the columns that the rewards ask for.
+    """Refuse a dataset without the columns that the rewards need.
 
-    A reward asks for the parameters without a default in its signature, and for what its arguments `..._column` name.
+    A reward needs the parameters without a default in its signature, and the columns that its `..._column` arguments
+    name.
 
     Raises:
-        ValueError: a column is missing, or `..._column` names one that cannot be passed; the message names reward,
-            column and dataset.
+        ValueError: a column is missing, or a `..._column` argument names one that cannot be passed. The message names
+            the reward, the column and the dataset.
     """
     for reward in rewards:
         _check_column_names(reward)
@@ -263,32 +263,32 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
 
 
 def list_columns(reward: Reward) -> set[str]:
-    """Columns that a reward names: as a parameter, or by an argument `..._column`."""
+    """Return the columns that a reward names, as parameters or in `..._column` arguments."""
     return {*reward.parameters} - reward.fixed | {*_columns_in_arguments(reward)}
 
 
 def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> None:
-    """Refuses groupwise rewards where a prompt's samples are spread over processes.
+    """Refuse groupwise rewards if a prompt's samples are spread over processes.
 
     Args:
-        rewards: those of the training.
-        samples: consecutive samples that one process rolls out (`samples_side_by_side`).
-        num_generations: samples of a group.
+        rewards: those that are trained on.
+        samples: consecutive samples that one process rolls out (`BatchSizes.consecutive_samples`).
+        num_generations: samples per group.
 
     Raises:
-        ValueError: `samples` holds no whole number of groups.
+        ValueError: `samples` is not a whole number of groups.
     """
     for reward in rewards:
         if is_marked(reward.function, "is_groupwise") and samples % num_generations:
             raise ValueError(
                 f"The reward {reward.name!r} needs whole groups on each process, but each rolls out {samples} samples "
                 f"side by side, not a multiple of num_generations={num_generations}; make per_device_train_batch_size "
-                "x gradient_accumulation_steps one, or set reward_processes, for which groups are put together."
+                "x gradient_accumulation_steps one, or set reward_processes, which brings groups together."
             )
 
 
 def _entries(rewards: Any, setting: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Pairs of a reward and its options."""
+    """Yield each reward with its options."""
     if rewards is None:
         return
     if isinstance(rewards, dict):
@@ -335,7 +335,7 @@ def _load(reward: Any, options: dict[str, Any]) -> Reward:
     else:
         made = Reward(function, arguments=arguments, **kept)
     if "frames" in kept and not made.reads_frames:
-        raise ValueError(f"The reward {name!r} has frames={made.frames!r}, but is given whole videos; take it out.")
+        raise ValueError(f"The reward {name!r} has frames={made.frames!r}, but gets whole videos; take it out.")
     return made
 
 
@@ -346,13 +346,13 @@ def _check_required(name: str, cls: type, arguments: dict[str, Any]) -> None:
 
 
 def _is_built_in(function: Callable) -> bool:
-    """Whether the code that a call runs, a function or a class's `__call__`, is part of this package."""
+    """Return whether a call runs code of this package, be it a function or a class's `__call__`."""
     code = function if inspect.isroutine(function) else type(function).__call__
     return str(getattr(code, "__module__", "")).startswith(f"{__package__}.")
 
 
 def _defaults(function: Callable) -> dict[str, Any]:
-    """What can be set: parameters with a default that are not handed over with the samples; all of a class."""
+    """Return what can be set: parameters with a default that do not come with the samples, or all of a class."""
     return {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
@@ -370,18 +370,18 @@ def _check_column_names(reward: Reward) -> None:
     for name in _columns_in_arguments(reward):
         if name in PROVIDED or name in reward.fixed:
             raise ValueError(
-                f"The reward {reward.name!r} is to read the column {name!r}, but its keyword of that name is for "
-                "something else; rename the column."
+                f"The reward {reward.name!r} is to read the column {name!r}, but its keyword of that name has "
+                "another meaning; rename the column."
             )
 
 
 def _attributes(function: Callable) -> dict[str, Any]:
-    """The `..._column` attributes of an object that is a reward."""
+    """Return the `..._column` attributes of a reward that is an object."""
     return {key: value for key, value in getattr(function, "__dict__", {}).items() if key.endswith("_column")}
 
 
 def _check_type(name: str, function: Callable, key: str, value: Any) -> None:
-    """Refuses a value that the parameter's annotation excludes; annotations it cannot read exclude nothing."""
+    """Refuse a value that the parameter's annotation excludes; an annotation that cannot be read excludes nothing."""
     try:
         hint = typing.get_type_hints(function.__init__ if isinstance(function, type) else function).get(key, Any)
     except (NameError, TypeError):

@@ -1,9 +1,9 @@
-"""Rewards on some of the processes: the samples of all enter, each is scored by one of those few.
+"""Score the samples of all processes on a few of them (`reward_processes`).
 
-Of `reward_processes` equal blocks of processes the first one scores for its block; whole groups, wherever they were
-made. Samples travel while the next ones are rolled out, through a process group of their own (gloo, from host memory),
-so that no collective of the training waits for them. A module of its own because the calls of the rewards, and their
-order, must be those that the settings say, whichever process is ahead of the others.
+The processes form `reward_processes` equal blocks, and the first process of each scores whole groups for its block,
+wherever they were made. Samples are sent while the next ones are rolled out, through their own process group (gloo,
+from host memory), so that no collective of the run waits for them. Rewards are called with the same samples in the
+same order whichever process is ahead.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ..distributed.failure import RankError, Ranks
 from ..media.serialize import pack_samples, unpack_samples
 from .overlap import Arrivals, RolloutScoring
 
-Packet = tuple[list[int], list | None, list[Tensor] | None]  # positions, samples and latents, one each
+Packet = tuple[list[int], list | None, list[Tensor] | None]  # positions, and the sample and latents at each
 
 
 def scoring_process(process: int, processes: int, count: int) -> int:
-    """Of so many processes in `count` equal blocks, the first in the block of `process`."""
+    """Return the first process in the block of `process`, where `processes` form `count` equal blocks."""
     block = process * count // processes
     return -(-block * processes // count)
 
 
 def is_scorer(groups: ContextGroups, reward_processes: int | None) -> bool:
-    """Whether this process computes rewards.
+    """Return whether this process computes rewards.
 
     Args:
-        groups: of processes that have the same samples.
+        groups: the context-parallel groups, of processes that share their samples.
         reward_processes: the setting of that name.
     """
     own = groups.index
@@ -47,11 +47,11 @@ def is_scorer(groups: ContextGroups, reward_processes: int | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Who scores what, as one process sees it. Positions number the samples of all processes.
+    """Which process scores which samples, as one process sees it. Positions number the samples of all processes.
 
     Attributes:
         own: positions of the samples that this process makes.
-        scorers: the process that scores each of them; None where another one of a context-parallel group sends it.
+        scorers: the process that scores each of them; None if another process of the context-parallel group sends it.
         sources: positions that this process scores, by the process that makes them.
     """
 
@@ -67,7 +67,12 @@ class Assignment:
     def packets(
         self, places: Iterable[int], samples: list | None, latents: list[Tensor] | None
     ) -> Iterator[tuple[int, Packet]]:
-        """What of the samples made here at `places` (all of which are given by place) goes to whom."""
+        """Yield each scoring process and its packet, of the samples made here at `places`.
+
+        Args:
+            places: of the samples to send.
+            samples, latents: of this process, by place.
+        """
         places = [place for place in places if self.scorers[place] is not None]
         for process in dict.fromkeys(self.scorers[place] for place in places):
             chosen = [place for place in places if self.scorers[place] == process]
@@ -76,11 +81,11 @@ class Assignment:
 
     @classmethod
     def of(cls, made: list[list[int]], group_size: int, count: int, rank: int, copies: int) -> Assignment:
-        """Of all processes.
+        """Assign each sample to the process that scores it.
 
         Args:
             made: positions that each process makes, or each context-parallel group of `copies` processes.
-            group_size: positions of a group, which is scored in the block that has the first of it in `made`.
+            group_size: positions per group; a group is scored in the first block in `made` that has a part of it.
             count: the setting `reward_processes`.
             rank: this process.
         """
@@ -98,12 +103,12 @@ class Assignment:
 
 
 class SampleChannel:
-    """Takes samples from process to process inside of `Ranks.apart`. All processes make it together.
+    """Sends samples between processes inside of `Ranks.apart`. Its constructor is a collective.
 
     Args:
         ranks: the processes.
-        device: where this process' accelerator keeps what others sent from theirs.
-        timeout: seconds in which a packet that is under way must come on.
+        device: where tensors go that were on the sender's accelerator.
+        timeout: seconds within which a packet that is being sent must arrive.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, timeout: float):
@@ -113,26 +118,28 @@ class SampleChannel:
         self.under_way: list[distributed.Work] = []
 
     def open(self) -> None:
-        """Begins a turn; what an earlier one has left behind is not taken for a part of it."""
+        """Begin a turn. What an earlier one may have left behind is not mistaken for a part of it."""
         self.turn += 1
         self.under_way, self.counts = [], collections.Counter()
 
     def close(self) -> None:
-        """Ends a turn, after `apart`: all that was sent has been received."""
+        """End a turn, after `apart`: all that was sent has been received."""
         for work in self.under_way:
             work.wait()
         self.under_way = []
 
     def send(self, process: int, packet: Packet) -> None:
-        """Returns at once; the process is told that something is there."""
+        """Send a packet without waiting, and notify the receiving process."""
         positions, samples, latents = packet
         content = pack_samples(samples, latents)
-        self.under_way = [work for work in self.under_way if not work.is_completed()]  # each holds what it sends
+        self.under_way = [
+            work for work in self.under_way if not work.is_completed()
+        ]  # each keeps its packet in memory
         self.under_way.append(distributed.isend(content, process, group=self.group, tag=self.turn))
         self.ranks.tell(self._next(self.own, process), json.dumps({"positions": positions, "bytes": len(content)}))
 
     def receive(self, process: int, is_waiting: bool) -> Packet | None:
-        """The next packet of a process; None where it is not there yet and is not to be waited for.
+        """Return the next packet of a process; None if it has not arrived yet and `is_waiting` is false.
 
         Raises:
             RankError: the process ended before all of it had arrived, or gives no sign of life.
@@ -149,7 +156,7 @@ class SampleChannel:
         try:
             distributed.recv(content, process, group=self.group, tag=self.turn)
         except RuntimeError as error:
-            raise RankError(f"Process {process} broke off while it sent its samples ({error}).") from error
+            raise RankError(f"Process {process} broke off while sending its samples ({error}).") from error
         return told["positions"], *unpack_samples(content, self.device)
 
     def _next(self, source: int, target: int) -> str:
@@ -159,14 +166,14 @@ class SampleChannel:
 
 
 class SubsetScoring:
-    """`RolloutScoring` where some processes score for all: the same calls as there, on another process.
+    """Does the work of `RolloutScoring` when some processes score for all: the same calls, on another process.
 
-    Packets are taken in turn, one of each process that has some left, so that rewards are called in one order whoever
-    is ahead; but nobody waits for a packet before its own samples are made.
+    Packets are taken in turn, one from each process that has some left, so that rewards are called in the same order
+    whichever process is ahead. No process waits for a packet before its own samples are made.
 
     Args:
         assignment: of this rollout.
-        channel: open.
+        channel: sends samples to other processes; opened on entry.
         scoring: of the samples that are scored here, in the order of `assignment.taken`.
         groups: the group of each sample that is made here.
     """
@@ -174,7 +181,7 @@ class SubsetScoring:
     def __init__(self, assignment: Assignment, channel: SampleChannel, scoring: RolloutScoring, groups: list[int]):
         self.assignment, self.channel, self.scoring = assignment, channel, scoring
         self.arrivals = Arrivals(groups)
-        self.kept: collections.deque[Packet] = collections.deque()  # of this process' own samples
+        self.kept: collections.deque[Packet] = collections.deque()  # of this process's own samples
         self.owed = {source: len(positions) for source, positions in assignment.sources.items()}
         self.turns = collections.deque(self.owed)
         self.place = {position: place for place, position in enumerate(assignment.taken)}
@@ -188,7 +195,7 @@ class SubsetScoring:
 
     @property
     def samples(self) -> list[Any]:
-        """Those made here."""
+        """The samples made here."""
         return self.arrivals.samples
 
     @property
@@ -198,12 +205,12 @@ class SubsetScoring:
 
     @property
     def waited(self) -> float:
-        """Seconds that the rollout was held up by the first scoring."""
+        """Seconds for which the run's first scoring held up the rollout."""
         return self.scoring.waited
 
     def add(self, places: list[int], samples: Any | None, latents: Tensor | None) -> None:
-        """What a call of the pipeline made; groups of which all that is made here is there go to who scores them."""
-        ready = self.arrivals.ready(places, samples, latents)
+        """Take the samples that a call of the pipeline made; send groups of which all samples made here are there."""
+        ready = self.arrivals.add(places, samples, latents)
         kept = None if samples is None else self.arrivals.samples, None if latents is None else self.arrivals.latents
         for process, packet in self.assignment.packets(ready, *kept):
             if process == self.channel.own:
@@ -229,22 +236,24 @@ class SubsetScoring:
                 self.turns.append(source)
 
     def wait(self, watch: Callable[[int], None] = lambda count: None) -> None:
-        """Until all rewards that are computed here are there; see `RolloutScoring.wait`."""
+        """Wait for all rewards that are computed here; see `RolloutScoring.wait`."""
         self._take_in(is_waiting=True)
         if self.assignment.taken:
             self.scoring.wait(watch)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
-        """`(samples, functions)` float32 of the samples that are scored here, in the order of `assignment.taken`."""
+        """Return the rewards of the samples scored here, `(samples, functions)`, ordered as `assignment.taken`."""
         return self.scoring.result(failure_dir, log_metric, log_extra)
 
 
 def exchange_samples(
     assignment: Assignment, channel: SampleChannel, samples: list, latents: list[Tensor] | None
 ) -> Packet:
-    """All that this process scores, of samples that every process has made; inside of `Ranks.apart`.
+    """Send all samples of this process, and return all that it scores. Called inside of `Ranks.apart`.
 
     Args:
+        assignment: who scores what.
+        channel: sends the samples.
         samples, latents: of this process, in the order of `assignment.own`.
     """
     channel.open()

@@ -1,7 +1,7 @@
-"""Published scores of known pictures, and a reward with its real weights beside them. In: a reward. Out: a comparison.
+"""Published scores of known images, and a reward with its real weights beside them. In: a reward. Out: a comparison.
 
 A module of its own because the tests hold rewards against formulas on tiny models, which says nothing of the weights:
-that the right files were found, whole, and in the form that the authors use, shows only on a picture whose score they
+that the right files were found, whole, and in the form that the authors use, shows only on an image whose score they
 have published.
 """
 
@@ -27,13 +27,13 @@ class Published:
 
     Attributes:
         source: where.
-        scores: one a picture.
+        scores: one an image.
         tolerance: largest difference that counts as the same.
-        prompts: one a picture.
+        prompts: one an image.
         options: of the reward, where they differ from its defaults.
-        files: where the pictures are found, for the user to fetch; empty where `render` makes them.
-        targets: where the pictures are found that those are compared with.
-        render: makes pictures and, for rewards that compare, targets.
+        files: where the images are found, for the user to fetch; empty where `render` makes them.
+        targets: where the images are found that those are compared with.
+        render: makes images and, for rewards that compare, targets.
         scale: what the published number is for a value of the reward.
     """
 
@@ -50,17 +50,17 @@ class Published:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One picture's score.
+    """One image's score.
 
     Attributes:
-        picture: its name.
+        image: its name.
         prompt: its prompt.
         value: the score, on the published scale where there is a published one; None where the reward gives none.
         published: the published score.
         agrees: whether the two are within the tolerance.
     """
 
-    picture: str
+    image: str
     prompt: str
     value: float | None
     published: float | None = None
@@ -68,7 +68,7 @@ class Line:
 
 
 def noise(seed: int) -> Image.Image:
-    """The picture of torchmetrics' examples: 224 x 224 pixels of `torch.randint(255, ...)`."""
+    """The image of torchmetrics' examples: 224 x 224 pixels of `torch.randint(255, ...)`."""
     pixels = torch.randint(255, (3, 224, 224), generator=torch.Generator().manual_seed(seed))
     return Image.fromarray(pixels.to(torch.uint8).permute(1, 2, 0).numpy())
 
@@ -125,7 +125,7 @@ PUBLISHED: dict[str, Published] = {
         prompts=(FOX,) * 2,
         files=tuple(f"{HPSV3}/raw/main/assets/example{number}.png" for number in (1, 2)),
     ),
-    "aesthetic": Published(  # which the table calls official, of the distorted ones of LPIPS' pictures
+    "aesthetic": Published(  # which the table calls official, of the distorted ones of LPIPS' images
         f"{CALIBRATION}/results_official.csv",
         scores=(3.6420, 5.5836, 5.0716, 4.6458, 3.0889),
         tolerance=0.03,  # OpenAI's CLIP computes in half precision on a GPU
@@ -145,18 +145,18 @@ PUBLISHED: dict[str, Published] = {
 
 
 def compare(name: str, options: dict[str, Any], images: list[Path], targets: list[Path]) -> list[Line]:
-    """The reward's scores of the pictures that have published ones.
+    """The reward's scores of the images that have published ones.
 
     Args:
         name: of a built-in reward; nothing is compared for one without published scores.
         options: of the reward, over those that the published scores ask for.
-        images, targets: the pictures' files, in the order of `Published.files` and `Published.targets`.
+        images, targets: the images' files, in the order of `Published.files` and `Published.targets`.
 
     Returns:
-        One line a picture; empty where nothing was published, or the pictures were not given.
+        One line an image; empty where nothing was published, or the images were not given.
 
     Raises:
-        ValueError: another number of pictures than published scores.
+        ValueError: another number of images than published scores.
         RewardError: the reward failed.
     """
     published = PUBLISHED.get(name)
@@ -164,13 +164,11 @@ def compare(name: str, options: dict[str, Any], images: list[Path], targets: lis
         return []
     for given, wanted, flag in ((images, published.files, "--image"), (targets, published.targets, "--target")):
         if len(given) != len(wanted):
-            raise ValueError(f"{name} has published scores of {len(wanted)} pictures, but {flag} names {len(given)}.")
-    pictures, others = published.render() if published.render else (images, targets or None)
-    names = [getattr(picture, "name", f"rendered {row}") for row, picture in enumerate(pictures, start=1)]
+            raise ValueError(f"{name} has published scores of {len(wanted)} images, but {flag} names {len(given)}.")
+    images, others = published.render() if published.render else (images, targets or None)
+    names = [getattr(image, "name", f"rendered {row}") for row, image in enumerate(images, start=1)]
     (reward,) = load_rewards({name: {**published.options, **options}})
-    values = _scores(
-        reward, [open_image(picture).convert("RGB") for picture in pictures], list(published.prompts), others
-    )
+    values = _scores(reward, [open_image(image).convert("RGB") for image in images], list(published.prompts), others)
     lines = []
     for row, value in enumerate(values):
         found = None if value is None else published.scale(value)
@@ -180,20 +178,20 @@ def compare(name: str, options: dict[str, Any], images: list[Path], targets: lis
 
 
 def score_drawings(name: str, options: dict[str, Any]) -> list[Line]:
-    """The reward's scores of pictures drawn here, for the eye: no published ones exist.
+    """The reward's scores of images drawn here, for the eye: no published ones exist.
 
     Raises:
         RewardError: the reward failed.
     """
     (reward,) = load_rewards({name: options})
-    pictures = draw_images()
+    images = draw_images()
     prompts = ["a red circle on a white ground", "a blue square on a yellow ground", 'the word "SIGN"', "noise"]
-    values = _scores(reward, list(pictures.values()), prompts, [pictures["red circle"]] * len(pictures))
-    return [Line(picture, *rest) for picture, *rest in zip(pictures, prompts, values)]
+    values = _scores(reward, list(images.values()), prompts, [images["red circle"]] * len(images))
+    return [Line(image, *rest) for image, *rest in zip(images, prompts, values)]
 
 
 def draw_images() -> dict[str, Image.Image]:
-    """Four pictures of 256 x 256 pixels, the same everywhere."""
+    """Four images of 256 x 256 pixels, the same everywhere."""
     circle = Image.new("RGB", (256, 256), "white")
     ImageDraw.Draw(circle).ellipse((64, 64, 192, 192), fill=(220, 20, 20))
     square = Image.new("RGB", (256, 256), (250, 220, 40))

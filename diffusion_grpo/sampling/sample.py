@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ..algorithms.advantages import combine, compute_advantages
 from ..data.inputs import PipelineInputs, check_count
 from ..data.prompts import get_prompt_column, get_prompts
-from ..media.files import extract_samples, sampling_rate
+from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
 from ..policy.base import call_arguments
 from ..policy.rollout import rollout, sample_seed
@@ -109,9 +109,9 @@ def write_samples(
             places = [prompt * count + turn for prompt in prompts for turn in range(count)]
             rows = make.inputs.rows(dataset, [place // count for place in places])
             samples = make(rows, places)
-            scores = _scores(rewards + judges, samples, rows, places, settings, sampling_rate(pipe))
+            scores = _scores(rewards + judges, samples, rows, places, settings, find_sampling_rate(pipe))
             as_written = [dataset[place // count] for place in places]  # files by their names
-            table += _table_rows(samples, as_written, places, scores, settings, sampling_rate(pipe))
+            table += _table_rows(samples, as_written, places, scores, settings, find_sampling_rate(pipe))
             records.write_samples(path, _columns(table))
             bar.update(len(places))
     return _finish(table, rewards, judges, settings)

@@ -15,7 +15,7 @@ from diffusion_grpo.media.files import (
     extract_samples,
     read_sound,
     read_video,
-    sampling_rate,
+    find_sampling_rate,
     shrink_video,
     write_sample,
     write_sound,
@@ -121,8 +121,8 @@ def test_a_small_video_is_small_and_keeps_its_sound(tmp_path):
 
 def test_ltx2s_sound_comes_with_its_video():
     pipe, inputs = tiny_pipelines.build("ltx2")
-    assert sampling_rate(pipe) == 24000  # the vocoder's, not the 16000 of the autoencoder before it
-    assert sampling_rate(tiny_pipelines.build("wan")[0]) is None
+    assert find_sampling_rate(pipe) == 24000  # the vocoder's, not the 16000 of the autoencoder before it
+    assert find_sampling_rate(tiny_pipelines.build("wan")[0]) is None
     output = pipe(**inputs, num_inference_steps=2, output_type="pil")
     videos = extract_samples(pipe, output)
     assert [frame.size for frame in videos[1]] == [(32, 32)] * 5

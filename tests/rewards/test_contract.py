@@ -107,7 +107,7 @@ def test_a_class_is_made_with_its_arguments() -> None:
         ({"brightness": {"std": 0}}, "above 0"),
         ({"brightness": {"mean": math.nan}}, "finite"),
         ({"brightness": {"frames": 0}}, "1 or more, or 'all'"),
-        ({"motion": {"frames": 1}}, "has frames=1, but is given whole videos"),
+        ({"motion": {"frames": 1}}, "has frames=1, but gets whole videos"),
         ({f"{__name__}.Judge": {"size": 3}}, "needs the argument 'model'"),
         ({f"{__name__}.Judge": {"model": "m", "size": 0.5}}, "size=0.5; expected int"),
     ],
@@ -348,7 +348,7 @@ def test_arrays_become_pictures() -> None:
 
 
 def test_a_reward_of_videos_refuses_pictures() -> None:
-    with pytest.raises(RewardError, match="'flicker' asks for videos, but the samples are pictures"):
+    with pytest.raises(RewardError, match="'flicker' asks for videos, but the samples are images"):
         score([REWARDS["flicker"]], images=PICTURES, prompts=PROMPTS)
 
 

@@ -38,7 +38,7 @@ def bare(monkeypatch, tmp_path):
     for package in OPTIONAL:
         monkeypatch.setitem(sys.modules, package, None)
     for module, reader in (("text", "_recogniser"), ("text", "_scene_reader"), ("tesseract", "_reader")):
-        module = sys.modules[f"diffusion_grpo.rewards.{module}"]
+        module = sys.modules[f"diffusion_grpo.rewards.ocr.{module}"]
         monkeypatch.setattr(module, reader, getattr(module, reader).__wrapped__)  # without what it remembers
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -99,9 +99,9 @@ def test_every_file_of_a_folder_is_looked_for(name, bare) -> None:
 def test_a_folder_that_there_is_not_is_refused_in_every_setting(name, bare) -> None:
     options, _ = pretended(name, bare)
     for setting in options:
-        wanted = "no folder /no/such/folder" if setting == "model" else f"{setting}=/no/such/folder is no folder"
+        wanted = "no folder /no/such/folder" if setting == "model" else f"{setting}=/no/such/folder is not a folder"
         assert wanted in refusal({name: {**options, setting: "/no/such/folder"}})
-        assert f"{setting}=a/b/c is no folder" in refusal({name: {**options, setting: "a/b/c"}})
+        assert f"{setting}=a/b/c is not a folder" in refusal({name: {**options, setting: "a/b/c"}})
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
@@ -146,7 +146,7 @@ def test_parts_of_weights_and_of_a_vocabulary_are_looked_for(bare) -> None:
     assert "without merges.txt" in refusal({"clip_score": options})
     for content in ("{}", "no JSON"):
         (bare / "model" / "model.safetensors.index.json").write_text(content)
-        assert "model.safetensors.index.json is no index of weights" in refusal({"clip_score": options})
+        assert "model.safetensors.index.json is not an index of weights" in refusal({"clip_score": options})
 
 
 @pytest.mark.parametrize("name", ["sentencepiece.bpe.model", "spiece.model", "vocab.txt"])

@@ -244,7 +244,7 @@ def test_a_network_that_makes_room_for_the_rollout_is_not_overlapped() -> None:
     assert rollout([Offloaded()], True)[0].sum() == 12
 
 
-def test_a_training_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_path) -> None:
+def test_a_training_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_path, monkeypatch) -> None:
     """Weights, tables and metrics; also beside rewards that draw numbers and change torch's settings."""
 
     @groupwise
@@ -260,6 +260,13 @@ def test_a_training_is_the_same_with_and_without_overlap_and_whatever_rewards_do
         torch.set_grad_enabled(True)
         return [torch.zeros(()) for _ in images]
 
+    made = []
+
+    def make_overlap(*args):
+        made.append(Overlap(*args))
+        return made[-1]
+
+    monkeypatch.setattr("diffusion_grpo.trainer.Overlap", make_overlap)
     runs = {}
     for name, rewards, overlap_rewards in (
         ("beside", {brightness: 1, ranked: 0.1}, True),
@@ -270,7 +277,7 @@ def test_a_training_is_the_same_with_and_without_overlap_and_whatever_rewards_do
             tmp_path / name, rewards=rewards, overlap_rewards=overlap_rewards, num_generations=2, num_inference_steps=3
         )
         trainer.train()
-        assert trainer._overlap.is_possible == (name == "beside")
+        assert made[-1].is_possible == (name == "beside")
         assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
         columns = [
             pyarrow.parquet.read_table(path) for path in sorted((tmp_path / name / "samples").glob("*.parquet"))

@@ -171,7 +171,7 @@ def test_jpeg_compressibility_prefers_flat_pictures() -> None:
     ("name", "package", "forget"), [("text", "onnxruntime", "_recogniser"), ("tesseract", "tesserocr", "_reader")]
 )
 def test_a_missing_extra_is_named(name: str, package: str, forget: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[f"diffusion_grpo.rewards.{name}"]
+    module = sys.modules[f"diffusion_grpo.rewards.ocr.{name}"]
     monkeypatch.setattr(module, forget, getattr(module, forget).__wrapped__)  # without the cache
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r'pip install "diffusion-grpo\[ocr\]"'):

@@ -31,7 +31,7 @@ def test_weights_groups_tensors_and_extra_columns_in_a_training(tmp_path):
     trainer = trainer_for(tmp_path, rewards={rank: 0.5, mean: {"weight": 2.0, "mean": 0.5}}, max_steps=1)
     trainer.train()
     assert [len(set(prompts)) for prompts in seen] == [1, 1] and [len(prompts) for prompts in seen] == [4, 4]
-    assert trainer.reward_weights == [0.5, 2.0] and trainer.run["reward_options"]["mean"] == {"mean": 0.5}
+    assert trainer.rewards.weights == [0.5, 2.0] and trainer.run["reward_options"]["mean"] == {"mean": 0.5}
     table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
     assert table["said"] == [f"4 of {prompt}" for prompt in table["prompt"]]
     weighted = [0.5 * a + 2 * b for a, b in zip(table["rank"], table["mean"], strict=True)]

@@ -1,5 +1,6 @@
 """A run whose rewards are all None warns once, and stops after a number of such rollouts in a row."""
 
+import functools
 import logging
 
 import pytest
@@ -28,15 +29,15 @@ def test_so_many_in_a_row_and_one_warning(caplog) -> None:
     assert "\n" not in str(refusal.value) and MOST_IN_A_ROW == 10
 
 
-def test_a_run_stops_with_a_checkpoint_and_no_nan_in_its_log(tmp_path) -> None:
+def test_a_run_stops_with_a_checkpoint_and_no_nan_in_its_log(tmp_path, monkeypatch) -> None:
     updates = []
 
     def fading(images, **columns):
         updates.append(1)
         return brightness(images) if len(updates) == 1 else [None] * len(images)
 
+    monkeypatch.setattr("diffusion_grpo.trainer.UnscoredRollouts", functools.partial(UnscoredRollouts, most=2))
     trainer = trainer_for(tmp_path, rewards=fading, max_steps=9, overlap_rewards=False, per_device_train_batch_size=8)
-    trainer._unscored.most = 2
     with pytest.raises(RewardError, match=r"All rewards \(fading\) of the last 2 rollouts were None"):
         trainer.train()
     values = logged(trainer, "reward")

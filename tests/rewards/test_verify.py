@@ -93,7 +93,7 @@ def test_scores_of_pictures_that_the_user_fetched(tmp_path, monkeypatch, capsys)
     assert cli.main(["rewards", "verify", options, "--image", *images, "--target", *targets[::-1]]) == 1
     assert "DIFFERS" in capsys.readouterr().out
     assert cli.main(["rewards", "verify", options, "--image", images[0], "--target", *targets]) == 2
-    assert "published scores of 5 pictures, but --image names 1" in capsys.readouterr().err
+    assert "published scores of 5 images, but --image names 1" in capsys.readouterr().err
 
 
 def test_where_nothing_is_published_it_says_so(capsys, tmp_path) -> None:

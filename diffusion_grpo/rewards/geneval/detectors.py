@@ -1,4 +1,4 @@
-"""transformers' detectors and CLIP as `geneval.py` needs them: pictures and class names in, detections or colours out.
+"""transformers' detectors and CLIP as `geneval.py` needs them: images and class names in, detections or colours out.
 
 A module of its own because it is the part with weights: one call for three families of models, which differ in what
 they are asked and in how their outputs are read.
@@ -98,7 +98,7 @@ class TransformersDetector(ModelReward):
         return cls.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], labels: list[str]) -> list[list[Detection]]:
-        """The objects of the classes `labels` in each picture."""
+        """The objects of the classes `labels` in each image."""
         return self.in_batches(lambda network, part: self._found(network, part, labels), images)
 
     def _found(self, network: nn.Module, images: list, labels: list[str]) -> list[list[Detection]]:
@@ -108,7 +108,7 @@ class TransformersDetector(ModelReward):
         return [[d for d in own if d.label in labels] for own in read(network, chunk, sizes, labels)]
 
     def _asked(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
-        # one picture a call: the texts are the same for all, and padding would change what a picture gets
+        # one image a call: the texts are the same for all, and padding would change what an image gets
         results = []
         for image, size in zip(images, sizes, strict=True):
             inputs = self.processor(images=image, text=[labels], return_tensors="pt", padding=True)

@@ -1,4 +1,4 @@
-"""Reward: does the picture hold what a GenEval prompt asks for? The logic alone; a detector finds the objects.
+"""Reward: does the image hold what a GenEval prompt asks for? The logic alone; a detector finds the objects.
 
 In: detections (labels, scores, boxes, masks) and the requirements of a prompt in GenEval's form. Out: whether they
 hold, and why not. After Ghosh et al. 2023, "GenEval: an object-focused framework for evaluating
@@ -29,7 +29,7 @@ class Detection:
         label: its class, as the requirements name it.
         score: confidence in [0, 1].
         box: (left, top, right, bottom) in pixels.
-        mask: `(height, width)` bool of the whole picture, or None.
+        mask: `(height, width)` bool of the whole image, or None.
     """
 
     label: str
@@ -40,7 +40,7 @@ class Detection:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a picture comes to.
+    """What an image comes to.
 
     Attributes:
         checks: one (held, sentence) for each single requirement: an object's count, its colour, its position.
@@ -65,7 +65,7 @@ class Verdict:
 
 
 class GenEval:
-    """The reward: 1 where a picture holds everything that its prompt requires, else 0.
+    """The reward: 1 where an image holds everything that its prompt requires, else 0.
 
     The dataset has GenEval's columns `include`, `exclude` and `tag` (lists, or the same as JSON), or one column
     `metadata` with a mapping of them. `include` is a list of `{"class", "count"}`, with `"color"` and `"position":
@@ -74,10 +74,10 @@ class GenEval:
 
     Args:
         detector: Hub id or folder of a detector for transformers (`detectors.TransformersDetector`), or, from Python,
-            a callable from pictures and labels to a list of `Detection`s each.
+            a callable from images and labels to a list of `Detection`s each.
         colors: "pixels" compares the object's median colour with ten named ones; otherwise the Hub id or folder of a
             CLIP model that names it, as GenEval does with ViT-L/14.
-        score: of a picture that lacks something: "correct" is 0, "partial" the share of the requirements that hold,
+        score: of an image that lacks something: "correct" is 0, "partial" the share of the requirements that hold,
             "dense" what Flow-GRPO trains on (`dense_score`).
         partial: the same as `score="partial"`.
         min_score: detections below it do not count; `min_score_counting` in the task "counting". GenEval's numbers are
@@ -142,7 +142,7 @@ class GenEval:
         return hash((type(self), self.colors))
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """One score a picture; see the class."""
+        """One score an image; see the class."""
         rows = [read_requirements(columns, row) for row in range(len(images))]
         labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
         scores: list[float | None] = [None] * len(images)
@@ -184,7 +184,7 @@ class GenEval:
                 model.rest()
 
     def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
-        """Judges one picture by its detections and requirements."""
+        """Judges one image by its detections and requirements."""
         objects = self._objects(detections, wanted)
         return judge(
             objects, wanted["include"], wanted["exclude"], lambda *what: self._name(image, *what), self.margin
@@ -250,9 +250,7 @@ def group_by_class(
     for label in {detection.label for detection in sure}:
         kept: list[Detection] = []
         for detection in [d for d in sure if d.label == label][:max_objects]:
-            if max_overlap == 1 or all(
-                iou(detection.box, other.box) < max_overlap for other in kept
-            ):
+            if max_overlap == 1 or all(iou(detection.box, other.box) < max_overlap for other in kept):
                 kept.append(detection)
         objects[label] = kept
     return objects
@@ -386,7 +384,7 @@ NAMED = {
 
 def name_pixel_colors(image: Image.Image, objects: list[Detection], label: str) -> list[str]:
     """The named colour nearest (in CIELAB) to each object's median: in its mask, or the middle of its box; "" where
-    that lies outside of the picture."""
+    that lies outside of the image."""
     pixels, names = np.asarray(image.convert("RGB")), list(NAMED)
     known = _lab(np.array(list(NAMED.values())))
     found = []

@@ -1,6 +1,6 @@
 """Reward: is the writing in the colour that the prompt names?
 
-In: pictures of something drawn on a plain ground, and prompts that name one of the six colours of `tiny.COLORS`. Out:
+In: images of something drawn on a plain ground, and prompts that name one of the six colours of `tiny.COLORS`. Out:
 scores in [0, 1]. Kept beside the OCR reward because a model trained on spelling alone forgets the colour.
 """
 
@@ -22,7 +22,7 @@ def color(images: list[Image.Image], prompts: list[str], **columns) -> list[floa
     """exp(-(d / 80)^2), d the RGB distance (0 to 442) of the ink's mean colour to the colour named in the prompt.
 
     The ground is the median pixel; ink is every pixel whose distance to the ground is at least 0.7 of the largest
-    (98th percentile). A picture without ink scores 0. `None` for a prompt that names no known colour outside quotes.
+    (98th percentile). An image without ink scores 0. `None` for a prompt that names no known colour outside quotes.
     """
     scores: list[float | None] = []
     for image, prompt in zip(images, prompts, strict=True):

@@ -1,7 +1,7 @@
-"""Rewards: how well or badly a picture compresses. In: pictures. Out: scores. Needs nothing but Pillow.
+"""Rewards: how well or badly an image compresses. In: images. Out: scores. Needs nothing but Pillow.
 
 The first rewards of DDPO (Black et al. 2023, "Training Diffusion Models with Reinforcement Learning",
-https://huggingface.co/papers/2305.13301), made independent of the picture's size.
+https://huggingface.co/papers/2305.13301), made independent of the image's size.
 """
 
 from __future__ import annotations

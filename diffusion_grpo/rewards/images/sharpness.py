@@ -1,4 +1,4 @@
-"""Rewards from a picture's pixels alone: sharpness and colourfulness. In: pictures. Out: measures, higher is more."""
+"""Rewards from an image's pixels alone: sharpness and colourfulness. In: images. Out: measures, higher is more."""
 
 from __future__ import annotations
 

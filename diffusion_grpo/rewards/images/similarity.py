@@ -1,6 +1,6 @@
-"""Rewards: how much a picture resembles another one that lies in a dataset column. In: pictures. Out: SSIM, PSNR.
+"""Rewards: how much an image resembles another one that lies in a dataset column. In: images. Out: SSIM, PSNR.
 
-The other picture is a PIL picture or the path of a file; one of another size is resized (Lanczos) to the sample's.
+The other image is a PIL image or the path of a file; one of another size is resized (Lanczos) to the sample's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ K1, K2 = 0.01, 0.03
 
 
 def ssim(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
-    """Mean structural similarity of the lumas in 0 to 255, in [-1, 1], 1 for equal pictures.
+    """Mean structural similarity of the lumas in 0 to 255, in [-1, 1], 1 for equal images.
 
     The formula of Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity",
     https://doi.org/10.1109/TIP.2003.819861: window of 11 x 11 pixels, Gaussian of standard deviation 1.5, K1 = 0.01,
@@ -24,14 +24,14 @@ def ssim(images: list[Image.Image], target_column: str = "target", **columns) ->
 
     Raises:
         KeyError: there is no such column.
-        ValueError: a picture is smaller than the window.
+        ValueError: an image is smaller than the window.
     """
     pairs = zip(images, columns[target_column], strict=True)
     return [None if other is None else _ssim(_luma(image), _luma(_like(other, image))) for image, other in pairs]
 
 
 def psnr(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
-    """Peak signal-to-noise ratio in dB over RGB in 0 to 255: 10 log10(255^2 / MSE), at most 100 (equal pictures).
+    """Peak signal-to-noise ratio in dB over RGB in 0 to 255: 10 log10(255^2 / MSE), at most 100 (equal images).
 
     `None` where the column holds nothing.
 
@@ -62,9 +62,7 @@ def _psnr(x: np.ndarray, y: np.ndarray) -> float:
 
 def _ssim(x: np.ndarray, y: np.ndarray) -> float:
     if min(x.shape) < WINDOW:
-        raise ValueError(
-            f"ssim needs pictures of at least {WINDOW} x {WINDOW} pixels, got {x.shape[1]} x {x.shape[0]}."
-        )
+        raise ValueError(f"ssim needs images of at least {WINDOW} x {WINDOW} pixels, got {x.shape[1]} x {x.shape[0]}.")
     mean_x, mean_y = _smooth(x), _smooth(y)
     var_x, var_y = _smooth(x * x) - mean_x**2, _smooth(y * y) - mean_y**2
     covariance = _smooth(x * y) - mean_x * mean_y

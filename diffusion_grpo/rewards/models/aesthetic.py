@@ -1,4 +1,4 @@
-"""Reward: LAION's aesthetic score. In: pictures. Out: what people would rate them, about 1 to 10.
+"""Reward: LAION's aesthetic score. In: images. Out: what people would rate them, about 1 to 10.
 
 A module of its own because the score is a small network of its own file on top of CLIP's embedding.
 """
@@ -21,7 +21,7 @@ DROPPED = (0, 1, 2)  # a dropout follows these layers, which counts in the names
 
 @dataclasses.dataclass(eq=False)
 class Aesthetic(ModelReward):
-    """LAION's improved aesthetic predictor: a linear chain on the normalised CLIP ViT-L/14 embedding of the picture.
+    """LAION's improved aesthetic predictor: a linear chain on the normalised CLIP ViT-L/14 embedding of the image.
 
     https://github.com/christophschuhmann/improved-aesthetic-predictor. The default weights,
     `sac+logos+ava1-l14-linearMSE`, are those of DDPO (https://arxiv.org/abs/2305.13301) and Flow-GRPO.
@@ -60,7 +60,7 @@ class Aesthetic(ModelReward):
         return network
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float]:
-        """A score for each picture."""
+        """A score for each image."""
         return self.in_batches(self._scores, images)
 
     def _scores(self, network: nn.Module, images: list) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rewards by CLIP: does the picture fit the prompt, or resemble another one. In: pictures. Out: cosines, scaled.
+"""Rewards by CLIP: does the image fit the prompt, or resemble another one. In: images. Out: cosines, scaled.
 
 Preprocessing, tokens (cut off at the model's 77) and embeddings are those of transformers' port, with Pillow's resize:
 with torchvision installed transformers would take another one, and another score would come out.
@@ -54,13 +54,13 @@ class ClipReward(ModelReward):
         return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
-        """`(batch, features)` float32: embeddings of pictures, of length 1."""
+        """`(batch, features)` float32: embeddings of images, of length 1."""
         pixels = self.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
         pixels = pixels["pixel_values"].to(network.device, network.dtype)
         return normalize_features(network.visual_projection(network.vision_model(pixels).pooler_output))
 
     def embed(self, images: list[Image.Image]) -> list[list[float]]:
-        """The same of any number of pictures, as lists: how different they are is measured between these."""
+        """The same of any number of images, as lists: how different they are is measured between these."""
         return self.in_batches(self.encode_images, images)
 
     def encode_prompts(self, network: CLIPModel, prompts: list[str]) -> Tensor:
@@ -76,14 +76,14 @@ class ClipReward(ModelReward):
 
 @dataclasses.dataclass(eq=False)
 class ClipScore(ClipReward):
-    """CLIPScore: 100 max(cos(picture, prompt), 0), as torchmetrics and diffusers' documentation compute it.
+    """CLIPScore: 100 max(cos(image, prompt), 0), as torchmetrics and diffusers' documentation compute it.
 
     Hessel et al. 2021, https://arxiv.org/abs/2104.08718, scale by 2.5 in place of 100 and put "A photo depicts" before
     a caption. The model matters more than the scale: scores by different ones cannot be compared.
     """
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """A score in [0, 100] for each picture and its prompt."""
+        """A score in [0, 100] for each image and its prompt."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
@@ -93,9 +93,9 @@ class ClipScore(ClipReward):
 
 @dataclasses.dataclass(eq=False)
 class PickScore(ClipReward):
-    """PickScore: exp(logit scale) cos(picture, prompt), by a CLIP ViT-H/14 trained on choices of users.
+    """PickScore: exp(logit scale) cos(image, prompt), by a CLIP ViT-H/14 trained on choices of users.
 
-    Kirstain et al. 2023, https://arxiv.org/abs/2305.01569, https://github.com/yuvalkirstain/PickScore. Good pictures
+    Kirstain et al. 2023, https://arxiv.org/abs/2305.01569, https://github.com/yuvalkirstain/PickScore. Good images
     come to about 20 to 23. Flow-GRPO divides by 26 (https://github.com/yifan123/flow_grpo): `std: 26`.
     """
 
@@ -103,7 +103,7 @@ class PickScore(ClipReward):
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """A score for each picture and its prompt, to be compared within a prompt."""
+        """A score for each image and its prompt, to be compared within a prompt."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
@@ -113,20 +113,18 @@ class PickScore(ClipReward):
 
 @dataclasses.dataclass(eq=False)
 class ClipSimilarity(ClipReward):
-    """Cosine of the CLIP embeddings of the picture and of the one in a column (CLIP-I of DreamBooth,
+    """Cosine of the CLIP embeddings of the image and of the one in a column (CLIP-I of DreamBooth,
     https://arxiv.org/abs/2208.12242).
 
     Args:
-        target_column: column with PIL pictures or paths.
+        target_column: column with PIL images or paths.
     """
 
     target_column: str = "target"
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """A cosine in [-1, 1] for each picture, 1 for equal ones; None where the column holds nothing."""
-        return compare(
-            lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column]
-        )
+        """A cosine in [-1, 1] for each image, 1 for equal ones; None where the column holds nothing."""
+        return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
 
     def _cosines(self, network: CLIPModel, images: list, others: list) -> Tensor:
         return (self.encode_images(network, images) * self.encode_images(network, others)).sum(-1)

@@ -1,4 +1,4 @@
-"""Reward: how much a picture resembles another one by DINO's embeddings. In: pictures. Out: cosines.
+"""Reward: how much an image resembles another one by DINO's embeddings. In: images. Out: cosines.
 
 A module of its own because DINO sees subjects where CLIP sees what would be said of them; the two are used together.
 """
@@ -20,15 +20,15 @@ RESIZE, CROP = 256, 224  # of both DINO's and DINOv2's evaluations
 
 @dataclasses.dataclass(eq=False)
 class DinoSimilarity(ModelReward):
-    """Cosine of the DINO [CLS] embeddings of the picture and of the one in a column (DINO of DreamBooth,
+    """Cosine of the DINO [CLS] embeddings of the image and of the one in a column (DINO of DreamBooth,
     https://arxiv.org/abs/2208.12242, which is measured with the default model).
 
-    Pictures are brought to a shorter side of 256 pixels (bicubic), cropped to 224 and normalised with ImageNet's mean
+    Images are brought to a shorter side of 256 pixels (bicubic), cropped to 224 and normalised with ImageNet's mean
     and standard deviation, as DINO (https://arxiv.org/abs/2104.14294) evaluates its features.
 
     Args:
         model: Hub id or folder of a DINO, DINOv2 or other ViT (`facebook/dinov2-base`).
-        target_column: column with PIL pictures or paths.
+        target_column: column with PIL images or paths.
     """
 
     model: str = "facebook/dino-vits16"
@@ -43,10 +43,8 @@ class DinoSimilarity(ModelReward):
         return AutoModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """A cosine in [-1, 1] for each picture, 1 for equal ones; None where the column holds nothing."""
-        return compare(
-            lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column]
-        )
+        """A cosine in [-1, 1] for each image, 1 for equal ones; None where the column holds nothing."""
+        return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
 
     def _cosines(self, network: nn.Module, images: list, others: list) -> Tensor:
         pixels = crop_squares(images + others, RESIZE, CROP, IMAGENET_MEAN, IMAGENET_STD)

@@ -1,7 +1,7 @@
-"""Reward: Human Preference Score v2. In: pictures and prompts. Out: cosines of a CLIP ViT-H/14 trained on choices.
+"""Reward: Human Preference Score v2. In: images and prompts. Out: cosines of a CLIP ViT-H/14 trained on choices.
 
 A module of its own because neither its checkpoint, which has open_clip's names, nor its preprocessing, which pads
-pictures to squares, are those of transformers' CLIP.
+images to squares, are those of transformers' CLIP.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "te
 
 @dataclasses.dataclass(eq=False)
 class HPSv2(ClipReward):
-    """HPSv2.1: cos(picture, prompt) of a CLIP ViT-H/14 trained on 798k choices of people.
+    """HPSv2.1: cos(image, prompt) of a CLIP ViT-H/14 trained on 798k choices of people.
 
     Wu et al. 2023, https://arxiv.org/abs/2306.09341, https://github.com/tgxs002/HPSv2. Prompts are cleaned as
-    open_clip cleans them; pictures are resized so that the longer side fits, and padded with black.
+    open_clip cleans them; images are resized so that the longer side fits, and padded with black.
 
     Args:
         model: Hub id or folder with the checkpoint.
@@ -60,7 +60,7 @@ class HPSv2(ClipReward):
             `CLIPModel` with the same weights.
         processor: Hub id or folder of the transformers CLIP of the same architecture: configuration and tokenizer;
             `processor_revision` of it.
-        antialias: whether pictures are antialiased when they are resized. Current versions of torchvision do, those
+        antialias: whether images are antialiased when they are resized. Current versions of torchvision do, those
             of the time of the paper did not.
     """
 
@@ -93,11 +93,11 @@ class HPSv2(ClipReward):
         return build_model(CLIPModel, config, weights, self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """A cosine in [-1, 1] for each picture and its prompt, about 0.2 to 0.35; to be compared within a prompt."""
+        """A cosine in [-1, 1] for each image and its prompt, about 0.2 to 0.35; to be compared within a prompt."""
         return self.in_batches(self._scores, images, [clean_prompt(prompt) for prompt in prompts])
 
     def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
-        """`(batch, features)` float32: embeddings of pictures, padded to squares, of length 1."""
+        """`(batch, features)` float32: embeddings of images, padded to squares, of length 1."""
         size = network.config.vision_config.image_size
         pixels = torch.cat([self._padded(image, size) for image in images])
         pixels = normalize(pixels, CLIP_MEAN, CLIP_STD).to(network.device, network.dtype)

@@ -1,6 +1,6 @@
-"""HPSv3, a score of human preference by a vision-language model: pictures and prompts in, scores out.
+"""HPSv3, a score of human preference by a vision-language model: images and prompts in, scores out.
 
-Qwen2-VL 7B reads the picture, an instruction and the prompt; a small head at the token <|Reward|> gives the mean of
+Qwen2-VL 7B reads the image, an instruction and the prompt; a small head at the token <|Reward|> gives the mean of
 the score and the logarithm of its standard deviation. https://huggingface.co/papers/2508.03789
 """
 
@@ -28,13 +28,13 @@ from .qwen_vl import (
 
 FILE = "HPSv3.safetensors"
 MARKS = ["<|Reward|>"]
-PIXELS = 256 * 28 * 28  # every picture is brought near to this many
+PIXELS = 256 * 28 * 28  # every image is brought near to this many
 LAYERS = ("0", "3", "5")  # of the head that have weights; between them are ReLU and dropout
 
 
 @dataclasses.dataclass(eq=False)
 class HPSv3(ModelReward):
-    """HPSv3's score of a picture; about 0 to 15, the higher the better.
+    """HPSv3's score of an image; about 0 to 15, the higher the better.
 
     `log_metric` gets the mean standard deviation as `hpsv3/sigma`.
 
@@ -79,7 +79,7 @@ class HPSv3(ModelReward):
         return RewardNetwork(backbone, _head(head, str(path)), self._tokenizer.convert_tokens_to_ids(MARKS))
 
     def __call__(self, images: list[Image.Image], prompts: list[str], log_metric=None) -> list[float]:
-        """One score a picture."""
+        """One score an image."""
         answers = self.in_batches(self._score, images, check_prompts(prompts))
         means, sigmas = [mean for mean, _ in answers], [sigma for _, sigma in answers]
         if log_metric is not None and sigmas:

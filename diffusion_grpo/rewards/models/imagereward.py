@@ -1,4 +1,4 @@
-"""Reward: ImageReward. In: pictures and prompts. Out: what people prefer, of mean 0 and standard deviation 1.
+"""Reward: ImageReward. In: images and prompts. Out: what people prefer, of mean 0 and standard deviation 1.
 
 A module of its own because the scorer is a BLIP, whose original checkpoint is put into transformers' port here.
 """
@@ -39,7 +39,7 @@ VISION = {  # BLIP's names, and transformers'
 
 @dataclasses.dataclass(eq=False)
 class ImageReward(ModelReward):
-    """ImageReward v1.0: BLIP reads the prompt (35 tokens) with the picture before its eyes, and a linear chain scores.
+    """ImageReward v1.0: BLIP reads the prompt (35 tokens) with the image before its eyes, and a linear chain scores.
 
     Xu et al. 2023, https://arxiv.org/abs/2304.05977, https://github.com/THUDM/ImageReward.
 
@@ -80,7 +80,7 @@ class ImageReward(ModelReward):
         return network
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """A score for each picture and its prompt, about -2 to 2."""
+        """A score for each image and its prompt, about -2 to 2."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: nn.Module, images: list, prompts: list) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reward: LPIPS, how alike two pictures look. In: pictures, and one in a column for each. Out: 1 - distance.
+"""Reward: LPIPS, how alike two images look. In: images, and one in a column for each. Out: 1 - distance.
 
 A module of its own because the features are those of torchvision's AlexNet or VGG-16, whose layers are written here
 under torchvision's names, so that the official weights fit without torchvision.
@@ -31,9 +31,9 @@ VGG = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 @dataclasses.dataclass(eq=False)
 class LPIPS(ModelReward):
-    """1 - LPIPS (v0.1) to the picture in a column: 1 for equal pictures; higher is more alike, as of a reward.
+    """1 - LPIPS (v0.1) to the image in a column: 1 for equal images; higher is more alike, as of a reward.
 
-    Zhang et al. 2018, https://arxiv.org/abs/1801.03924, https://github.com/richzhang/PerceptualSimilarity. A picture
+    Zhang et al. 2018, https://arxiv.org/abs/1801.03924, https://github.com/richzhang/PerceptualSimilarity. An image
     of another size is resized (Lanczos) to the sample's.
 
     Args:
@@ -41,7 +41,7 @@ class LPIPS(ModelReward):
             the features (`alexnet-owt-7be5be79.pth` or `vgg16-397923af.pth`) and the linear layers (`alex.pth` or
             `vgg.pth`).
         net: `alex` is the authors' choice for comparing, `vgg` for optimising.
-        target_column: column with PIL pictures or paths.
+        target_column: column with PIL images or paths.
     """
 
     model: str = "official"
@@ -87,19 +87,19 @@ class LPIPS(ModelReward):
         return Path(torch.hub.get_dir()) / "checkpoints" / f"lpips-{self.net}-{filename}"
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """1 - distance for each picture, at most 1; None where the column holds nothing.
+        """1 - distance for each image, at most 1; None where the column holds nothing.
 
         Raises:
-            ValueError: a picture is smaller than 32 x 32 pixels.
+            ValueError: an image is smaller than 32 x 32 pixels.
         """
         return compare(self._pairs, images, columns[self.target_column])
 
     def _pairs(self, images: list, others: list) -> list[float]:
-        """Pictures of one size in common batches."""
+        """Images of one size in common batches."""
         values: dict[int, float] = {}
         for size in {image.size for image in images}:
             if min(size) < SMALLEST:
-                raise ValueError(f"LPIPS needs pictures of at least {SMALLEST} x {SMALLEST} pixels, got {size}.")
+                raise ValueError(f"LPIPS needs images of at least {SMALLEST} x {SMALLEST} pixels, got {size}.")
             rows = [row for row, image in enumerate(images) if image.size == size]
             parts = ([images[row] for row in rows], [others[row] for row in rows])
             values |= zip(rows, self.in_batches(self._scores, *parts))
@@ -140,7 +140,7 @@ def _download(url: str, path: Path) -> None:
 
 
 class Features(nn.Module):
-    """LPIPS' network: pictures in [-1, 1] go in, their distance leaves.
+    """LPIPS' network: images in [-1, 1] go in, their distance leaves.
 
     Args:
         net: `alex` or `vgg`.

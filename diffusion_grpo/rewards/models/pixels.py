@@ -1,4 +1,4 @@
-"""Pictures as networks were trained on them: PIL pictures go in, tensors `(batch, 3, height, width)` leave.
+"""Images as networks were trained on them: PIL images go in, tensors `(batch, 3, height, width)` leave.
 
 A module of its own because scorers were trained through torchvision's transforms, whose roundings are repeated here
 once, with Pillow and without torchvision: another resize or a crop one pixel off is another score.
@@ -18,9 +18,9 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def open_image(picture: Image.Image | str | Path) -> Image.Image:
-    """A picture, or the one in a file."""
-    return Image.open(picture) if isinstance(picture, (str, Path)) else picture
+def open_image(image: Image.Image | str | Path) -> Image.Image:
+    """An image, or the one in a file."""
+    return Image.open(image) if isinstance(image, (str, Path)) else image
 
 
 def resize_short_side(image: Image.Image, size: int) -> Image.Image:
@@ -39,7 +39,7 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def as_pixels(images: list[Image.Image]) -> Tensor:
-    """`(batch, 3, height, width)` float32 in [0, 1] of pictures of one size."""
+    """`(batch, 3, height, width)` float32 in [0, 1] of images of one size."""
     pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
@@ -60,7 +60,7 @@ def crop_squares(
 def compare(
     similarity: Callable[[list, list], list[float]], images: list[Image.Image], targets: list
 ) -> list[float | None]:
-    """`similarity(images, others)` of the pictures that have another to be compared with, None for the rest."""
+    """`similarity(images, others)` of the images that have another to be compared with, None for the rest."""
     pairs = [(image, open_image(target)) for image, target in zip(images, targets, strict=True) if target is not None]
     found = iter(similarity([image for image, _ in pairs], [other for _, other in pairs]))
     return [None if target is None else next(found) for target in targets]

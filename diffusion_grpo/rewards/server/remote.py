@@ -48,7 +48,7 @@ class RemoteReward:
     Args:
         url: of a server, such as `http://127.0.0.1:8000`, or a list of these.
         reward: its name there; may be left out where the server has one only.
-        columns: dataset columns to send along: pictures, or what JSON has. None are sent otherwise.
+        columns: dataset columns to send along: images, or what JSON has. None are sent otherwise.
         batch_size: samples in one request.
         concurrency: requests under way at one server.
         timeout: seconds for one request, and for a server whose queue is full to take it.
@@ -59,9 +59,9 @@ class RemoteReward:
         groupwise: the reward there compares the samples of a prompt: they are sent together, one prompt a request.
         body: how samples are sent. `png` and `mp4` (lossless) and `safetensors` (as they are, also sound and tensors)
             give the scores of the same pixels, `mp4_lossy` those of videos as a player shows them, in few bytes.
-        latents: what the last denoising step left is sent in place of pictures, for a reward that takes latents; with
+        latents: what the last denoising step left is sent in place of images, for a reward that takes latents; with
             `body: safetensors`.
-        num_frames: of each video, evenly spaced with the first and the last, for a reward of pictures; 1 sends the
+        num_frames: of each video, evenly spaced with the first and the last, for a reward of images; 1 sends the
             first alone. All by default.
 
     Two with equal settings are equal, so that a reward may be trained on and named as a judge.
@@ -106,7 +106,7 @@ class RemoteReward:
         if body not in CONTENT_TYPES:
             raise ValueError(f"remote: body is {body!r}; use {', '.join(CONTENT_TYPES)}.")
         if latents and body != "safetensors":
-            raise ValueError(f"remote: latents are no pictures, which {body} is for; add `body: safetensors`.")
+            raise ValueError(f"remote: latents are no images, which {body} is for; add `body: safetensors`.")
         if timeout <= 0:
             raise ValueError(f"remote: timeout is {timeout}; it must be above 0 seconds.")
         if token_env is not None and not os.environ.get(token_env):
@@ -141,7 +141,7 @@ class RemoteReward:
         sampling_rate: int | None = None,
         **columns,
     ) -> list[float | None]:
-        """Scores pictures, videos, sounds or latents; see the class."""
+        """Scores images, videos, sounds or latents; see the class."""
         import httpx2
 
         for name in self.columns:
@@ -179,7 +179,7 @@ class RemoteReward:
         return {"Content-Type": CONTENT_TYPES[self.body], "Accept-Encoding": "identity", **token}
 
     def _chosen(self, sample: Any) -> Any:
-        """The frames of a video that are sent; a picture as it is."""
+        """The frames of a video that are sent; an image as it is."""
         if self.num_frames is None or not isinstance(sample, list):
             return sample
         return [sample[place] for place in frame_positions(self.num_frames, len(sample))]

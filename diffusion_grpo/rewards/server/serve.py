@@ -1,4 +1,4 @@
-"""A server of rewards: `diffusion-grpo rewards serve NAME`. Pictures and prompts come in over HTTP, scores go out.
+"""A server of rewards: `diffusion-grpo rewards serve NAME`. Images and prompts come in over HTTP, scores go out.
 
 For scorers that are too heavy, or need other packages, than the training. Bodies are JSON with PNGs and MP4s in
 base64, or safetensors: nothing that arrives is executed or unpickled. One thread scores, one request after the other;
@@ -49,7 +49,7 @@ def create_app(
         token: if given, requests must carry `Authorization: Bearer token`.
         max_waiting: requests that wait or are scored; the next one gets 503.
         max_bytes: of a request's body.
-        max_pixels: of all pictures of a request together.
+        max_pixels: of all images of a request together.
         body_seconds: in which a request's body must have come, for it holds a place in the queue meanwhile.
     """
     app = FastAPI(title="diffusion-grpo rewards", docs_url=None, redoc_url=None, openapi_url=None)

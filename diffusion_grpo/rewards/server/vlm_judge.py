@@ -1,4 +1,4 @@
-"""A vision-language model as a judge: pictures and a question go to a server, a number read from its reply comes out.
+"""A vision-language model as a judge: images and a question go to a server, a number read from its reply comes out.
 
 For any server that speaks OpenAI's chat completions (vLLM, SGLang, llama.cpp, OpenAI itself). What the network does to
 a request is tried again; what the model says badly is no reward for that sample.
@@ -53,7 +53,7 @@ class VlmJudge:
         url: of the server up to the version, such as `http://127.0.0.1:8000/v1`.
         model: its name there.
         template: the question. `{prompt}` stands for the prompt, `{name}` for the dataset column of that name, doubled
-            braces for braces. It comes after the pictures.
+            braces for braces. It comes after the images.
         answer: `score` reads a number from the reply. `yes_no` is the probability that the reply begins with yes,
             against that it begins with no, from the log-probabilities of its first token.
         pattern: a regular expression; its first group is the number, at the last place in the reply where it fits.
@@ -121,7 +121,7 @@ class VlmJudge:
     async def __call__(
         self, completions: list, prompts: list[str], log_metric: Callable | None = None, **columns
     ) -> list[float | None]:
-        """One number a picture or video, None where the reply holds none."""
+        """One number an image or video, None where the reply holds none."""
         import httpx2
 
         if missing := sorted(self._fields - {"prompt", *columns}):
@@ -153,7 +153,7 @@ class VlmJudge:
         frames = sample if isinstance(sample, list) else [sample]
         strange = [frame for frame in frames if not isinstance(frame, Image.Image)]
         if strange:
-            raise RewardError(f"judges pictures and videos, but the samples are {type(strange[0]).__name__}")
+            raise RewardError(f"judges images and videos, but the samples are {type(strange[0]).__name__}")
         shown = [frames[place] for place in frame_positions(self.num_frames, len(frames))]
         is_video = isinstance(sample, list)
         text = (is_video and self.video_template or self.template).format(**values)
@@ -203,7 +203,7 @@ class VlmJudge:
 
 @dataclasses.dataclass
 class UnifiedReward(VlmJudge):
-    """UnifiedReward's score of a picture (1 to 5) or a video (1 to 10), asked with its own texts.
+    """UnifiedReward's score of an image (1 to 5) or a video (1 to 10), asked with its own texts.
 
     The model is served by vLLM or SGLang, for instance CodeGoat24/UnifiedReward-qwen-7b; `model` is the name under
     which it is served. https://huggingface.co/papers/2503.05236

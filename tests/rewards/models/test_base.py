@@ -45,7 +45,7 @@ def columns(*numbers):
 
 def test_it_is_loaded_at_the_first_call_and_scores_frozen_in_batches() -> None:
     Doubled.loads = 0
-    (reward,) = load_rewards({"test_reward_model.Doubled": {"batch_size": 2, "factor": 3.0, "weight": 0.5}})
+    (reward,) = load_rewards({f"{__name__}.Doubled": {"batch_size": 2, "factor": 3.0, "weight": 0.5}})
     assert Doubled.loads == 0
     drawn = torch.get_rng_state()
     values = score([reward], images=[None] * 3, prompts=["a", "b", "c"], columns={"numbers": [1.0, 2.0, 4.0]})
@@ -92,23 +92,23 @@ def test_offloaded_between_calls(offload) -> None:
 
 
 def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
-    reward, same = load_rewards(Doubled()) + load_rewards({"test_reward_model.Doubled": {}})
+    reward, same = load_rewards(Doubled()) + load_rewards({f"{__name__}.Doubled": {}})
     assert Doubled() == Doubled() and hash(Doubled()) == hash(Doubled())
     assert Doubled() != Doubled(factor=1.0) and Doubled() != object()
-    check_eval_rewards([same], load_rewards({"test_reward_model.Doubled": {}}))
+    check_eval_rewards([same], load_rewards({f"{__name__}.Doubled": {}}))
     with pytest.raises(ValueError, match="different rewards called 'Doubled'"):
-        check_eval_rewards([same], load_rewards({"test_reward_model.Doubled": {"dtype": "bfloat16"}}))
+        check_eval_rewards([same], load_rewards({f"{__name__}.Doubled": {"dtype": "bfloat16"}}))
 
 
 def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match="batch_size=0 for tiny; give 1 or more"):
-        load_rewards({"test_reward_model.Doubled": {"batch_size": 0}})
+        load_rewards({f"{__name__}.Doubled": {"batch_size": 0}})
     with pytest.raises(ValueError, match="no folder ./missing with a reward's weights; a Hub id is `owner/name`"):
-        load_rewards({"test_reward_model.Doubled": {"model": "./missing"}})
+        load_rewards({f"{__name__}.Doubled": {"model": "./missing"}})
     with pytest.raises(ValueError, match="expected Literal"):
-        load_rewards({"test_reward_model.Doubled": {"dtype": "int8"}})
+        load_rewards({f"{__name__}.Doubled": {"dtype": "int8"}})
     with pytest.raises(ValueError, match="expected bool"):
-        load_rewards({"test_reward_model.Doubled": {"offload": "yes"}})
+        load_rewards({f"{__name__}.Doubled": {"offload": "yes"}})
     with pytest.raises(ValueError, match="shorter"):
         Doubled().in_batches(lambda network, a, b: a, [1, 2], [1])
 
