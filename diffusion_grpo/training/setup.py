@@ -26,7 +26,7 @@ from ..distributed.context_parallel import ContextGroups
 from ..distributed.failure import Ranks
 from ..distributed.generation import NetworkPasses
 from ..distributed.weights import TrainedWeights
-from ..media.files import sampling_rate
+from ..media.files import find_sampling_rate
 from ..policy.base import Policy
 from ..rewards.overlap import Overlap
 from ..rewards.reward_processes import SampleChannel
@@ -215,7 +215,7 @@ def make_scorer(
         channel=SampleChannel(ranks, args.device, args.ddp_timeout) if args.scores_on_some else None,
         overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
         fps=args.fps,
-        sampling_rate=sampling_rate(policy.pipe),
+        sampling_rate=find_sampling_rate(policy.pipe),
         state=state,
         failures=Path(args.output_dir) / "failures",
     )
@@ -258,7 +258,7 @@ def make_generator(
         scorer=scorer,
         credit=make_credit(args, rewards, values),
         replays=replays,
-        writer=make_sample_writer(args, rewards, backend.groups, sampling_rate(policy.pipe)),
+        writer=make_sample_writer(args, rewards, backend.groups, find_sampling_rate(policy.pipe)),
         unscored=UnscoredRollouts(rewards.names, is_warning=args.process_index == 0),
         backend=backend,
         ranks=ranks,
@@ -317,7 +317,7 @@ def make_evaluator(
         backend=backend,
         ranks=ranks,
         run_passes=run_passes,
-        settings=evaluation_settings(args, sampling_rate(policy.pipe)),
+        settings=evaluation_settings(args, find_sampling_rate(policy.pipe)),
         has_reference=reference is not None and not policy.draws_tokens,
     )
 
