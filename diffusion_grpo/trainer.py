@@ -26,7 +26,7 @@ from .data.inputs import prepare_inputs
 from .data.prompts import check_dataset, name_datasets
 from .data.sampler import GroupSampler
 from .distributed.context_parallel import spread_over_context
-from .distributed.failure import Ranks
+from .distributed.failure import ProcessGroupMonitor
 from .distributed.generation import NetworkPasses
 from .policy.token import make_policy
 from .rewards import RewardError
@@ -149,7 +149,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         has_values = args.advantage_estimator == "gae"
         backend.check_run(policy.component, args.permute_steps, policy.draws_tokens, has_values)
         self.weights = backend.trained_weights(self.model, take_turns=len(policy.component) > 1)
-        self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
+        self.monitor = ProcessGroupMonitor(
+            self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError)
+        )
         self.reference = setup.make_reference(args, policy, self.model, backend, is_full_training)
         if backend.groups.size > 1:
             copy = self._reference_module()
@@ -160,12 +162,12 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.values = ValueModel(args.seed).to(args.device) if has_values else None
         self.average = setup.make_average(args, self.weights)
         self.algorithm = setup.make_algorithm(args, policy.component, self.rewards.weights)
-        self.run_passes = NetworkPasses(backend, self.ranks, policy.networks, self._reference_module)
+        self.run_passes = NetworkPasses(backend, self.monitor, policy.networks, self._reference_module)
         self.metrics, self.progress = Metrics(), UpdateProgress()
 
     def _make_rollout_objects(self) -> None:
         """Make what samples and scores, in rollouts and in evaluations."""
-        args, shared = self.args, {"policy": self.policy, "backend": self.backend, "ranks": self.ranks}
+        args, shared = self.args, {"policy": self.policy, "backend": self.backend, "monitor": self.monitor}
         self.scorer = setup.make_scorer(args, self.rewards, state=lambda: self.state, **shared)
         shared |= {"inputs": self.inputs}
         self.replays = setup.make_replays(args, self.policy, self.reference, self.inputs, self.backend)
@@ -278,13 +280,15 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.metrics.reset()
         folder = Path(self.args.output_dir)
         with contextlib.ExitStack() as held:
-            point = self.find_start(resume_from_checkpoint or self.args.resume_from_checkpoint, held, self.ranks.agree)
+            point = self.find_start(
+                resume_from_checkpoint or self.args.resume_from_checkpoint, held, self.monitor.agree
+            )
             if self.args.should_save:
                 write_json(folder / "run.json", self.run)
             if self.average is not None:
                 self.average.hide()  # a second training goes on from the policy
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
-            held.enter_context(self.ranks.together())
+            held.enter_context(self.monitor.propagate_errors())
             output = super().train(resume_from_checkpoint=point, **kwargs)
         if self.average is not None:
             self.average.show()
@@ -338,7 +342,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         Each loss is a sum over samples, divided by the trained steps of the whole micro-batch: every sample weighs the
         same, however they are split into parts.
         """
-        backend, ranks, outputs = self.backend, self.ranks, []
+        backend, monitor, outputs = self.backend, self.monitor, []
 
         def compute(part: Any, step: int) -> Tensor:
             outputs.append(self.algorithm.loss(self.policy, self.reference, part, step))
@@ -353,16 +357,16 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             with backend.accumulate(model, is_last):
                 loss = backend.forward(model, compute, part, step)
                 loss = loss * counts / (batch.num_trained_steps * self.current_gradient_accumulation_steps)
-                if (is_last or ranks.is_alone) and self.weights.leave_some_without_gradient:
+                if (is_last or monitor.is_alone) and self.weights.leave_some_without_gradient:
                     loss = loss + self.weights.zero()  # one process may have DDP too
                 if counts:
                     self.metrics.add_all(outputs[-1].metrics)
-                ranks.defer(self._refuse_non_finite, loss.detach(), "loss")
+                monitor.defer(self._refuse_non_finite, loss.detach(), "loss")
                 if is_last:
                     drift = max(output.drift for output in outputs)
-                    self.metrics.add_all(ranks.defer(self.algorithm.check, batch, drift) or {})
+                    self.metrics.add_all(monitor.defer(self.algorithm.check, batch, drift) or {})
                     if self.accelerator.sync_gradients:
-                        ranks.agree_on_deferred()
+                        monitor.agree_on_deferred()
                 backend.backward(loss * backend.groups.size)  # DDP takes the mean, a context group makes the sum
             self.progress.advance()
             total += loss.detach()
@@ -374,7 +378,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         if targets is None:
             return
         loss = self.values.loss(targets, self.args.value_clip)
-        self.ranks.defer(self._refuse_non_finite, loss.detach(), "value loss")
+        self.monitor.defer(self._refuse_non_finite, loss.detach(), "value loss")
         self.backend.backward(loss / self.current_gradient_accumulation_steps)
         self.metrics.add("value/loss", loss.item())
 
@@ -427,7 +431,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.inputs.columns(part).check(name)
         self.model.eval()
         try:
-            with self.ranks.together():
+            with self.monitor.propagate_errors():
                 metrics = self.evaluator.evaluate(
                     datasets, metric_key_prefix, pipeline_kwargs or {}, self.state.global_step, self.state.log_history
                 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tiny_runs import first_frame_brightness, trained_weights, trainer_for
+from tiny_runs import SMOOTH, SMOOTH_VIDEOS, trained_weights, trainer_for
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -36,8 +36,7 @@ def run(folder: Path, settings: dict) -> None:
     is_offloaded = settings.pop("offload", False)
     if processes > 1:
         os.environ["FSDP_OFFLOAD_PARAMS"] = str(is_offloaded)
-    if settings.get("name") == "wan":
-        settings["rewards"] = first_frame_brightness
+    settings = SMOOTH_VIDEOS | settings if settings.get("name") == "wan" else SMOOTH | settings
     trainer = trainer_for(folder, **settings)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()

@@ -19,7 +19,7 @@ from zero_run import deepspeed_config
 
 from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.data import inputs
-from diffusion_grpo.distributed import failure as ranks
+from diffusion_grpo.distributed import failure
 from diffusion_grpo.rewards import batchwise, groupwise, takes_latents
 from diffusion_grpo.rewards.models.base import ModelReward
 from diffusion_grpo.rollout import generation
@@ -181,7 +181,7 @@ def fail_of_subset(folder, settings, where):
             time.sleep(3)
         return brightness(images)
 
-    generation.rollout, ranks.NOTICE, ranks.BEAT = rolled_out, 1.0, 0.5
+    generation.rollout, failure.NOTICE_INTERVAL, failure.HEARTBEAT = rolled_out, 1.0, 0.5
     built(folder, settings, scorer).train()
 
 
@@ -213,10 +213,10 @@ def fail(folder, settings, where):
         return real_rows(self, dataset, numbers)
 
     inputs.PipelineInputs.rows = rows
-    ranks.NOTICE, ranks.BEAT, ranks.GRACE = 1.0, 0.5, 1.0
+    failure.NOTICE_INTERVAL, failure.HEARTBEAT, failure.GRACE_PERIOD = 1.0, 0.5, 1.0
     if rank() == 1 and where == "late":
-        wait = ranks.Ranks._wait_for_all
-        ranks.Ranks._wait_for_all = lambda *args: (wait(*args), time.sleep(5))
+        wait = failure.ProcessGroupMonitor.wait_for_all
+        failure.ProcessGroupMonitor.wait_for_all = lambda *args: (wait(*args), time.sleep(5))
     own = built(folder, settings, judge)
     real_loss, own.algorithm.loss = own.algorithm.loss, loss
     try:
@@ -228,11 +228,11 @@ def fail(folder, settings, where):
 
 def catch(folder, settings):
     """Both fail, catch that, and go on."""
-    ranks.GRACE = 0.5
+    failure.GRACE_PERIOD = 0.5
     own = built(folder, settings)
-    with contextlib.suppress(ValueError), own.ranks.together():
+    with contextlib.suppress(ValueError), own.monitor.propagate_errors():
         raise ValueError("a setting that cannot be")
-    with own.ranks.together():
+    with own.monitor.propagate_errors():
         time.sleep(3)
     print("went on")
 
@@ -244,7 +244,7 @@ def die(folder, settings, moment, calls):
     if rank() == (0 if moment == "checkpoint" else 1):  # process 0 is the one that writes
         place = {"rollout": (generation, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
         kill_in(*place[moment], calls)
-    ranks.BEAT = 0.5
+    failure.HEARTBEAT = 0.5
     built(folder, settings).train()
 
 

@@ -83,7 +83,10 @@ class DeepSpeedBackend(DistributedBackend):
         if len(component) == 1 or self.accelerator.num_processes == 1:
             return
         if self.stage >= 2 and permute_steps:
-            reason, change = "with permute_steps processes would train different ones at once", "set permute_steps=False"
+            reason, change = (
+                "with permute_steps processes would train different ones at once",
+                "set permute_steps=False",
+            )
         elif self.stage == 3 and self._plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer"):
             reason = "ZeRO-3 offloads gradients of one of them only"
             change = "leave out offload_optimizer, or use ZeRO-2"

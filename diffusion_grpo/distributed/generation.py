@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from .backend import DistributedBackend
-from .failure import Ranks
+from .failure import ProcessGroupMonitor
 
 
 class NetworkPasses:
@@ -15,7 +15,7 @@ class NetworkPasses:
 
     Args:
         backend: gathers them.
-        ranks: the processes, which meet inside where weights are gathered layer by layer.
+        monitor: the processes, which meet inside where weights are gathered layer by layer.
         networks: the trained ones.
         reference: returns the reference's module, or None.
     """
@@ -23,14 +23,14 @@ class NetworkPasses:
     def __init__(
         self,
         backend: DistributedBackend,
-        ranks: Ranks,
+        monitor: ProcessGroupMonitor,
         networks: list[nn.Module],
         reference: Callable[[], nn.Module | None],
     ):
-        self._backend, self._ranks, self._networks, self._reference = backend, ranks, networks, reference
+        self._backend, self._monitor, self._networks, self._reference = backend, monitor, networks, reference
 
     def __call__(self, method: Callable, *args: Any) -> Any:
         """Return what `method` returns."""
-        meets = self._ranks.together() if self._backend.meets_in_passes else contextlib.nullcontext()
+        meets = self._monitor.propagate_errors() if self._backend.meets_in_passes else contextlib.nullcontext()
         with meets, self._backend.generation(self._networks, self._reference()) as run:
             return run(method, *args)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..distributed.context_parallel import ContextGroups
-from ..distributed.failure import RankError, Ranks
+from ..distributed.failure import ProcessGroupMonitor, RankError
 from ..media.serialize import pack_samples, unpack_samples
 from .overlap import Arrivals, RolloutScoring
 
@@ -103,18 +103,18 @@ class Assignment:
 
 
 class SampleChannel:
-    """Sends samples between processes inside of `Ranks.apart`. Its constructor is a collective.
+    """Sends samples between processes inside `barrier_after`. Its constructor is a collective.
 
     Args:
-        ranks: the processes.
+        monitor: the processes.
         device: where tensors go that were on the sender's accelerator.
         timeout: seconds within which a packet that is being sent must arrive.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, timeout: float):
-        self.ranks, self.device = ranks, device
+    def __init__(self, monitor: ProcessGroupMonitor, device: torch.device, timeout: float):
+        self.monitor, self.device = monitor, device
         self.group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
-        self.own, self.turn = ranks.accelerator.process_index, 0
+        self.own, self.turn = monitor.accelerator.process_index, 0
         self.under_way: list[distributed.Work] = []
 
     def open(self) -> None:
@@ -136,7 +136,7 @@ class SampleChannel:
             work for work in self.under_way if not work.is_completed()
         ]  # each keeps its packet in memory
         self.under_way.append(distributed.isend(content, process, group=self.group, tag=self.turn))
-        self.ranks.tell(self._next(self.own, process), json.dumps({"positions": positions, "bytes": len(content)}))
+        self.monitor.send(self._next(self.own, process), json.dumps({"positions": positions, "bytes": len(content)}))
 
     def receive(self, process: int, is_waiting: bool) -> Packet | None:
         """Return the next packet of a process; None if it has not arrived yet and `is_waiting` is false.
@@ -145,19 +145,19 @@ class SampleChannel:
             RankError: the process ended before all of it had arrived, or gives no sign of life.
         """
         if is_waiting:
-            self.ranks.announce(f"waits for samples of process {process}")
+            self.monitor.set_task(f"waits for samples of process {process}")
         key = f"{process}/{self.own}/{self.counts[process, self.own]}"
-        told = self.ranks.told(process, key, is_waiting)
-        if told is None:
+        message = self.monitor.receive(process, key, is_waiting)
+        if message is None:
             return None
         self._next(process, self.own)
-        told = json.loads(told)
-        content = torch.empty(told["bytes"], dtype=torch.uint8)
+        header = json.loads(message)
+        content = torch.empty(header["bytes"], dtype=torch.uint8)
         try:
             distributed.recv(content, process, group=self.group, tag=self.turn)
         except RuntimeError as error:
             raise RankError(f"Process {process} broke off while sending its samples ({error}).") from error
-        return told["positions"], *unpack_samples(content, self.device)
+        return header["positions"], *unpack_samples(content, self.device)
 
     def _next(self, source: int, target: int) -> str:
         number = self.counts[source, target]
@@ -249,7 +249,7 @@ class SubsetScoring:
 def exchange_samples(
     assignment: Assignment, channel: SampleChannel, samples: list, latents: list[Tensor] | None
 ) -> Packet:
-    """Send all samples of this process, and return all that it scores. Called inside of `Ranks.apart`.
+    """Send all samples of this process, and return all that it scores. Called inside `barrier_after`.
 
     Args:
         assignment: who scores what.

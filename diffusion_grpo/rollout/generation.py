@@ -16,7 +16,7 @@ from ..algorithms.batch import Rows
 from ..algorithms.zero_advantages import sample_weights
 from ..data.inputs import PipelineInputs, check_count
 from ..distributed.backend import DistributedBackend
-from ..distributed.failure import Ranks
+from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.token_process import TokenTrajectory
@@ -47,7 +47,7 @@ class RolloutGenerator:
         credit: turns rewards into advantages.
         replays: measures divergences and anchors.
         writer: keeps tables and files of samples.
-        backend, ranks: the processes.
+        backend, monitor: the processes.
         run_passes: runs a method that passes the network.
         metrics: takes what is measured.
         progress: is told how far the rollout is.
@@ -74,7 +74,7 @@ class RolloutGenerator:
         replays: Replays,
         writer: SampleWriter,
         backend: DistributedBackend,
-        ranks: Ranks,
+        monitor: ProcessGroupMonitor,
         run_passes: Callable,
         metrics: Any,
         progress: Any,
@@ -89,7 +89,7 @@ class RolloutGenerator:
     ):
         self._policy, self.inputs, self._read_rows, self._plan = policy, inputs, read_rows, plan
         self._scorer, self._credit, self._replays, self._writer = scorer, credit, replays, writer
-        self._backend, self._ranks, self._run_passes, self._metrics = backend, ranks, run_passes, metrics
+        self._backend, self._monitor, self._run_passes, self._metrics = backend, monitor, run_passes, metrics
         self._progress, self._unscored = progress, unscored
         self._noise_level, self._noise_in_last_step = noise_level, noise_in_last_step
         self._measures_divergence, self._anchors_on_replay = measures_divergence, anchors_on_replay
@@ -110,12 +110,12 @@ class RolloutGenerator:
         """
         positions = order.own()
         extra: dict[str, list] = {}
-        with self._ranks.apart("reads its rows"):  # a process that fails here comes to no collective of the rollout
+        with self._monitor.barrier_after("reads its rows"):  # before the collectives of the rollout: one may fail here
             rows = self.rows_at(positions.tolist(), row_indices)
             scoring = self._scorer.begin_rollout(order, row_indices, rows, self._read_rows)
         scoring.arrivals.watch = self._progress.advance
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
-        with self._ranks.apart("rolls out"), scoring:
+        with self._monitor.barrier_after("rolls out"), scoring:
             start = time.perf_counter()
             samples, trajectories, *observed = self._run_passes(self._roll_out, rows, order, step, scoring)
             self._note_trajectories(trajectories)

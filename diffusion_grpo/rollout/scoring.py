@@ -15,7 +15,7 @@ from ..algorithms.batch import Rows
 from ..data.prompts import get_prompts
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_bytes
-from ..distributed.failure import Ranks
+from ..distributed.failure import ProcessGroupMonitor
 from ..media.serialize import pack_columns, unpack_columns
 from ..rewards import Reward
 from ..rewards.calls import Scoring, score_here
@@ -39,7 +39,7 @@ class RewardScorer:
     Args:
         rewards: those that are trained on.
         backend: of the processes.
-        ranks: the processes, which are told what this one waits for.
+        monitor: the processes, which are told what this one waits for.
         reward_processes: how many of them score; None where each scores its own samples.
         channel: carries samples to them; None where each scores its own.
         overlap: whether rewards may be computed while the next samples are made.
@@ -54,7 +54,7 @@ class RewardScorer:
         rewards: list[Reward],
         *,
         backend: DistributedBackend,
-        ranks: Ranks,
+        monitor: ProcessGroupMonitor,
         reward_processes: int | None,
         channel: SampleChannel | None,
         overlap: Overlap,
@@ -63,7 +63,7 @@ class RewardScorer:
         state: Callable[[], TrainerState],
         failures: Path,
     ):
-        self.rewards, self._backend, self._ranks = rewards, backend, ranks
+        self.rewards, self._backend, self._monitor = rewards, backend, monitor
         self._reward_processes, self.channel, self._overlap = reward_processes, channel, overlap
         self._fps, self._sampling_rate, self._state, self._failures = fps, sampling_rate, state, failures
 
@@ -160,7 +160,7 @@ class RewardScorer:
     ) -> tuple[list[int], list, list[Tensor] | None]:
         """Return places, samples and latents of what this process scores of an evaluation.
 
-        Called inside of [`~diffusion_grpo.distributed.failure.Ranks.apart`].
+        Called inside of [`~diffusion_grpo.distributed.failure.ProcessGroupMonitor.barrier_after`].
 
         Args:
             made: places of what each process makes; `samples` and `latents` are those of this one.
@@ -238,7 +238,7 @@ class RewardScorer:
         )
 
     def _announce(self, names: str | None) -> None:
-        self._ranks.announce("rolls out" if names is None else f"computes the reward {names}")
+        self._monitor.set_task("rolls out" if names is None else f"computes the reward {names}")
 
 
 def gather_by_position(backend: DistributedBackend, local: Tensor | None, order: RolloutOrder) -> Tensor | None:

@@ -21,7 +21,7 @@ from ..algorithms.advantages import combine
 from ..data.inputs import PipelineInputs, check_count
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_means
-from ..distributed.failure import Ranks
+from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.trajectory import sample_seed
@@ -104,7 +104,7 @@ class Evaluator:
         average: the moving average that is evaluated in place of the policy's weights, or None.
         eval_rewards: rewards that are only measured, in evaluations.
         reward_weights: of the trained rewards.
-        backend, ranks: the processes.
+        backend, monitor: the processes.
         run_passes: runs a method that passes the network.
         settings: how evaluations are made.
         has_reference: whether there is one to measure a distance to; none for tokens, and none in full training with
@@ -124,7 +124,7 @@ class Evaluator:
         eval_rewards: list[Reward],
         reward_weights: list[float],
         backend: DistributedBackend,
-        ranks: Ranks,
+        monitor: ProcessGroupMonitor,
         run_passes: Callable,
         settings: EvaluationSettings,
         has_reference: bool,
@@ -132,7 +132,7 @@ class Evaluator:
         self._policy, self._inputs, self._scorer, self._generator = policy, inputs, scorer, generator
         self._rewards, self._weights = scorer.rewards + eval_rewards, torch.tensor(reward_weights)
         self._feed, self._replays, self._average, self._has_reference = feed, replays, average, has_reference
-        self._backend, self._ranks, self._run_passes, self._settings = backend, ranks, run_passes, settings
+        self._backend, self._monitor, self._run_passes, self._settings = backend, monitor, run_passes, settings
 
     @torch.no_grad()
     def evaluate(
@@ -242,9 +242,9 @@ class Evaluator:
         funcs, extra = self._rewards, {}
         kind, points, local = None, {}, None
         # a process that fails here comes to no collective of the samples
-        with self._ranks.apart("reads rows for the evaluation"):
+        with self._monitor.barrier_after("reads rows for the evaluation"):
             rows = self._inputs.rows(dataset, [place // count for place in mine])
-        with self._ranks.apart("samples for the evaluation"):
+        with self._monitor.barrier_after("samples for the evaluation"):
             latents = [None] * len(rows) if any(map(takes_only_latents, funcs)) else None
             samples = self._run_passes(self._sample, rows, mine, pipeline_kwargs, latents)
             samples, rows, mine = (part[: own * count] for part in (samples, rows, mine))

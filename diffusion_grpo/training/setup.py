@@ -23,7 +23,7 @@ from ..data.inputs import PipelineInputs
 from ..data.sampler import GroupSampler
 from ..distributed.backend import DistributedBackend
 from ..distributed.context_parallel import ContextGroups
-from ..distributed.failure import Ranks
+from ..distributed.failure import ProcessGroupMonitor
 from ..distributed.generation import NetworkPasses
 from ..distributed.weights import TrainedWeights
 from ..media.files import find_sampling_rate
@@ -203,16 +203,16 @@ def make_scorer(
     *,
     policy: Policy,
     backend: DistributedBackend,
-    ranks: Ranks,
+    monitor: ProcessGroupMonitor,
     state: Callable[[], TrainerState],
 ) -> RewardScorer:
     """Make what calls the rewards."""
     return RewardScorer(
         rewards.trained,
         backend=backend,
-        ranks=ranks,
+        monitor=monitor,
         reward_processes=args.reward_processes,
-        channel=SampleChannel(ranks, args.device, args.ddp_timeout) if args.scores_on_some else None,
+        channel=SampleChannel(monitor, args.device, args.ddp_timeout) if args.scores_on_some else None,
         overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
         fps=args.fps,
         sampling_rate=find_sampling_rate(policy.pipe),
@@ -244,7 +244,7 @@ def make_generator(
     values: ValueModel | None,
     replays: Replays,
     backend: DistributedBackend,
-    ranks: Ranks,
+    monitor: ProcessGroupMonitor,
     run_passes: NetworkPasses,
     metrics: Metrics,
     progress: UpdateProgress,
@@ -261,7 +261,7 @@ def make_generator(
         writer=make_sample_writer(args, rewards, backend.groups, find_sampling_rate(policy.pipe)),
         unscored=UnscoredRollouts(rewards.names, is_warning=args.process_index == 0),
         backend=backend,
-        ranks=ranks,
+        monitor=monitor,
         run_passes=run_passes,
         metrics=metrics,
         progress=progress,
@@ -300,7 +300,7 @@ def make_evaluator(
     reference: AnyReference | None,
     average: PolicyAverage | None,
     backend: DistributedBackend,
-    ranks: Ranks,
+    monitor: ProcessGroupMonitor,
     run_passes: NetworkPasses,
 ) -> Evaluator:
     """Make what measures held-out prompts."""
@@ -315,7 +315,7 @@ def make_evaluator(
         eval_rewards=rewards.evaluated,
         reward_weights=rewards.weights,
         backend=backend,
-        ranks=ranks,
+        monitor=monitor,
         run_passes=run_passes,
         settings=evaluation_settings(args, find_sampling_rate(policy.pipe)),
         has_reference=reference is not None and not policy.draws_tokens,

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from diffusion_grpo.distributed import collectives as gathering
-from diffusion_grpo.distributed import failure as ranks
+from diffusion_grpo.distributed import failure
 
 SMALL = {
     "per_device_train_batch_size": 2,
@@ -132,12 +132,12 @@ def ranks_weights(folder):
 
 
 def test_one_process_waits_for_nobody():
-    alone = ranks.Ranks(types.SimpleNamespace(num_processes=1), 1.0, (KeyError,))
-    with pytest.raises(KeyError), alone.apart("x"):
+    alone = failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=1), 1.0, (KeyError,))
+    with pytest.raises(KeyError), alone.barrier_after("x"):
         raise KeyError("x")
     with pytest.raises(ValueError, match="y"):
         alone.agree(ValueError("y"))
-    with pytest.raises(KeyError), alone.together():
+    with pytest.raises(KeyError), alone.propagate_errors():
         raise KeyError("z")
     alone.agree(None)
     measured = {"a": [1.0, 2.0], "b": [1.0, 3.0], "c": [], "d": [4.0, 2.0]}
@@ -147,23 +147,27 @@ def test_one_process_waits_for_nobody():
 def test_silence_is_death_and_any_sign_is_life(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watch = ranks._Watch(10.0, 0.0)
+    watch = failure.SilenceWatch(10.0, 0.0)
     for second in (4, 8, 12, 16):  # each time another sign
         now[0] = float(second)
         watch.look([3], lambda process, second=second: json.dumps({"task": "rolls out", "seconds": second}))
     now[0] = 25.0
     watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
     now[0] = 27.0
-    with pytest.raises(ranks.RankError, match="Process 3 gave no sign of life for 11 s .ddp_timeout=10.*rolls out"):
+    with pytest.raises(failure.RankError, match="Process 3 gave no sign of life for 11 s .ddp_timeout=10.*rolls out"):
         watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
-    with pytest.raises(ranks.RankError, match="it has not begun last"):
-        ranks._Watch(10.0, 0.0).look([1], lambda process: None)
+    with pytest.raises(failure.RankError, match="it has not begun last"):
+        failure.SilenceWatch(10.0, 0.0).look([1], lambda process: None)
 
 
 def test_the_store_bears_what_many_processes_ask(monkeypatch):
     """Of 512 each asks less often than of two; and of the missing only a few are looked at, the first."""
-    two, many = (ranks.Ranks(types.SimpleNamespace(num_processes=count), 60.0, ()) for count in (2, 512))
-    assert two._pause(0.2) == 0.2 and 512 / many._pause(0.2) == pytest.approx(ranks.REQUESTS)
+    two, many = (
+        failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=count), 60.0, ()) for count in (2, 512)
+    )
+    assert two.request_interval(0.2) == 0.2 and 512 / many.request_interval(0.2) == pytest.approx(
+        failure.REQUESTS_PER_SECOND
+    )
     store, looked_at = distributed.HashStore(), []
     store.append("1/who", "0 1 3 ")
     store.add("1/arrived", 3)
@@ -172,8 +176,8 @@ def test_the_store_bears_what_many_processes_ask(monkeypatch):
         looked_at.append(missing)
         store.add("1/arrived", 509)
 
-    monkeypatch.setattr(ranks._Watch, "look", look)
-    monkeypatch.setattr(ranks._Watch, "is_due", lambda watch: True)
-    monkeypatch.setattr(ranks, "NAMED", 3)
-    many._wait_for_all(store, "1")
+    monkeypatch.setattr(failure.SilenceWatch, "look", look)
+    monkeypatch.setattr(failure.SilenceWatch, "is_due", lambda watch: True)
+    monkeypatch.setattr(failure, "MAX_NAMED", 3)
+    many.wait_for_all(store, "1")
     assert looked_at == [[2, 4, 5]]
