@@ -1,1 +1,1 @@
-"""Settings: `DiffusionGRPOConfig`, its themes, its validation, and the command line's arguments."""
+"""`DiffusionGRPOConfig`: its fields by theme, its validation, and how the command line reads it."""

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ScriptArguments:
-    """What is trained, on which prompts, by which rewards."""
+    """What is trained, on which prompts, with which rewards."""
 
     model: str = field(metadata={"help": "Hub id or folder of a diffusers pipeline, or `tiny`, the embedded model."})
     dataset: str = field(
         metadata={
-            "help": "Prompts: a .txt (one a line), .jsonl, .json, .csv or .parquet file, a folder written by "
+            "help": "Prompts: a .txt (one per line), .jsonl, .json, .csv or .parquet file, a folder written by "
             "`save_to_disk`, a Hub id, or `tiny`."
         }
     )
@@ -27,27 +27,27 @@ class ScriptArguments:
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     eval_dataset: str | None = field(
-        default=None, metadata={"help": "Held-out prompts, given as `dataset` is; nothing is evaluated without them."}
+        default=None, metadata={"help": "Held-out prompts, given like `dataset`; without them nothing is evaluated."}
     )
     dataset_test_split: str = field(default="test", metadata={"help": "Split of `eval_dataset` to evaluate on."})
     eval_max_prompts: int | None = field(
-        default=None, metadata={"help": "Evaluate on the first so many held-out prompts."}
+        default=None, metadata={"help": "Evaluate on the first N held-out prompts; by default on all."}
     )
     eval_reward_funcs: list[str] | None = field(
         default=None,
-        metadata={"help": "Judges: rewards that are measured in evaluations and never trained on; as `reward_funcs`."},
+        metadata={
+            "help": "Evaluation-only rewards: measured in evaluations, never trained on; given like `reward_funcs`."
+        },
     )
     baseline_guidance_scales: list[float] | None = field(
         default=None,
-        metadata={
-            "help": "Guidance scales at which the untrained model is evaluated first, as lines to compare with."
-        },
+        metadata={"help": "Guidance scales at which the untrained model is evaluated first, for comparison."},
     )
     report_experiment: str | None = field(
         default=None,
         metadata={
-            "help": "JSON of an earlier experiment to show in the report (docs/metrics.md); in a file of settings "
-            "relative to that file."
+            "help": "JSON file of an earlier experiment to show in the report (docs/metrics.md); in a YAML file of "
+            "settings, relative to that file."
         },
     )
 
@@ -65,24 +65,28 @@ LORA_INITS = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's init_lora_weigh
 
 @dataclass
 class LoraArguments:
-    """LoRA under TRL's names; without `use_peft` every weight of the policy is trained."""
+    """LoRA under TRL's names; without `use_peft` every weight of the policy is trained.
 
-    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA in place of all weights."})
+    TRL's own `ModelConfig` and `get_peft_config` are not used: they carry settings of language models (quantization,
+    attention, task type), default to dropout, and cannot choose how a LoRA starts.
+    """
+
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA instead of all weights."})
     lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA: its output is multiplied by alpha / r."})
     lora_target_modules: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Layers that get a LoRA, by the end of their names; one entry alone may be a regular expression "
-            "or `all-linear`. Without it: to_q, to_k, to_v, to_out.0, or of a language model q_proj, k_proj, v_proj, "
+            "help": "Layers that get a LoRA, by the end of their names; a single entry may be a regular expression or "
+            "`all-linear`. By default to_q, to_k, to_v, to_out.0, and in a language model q_proj, k_proj, v_proj, "
             "o_proj."
         },
     )
     lora_init: str = field(
         default="kaiming",
         metadata={
-            "help": "How a LoRA's first factor starts: kaiming (PEFT's own) or gaussian, with the standard deviation "
-            "1 / lora_r (Flow-GRPO). The second one starts at 0."
+            "help": "How a LoRA's first factor is initialised: kaiming (PEFT's default) or gaussian, with std "
+            "1 / lora_r (Flow-GRPO). The second factor starts at 0."
         },
     )
     lora_dropout: float = field(default=0.0, metadata={"help": "Must be 0: dropout makes the replay inexact."})
@@ -91,7 +95,7 @@ class LoraArguments:
         if self.lora_dropout != 0:
             raise ValueError(
                 f"lora_dropout is {self.lora_dropout}; set it to 0, because dropout draws a different network in "
-                "rollout and in replay and moves the ratio by more than the clip range."
+                "rollout and in replay, which moves the ratio by more than the clip range."
             )
         if self.lora_init not in LORA_INITS:
             raise ValueError(f"lora_init is {self.lora_init!r}; choose one of {', '.join(LORA_INITS)}.")
@@ -99,10 +103,10 @@ class LoraArguments:
             raise ValueError(f"lora_r is {self.lora_r}; use at least 1.")
 
     def peft_config(self, lora_path: str | None = None) -> "LoraConfig | None":
-        """Describe a new LoRA by these arguments; None for full training, and where `lora_path` is trained further.
+        """Return the configuration of a new LoRA; None for full training, or to train the LoRA at `lora_path` further.
 
         Raises:
-            ValueError: both a LoRA to train further and settings of a new one.
+            ValueError: there is a LoRA to train further, but also settings of a new one.
         """
         if lora_path is not None:
             others = [f.name for f in fields(self) if f.name != "use_peft" and getattr(self, f.name) != f.default]
@@ -125,7 +129,7 @@ class LoraArguments:
 
 @dataclass
 class LaunchArguments:
-    """How many processes are started and what they share, in accelerate's names. Without any, none is started."""
+    """How many processes to start and what they shard, in accelerate's names. If all are None, none is started."""
 
     accelerate_config: str | None = field(
         default=None,
@@ -136,14 +140,16 @@ class LaunchArguments:
     )
     num_processes: int | None = field(
         default=None,
-        metadata={"help": "Processes, of all machines together; by default one for each accelerator."},
+        metadata={"help": "Processes on all machines together; by default one per accelerator."},
     )
-    num_machines: int | None = field(default=None, metadata={"help": "Machines; the same command runs on each."})
-    machine_rank: int | None = field(default=None, metadata={"help": "Which of the machines this is, from 0."})
+    num_machines: int | None = field(
+        default=None, metadata={"help": "Number of machines; the same command runs on each."}
+    )
+    machine_rank: int | None = field(default=None, metadata={"help": "Index of this machine, from 0."})
     main_process_ip: str | None = field(default=None, metadata={"help": "Address of the machine of rank 0."})
     main_process_port: int | None = field(
         default=None,
-        metadata={"help": "Port on that machine; by default a free one if there is one machine."},
+        metadata={"help": "Port on that machine; with one machine by default a free one."},
     )
 
     def __post_init__(self):
@@ -154,5 +160,5 @@ class LaunchArguments:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to be started."""
+        """Whether no process is to be started."""
         return all(value is None for value in vars(self).values())

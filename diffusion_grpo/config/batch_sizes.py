@@ -7,16 +7,16 @@ import dataclasses
 class BatchSizes:
     """The sizes of a rollout and of what is trained on it.
 
-    A rollout is made by all processes together. Each trains on its samples in micro-batches; the number of a
-    micro-batch, counted over all uses of a rollout, is its slot.
+    All processes make a rollout together. Each trains on its samples in micro-batches; the index of a micro-batch,
+    counted over all passes over a rollout, is its slot.
 
     Attributes:
-        num_generations: samples of each prompt: the group.
-        best_of_n: how many of them are trained on; None for all.
+        num_generations: samples per prompt: the group.
+        best_of_n: how many of a group are trained on; None for all.
         micro_batch: samples of one process in one forward and backward pass (`per_device_train_batch_size`).
         accumulation: micro-batches in one update.
         steps_per_generation: micro-batches in one rollout.
-        num_iterations: how often a rollout is trained on.
+        num_iterations: how many times a rollout is trained on.
         data_processes: processes with samples of their own; a context-parallel group counts as one.
         data_process: index of this process, or of its group, among them.
     """
@@ -32,7 +32,7 @@ class BatchSizes:
 
     @property
     def trained_per_prompt(self) -> int:
-        """Samples of a prompt that are trained on."""
+        """Samples per prompt that are trained on."""
         return self.best_of_n or self.num_generations
 
     @property
@@ -62,17 +62,17 @@ class BatchSizes:
 
     @property
     def consecutive_samples(self) -> int:
-        """Consecutive samples that one process makes: all, or of several processes its share of an update."""
+        """Consecutive samples that one process makes: all, or with several processes its share of an update."""
         if self.data_processes == 1:
             return self.rollout_share
         return self.update_share * self.num_generations // self.trained_per_prompt
 
     @property
     def slots(self) -> int:
-        """Micro-batches that one process trains on one rollout."""
+        """Micro-batches that one process trains on per rollout."""
         return self.steps_per_generation * self.num_iterations
 
     @property
     def updates_per_rollout(self) -> int:
-        """Updates that are made on one rollout."""
+        """Updates made on one rollout."""
         return max(1, self.slots // self.accumulation)

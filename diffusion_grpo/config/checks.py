@@ -1,6 +1,6 @@
-"""What cannot work together among the settings: a `DiffusionGRPOConfig` enters, a ValueError or nothing leaves.
+"""Refuse settings that are out of range, unknown, or contradict each other.
 
-These are the sentences that a user reads first. None of them needs a model, and nothing heavy is imported for them.
+These are the messages that a user reads first. None needs a model, and nothing heavy is imported for them.
 """
 
 import difflib
@@ -19,10 +19,10 @@ RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "l
 
 
 def check_settings(args: Sizes) -> None:
-    """Refuses settings that are out of range, unknown, or contradict each other.
+    """Refuse settings that are out of range, unknown, or contradict each other.
 
     Raises:
-        ValueError: one sentence: what was found, and what to change.
+        ValueError: in one sentence, what was found and what to change.
     """
     _check_choices(args)
     _check_numbers(args)
@@ -51,11 +51,11 @@ def _check_choices(args: Sizes) -> None:
             near = difflib.get_close_matches(str(value), known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
-    if args.sde_type != "auto":  # which is known with the pipeline
+    if args.sde_type != "auto":  # which is known once the pipeline is
         check_log_prob(args.log_prob_type, args.sde_type, log_prob_names())
     _check_loss(args.loss_type)
     if args.remove_unused_columns:
-        raise ValueError("remove_unused_columns must stay False: the reward functions get every column.")
+        raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
     if args.sync_ref_model and not args.needs_reference:
         raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
     if args.advantage_estimator == "gae" and args.multi_objective_aggregation == "loss_per_reward":
@@ -64,17 +64,19 @@ def _check_choices(args: Sizes) -> None:
             "'loss_per_reward'; use sum_then_normalize."
         )
     if args.selective_checkpointing < 1 and not args.activation_checkpointing:
-        raise ValueError("selective_checkpointing chooses blocks to recompute; set gradient_checkpointing=True.")
+        raise ValueError("selective_checkpointing chooses which blocks to recompute; set gradient_checkpointing=True.")
     if args.lora_path is not None and args.lora_adapter is not None:
-        raise ValueError("lora_path loads a LoRA to train further and lora_adapter names one; leave one of them out.")
+        raise ValueError(
+            "lora_path loads a LoRA to train further and lora_adapter names a loaded one; leave one of them out."
+        )
     if args.ignore_data_skip:
-        raise ValueError("ignore_data_skip would pair resumed rollouts with other prompts; leave it False.")
+        raise ValueError("ignore_data_skip=True would pair resumed rollouts with other prompts; leave it False.")
     if args.auto_find_batch_size:
-        raise ValueError("auto_find_batch_size would change the groups; set per_device_train_batch_size instead.")
+        raise ValueError("auto_find_batch_size=True would change the groups; set per_device_train_batch_size instead.")
 
 
 def _check_loss(loss: Any) -> None:
-    """Refuses an unknown name; a dotted path and a function are looked at when they are needed."""
+    """Refuse an unknown name; a dotted path or a function is checked when it is needed."""
     known = loss_names()
     if isinstance(loss, str) and "." not in loss and loss not in known:
         near = difflib.get_close_matches(loss, known, n=1)
@@ -159,7 +161,7 @@ def _check_steps(args: Sizes) -> None:
     if args.sde_window_size is not None and args.sde_window_size > window[1] - window[0]:
         raise ValueError(
             f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
-            "that may be trained; make it smaller, or sde_window larger."
+            "that may be trained; lower it, or widen sde_window."
         )
 
 
@@ -171,15 +173,15 @@ def _check_last_step(args: Sizes) -> None:
         )
     if args.noise_in_last_step and args.sde_type in silent_last_step():
         raise ValueError(
-            f"noise_in_last_step=True changes nothing with sde_type={args.sde_type!r}, whose noise is 0 in the last "
-            "step whatever is asked for; leave it out."
+            f"noise_in_last_step=True changes nothing with sde_type={args.sde_type!r}, which never has noise in the "
+            "last step; leave it out."
         )
 
 
 def _check_pipeline_kwargs(args: Sizes) -> None:
     for name in args.pipeline_kwargs or {}:
         if name in RESERVED:
-            raise ValueError(f"pipeline_kwargs: {name} is the rollout's own and set by the trainer; leave it out.")
+            raise ValueError(f"pipeline_kwargs: {name} is set by the trainer for each rollout; leave it out.")
         if name in ("num_images_per_prompt", "num_videos_per_prompt"):
             raise ValueError(
                 f"pipeline_kwargs: {name} would hide samples from the groups; set num_generations instead."
@@ -196,10 +198,12 @@ def _check_context(args: Sizes) -> None:
         groups = " context-parallel groups" if args.context_parallel_size > 1 else ""
         raise ValueError(
             f"reward_processes={args.reward_processes} is more than the {args.data_processes}{groups or ' processes'} "
-            "there are; lower it, or leave it out so that each scores its own samples."
+            "of this run; lower it, or leave it out so that each process scores its own samples."
         )
     if args.context_parallel_size > 1 and args.advantage_estimator == "gae":
-        raise ValueError("advantage_estimator='gae' is not known to work with context_parallel_size; leave one out.")
+        raise ValueError(
+            "advantage_estimator='gae' has not been tested with context_parallel_size; leave one of them out."
+        )
 
 
 def _check_batches(args: Sizes) -> None:
@@ -233,14 +237,14 @@ def _check_batches(args: Sizes) -> None:
             f"{args.batch_sizes.prompts_per_rollout} prompts of a rollout; change it, or steps_per_generation."
         )
     if args.batch_sizes.prompts_per_rollout * generations // args.num_batches_per_step < 2:
-        raise ValueError("A batch of one sample has nothing to compare it with; lower num_batches_per_step.")
+        raise ValueError("A batch of one sample leaves nothing to compare with; lower num_batches_per_step.")
 
 
 def check_token_settings(args: Sizes) -> None:
-    """Refuse settings of denoising steps where tokens are trained; warn of their clip range.
+    """Refuse settings of denoising steps if tokens are trained, and warn about a clip range that is too small.
 
     Raises:
-        ValueError: a setting that would have no effect or has no meaning, or a loss of Gaussian steps.
+        ValueError: a setting has no effect or no meaning for tokens, or the loss is for Gaussian steps.
     """
     usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
     usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": False}
@@ -249,14 +253,14 @@ def check_token_settings(args: Sizes) -> None:
     for name, default in usual.items():
         if getattr(args, name) != default:
             raise ValueError(
-                f"{name}={getattr(args, name)!r} is of denoising steps, and what a language model does is tokens; "
-                "leave it out, or train the denoising network."
+                f"{name}={getattr(args, name)!r} is for denoising steps, but a language model draws tokens; leave it "
+                "out, or train the denoising network."
             )
     if "." not in args.loss_type and args.loss_type != "grpo":
-        raise ValueError(f"loss_type={args.loss_type!r} is of denoising steps; tokens are trained with grpo.")
+        raise ValueError(f"loss_type={args.loss_type!r} is for denoising steps; tokens are trained with grpo.")
     if args.epsilon <= type(args).epsilon:
         logger.warning(
-            "epsilon=%g is a clip range of denoising steps, whose log-probabilities are means over a latent; ratios "
-            "of tokens leave it at once, and nearly all of them would be clipped. Set epsilon to the order of 0.2.",
+            "epsilon=%g is a clip range for denoising steps, whose log-probabilities are means over a latent; the "
+            "ratios of tokens leave it at once, and nearly all would be clipped. Set epsilon to about 0.2.",
             args.epsilon,
         )

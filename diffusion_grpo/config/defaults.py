@@ -1,6 +1,6 @@
-"""What follows from the settings: defaults of one from another, and the sizes of a rollout and an update.
+"""What follows from the settings: defaults taken from other settings, and the sizes of a rollout and an update.
 
-Nothing heavy is imported, so that settings can be checked before torch is.
+Nothing heavy is imported, so settings can be checked before torch is loaded.
 """
 
 import json
@@ -11,13 +11,13 @@ DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs")
 
 
 class Sizes:
-    """A base of `DiffusionGRPOConfig`, and of what the command line checks before it imports that."""
+    """A base of `DiffusionGRPOConfig`, and of `EarlySettings`, which the command line checks before importing it."""
 
     def fill_in(self) -> None:
-        """Set what other settings say: TRL's names, dictionaries written as JSON, defaults taken from others.
+        """Apply TRL's names, read dictionaries written as JSON, and fill in defaults taken from other settings.
 
         Raises:
-            ValueError: a dictionary that is not JSON.
+            ValueError: a dictionary is not valid JSON.
         """
         if self.gradient_checkpointing is not None:  # the name that TRL's users know
             self.activation_checkpointing = self.gradient_checkpointing
@@ -32,17 +32,17 @@ class Sizes:
 
     @property
     def data_processes(self) -> int:
-        """Processes with samples of their own; those of a context-parallel group have the same and count as one."""
+        """Number of processes with samples of their own; a context-parallel group shares them and counts as one."""
         return self.world_size // self.context_parallel_size
 
     @property
     def data_process(self) -> int:
-        """Number of this process, or of its context-parallel group, among `data_processes`."""
+        """Index of this process, or of its context-parallel group, among `data_processes`."""
         return self.process_index // self.context_parallel_size
 
     @property
     def scores_on_some(self) -> bool:
-        """Whether samples travel to the processes that compute rewards."""
+        """Whether samples are sent to other processes that compute the rewards."""
         return self.reward_processes is not None and self.world_size > 1
 
     @property
@@ -52,7 +52,7 @@ class Sizes:
 
     @property
     def window(self) -> tuple[int, int]:
-        """[start, stop) of the steps that may be trained."""
+        """The range [start, stop) of the steps that may be trained."""
         start, stop = self.sde_window or (0, self.num_inference_steps - 1)
         return start, stop
 
@@ -72,7 +72,7 @@ class Sizes:
 
     @property
     def token_sampling(self) -> dict[str, float | None]:
-        """How tokens are drawn; None where the language model's own generation config decides."""
+        """How tokens are drawn; None leaves it to the language model's own generation config."""
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 

@@ -1,7 +1,7 @@
-"""Refuse what a user typed before torch is imported: unknown keys, wrong types, contradictions, names of nothing.
+"""Refuse typing errors before torch is imported: unknown keys, wrong types, contradictions, names that do not exist.
 
-In: settings as a YAML file and a command line give them. Out: nothing, or a ValueError of one sentence. What needs
-more than names, types and numbers (options of rewards, rows of a dataset, the model) is checked later.
+Each is a ValueError of one sentence. What needs more than names, types and numbers (options of rewards, rows of a
+dataset, the model) is checked later.
 """
 
 import difflib
@@ -23,7 +23,7 @@ MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # launchers t
 
 
 class EarlySettings(Sizes):
-    """The settings of a `DiffusionGRPOConfig` that was not built: defaults and given values, as attributes."""
+    """The settings of a `DiffusionGRPOConfig` that is not built yet: defaults and given values as attributes."""
 
     def __init__(self, values: dict[str, Any], world_size: int):
         for name, setting in config_fields().items():
@@ -34,14 +34,14 @@ class EarlySettings(Sizes):
 
 
 def script_fields() -> dict[str, Setting]:
-    """The settings of the command line beside `DiffusionGRPOConfig`'s, with their types as text."""
+    """Return the settings that only the command line takes, with their types as text."""
     classes = (ScriptArguments, LoraArguments, LaunchArguments)
     hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
     return {f.name: Setting(type_name(hints[f.name]), f.default) for cls in classes for f in fields(cls)}
 
 
 def type_name(hint: Any) -> str:
-    """A type as a user would write it: `int`, `list[str] | None`."""
+    """Write a type as a user would: `int`, `list[str] | None`."""
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
@@ -49,12 +49,12 @@ def check_values(values: dict[str, Any], world_size: int | None, extra: dict[str
     """Refuse settings by their names, types and values.
 
     Args:
-        values: of the file and the command line, the latter as words.
-        world_size: processes of the training; None where it is not known, and what depends on it is not checked.
-        extra: settings of the user's own class.
+        values: from the file and the command line; the latter are words.
+        world_size: number of processes; None if it is not known, and then nothing that depends on it is checked.
+        extra: settings of the user's own subclass.
 
     Raises:
-        ValueError: an unknown key, a missing one, a value of the wrong type, or settings that contradict each other.
+        ValueError: a key is unknown or missing, a value has the wrong type, or settings contradict each other.
     """
     known = (extra or {}) | script_fields() | config_fields()
     refuse_unknown(values, list(known))
@@ -69,10 +69,10 @@ def check_values(values: dict[str, Any], world_size: int | None, extra: dict[str
 
 
 def check_names(values: dict[str, Any]) -> None:
-    """Refuse rewards and files of prompts that there are not.
+    """Refuse rewards and files of prompts that do not exist.
 
     Raises:
-        ValueError: the message names the setting, and for a reward the nearest one.
+        ValueError: the message names the setting, and for a reward the nearest known one.
     """
     for setting in ("reward_funcs", "eval_reward_funcs"):
         check_reward_names(values.get(setting))
@@ -81,7 +81,7 @@ def check_names(values: dict[str, Any]) -> None:
 
 
 def check_reward_names(rewards: Any) -> None:
-    """Refuse a name without a dot that is no built-in reward; what is not written as a name is looked at later."""
+    """Refuse a name without a dot that is no built-in reward; anything but names is checked later."""
     known = reward_names()
     entries = rewards if isinstance(rewards, list) else [rewards]
     for name in (name for entry in entries for name in (entry if isinstance(entry, dict) else [entry])):
@@ -94,20 +94,20 @@ def check_reward_names(rewards: Any) -> None:
 
 
 def check_prompts_file(source: Any, setting: str) -> None:
-    """Refuse the name of a file that is not there; a folder or a Hub id is looked at when it is read."""
+    """Refuse the name of a file that does not exist; a folder or a Hub id is checked when it is read."""
     if isinstance(source, str) and Path(source).suffix in FILES and not Path(source).exists():
         raise ValueError(f"{setting}: there is no file {source}; give the path of an existing file with prompts.")
 
 
 def processes_here() -> int | None:
-    """The number of processes that a launcher started, 1 without a launcher; None where only MPI knows it."""
+    """Return how many processes a launcher started: 1 without a launcher, None if only MPI knows."""
     if any(name in os.environ for name in MPI):
         return None
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def read_value(name: str, value: Any, kind: str) -> Any:
-    """A value as its type has it; ValueError where it is of another one."""
+    """Convert a value to its type; raise ValueError if it does not fit."""
     if name in ("reward_funcs", "eval_reward_funcs") and isinstance(value, (dict, list)) and value:
         return value  # `load_rewards` checks it
     for cls, word in ((type(None), "None"), (bool, "bool"), (list, "list"), (dict, "dict")):
@@ -117,14 +117,14 @@ def read_value(name: str, value: Any, kind: str) -> Any:
     kinds = {word.strip() for word in kind.split("|")} - {"None"}
     if isinstance(value, list) and len(kinds) == 1:
         inner = kind.partition("[")[2].partition("]")[0]
-        return [_number(name, item, inner) for item in value]
+        return [_convert(name, item, inner) for item in value]
     if value is None or isinstance(value, (list, dict)) or len(kinds) != 1:
         return value
-    return _number(name, value, *kinds)
+    return _convert(name, value, *kinds)
 
 
-def _number(name: str, value: Any, kind: str) -> Any:
-    """A word as an int, a float or a bool, where its type is one of these."""
+def _convert(name: str, value: Any, kind: str) -> Any:
+    """Convert a word to an int, a float or a bool, if its type is one of these."""
     if kind == "bool":
         word = str(value).lower()
         if word not in (*TRUE, *FALSE):

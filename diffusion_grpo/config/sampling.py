@@ -1,7 +1,4 @@
-"""Settings of what is sampled and by which process: a base of `DiffusionGRPOConfig`.
-
-In: nothing. Out: fields, each with a `help`; `config.py` checks them together. A theme of settings is a file.
-"""
+"""Settings of the samples and of the process that draws them: a base of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +6,11 @@ from typing import Any
 
 @dataclass
 class SamplingSettings:
-    """How samples are made: their number and size, the process that draws them, the tokens."""
+    """How samples are drawn: their number and size, the process, the tokens."""
 
     # Samples
-    num_generations: int = field(default=16, metadata={"help": "Samples of each prompt: the group. At least 2."})
-    num_generations_eval: int = field(default=1, metadata={"help": "Samples of each prompt in evaluation."})
+    num_generations: int = field(default=16, metadata={"help": "Samples per prompt: the group. At least 2."})
+    num_generations_eval: int = field(default=1, metadata={"help": "Samples per prompt in evaluation."})
     num_inference_steps: int = field(default=10, metadata={"help": "Denoising steps of a training rollout."})
     eval_num_inference_steps: int | None = field(
         default=None, metadata={"help": "Denoising steps in evaluation; by default those of training."}
@@ -25,27 +22,28 @@ class SamplingSettings:
         default=None, metadata={"help": "Frames of a video; by default the pipeline's own."}
     )
     fps: float = field(
-        default=16.0, metadata={"help": "Frames a second of videos: what rewards are told and saved videos play at."}
+        default=16.0,
+        metadata={"help": "Frames per second of videos: passed to rewards, and the speed of saved videos."},
     )
     pipeline_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Further keyword arguments of every call of the pipeline."}
+        default=None, metadata={"help": "Further keyword arguments for every call of the pipeline."}
     )
     scheduler_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Settings of the pipeline's scheduler in place of its own, for instance {shift: 3.0}; one that "
-            "changes no step is refused with what to set."
+            "help": "Settings of the pipeline's scheduler that replace its own, for instance {shift: 3.0}; a setting "
+            "that changes no step is refused, and the message says what to set."
         },
     )
     rollout_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Samples rolled out at once. By default per_device_train_batch_size, so that rollout and update "
+            "help": "Samples rolled out together. By default per_device_train_batch_size, so that rollout and update "
             "see the same batches and the first ratio is exactly 1."
         },
     )
     same_initial_noise: bool = field(
-        default=False, metadata={"help": "All samples of a prompt start from one initial latent."}
+        default=False, metadata={"help": "Start all samples of a prompt from one initial latent."}
     )
     best_of_n: int | None = field(
         default=None, metadata={"help": "Train only on the best n/2 and the worst n/2 samples of each prompt."}
@@ -71,12 +69,13 @@ class SamplingSettings:
         },
     )
     sde_window: list[int] | None = field(
-        default=None, metadata={"help": "[start, stop) of the steps that may be trained; by default all but the last."}
+        default=None,
+        metadata={"help": "Range [start, stop) of the steps that may be trained; by default all but the last."},
     )
     sde_window_size: int | None = field(
         default=None,
         metadata={
-            "help": "Train so many consecutive steps only, drawn anew within sde_window for each rollout "
+            "help": "Train only N consecutive steps, drawn anew within sde_window for each rollout "
             "(Flow-GRPO-Fast). By default the whole of sde_window."
         },
     )
@@ -86,7 +85,7 @@ class SamplingSettings:
     permute_steps: bool = field(
         default=False,
         metadata={
-            "help": "Each sample draws its own trained steps; otherwise the first ones of the window are taken."
+            "help": "Draw the trained steps anew for each sample; otherwise the first ones of the window are taken."
         },
     )
     deterministic_outside_window: bool = field(
@@ -96,34 +95,34 @@ class SamplingSettings:
     noise_in_last_step: bool = field(
         default=False,
         metadata={
-            "help": "Draw noise in the last step of a rollout too, which stays on the finished sample and is never "
-            "trained (Flow-GRPO's base scripts for SD3 and FLUX). For flow_sde, dance_sde and ddim; in the last step "
-            "cps and ancestral have none."
+            "help": "Draw noise in the last step of a rollout too; it stays on the finished sample and is never "
+            "trained (Flow-GRPO's base scripts for SD3 and FLUX). For flow_sde, dance_sde and ddim; cps and "
+            "ancestral have no noise in the last step."
         },
     )
     log_prob_type: str = field(
         default="gaussian",
         metadata={
             "help": "gaussian, or squared_error: minus the mean squared distance to the step's mean, without the "
-            "division by 2 std^2 and the constants (Flow-GRPO's code for cps, and for cps only)."
+            "division by 2 std^2 and the constants (as Flow-GRPO's code does for cps; for cps only)."
         },
     )
 
-    # Tokens, of pipelines in which a language model writes some
+    # Tokens, in pipelines with a language model
     temperature: float | None = field(
-        default=None, metadata={"help": "Temperature of tokens; by default that of the model's generation config."}
+        default=None, metadata={"help": "Temperature of tokens; by default the one in the model's generation config."}
     )
     top_k: int | None = field(
         default=None,
         metadata={
-            "help": "Draw tokens from the so many most probable ones; 0 for all. By default that of the model's "
-            "generation config, or where it has none transformers' 50."
+            "help": "Draw tokens from the N most probable ones; 0 for all. By default the value in the model's "
+            "generation config, or transformers' 50 if it has none."
         },
     )
     top_p: float | None = field(
         default=None,
         metadata={
-            "help": "Draw tokens from the most probable ones that together have this probability; by default that of "
-            "the model's generation config."
+            "help": "Draw tokens from the most probable ones that together have this probability; by default the "
+            "value in the model's generation config."
         },
     )

@@ -1,8 +1,7 @@
-"""All settings of a training run. Names are TRL's where TRL has one.
+"""`DiffusionGRPOConfig`: all settings of a training run, under TRL's names where TRL has one.
 
-In: what the user wrote. Out: a `DiffusionGRPOConfig` without contradictions; what cannot work is refused here, in one
-sentence, before any model is loaded. The fields are in `config_sampling.py`, `config_update.py` and `config_run.py`,
-what follows from them in `config_sizes.py`.
+Settings that cannot work are refused here in one sentence, before any model is loaded. Most fields are in
+`sampling.py`, `update.py` and `run.py`; what follows from them is in `defaults.py`.
 """
 
 import dataclasses
@@ -29,11 +28,11 @@ WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # learning rates that f
 
 @dataclass
 class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, TrainingArguments):
-    r"""Settings of [`DiffusionGRPOTrainer`]; everything of [`~transformers.TrainingArguments`] holds too.
+    r"""Settings of [`DiffusionGRPOTrainer`], beside everything in [`~transformers.TrainingArguments`].
 
-    What this library adds is in the bases, a theme each; where only a default differs, it is in the class body. Each
-    field says what it does in its `help`. The defaults are Flow-GRPO's recipe for LoRA on SD3.5-M
-    (https://huggingface.co/papers/2505.05470) with smaller batches, not run on a model of that size yet.
+    The fields that this library adds are in the base classes, one theme each; fields with only another default are in
+    the class body. Each field explains itself in its `help`. The defaults are Flow-GRPO's recipe for LoRA on SD3.5-M
+    (https://huggingface.co/papers/2505.05470) with smaller batches, not tried on a model of that size yet.
 
     Raises:
         ValueError: a setting is out of range, unknown, or contradicts another one.
@@ -65,26 +64,26 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
     gradient_accumulation_steps: int = field(default=32, metadata={"help": "Micro-batches in one optimizer update."})
     activation_checkpointing: bool | None = field(
         default=True,
-        metadata={"help": "Recompute activations in the backward pass: less memory, more time."},
+        metadata={"help": "Recompute activations in the backward pass, which takes less memory and more time."},
     )
     bf16: bool | None = field(
-        default=None, metadata={"help": "Mixed bfloat16 precision. By default on wherever an accelerator has it."}
+        default=None, metadata={"help": "Mixed bfloat16 precision. By default on if the accelerator supports it."}
     )
-    logging_steps: float = field(default=1, metadata={"help": "Log every so many updates."})
-    save_steps: float = field(default=50, metadata={"help": "Write a checkpoint every so many updates."})
+    logging_steps: float = field(default=1, metadata={"help": "Log every N updates."})
+    save_steps: float = field(default=50, metadata={"help": "Write a checkpoint every N updates."})
     ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "DDP's search for unused parameters; a policy uses all of them."}
+        default=False, metadata={"help": "Let DDP search for unused parameters; a policy uses all of them."}
     )
     ddp_broadcast_buffers: bool | None = field(
         default=False,
-        metadata={"help": "DDP's broadcast of buffers in each update; position tables never change, and are large."},
+        metadata={"help": "Let DDP broadcast buffers in each update; position tables are large and never change."},
     )
     dataloader_pin_memory: bool = field(
         default=False,
-        metadata={"help": "Pin batches in memory; a batch is prompts here, so there is nothing to gain."},
+        metadata={"help": "Pin batches in memory; a batch is only prompts here, so there is nothing to gain."},
     )
     remove_unused_columns: bool | None = field(
-        default=False, metadata={"help": "Must stay False: every column reaches the reward functions."}
+        default=False, metadata={"help": "Must stay False: every column is passed to the reward functions."}
     )
 
     def __post_init__(self):
@@ -92,7 +91,7 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         if self.max_steps == 0:  # transformers takes it for "all epochs"
             self.num_train_epochs = 0.0
         if launched_processes() > 1 and not torch.accelerator.is_available():
-            self.use_cpu = True  # or transformers would start a run of its own in each process
+            self.use_cpu = True  # or each process would be a run of its own
         if self.bf16 is None:
             self.bf16 = (
                 not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -105,23 +104,23 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         if watches and self.metric_for_best_model.endswith("reward"):
             kwargs = self.lr_scheduler_kwargs or {}
             kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
-            self.lr_scheduler_kwargs = {"mode": "max", **kwargs}  # a reward that rises is no plateau
-        # accelerate would compile the whole network; `loading.py` compiles its repeated blocks instead
+            self.lr_scheduler_kwargs = {"mode": "max", **kwargs}  # a reward should rise
+        # accelerate would compile the whole network; `training/model.py` compiles its repeated blocks instead
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         super().__post_init__()
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
         check_launched(launched_processes(), self.world_size)
-        self.lr_scheduler_type = warming_schedule(self.lr_scheduler_type, self.warmup_steps)
+        self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
         check_settings(self)
         get_loss(self.loss_type)  # one of the user's own is imported
 
     def fill(self, defaults: dict[str, Any]) -> None:
-        """Take these values for settings that were not given, before anything has used them.
+        """Set defaults for settings that were not given, before anything has used them.
 
         Raises:
-            ValueError: together with those that were given they cannot work.
+            ValueError: they contradict settings that were given.
         """
         for name, value in defaults.items():
             if name not in self.given:
@@ -131,12 +130,12 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         check_settings(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """`TrainingArguments.to_dict`, with tensors and pictures among the settings named by their kind and size."""
-        return {name: described(value) for name, value in super().to_dict().items()}
+        """Like `TrainingArguments.to_dict`, but tensors and images among the settings become their type and size."""
+        return {name: describe(value) for name, value in super().to_dict().items()}
 
 
 def launched_processes() -> int:
-    """Return how many processes torchrun or accelerate started, this one among them; 1 without a launcher."""
+    """Return how many processes torchrun or accelerate started, including this one; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
 
 
@@ -144,7 +143,7 @@ def check_launched(launched: int, world_size: int) -> None:
     """Refuse processes that do not know of each other and would all write into one folder.
 
     Raises:
-        ValueError: several were started, and each trains by itself.
+        ValueError: several were started, but each would train on its own.
     """
     if launched > 1 and world_size == 1:
         raise ValueError(
@@ -153,11 +152,11 @@ def check_launched(launched: int, world_size: int) -> None:
         )
 
 
-def warming_schedule(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
-    """Return the schedule that warms up for `warmup_steps`; `get_scheduler` drops them where the schedule has none.
+def add_warmup(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
+    """Return the schedule with a warm-up if there are `warmup_steps`; `get_scheduler` would drop them silently.
 
     Raises:
-        ValueError: a schedule that follows the evaluations and never warms up.
+        ValueError: the schedule follows the evaluations and never warms up.
     """
     if not warmup_steps:
         return schedule
@@ -170,19 +169,19 @@ def warming_schedule(schedule: SchedulerType, warmup_steps: float) -> SchedulerT
     return SchedulerType.CONSTANT_WITH_WARMUP if schedule == SchedulerType.CONSTANT else schedule
 
 
-def described(value: Any) -> Any:
-    """Settings as JSON can hold them: a tensor or a picture becomes its kind and size."""
+def describe(value: Any) -> Any:
+    """Make a setting fit for JSON: a tensor or an image becomes its type and size."""
     if isinstance(value, dict):
-        return {str(name): described(item) for name, item in value.items()}
+        return {str(name): describe(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [described(item) for item in value]
+        return [describe(item) for item in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
     size = getattr(value, "shape", getattr(value, "size", None))
     return f"{type(value).__name__} {tuple(size)}" if isinstance(size, tuple) else type(value).__name__
 
 
-def _with_suggestions(init):
+def _suggest_names(init):
     @functools.wraps(init)
     def checked(self, *args, **kwargs):
         known = [setting.name for setting in dataclasses.fields(DiffusionGRPOConfig) if setting.init]
@@ -197,4 +196,4 @@ def _with_suggestions(init):
     return checked
 
 
-DiffusionGRPOConfig.__init__ = _with_suggestions(DiffusionGRPOConfig.__init__)
+DiffusionGRPOConfig.__init__ = _suggest_names(DiffusionGRPOConfig.__init__)

@@ -1,4 +1,4 @@
-"""Names and types as they stand in source files, read without importing them: torch and transformers take seconds."""
+"""Read names and types from source files without importing them, since torch and transformers take seconds."""
 
 import ast
 import functools
@@ -16,8 +16,8 @@ class Setting:
     """A field of a dataclass.
 
     Attributes:
-        type: its annotation, as it is written: `float | None`.
-        default: `dataclasses.MISSING` where there is none, None where it is not a literal.
+        type: its annotation as written: `float | None`.
+        default: `dataclasses.MISSING` if there is none, None if it is not a literal.
     """
 
     type: str
@@ -26,7 +26,7 @@ class Setting:
 
 @functools.cache
 def parse_module(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -55,7 +55,7 @@ def _default(value: ast.expr | None) -> Any:
 
 
 def read_names(path: Path, variable: str) -> list[str]:
-    """Read the keys of a dict, or the words of a list, that a file assigns to a variable; `**other` is followed."""
+    """Read the keys of a dict, or the items of a list, that a file assigns to a variable; `**other` is followed."""
     for node in parse_module(path).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if not any(isinstance(target, ast.Name) and target.id == variable for target in targets):
@@ -69,7 +69,7 @@ def read_names(path: Path, variable: str) -> list[str]:
 
 @functools.cache
 def config_fields() -> dict[str, Setting]:
-    """The settings of `DiffusionGRPOConfig`, those of transformers' `TrainingArguments` among them."""
+    """Return the settings of `DiffusionGRPOConfig`, including those of transformers' `TrainingArguments`."""
     (transformers,) = importlib.util.find_spec("transformers").submodule_search_locations
     settings = read_fields(Path(transformers, "training_args.py"), "TrainingArguments")
     for file, name in (
@@ -83,7 +83,7 @@ def config_fields() -> dict[str, Setting]:
 
 
 def loss_names() -> list[str]:
-    """The keys of `losses.LOSSES`."""
+    """Return the keys of `losses.LOSSES`."""
     return read_names(PACKAGE / "algorithms" / "losses.py", "LOSSES")
 
 
@@ -91,13 +91,13 @@ PROCESSES = PACKAGE / "policy" / "processes.py"
 
 
 def process_names() -> list[str]:
-    """Return the keys of `processes.PROCESSES`; once the module is imported, those that were added too."""
+    """Return the keys of `processes.PROCESSES`, and once that module is imported also those added to it."""
     imported = sys.modules.get("diffusion_grpo.policy.processes")
     return read_names(PROCESSES, "PROCESSES") if imported is None else list(imported.PROCESSES)
 
 
 def log_prob_names() -> list[str]:
-    """The keys of `processes.LOG_PROBS`."""
+    """Return the keys of `processes.LOG_PROBS`."""
     return read_names(PROCESSES, "LOG_PROBS")
 
 
@@ -116,10 +116,10 @@ def silent_last_step() -> list[str]:
 
 
 def aggregation_names() -> list[str]:
-    """`advantages.AGGREGATIONS`."""
+    """Return `advantages.AGGREGATIONS`."""
     return read_names(PACKAGE / "algorithms" / "advantages.py", "AGGREGATIONS")
 
 
 def reward_names() -> list[str]:
-    """The keys of `rewards.REWARDS`."""
+    """Return the keys of `rewards.REWARDS`."""
     return read_names(PACKAGE / "rewards" / "__init__.py", "REWARDS")

@@ -1,14 +1,11 @@
-"""Settings of the update: loss, advantages, value model, reference: a base of `DiffusionGRPOConfig`.
-
-In: nothing. Out: fields, each with a `help`; `config.py` checks them together. A theme of settings is a file.
-"""
+"""Settings of the update (loss, advantages, value model, reference): a base of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class UpdateSettings:
-    """How the policy is moved by rewards, and what it is held against."""
+    """How rewards move the policy, and what it is compared with."""
 
     # Optimisation
     loss_type: str = field(default="grpo", metadata={"help": "grpo, or the dotted path of a loss function."})
@@ -16,55 +13,54 @@ class UpdateSettings:
     kl_reward: float = field(
         default=0.0,
         metadata={
-            "help": "Weight of the KL divergence to the reference, the mean over a sample's trained steps, that is "
-            "subtracted from its reward (Flow-GRPO's kl_reward); measured by two more forward passes a step."
+            "help": "Weight of the KL divergence to the reference, averaged over a sample's trained steps, that is "
+            "subtracted from its reward (Flow-GRPO's kl_reward); it takes two more forward passes per step."
         },
     )
     epsilon: float = field(
         default=1e-4,
         metadata={
-            "help": "The ratio is clipped below 1 - epsilon. The default is for denoising steps; for tokens (a "
-            "language model in train_component) take the order of 0.2."
+            "help": "Clip the ratio below 1 - epsilon. The default is for denoising steps; for tokens (a language "
+            "model in train_component) use about 0.2."
         },
     )
     epsilon_high: float | None = field(
-        default=None, metadata={"help": "The ratio is clipped above 1 + epsilon_high; by default epsilon."}
+        default=None, metadata={"help": "Clip the ratio above 1 + epsilon_high; by default epsilon."}
     )
     importance_sampling_level: str = field(
         default="token",
         metadata={
             "help": "token: each denoising step or token has its own ratio. sequence: all those of a sample share the "
-            "geometric mean of theirs (GSPO, https://huggingface.co/papers/2507.18071), at the price of one more "
-            "forward pass a step where a rollout is trained on more than once."
+            "geometric mean of theirs (GSPO, https://huggingface.co/papers/2507.18071), which takes one more forward "
+            "pass per step if a rollout is trained on more than once."
         },
     )
-    num_iterations: int = field(default=1, metadata={"help": "How often each rollout is trained on."})
+    num_iterations: int = field(default=1, metadata={"help": "How many times each rollout is trained on."})
     steps_per_generation: int | None = field(
         default=None,
         metadata={
             "help": "Micro-batches in one rollout, a multiple of gradient_accumulation_steps; by default equal to it, "
-            "which is one update a rollout."
+            "which is one update per rollout."
         },
     )
     scale_rewards: str = field(
-        default="group", metadata={"help": "Rewards are divided by the std of the group, of the batch, or none."}
+        default="group", metadata={"help": "Divide rewards by the std of the group, of the batch, or by none."}
     )
     reward_baseline: str = field(
         default="group",
         metadata={
-            "help": "Rewards are compared with the mean of the group or of the batch; with batch, num_generations may "
-            "be 1."
+            "help": "Compare rewards with the mean of the group or of the batch; with batch, num_generations may be 1."
         },
     )
     num_batches_per_step: int = field(
         default=1,
         metadata={
-            "help": "Batches in one rollout: what is taken over the batch (scale_rewards, reward_baseline, the scale "
-            "of gae) is taken over each by itself. It divides the prompts of a rollout."
+            "help": "Batches in one rollout; statistics of the batch (scale_rewards, reward_baseline, the scale of "
+            "gae) are computed for each separately. Must divide the number of prompts in a rollout."
         },
     )
     reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "One weight a reward function; 1 each by default."}
+        default=None, metadata={"help": "One weight per reward function; by default 1 each."}
     )
     multi_objective_aggregation: str = field(
         default="sum_then_normalize",
@@ -74,16 +70,15 @@ class UpdateSettings:
             "losses are summed (DanceGRPO's VQ and MQ)."
         },
     )
-    advantage_clip: float | None = field(default=5.0, metadata={"help": "Advantages are clamped to +- this."})
+    advantage_clip: float | None = field(default=5.0, metadata={"help": "Clamp advantages to +- this."})
     reward_threshold: float | None = field(
-        default=None, metadata={"help": "Groups whose mean reward is below it contribute nothing."}
+        default=None, metadata={"help": "Groups whose mean reward is below this contribute nothing."}
     )
     drop_zero_advantages: bool = field(
         default=False,
         metadata={
-            "help": "Samples with the advantage 0 do not count at all: the loss is divided by the number of the "
-            "others, and they have no KL term (Flow-GRPO's code). By default they count as samples with a policy loss "
-            "of 0."
+            "help": "Ignore samples whose advantage is 0: the loss is divided by the number of the others, and they "
+            "have no KL term (as in Flow-GRPO's code). By default they count as samples with a policy loss of 0."
         },
     )
     old_log_prob: str = field(
@@ -95,15 +90,17 @@ class UpdateSettings:
     )
     max_ratio_error: float | None = field(
         default=1e-4,
-        metadata={"help": "Stop where the first ratio after a rollout is further from 1. None never stops."},
+        metadata={
+            "help": "Stop if the first ratio after a rollout differs from 1 by more than this. None never stops."
+        },
     )
 
     # Value model
     advantage_estimator: str = field(
         default="group",
         metadata={
-            "help": "group: rewards are compared within the group (GRPO). gae: with a value model that is trained "
-            "beside the policy, by generalized advantage estimation (PPO); num_generations may be 1."
+            "help": "group: compare rewards within the group (GRPO). gae: generalized advantage estimation with a "
+            "value model trained beside the policy (PPO); num_generations may be 1."
         },
     )
     value_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the value model."})
@@ -111,12 +108,12 @@ class UpdateSettings:
         default=0.2,
         metadata={
             "help": "How far a value may move on one rollout (PPO's clipped value loss), in standard deviations of "
-            "the first rollout's rewards; null for no bound."
+            "the first rollout's rewards; null for no limit."
         },
     )
-    gamma: float = field(default=1.0, metadata={"help": "Discount of a reward, for each trained step before it."})
+    gamma: float = field(default=1.0, metadata={"help": "Discount of a reward for each trained step before it."})
     gae_lambda: float = field(
-        default=0.95, metadata={"help": "GAE's lambda: 1 goes by the reward alone, 0 by the next step's value."}
+        default=0.95, metadata={"help": "GAE's lambda: 1 uses the reward alone, 0 the next step's value."}
     )
 
     # Reference and average
@@ -130,25 +127,25 @@ class UpdateSettings:
     ds3_gather_for_generation: bool = field(
         default=True,
         metadata={
-            "help": "Under DeepSpeed ZeRO-3, gather the whole network once for each rollout and evaluation, which is "
-            "fast and takes its memory; False gathers layer by layer."
+            "help": "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and evaluation, which is fast "
+            "but takes the memory of the whole network; False gathers layer by layer."
         },
     )
     fsdp_gather_for_generation: bool = field(
         default=False,
         metadata={
-            "help": "Under FSDP2, gather each block once for a rollout or evaluation and keep it, which is fast and "
-            "takes the memory of the whole network; by default it is gathered for each of its calls."
+            "help": "Under FSDP2, gather each block once per rollout or evaluation and keep it, which is fast but "
+            "takes the memory of the whole network; by default a block is gathered for each of its calls."
         },
     )
     offload_ref_model: bool = field(
-        default=False, metadata={"help": "Keep a reference copy in CPU memory between its uses (full training)."}
+        default=False, metadata={"help": "Keep the reference copy in CPU memory between its uses (full training)."}
     )
     ema_decay: float | None = field(
         default=None,
         metadata={
-            "help": "Keep a moving average of the policy; it is what evaluations measure and what is saved and "
-            "pushed, with the policy itself in the subfolder `policy`."
+            "help": "Decay of a moving average of the policy, which is evaluated, saved and pushed in its place; the "
+            "policy itself is saved in the subfolder `policy`. By default there is no average."
         },
     )
     ema_update_interval: int = field(default=8, metadata={"help": "Updates between two steps of the average."})

@@ -18,7 +18,7 @@ import pyarrow.parquet
 from peft import PeftConfig
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..config.settings import DiffusionGRPOConfig, described
+from ..config.settings import DiffusionGRPOConfig, describe
 from ..media.files import write_sample
 from .card_data import public_model_name, without_folders
 from .manifest import ResumeError
@@ -88,7 +88,7 @@ def changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
         if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
             continue
         if isinstance(value, (str, int, float, list, dict, type(None))):
-            changed[setting.name] = without_folders(described(getattr(value, "value", value)))
+            changed[setting.name] = without_folders(describe(getattr(value, "value", value)))
     return changed
 
 

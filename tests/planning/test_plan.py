@@ -94,17 +94,17 @@ class Allocated(TrainerCallback):
         trainer = self.trainer
         states = trainer.optimizer.state.values()
         self.bytes["optimizer"] = size(x for state in states for x in state.values() if torch.is_tensor(x))
-        samples = trainer.buffer.trajectory.samples
+        samples = trainer.feed.buffer.samples
         self.bytes["trajectory"] = size(tensor for sample in samples for tensor in sample.tensors().values())
         parts = [part for part in trainer.pipe.components.values() if isinstance(part, torch.nn.Module)]
         networks = trainer.policy.networks
         self.bytes["frozen parts"] = size(
             x for part in parts if not any(part is n for n in networks) for x in part.parameters()
         )
-        if trainer.ref_model is not None:
-            self.bytes["reference"] = size(trainer.ref_model.parameters())
-        if trainer.ema is not None:
-            self.bytes["moving average"] = size(trainer.ema.average.shadow_params)
+        if trainer.reference is not None and trainer.reference.module is not None:
+            self.bytes["reference"] = size(trainer.reference.module.parameters())
+        if trainer.average is not None:
+            self.bytes["moving average"] = size(trainer.average.average.shadow_params)
 
 
 def allocated(config):
