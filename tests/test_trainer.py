@@ -507,7 +507,7 @@ def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
 
     trainer.add_callback(Note)
     trainer.train()
-    assert steps == [list(range(*make_sampling_plan(trainer.args).window_of(generation))) for generation in range(4)]
+    assert steps == [list(range(*make_sampling_plan(trainer.args).draw_window(generation))) for generation in range(4)]
     assert max(logged(trainer, "ratio/max_error")) == 0.0
 
 

@@ -180,7 +180,7 @@ def _find_problem(path: str, feature: Media | str) -> str | None:
     """Return why a file cannot be read, or None."""
     source = path.split("::")[-1]
     if is_remote_url(source):
-        return f"{path} is a network address, and nothing is downloaded here; fetch the files and give their paths."
+        return f"{path} is a network address, and nothing is downloaded; fetch the files first and give their paths."
     if not Path(source).is_file():
         start = "" if Path(source).is_absolute() else " (paths are relative to the working directory)"
         return f"there is no file {source}{start}."

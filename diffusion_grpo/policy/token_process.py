@@ -158,10 +158,10 @@ class TokenTrajectory(SampleTensors):
     @classmethod
     def cat(cls, parts: Sequence["TokenTrajectory"]) -> "TokenTrajectory":
         """One out of several with the same settings; shorter ones are padded with tokens that do not count."""
-        return super().cat(cls.aligned(parts))
+        return super().cat(cls.align(parts))
 
     @classmethod
-    def aligned(cls, samples: Sequence["TokenTrajectory"]) -> list["TokenTrajectory"]:
+    def align(cls, samples: Sequence["TokenTrajectory"]) -> list["TokenTrajectory"]:
         """All of the length of the longest."""
         longest = max(sample.ids.shape[1] for sample in samples)
         return [sample._padded(longest - sample.ids.shape[1]) for sample in samples]

@@ -32,7 +32,7 @@ class SampleTensors:
         )
 
     @classmethod
-    def aligned(cls, samples: list["SampleTensors"]) -> list["SampleTensors"]:
+    def align(cls, samples: list["SampleTensors"]) -> list["SampleTensors"]:
         """Samples as they are kept beside each other."""
         return samples
 

@@ -1,1 +1,1 @@
-"""One generation: samples, rewards, advantages, and the buffer that the updates read."""
+"""One rollout: samples, rewards, advantages, and the buffer that its updates read."""

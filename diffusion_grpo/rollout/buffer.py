@@ -1,4 +1,4 @@
-"""What a rollout leaves for the updates: shuffled, split into micro-batches, used `num_iterations` times."""
+"""The samples of one rollout, split into micro-batches that are used `num_iterations` times."""
 
 import json
 from collections.abc import Callable
@@ -20,24 +20,24 @@ from .value_model import ValueTargets
 class RolloutBuffer:
     """All samples of one rollout that this process trains on.
 
-    It is the one state between rollout and update that a checkpoint has to keep.
+    It is the only state between rollout and update that a checkpoint has to keep.
 
     Args:
         rows: one dataset row per sample.
-        samples: one trajectory per sample, each of a batch of one, all with the same number of trained steps; their
-            number is `micro_batch_size` times a whole number.
+        samples: one trajectory per sample, each a batch of one, all with the same number of trained steps. There is
+            a multiple of `micro_batch_size` of them.
         advantages: (samples, ...) float32, as in [`~diffusion_grpo.algorithms.batch.Part`].
         inputs: turns rows into keyword arguments of the pipeline's call, and says which samples share a call.
-        micro_batch_size: consecutive samples that are trained together, as they were rolled out.
-        seed: of the order of the updates, which differs in each iteration after the first.
+        micro_batch_size: number of consecutive samples that are trained together, as they were rolled out.
+        seed: for the order of the updates, which is a new one in each iteration after the first.
         targets: of the value model, if there is one.
-        positions: (samples,) int64, where the samples are in the rollout of all processes.
-        updates: that one iteration makes, each of equally many micro-batches.
-        weights: (samples,) float32, of each sample's loss; None where all are 1.
-        on_policy_slots: slots of the first update, which the policy that rolled out still sees.
+        positions: (samples,) int64 positions of the samples in the rollout of all processes.
+        updates: number of updates in one iteration, each with the same number of micro-batches.
+        weights: (samples,) float32 weight of each sample's loss; None where all are 1.
+        on_policy_slots: number of slots in the first update, in which the policy is still the one that rolled out.
 
     Attributes:
-        old_log_probs: (samples, steps) float32, the ratio's denominator.
+        old_log_probs: (samples, steps) float32, the denominator of the ratio.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RolloutBuffer:
         weights: Tensor | None = None,
         on_policy_slots: int | None = None,
     ):
-        self.rows, self.samples, self.inputs = rows, type(samples[0]).aligned(samples), inputs
+        self.rows, self.samples, self.inputs = rows, type(samples[0]).align(samples), inputs
         self.advantages, self.targets, self.weights = advantages, targets, weights
         self.old_log_probs = torch.cat([sample.log_probs for sample in self.samples])
         self.micro_batch_size, self.seed, self.updates = micro_batch_size, seed, updates
@@ -63,13 +63,13 @@ class RolloutBuffer:
 
     @property
     def micro_batches(self) -> int:
-        """How many there are in one iteration."""
+        """The number of micro-batches in one iteration."""
         return len(self.rows) // self.micro_batch_size
 
     def range_of(self, slot: int) -> slice:
-        """Return the samples of a slot. Slots count on through the iterations, each of which makes all updates."""
-        iteration, place = divmod(slot, self.micro_batches)
-        update, micro_batch = divmod(place, self.micro_batches // self.updates)
+        """Return the indices of a slot's samples. Slots count on from one iteration to the next."""
+        iteration, rest = divmod(slot, self.micro_batches)
+        update, micro_batch = divmod(rest, self.micro_batches // self.updates)
         update = int(update_order(self.seed, iteration, self.updates)[update])
         start = (update * (self.micro_batches // self.updates) + micro_batch) * self.micro_batch_size
         return slice(start, start + self.micro_batch_size)
@@ -82,33 +82,38 @@ class RolloutBuffer:
         """Return what the value model learns from a slot."""
         return self.targets[self.range_of(slot)]
 
-    def part(self, chosen: slice, is_on_policy: bool = True) -> MicroBatch:
-        """Return consecutive samples as a micro-batch."""
-        rows = self.rows[chosen]
+    def part(self, indices: slice, is_on_policy: bool = True) -> MicroBatch:
+        """Return consecutive samples, by their indices, as a micro-batch."""
+        rows = self.rows[indices]
         return MicroBatch(
             rows,
-            self.samples[chosen],
+            self.samples[indices],
             self.inputs.parts(rows),
-            self.advantages[chosen],
-            self.old_log_probs[chosen],
+            self.advantages[indices],
+            self.old_log_probs[indices],
             self.inputs,
             advantages_by_step=self.targets is not None,
-            weights=None if self.weights is None else self.weights[chosen],
+            weights=None if self.weights is None else self.weights[indices],
             is_on_policy=is_on_policy,
         )
 
     def chunks(self) -> list[slice]:
-        """Return the samples in the micro-batches in which they are trained."""
+        """Return the indices of the samples of each micro-batch."""
         return [
             slice(start, start + self.micro_batch_size) for start in range(0, len(self.rows), self.micro_batch_size)
         ]
 
     def replay_anchor(self, log_probs: Callable[[MicroBatch], Tensor]) -> None:
-        """Take the ratio's denominator from replays, before any update, in the batches that are trained."""
+        """Set `old_log_probs` from replays, before any update, in the micro-batches that are trained."""
         self.old_log_probs = torch.cat([log_probs(self.part(chunk)) for chunk in self.chunks()])
 
     def save(self, path: Path, processes: int = 1) -> None:
-        """Write all but the rows, which the dataset gives again; each of `processes` writes a file of its own."""
+        """Write everything but the rows, which are read from the dataset again.
+
+        Args:
+            path: of this process's file.
+            processes: number of processes that write such a file.
+        """
         samples = enumerate(self.samples)
         tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
         tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone()}

@@ -1,4 +1,4 @@
-"""From the rewards of a whole rollout to advantages: by the group's statistics, or by a value model with GAE."""
+"""Advantages from the rewards of a rollout: relative to the group, or by a value model with GAE."""
 
 import dataclasses
 
@@ -12,16 +12,16 @@ from .value_model import ValueModel, ValueTargets
 
 @dataclasses.dataclass
 class Estimate:
-    """What the rewards of a rollout come to.
+    """The advantages of a rollout, and what is logged about them.
 
     Attributes:
-        result: of all samples of all processes, for the log.
-        advantages: here and below of the samples of this process. `(samples,)`; `(samples, rewards)` for a loss that
-            is summed over rewards; `(samples, steps)` with a value model.
-        targets: of the value model, or `None`.
-        every: the advantages of all samples of all processes.
-        columns: for the table of samples, one value per sample.
-        metrics: by the key under which they are logged.
+        result: advantages and statistics of the samples of all processes.
+        advantages: of this process's samples: `(samples,)`; `(samples, rewards)` for a loss that is summed over
+            rewards; `(samples, steps)` with a value model.
+        targets: of the value model, for this process's samples; None without one.
+        every: as `advantages`, for the samples of all processes.
+        columns: for the table of samples, one value per sample of this process.
+        metrics: values by the key under which they are logged.
     """
 
     result: Advantages
@@ -39,11 +39,11 @@ class CreditAssigner:
         names: of the reward functions.
         weights: one per reward function.
         num_generations: samples of each prompt.
-        num_batches: batches in one rollout, over each of which batch statistics are taken.
+        num_batches: number of batches in one rollout; batch statistics are taken over each of them.
         kl_reward: weight of the KL divergence that is subtracted from the reward.
         scale_rewards, reward_baseline, multi_objective_aggregation, advantage_clip, reward_threshold: see
             [`~diffusion_grpo.algorithms.advantages.compute_advantages`].
-        values: the value model; without one, advantages are relative to the group.
+        values: the value model; None for advantages relative to the group.
         gamma, gae_lambda: see [`~diffusion_grpo.algorithms.gae.generalized_advantages`].
     """
 
@@ -76,10 +76,10 @@ class CreditAssigner:
         """Return the advantages of a rollout.
 
         Args:
-            rewards: `(samples, functions)` of all processes by position: groups are consecutive.
-            positions: `(samples of this process,)` int64, where they are in the rollout.
-            divergences: `(samples, steps)` KL divergence from the reference, where `kl_reward` is above 0.
-            states: `(samples, steps, STATE_SIZE)`, with a value model.
+            rewards: `(samples, functions)` of all processes by position, so that groups are consecutive.
+            positions: `(samples of this process,)` int64.
+            divergences: `(samples, steps)` KL divergence from the reference by position, if `kl_reward` is above 0.
+            states: `(samples, steps, STATE_SIZE)` by position, with a value model.
         """
         every_position = torch.arange(len(rewards))
         batches = every_position * self._num_batches // len(rewards)
@@ -90,7 +90,7 @@ class CreditAssigner:
             batches=batches,
             penalty=None if divergences is None else self._kl_reward * divergences.mean(1),
             scale_rewards=self._scale_rewards,
-            # a value model needs no group: equal rewards in one teach it something too
+            # a value model needs no groups: it learns from equal rewards too
             reward_baseline=self._reward_baseline if self.values is None else "batch",
             multi_objective_aggregation=self._aggregation,
             advantage_clip=self._advantage_clip,
@@ -116,7 +116,7 @@ class CreditAssigner:
         return Estimate(result, every[positions], targets, every, columns, metrics)
 
     def _measure(self, rewards: Tensor, result: Advantages) -> dict[str, float]:
-        """Return what is logged about the rewards of a rollout."""
+        """Return metrics of the rewards of a rollout."""
         metrics = {
             "reward_std": result.group_std.mean().item(),
             "frac_reward_zero_std": result.frac_reward_zero_std,
@@ -131,7 +131,7 @@ class CreditAssigner:
             known = column[~column.isnan()]
             if len(known):
                 metrics[f"rewards/{name}/mean"] = known.mean().item()
-            if len(known) > 1:  # unbiased, as that of the groups in `reward_std`
+            if len(known) > 1:  # unbiased, like the groups' in `reward_std`
                 metrics[f"rewards/{name}/std"] = known.std().item()
         return metrics
 
@@ -139,10 +139,10 @@ class CreditAssigner:
     def _estimate_values(
         self, result: Advantages, batches: Tensor, divergences: Tensor | None, states: Tensor
     ) -> tuple[Tensor, ValueTargets]:
-        """Return `(samples, steps)` advantages against the value model, and what it is to learn.
+        """Return `(samples, steps)` advantages over the value model, and the targets it is trained on.
 
-        The reward comes after the last trained step; the KL penalty is spread over the steps. Advantages are
-        normalised over all samples and steps of the batch, unless `scale_rewards` is "none".
+        The reward is received after the last trained step; the KL penalty is spread over the steps. Advantages are
+        normalized over all samples and steps of a batch, unless `scale_rewards` is "none".
         """
         total, model = result.rewards.double(), self.values
         if not model.is_calibrated:
@@ -168,7 +168,7 @@ class CreditAssigner:
 
 
 def measure_values(targets: ValueTargets) -> dict[str, float]:
-    """How well the value model foresaw the rollout: its mean, and 1 where nothing is left to explain."""
+    """Return the mean value, and the share of the returns' variance that the value model explains (at most 1)."""
     is_known = ~targets.returns.isnan()
     values, returns = targets.values[is_known].double(), targets.returns[is_known].double()
     metrics = {"value/mean": targets.values.mean().item()}

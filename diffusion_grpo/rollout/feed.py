@@ -1,4 +1,4 @@
-"""The micro-batches of a run, one after the other, from a new rollout where the last one is used up."""
+"""The micro-batches of a run, in order; a new rollout is made when the last one is used up."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class RolloutFeed:
         trajectory_device: where trajectories are kept.
 
     Attributes:
-        buffer: of the running rollout; None before the first.
+        buffer: of the current rollout; None before the first.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class RolloutFeed:
         self.reset()
 
     def reset(self) -> None:
-        """Start with a rollout of its own."""
+        """Forget the current rollout, so that the next micro-batch starts a new one."""
         self.buffer: RolloutBuffer | None = None
         self._slot, self._update, self._micro_step = 0, -1, 0
 
     def resume_from(self, checkpoint: Path) -> None:
-        """Go on with the rollout that a checkpoint lies within, if it does."""
+        """Start from a checkpoint, which may lie within a rollout."""
         self.reset()
         self._checkpoint = checkpoint
 
     @property
     def is_first(self) -> bool:
-        """Whether the micro-batch that was handed out last is the first of its update."""
+        """Whether the last micro-batch handed out is the first of its update."""
         return self._micro_step == 1
 
     def next(self, row_indices: list[int], step: int, last_step: int) -> MicroBatch:
@@ -64,8 +64,8 @@ class RolloutFeed:
 
         Args:
             row_indices: dataset row of each sample of this process in the rollout.
-            step: updates that are done.
-            last_step: updates of the whole run.
+            step: number of updates made so far.
+            last_step: number of updates in the whole run.
         """
         if self._update != step:
             self._update, self._micro_step = step, 0
@@ -83,11 +83,11 @@ class RolloutFeed:
 
     @property
     def value_targets(self) -> ValueTargets | None:
-        """What the value model learns from the micro-batch that was handed out last; None without one."""
+        """What the value model learns from the last micro-batch handed out; None without a value model."""
         return None if self.buffer.targets is None else self.buffer.value_targets(self._slot)
 
     def save(self, folder: Path, step: int) -> None:
-        """Write what is left of the running rollout into a checkpoint after `step` updates."""
+        """Write the current rollout into a checkpoint after `step` updates, unless it is used up."""
         is_within = self.buffer is not None and step * self._sizes.accumulation % self._sizes.slots
         if is_within and self._backend.groups.is_first:
             self.buffer.save(rollout_file(folder, self._sizes.data_process), self._sizes.data_processes)

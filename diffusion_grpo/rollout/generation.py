@@ -1,8 +1,4 @@
-"""One rollout: samples are made and scored, and what the updates need of them is kept.
-
-Dataset rows go in; a `RolloutBuffer` comes out, with tables and files of the samples in the run's folder. Nothing here
-takes a gradient.
-"""
+"""Making a rollout: sample, score, assign credit, and keep what the updates need. Nothing here takes a gradient."""
 
 import contextlib
 import time
@@ -30,36 +26,35 @@ from .order import RolloutOrder, invert
 from .replays import Replays
 from .sampling_plan import SamplingPlan
 from .scoring import AnyScoring, RewardScorer, gather_by_position, takes_only_latents
-from .value_model import record_conditions, states_of_calls
+from .value_model import record_conditions, reduce_calls
 
 Samples = list[Trajectory] | list[TokenTrajectory]
 
 
 class RolloutGenerator:
-    """Makes rollouts.
+    """Makes rollouts, and writes tables and files of their samples.
 
     Args:
-        policy: what samples.
+        policy: samples.
         inputs: of the pipeline's calls.
         read_rows: returns decoded rows of the training dataset by their indices.
-        plan: seeds and trained steps.
+        plan: draws seeds and trained steps.
         scorer: calls the rewards.
         credit: turns rewards into advantages.
         replays: measures divergences and anchors.
         writer: keeps tables and files of samples.
         backend, monitor: the processes.
-        run_passes: runs a method that passes the network.
-        metrics: takes what is measured.
-        progress: is told how far the rollout is.
+        run_passes: runs a method that calls the network.
+        metrics: collects what is measured.
+        progress: shows how far the rollout is.
         unscored: counts rollouts in which no reward gave a value.
         noise_level: of the process; None for tokens.
         noise_in_last_step: whether the loop's last step draws noise too.
         measures_divergence: whether the KL divergence from the reference is part of the reward.
-        anchors_on_replay: whether the ratio's denominator comes from replays, where a rollout is trained on more than
-            once.
-        drops_zero_advantages: whether samples without advantage are left out of the means.
+        anchors_on_replay: whether the denominator of the ratio comes from replays.
+        drops_zero_advantages: whether samples with zero advantage are left out of the mean loss.
         trajectory_device: where trajectories are kept.
-        device: of advantages.
+        device: where advantages are kept.
     """
 
     def __init__(
@@ -97,20 +92,20 @@ class RolloutGenerator:
         self._trajectory_device, self._device = trajectory_device, device
 
     def __call__(self, order: RolloutOrder, row_indices: list[int], step: int, last_step: int) -> RolloutBuffer:
-        """Make one rollout, score it while it is made, and return the buffer for its updates.
+        """Make and score one rollout, and return the buffer for its updates.
 
         Args:
             order: of the samples of all processes.
             row_indices: dataset row of each position.
-            step: updates that are done.
-            last_step: updates of the whole run.
+            step: number of updates made so far.
+            last_step: number of updates in the whole run.
 
         Raises:
             RewardError: a reward failed.
         """
         positions = order.own()
         extra: dict[str, list] = {}
-        with self._monitor.barrier_after("reads its rows"):  # before the collectives of the rollout: one may fail here
+        with self._monitor.barrier_after("reads its rows"):  # one that fails here reaches no collective
             rows = self.rows_at(positions.tolist(), row_indices)
             scoring = self._scorer.begin_rollout(order, row_indices, rows, self._read_rows)
         scoring.arrivals.watch = self._progress.advance
@@ -138,22 +133,26 @@ class RolloutGenerator:
         return self._buffer(rows, trajectories, found, order)
 
     def rows_at(self, positions: list[int], row_indices: list[int]) -> Rows:
-        """Return dataset rows of samples by position; `row_indices` has the dataset row of each position."""
+        """Return the dataset rows of the samples at `positions`; `row_indices` has the row index of each position."""
         return self._read_rows([row_indices[position] for position in positions])
 
     def learn(self, rows: Rows) -> None:
-        """Find out how the pipeline takes these rows, if it is not known yet."""
+        """Find out how the pipeline takes these rows, if that is not known yet."""
         self._run_passes(self.learn_inputs, rows)
 
     def learn_inputs(self, rows: Rows) -> None:
-        """As `learn`, inside of what passes the network."""
+        """As `learn`, when called by `run_passes`."""
         all_ask = self._backend.accelerator if self._backend.passes_together else None
         self.inputs.learn(self._policy, rows, self._noise_level, accelerator=all_ask)
 
     def _roll_out(
         self, rows: Rows, order: RolloutOrder, step: int, scoring: AnyScoring
     ) -> tuple[list, Samples, Tensor | None, Tensor | None]:
-        """Do what passes the network: samples, trajectories, divergences for `kl_reward`, states for a value model."""
+        """Do what calls the network.
+
+        Returns:
+            samples, their trajectories, divergences for `kl_reward` and states for a value model, if there are such.
+        """
         self.learn_inputs(rows)
         observes = self._credit.values is not None
         with record_conditions(self._policy) if observes else contextlib.nullcontext() as conditions:
@@ -161,14 +160,14 @@ class RolloutGenerator:
         divergences = self._replays.rollout_divergences(rows, trajectories) if self._measures_divergence else None
         states = None
         if observes:
-            states = states_of_calls(trajectories, conditions, self.inputs.calls(rows))
+            states = reduce_calls(trajectories, conditions, self.inputs.calls(rows))
         return scoring.samples, trajectories, divergences, states
 
     @torch.no_grad()
     def _sample(self, rows: Rows, order: RolloutOrder, step: int, scoring: AnyScoring) -> Samples:
-        """Sample `rows` in chunks, hand the samples to the scoring, and return their trajectories."""
+        """Sample `rows` call by call, pass the samples on to be scored, and return their trajectories."""
         self._policy.prompts.clear()
-        plan = self._plan.of(order.generation, order.own())
+        plan = self._plan.draw(order.generation, order.own())
         rewards = self._scorer.rewards
         takes_latents = any(map(takes_only_latents, rewards))
         is_decoded = self._writer.kept.saves_all(step) or not all(map(takes_only_latents, rewards))
@@ -194,15 +193,15 @@ class RolloutGenerator:
                 scoring.add(indices, images, latents)
             for number, index in enumerate(indices):
                 trajectories[index] = trajectory[[number]]
-        return type(trajectories[0]).aligned(trajectories)
+        return type(trajectories[0]).align(trajectories)
 
     def _note_trajectories(self, trajectories: Samples) -> None:
         if self._policy.draws_tokens:
             self._metrics.add_all(type(trajectories[0]).cat(trajectories).metrics())
 
     def _note_diversity(self, samples: list, order: RolloutOrder) -> None:
-        """Note how different the samples of a prompt are, wherever they were made."""
-        points = None if samples[0] is None else make_thumbnails(samples)  # None: only latents are looked at
+        """Measure how different the samples of each prompt are, whichever process made them."""
+        points = None if samples[0] is None else make_thumbnails(samples)  # None: rewards see only latents
         if points is not None:
             points = gather_by_position(self._backend, points, order)
             found = measure_diversity(points, torch.arange(len(points)) // order.sizes.num_generations)

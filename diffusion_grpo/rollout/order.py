@@ -1,7 +1,7 @@
-"""Which process makes which samples of a rollout, and which of them share an update.
+"""Which process makes which samples of a rollout, and which samples share an update.
 
-The order is drawn once for all processes, and the samples of an update are then dealt out to those there are: this is
-what makes a run the same whatever the number of processes.
+The order is drawn once for all processes, and the samples of each update are then divided among them. This makes a run
+the same whatever the number of processes.
 """
 
 import math
@@ -17,21 +17,22 @@ from ..policy.trajectory import sample_seed
 class RolloutOrder:
     """The order in which the samples of one rollout are made and trained on.
 
-    A rollout has prompts x num_generations samples; position p is in group p // num_generations. Where a rollout is
-    trained on in several updates, these take the groups in a random order that depends on seed and generation alone:
-    whole groups where an update holds whole groups and whole micro-batches of them, else single micro-batches. Of each
-    update's samples every process gets an equal share, consecutive in that order, so that most groups lie on one
-    process and their prompt is encoded once.
+    A rollout has prompts x num_generations samples; the sample at position p is in group p // num_generations. If a
+    rollout takes several updates, these train on the groups in a random order that depends only on seed and
+    generation: on whole groups where they fit into updates and micro-batches, else on single micro-batches. Every
+    process gets an equal, consecutive share of each update's samples, so that most groups lie on one process, which
+    encodes their prompt once.
 
     Args:
-        sizes: of the rollout; the settings' checks ensure that `best_of_n` finds whole groups on each process.
+        sizes: of the rollout; the checks of the settings ensure that `best_of_n` finds whole groups on each process.
         seed: of the run.
-        generation: number of the rollout.
+        generation: index of the rollout.
 
     Attributes:
-        made: (samples,) int64, all positions in the order of the updates.
+        made: (samples,) int64 positions of all samples, in the order of the updates.
         seed: of this rollout's order.
-        generation: number of the rollout.
+        generation: index of the rollout.
+        updates: number of updates in one iteration.
     """
 
     def __init__(self, sizes: BatchSizes, seed: int, generation: int):
@@ -40,7 +41,7 @@ class RolloutOrder:
         trained = sizes.prompts_per_rollout * kept
         self.updates = trained // sizes.samples_per_update
         unit = math.lcm(kept, sizes.micro_batch)  # trained samples that stay together
-        if sizes.samples_per_update % unit:  # groups straddle updates: what is chosen of them needs all of them
+        if sizes.samples_per_update % unit:  # groups straddle updates: best_of_n needs all of them
             unit = sizes.micro_batch if sizes.best_of_n is None else trained
         self._unit = unit * group // kept  # of those that are made
         positions = torch.arange(sizes.samples_per_rollout)
@@ -51,28 +52,28 @@ class RolloutOrder:
         self.made = positions
 
     def of_process(self, positions: Tensor, process: int) -> Tensor:
-        """Return (positions / processes,) those of one process, out of all in the order of the updates."""
+        """Return (positions / processes,) the share of one process in positions in the order of the updates."""
         if self.sizes.data_processes == 1:
             return positions
         return positions.view(self.updates, self.sizes.data_processes, -1)[:, process].flatten()
 
     def own(self, positions: Tensor | None = None) -> Tensor:
-        """Return this process's positions, of all that are made by default."""
+        """Return this process's share of positions, by default of all samples made."""
         return self.of_process(self.made if positions is None else positions, self.sizes.data_process)
 
     def by_process(self) -> Tensor:
-        """Return (samples,) positions as the processes have them, one process after the other."""
+        """Return (samples,) the positions of all processes, one process after the other."""
         return torch.cat([self.of_process(self.made, process) for process in range(self.sizes.data_processes)])
 
     def rank_of_position(self) -> Tensor:
-        """Return (samples,) where each position lies in what is gathered from the processes."""
+        """Return (samples,) the index of each position in what is gathered from the processes."""
         return invert(self.by_process())
 
     def trained(self, ranking: Tensor) -> Tensor:
-        """Return all positions that are trained on, in the order of the updates.
+        """Return the positions of the samples that are trained on, in the order of the updates.
 
         Args:
-            ranking: (samples,) by position, by which `best_of_n` chooses.
+            ranking: (samples,) values by position, by which `best_of_n` chooses.
         """
         if self.sizes.best_of_n is None:
             return self.made
@@ -85,7 +86,7 @@ class RolloutOrder:
 
 
 def update_order(seed: int, iteration: int, updates: int) -> Tensor:
-    """Return (updates,) in which order an iteration makes the updates of a rollout; the first as they were made."""
+    """Return (updates,) the order in which an iteration makes the updates of a rollout; the first keeps it."""
     if iteration == 0:
         return torch.arange(updates)
     generator = torch.Generator().manual_seed(sample_seed(seed, "order", iteration))
@@ -93,7 +94,7 @@ def update_order(seed: int, iteration: int, updates: int) -> Tensor:
 
 
 def invert(numbers: Tensor, size: int | None = None) -> Tensor:
-    """Return (size,) where each number lies among distinct ones below `size` (by default their count), or -1."""
+    """Return (size,) the index of each number below `size` (by default their count) in distinct `numbers`, or -1."""
     indices = numbers.new_full((len(numbers) if size is None else size,), -1)
     indices[numbers] = torch.arange(len(numbers))
     return indices

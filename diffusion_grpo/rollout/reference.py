@@ -1,4 +1,4 @@
-"""The frozen reference: the base model under a LoRA, or a copy of the network."""
+"""The frozen reference: the base model of a LoRA, or a copy of the network."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ class AdapterReference:
         self._policy, self._model = policy, model
 
     def shard(self) -> None:
-        """Do nothing: the network is sharded as the policy's."""
+        """Do nothing: the reference shares the network of the policy."""
 
     @torch.no_grad()
     def replay(
@@ -46,14 +46,14 @@ class CopiedReference:
     """The reference of full training: a frozen copy of the network.
 
     Args:
-        policy: the policy in whose pipeline the copy is called.
-        model: what is copied.
-        backend: where the copy waits, and how it is sharded.
-        device: on which passes are made.
-        is_offloaded: whether the copy waits in CPU memory between its uses.
+        policy: in whose pipeline the copy is called.
+        model: the network to copy, or a `ModuleDict` of several.
+        backend: says where the copy waits and how it is sharded.
+        device: where the copy runs.
+        is_offloaded: whether the copy waits in CPU memory between uses.
 
     Attributes:
-        module: the copy, or the engine around it.
+        module: the copy, or the engine that wraps it.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class CopiedReference:
 
     @property
     def plain_module(self) -> nn.Module:
-        """The copy without an engine around it."""
+        """The copy without the engine that wraps it."""
         return self._backend.accelerator.unwrap_model(self.module)
 
     @property
     def weights(self) -> TrainedWeights:
-        """Those of its parameters that the policy trains."""
+        """Those parameters of the copy that the policy trains."""
         return self._backend.reference_weights(self.plain_module, self._model)
 
     def shard(self) -> None:
-        """Spread the copy over the processes, where the policy is sharded."""
+        """Shard the copy over the processes, if the policy is sharded."""
         self.module = self._backend.shard_reference(self.module, self._is_offloaded)
 
     @torch.no_grad()
@@ -88,12 +88,12 @@ class CopiedReference:
         self, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory, step: int
     ) -> StepDistribution | TokenDistribution:
         """Score one recorded step under the reference."""
-        with self._placed():
+        with self._load():
             return self._policy.replay(inputs, trajectory, step, self._forwards())
 
     @contextlib.contextmanager
-    def _placed(self) -> Iterator[None]:
-        """Have the copy on the device inside; it waits in CPU memory if asked to."""
+    def _load(self) -> Iterator[None]:
+        """Have the copy on the device inside, if it waits in CPU memory."""
         is_moved = self._is_offloaded and self._backend.moves_references
         if is_moved:
             self.module.to(self._device)
@@ -104,14 +104,14 @@ class CopiedReference:
                 self.module.to("cpu")
 
     def _forwards(self) -> list[Callable]:
-        """Return one forward per network, with the hooks that gather its weights."""
+        """Return what to call for each network: modules, whose hooks gather sharded weights."""
         model = self.plain_module
         return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
 
 
 @contextlib.contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch the LoRA off inside, or have it as it was before training.
+    """Switch the LoRA off inside, or restore it as it was before training.
 
     Raises:
         TypeError: a network without an adapter.

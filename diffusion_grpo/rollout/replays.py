@@ -1,4 +1,4 @@
-"""Passes without a gradient: log-probabilities of what was rolled out, and the distance from a reference."""
+"""Replays without a gradient: log-probabilities of recorded steps, and their divergence from a reference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +20,14 @@ from .buffer import RolloutBuffer
 class Replays:
     """Replays recorded steps without training on them.
 
-    Its methods pass the network, so they are called inside
-    [`~diffusion_grpo.distributed.generation.NetworkPasses`].
+    Its methods call the network, so they are run by [`~diffusion_grpo.distributed.generation.NetworkPasses`].
 
     Args:
-        policy: the policy as it is now.
+        policy: the current policy.
         reference: the frozen one, or None.
         inputs: of the pipeline's calls.
         backend: keeps processes in step.
-        batch_size: samples of one pipeline call in a rollout.
+        batch_size: number of samples in one pipeline call of a rollout.
     """
 
     def __init__(
@@ -43,16 +42,16 @@ class Replays:
         self._backend, self._batch_size = backend, batch_size
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
-        """Return (batch, steps) log-probabilities of the recorded steps under the policy as it is now."""
+        """Return (batch, steps) log-probabilities of the recorded steps under the current policy."""
         return self._measure(batch, lambda *step: self._policy.replay(*step).log_prob)
 
     def sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
-        """Return (batch,) mean over each sample's trained steps of log-probability now minus then."""
+        """Return (batch,) each sample's log-ratio, averaged over its trained steps."""
         now = self.log_probs(batch)
         return batch.mean_over_steps(now - batch.old_log_probs.to(now))
 
     def divergences(self, batch: MicroBatch) -> Tensor:
-        """Return (batch, steps) KL divergence of the policy as it is now from the reference."""
+        """Return (batch, steps) KL divergence of the current policy from the reference."""
         return self._measure(batch, self._divergence)
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
@@ -69,12 +68,12 @@ class Replays:
     def _measure(
         self, batch: MicroBatch, measure: Callable[[dict[str, Any], Trajectory | TokenTrajectory, int], Tensor]
     ) -> Tensor:
-        """Return (batch, steps) of what `measure` says of each trained step."""
+        """Return (batch, steps) the results of `measure` at each trained step."""
         values = torch.empty_like(batch.old_log_probs)
         parts = batch.parts
         turns = batch.passes(take_turns=len(self._policy.component) > 1)
         passes = [one for turn in turns for one in self._backend.equalize_outside_updates(turn)]
-        for (number, step), _ in passes:  # a repeated one finds the same
+        for (number, step), _ in passes:  # a repeated pass gives the same values
             indices, whole = batch.calls[number], parts[number]
             part = whole.at_step(step)
             found = values[indices]

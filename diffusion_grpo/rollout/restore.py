@@ -1,6 +1,6 @@
-"""The rest of a rollout, read back from a checkpoint that lies within it.
+"""Reading a rollout back from a checkpoint that lies within it.
 
-`RolloutBuffer.save` wrote one file per process; there may be fewer or more processes now.
+`RolloutBuffer.save` wrote one file per process; the number of processes may have changed since.
 """
 
 import json
@@ -25,20 +25,20 @@ KINDS = {kind.__name__: kind for kind in (Trajectory, TokenTrajectory)}
 
 
 def rollout_file(folder: Path, process: int) -> Path:
-    """Return where a process keeps its part of the rollout that a checkpoint lies within."""
+    """Return the path of a process's share of the rollout in a checkpoint."""
     return folder / f"rollout-rank{process}.safetensors"
 
 
 def restore_buffer(
     folder: Path, order: RolloutOrder, inputs: PipelineInputs, rows_at: Callable[[list[int]], Rows], device: Any
 ) -> RolloutBuffer:
-    """Restore this process's buffer, bit for bit; what other processes made is read from their files.
+    """Restore this process's buffer, bit for bit; samples that other processes made are read from their files.
 
     Args:
         folder: of the checkpoint.
-        order: of the rollout, for the processes there are now.
+        order: of the rollout, for the current number of processes.
         inputs: of the pipeline's calls.
-        rows_at: returns dataset rows by the samples' positions in the rollout.
+        rows_at: returns the dataset rows of the samples at given positions.
         device: where trajectories are kept.
 
     Raises:
@@ -46,25 +46,25 @@ def restore_buffer(
     """
     sizes = order.sizes
     own = rollout_file(folder, sizes.data_process)
-    parts = [_Part(own if own.is_file() else rollout_file(folder, 0), device)]  # perhaps there were fewer processes
-    if parts[0].processes != sizes.data_processes:
-        parts = [_Part(rollout_file(folder, number), device) for number in range(parts[0].processes)]
-        trained = torch.stack([part.positions.view(part.updates, -1) for part in parts], 1).flatten()
+    shares = [_Share(own if own.is_file() else rollout_file(folder, 0), device)]  # there may have been fewer processes
+    if shares[0].processes != sizes.data_processes:
+        shares = [_Share(rollout_file(folder, process), device) for process in range(shares[0].processes)]
+        trained = torch.stack([share.positions.view(share.updates, -1) for share in shares], 1).flatten()
         positions = order.own(trained)
     else:
-        positions = parts[0].positions
-    where = {position: (part, row) for part in parts for row, position in enumerate(part.positions.tolist())}
+        positions = shares[0].positions
+    where = {position: (share, index) for share in shares for index, position in enumerate(share.positions.tolist())}
     found = [where[position] for position in positions.tolist()]
 
     def column(name: str) -> Tensor | None:
-        if name not in parts[0].tensors:
+        if name not in shares[0].tensors:
             return None
-        return torch.stack([part.tensors[name][row] for part, row in found])
+        return torch.stack([share.tensors[name][index] for share, index in found])
 
     targets = {name: column(f"targets.{name}") for name in ValueTargets.TENSORS}
     buffer = RolloutBuffer(
         rows_at(positions.tolist()),
-        [part.sample(row) for part, row in found],
+        [share.sample(index) for share, index in found],
         column("advantages"),
         inputs,
         sizes.micro_batch,
@@ -79,30 +79,30 @@ def restore_buffer(
     return buffer
 
 
-class _Part:
-    """What one process wrote."""
+class _Share:
+    """The samples that one process wrote."""
 
     def __init__(self, path: Path, device: Any):
         if not path.is_file():
             raise ValueError(f"{path} is missing: the checkpoint lies within a rollout and cannot be resumed exactly.")
-        # torch's "cpu:0", of several processes on CPUs, is no device to `safe_open`
+        # `safe_open` does not know torch's "cpu:0", the device of one of several processes on CPUs
         with refuse_unreadable(path.parent), safe_open(path, "pt") as file:
             self.tensors: dict[str, Tensor] = {name: file.get_tensor(name).to(device) for name in file.keys()}
             about = file.metadata()
         if "processes" not in about:
             raise ValueError(
-                f"{path} was written before samples were kept by their position, in another order than today's; "
-                "resume from a checkpoint between two rollouts, or with the version that wrote it."
+                f"{path} was written by a version that did not keep the samples' positions; resume from a checkpoint "
+                "between two rollouts, or with that version."
             )
         self.positions = self.tensors["positions"].cpu()
         self.processes, self.updates = int(about["processes"]), int(about["updates"])
         self._kind, self._settings = KINDS[about["kind"]], json.loads(about["settings"])
         self._samples: list[dict[str, Tensor]] = [{} for _ in self.positions]
         for name, tensor in self.tensors.items():
-            field, _, place = name.rpartition(".")
+            field, _, index = name.rpartition(".")
             if field and field != "targets":
-                self._samples[int(place)][field] = tensor
+                self._samples[int(index)][field] = tensor
 
-    def sample(self, row: int) -> Trajectory | TokenTrajectory:
+    def sample(self, index: int) -> Trajectory | TokenTrajectory:
         """Return the trajectory of one sample."""
-        return self._kind(**self._samples[row], **self._settings)
+        return self._kind(**self._samples[index], **self._settings)

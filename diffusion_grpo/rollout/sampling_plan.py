@@ -1,4 +1,4 @@
-"""Seeds and trained steps of the samples of a rollout; they depend on the run's seed and on positions alone."""
+"""Seeds and trained steps of the samples of a rollout; they depend only on the run's seed and on positions."""
 
 import dataclasses
 import random
@@ -11,12 +11,12 @@ from ..policy.trajectory import sample_seed, trained_steps
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPlan:
-    """What each sample of one process is made with.
+    """The seeds and trained steps of each sample of one process.
 
     Attributes:
-        seeds: (samples,) of the noise of its steps.
-        initial_seeds: (samples,) of its initial latent.
-        steps: its trained steps.
+        seeds: (samples,) int64, for the noise of the steps.
+        initial_seeds: (samples,) int64, for the initial latent.
+        steps: trained steps of each sample.
         noise_steps: steps that draw noise; None for all but the last.
     """
 
@@ -35,10 +35,10 @@ class SamplingPlan:
         num_generations: samples of each prompt.
         num_inference_steps: length of the loop.
         window: [start, stop) of the steps that may be trained.
-        window_size: consecutive steps of it that each rollout trains, drawn anew; None for all.
-        timestep_fraction: share of the steps in the window that is trained.
+        window_size: number of consecutive steps in it that each rollout trains, drawn anew; None for all.
+        timestep_fraction: share of the window's steps that is trained.
         permute_steps: whether each sample draws its own trained steps.
-        same_initial_noise: whether all samples of a prompt start from one initial latent.
+        same_initial_noise: whether all samples of a prompt start from the same initial latent.
         deterministic_outside_window: whether steps outside the window draw no noise.
     """
 
@@ -52,17 +52,17 @@ class SamplingPlan:
     same_initial_noise: bool = False
     deterministic_outside_window: bool = False
 
-    def window_of(self, generation: int) -> tuple[int, int]:
-        """Return [start, stop) of the steps that one rollout may train: the window, or a part drawn by the seed."""
+    def draw_window(self, generation: int) -> tuple[int, int]:
+        """Return [start, stop) of the steps that one rollout may train: the window, or a random part of it."""
         start, stop = self.window
         if self.window_size is None:
             return start, stop
         start = random.Random(f"window {self.seed} {generation}").randint(start, stop - self.window_size)
         return start, start + self.window_size
 
-    def of(self, generation: int, positions: Tensor) -> RolloutPlan:
+    def draw(self, generation: int, positions: Tensor) -> RolloutPlan:
         """Return seeds and steps of the samples at `positions` of one rollout."""
-        start, stop = self.window_of(generation)
+        start, stop = self.draw_window(generation)
         noise = [sample_seed(self.seed, "noise", generation, position) for position in positions.tolist()]
         shared = positions // self.num_generations if self.same_initial_noise else positions
         initial = [sample_seed(self.seed, "initial", generation, position) for position in shared.tolist()]

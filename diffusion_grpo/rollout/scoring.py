@@ -1,6 +1,6 @@
-"""The rewards of samples, in rollouts and in evaluations: what a run knows of them, beside what rewards ask for.
+"""Calling the rewards, in rollouts and in evaluations, with everything that a reward may ask for.
 
-Rollouts are scored while they are made, evaluations at once; both call rewards with the same keywords.
+Rollouts are scored while they are made, evaluations in one go; rewards get the same keywords in both.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ AnyScoring = RolloutScoring | SubsetScoring
 
 
 def takes_only_latents(reward: Reward) -> bool:
-    """Whether a reward needs no pixels."""
+    """Return whether a reward needs no pixels."""
     return is_marked(reward.function, "takes_latents")
 
 
@@ -39,14 +39,14 @@ class RewardScorer:
     Args:
         rewards: those that are trained on.
         backend: of the processes.
-        monitor: the processes, which are told what this one waits for.
-        reward_processes: how many of them score; None where each scores its own samples.
+        monitor: tells the other processes what this one is doing.
+        reward_processes: number of processes that score; None where each scores its own samples.
         channel: carries samples to them; None where each scores its own.
         overlap: whether rewards may be computed while the next samples are made.
         fps: frames per second of videos.
         sampling_rate: of sound, in hertz; None where the pipeline makes none.
         state: returns the trainer's state, which rewards are given.
-        failures: folder for the samples on which a reward failed.
+        failures: folder for samples on which a reward failed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RewardScorer:
     def begin_rollout(
         self, order: RolloutOrder, row_indices: list[int], rows: Rows, read_rows: Callable[[list[int]], Rows]
     ) -> AnyScoring:
-        """Return what takes the samples of a rollout as they are made.
+        """Return the object that takes the samples of a rollout as they are made.
 
         Args:
             order: of the samples of all processes.
@@ -98,13 +98,13 @@ class RewardScorer:
         extra: dict[str, list],
         watch: Callable[[int], None],
     ) -> Tensor:
-        """Wait for this process's rewards of a rollout, (samples scored here, functions); NaN for None.
+        """Wait for the rewards that this process computes, (samples scored here, functions), with NaN for None.
 
         Args:
-            scoring: of the rollout, whose samples are all there.
-            log_metric: gets what rewards log.
-            extra: gets the columns that they add, one value per sample.
-            watch: is told how many samples have their rewards.
+            scoring: of the rollout, once all samples have been added.
+            log_metric: called with what rewards log.
+            extra: filled with the columns that rewards add, one value per sample.
+            watch: called with the number of samples that have just been scored.
         """
         scoring.wait(watch)
         return self._values(scoring.result, log_metric, extra, scoring.count)
@@ -112,9 +112,11 @@ class RewardScorer:
     def share_rollout(
         self, scoring: AnyScoring, local: Tensor, extra: dict[str, list], order: RolloutOrder
     ) -> tuple[Tensor, Tensor, dict[str, list]]:
-        """Return rewards of all samples by position; and of those made here, rewards and the columns rewards added.
+        """Exchange the rewards of a rollout; a collective.
 
-        A collective.
+        Returns:
+            rewards of all samples by position; rewards of the samples made here; the columns that rewards added for
+            the samples made here.
         """
         if self.channel is None:
             return gather_by_position(self._backend, local, order), local, extra
@@ -144,11 +146,11 @@ class RewardScorer:
         extra: dict[str, list],
         latents: list[Tensor] | None = None,
     ) -> Tensor:
-        """Score samples at once; return (samples, functions) float32 rewards of this process, NaN for None.
+        """Score samples in one go; return (samples, functions) float32 rewards, with NaN for None.
 
         Args:
             funcs: rewards to call.
-            samples, rows, groups, latents: one per sample; latents where a reward takes them.
+            samples, rows, groups, latents: one value per sample; latents if a reward takes them.
             log_metric, extra: as in [`RewardScorer.finish_rollout`].
         """
         scoring = self._scoring(funcs, samples, rows, groups, latents)
@@ -158,46 +160,50 @@ class RewardScorer:
     def exchange(
         self, made: list[list[int]], group_size: int, samples: list, latents: list[Tensor] | None
     ) -> tuple[list[int], list, list[Tensor] | None]:
-        """Return places, samples and latents of what this process scores of an evaluation.
+        """Send samples of an evaluation to the processes that score them.
 
-        Called inside of [`~diffusion_grpo.distributed.failure.ProcessGroupMonitor.barrier_after`].
+        Called inside [`~diffusion_grpo.distributed.failure.ProcessGroupMonitor.barrier_after`].
 
         Args:
-            made: places of what each process makes; `samples` and `latents` are those of this one.
-            group_size: samples of each prompt.
+            made: positions of the samples that each process made.
+            group_size: number of samples of each prompt.
+            samples, latents: those that this process made.
+
+        Returns:
+            positions, samples and latents of what this process scores.
         """
         if self.channel is None:
             return made[self._backend.groups.index], samples, latents
         return exchange_samples(self._assign(made, group_size), self.channel, samples, latents)
 
-    def gather_at(self, values: Tensor, places: list[int], total: int) -> Tensor:
-        """Return what every process has, (total, ...) float32 on the CPU; a collective.
+    def gather_at(self, values: Tensor, positions: list[int], total: int) -> Tensor:
+        """Return the values of all processes by position, (total, ...) float32 on the CPU; a collective.
 
         Args:
-            values: (places, ...) of this process, at places that no other one has.
-            places: among `total`.
-            total: rows of all processes.
+            values: (positions, ...) of this process.
+            positions: of the values, which no other process has.
+            total: number of values of all processes.
         """
         every = torch.zeros(total, *values.shape[1:])
-        every[places] = values.float()
+        every[positions] = values.float()
         return self._backend.reduce_sum(every.to(self._backend.accelerator.device)).cpu()
 
-    def share_extra(self, extra: dict[str, list], places: list[int], own: list[int]) -> dict[str, list]:
-        """Return the columns that rewards added for the samples at `own`, wherever these were scored; a collective.
+    def share_extra(self, extra: dict[str, list], positions: list[int], own: list[int]) -> dict[str, list]:
+        """Return the columns that rewards added for the samples made here, whoever scored them; a collective.
 
         Args:
-            extra: columns that they added here, one value for each of `places`.
-            places: of the samples scored here.
-            own: places of the samples made here.
+            extra: columns that rewards added here, one value for each of `positions`.
+            positions: of the samples scored here.
+            own: positions of the samples made here.
         """
         found: dict[str, list] = {}
-        for content in gather_bytes(self._backend.accelerator, pack_columns(extra, places)):
+        for content in gather_bytes(self._backend.accelerator, pack_columns(extra, positions)):
             columns, others = unpack_columns(content)
-            known = {place: row for row, place in enumerate(others)}
+            indices = {position: index for index, position in enumerate(others)}
             for name, column in columns.items():
-                for number, place in enumerate(own):
-                    if place in known:
-                        found.setdefault(name, [None] * len(own))[number] = column[known[place]]
+                for number, position in enumerate(own):
+                    if position in indices:
+                        found.setdefault(name, [None] * len(own))[number] = column[indices[position]]
         return found
 
     # Both
@@ -242,7 +248,7 @@ class RewardScorer:
 
 
 def gather_by_position(backend: DistributedBackend, local: Tensor | None, order: RolloutOrder) -> Tensor | None:
-    """Return what every process has, by position in the rollout, on the CPU; a collective. None stays None."""
+    """Return the values of all processes by position, on the CPU; a collective. None stays None."""
     if local is None:
         return None
     every = backend.gather(local.to(backend.accelerator.device))

@@ -1,8 +1,7 @@
-"""A value model for PPO: how much reward is still to come, seen from where a denoising step starts.
+"""A value model for PPO: the reward to expect from where a denoising step starts.
 
-In: the states in which the trained steps of a rollout start. Out: a value for each, and by generalized advantage
-estimation an advantage for each step. A module of its own because it is the one thing that is trained beside the
-policy: it shares no weights with it, and what it sees is reduced to numbers that a rollout can keep.
+It is trained beside the policy and shares no weights with it. It sees each step reduced to a small vector, its state,
+which a rollout can keep.
 """
 
 import contextlib
@@ -24,21 +23,21 @@ from ..algorithms.gae import value_loss
 from ..policy.denoising import DenoisingPolicy
 from ..policy.trajectory import Trajectory
 
-STRETCHES = 64  # of a latent, each reduced to its mean and its root mean square
-CONDITIONS = 64  # numbers that prompt and other conditions are reduced to
-FREQUENCIES = 8  # of the place in the loop
+STRETCHES = 64  # parts of a latent, each reduced to its mean and its root mean square
+CONDITIONS = 64  # numbers to which prompt and other conditions are reduced
+FREQUENCIES = 8  # cosines of the time in the loop
 STATE_SIZE = 2 * STRETCHES + CONDITIONS + 1 + FREQUENCIES
 VALUE_WEIGHTS = "value_model.safetensors"
 
 
 class ValueModel(nn.Module):
-    """Reward expected from a state: a network of two hidden layers on `states`.
+    """The reward expected from a state: a network with two hidden layers.
 
-    Inputs and output are scaled by means and standard deviations of the first rollout (`calibrate`), which are kept
-    with the weights; the output starts at that rollout's mean reward everywhere.
+    Inputs and output are scaled by means and standard deviations of the first rollout ([`calibrate`]), which are saved
+    with the weights. At first the output is that rollout's mean reward everywhere.
 
     Args:
-        seed: of the first weights, the same on every process; torch's global generator is left as it was.
+        seed: of the initial weights, the same on every process; torch's global generator is left as it was.
         width: of the hidden layers.
     """
 
@@ -58,16 +57,21 @@ class ValueModel(nn.Module):
         self.register_buffer("is_calibrated", torch.zeros((), dtype=torch.bool))
 
     def forward(self, states: Tensor) -> Tensor:
-        """`(..., STATE_SIZE)` states to `(...)` values, in units of the reward."""
+        """Return the values `(...)` of states `(..., STATE_SIZE)`, in units of the reward."""
         scaled = (states - self.state_mean) / self.state_std
         return self.reward_mean + self.reward_std * self.layers(scaled).squeeze(-1)
 
     @torch.no_grad()
     def calibrate(self, states: Tensor, rewards: Tensor) -> None:
-        """Takes the scales from a rollout: `(samples, steps, STATE_SIZE)` states, `(samples,)` rewards without NaN."""
+        """Set the scales from a rollout.
+
+        Args:
+            states: `(samples, steps, STATE_SIZE)`.
+            rewards: `(samples,)`, without NaN.
+        """
         states, rewards = states.flatten(0, 1).to(self.state_mean), rewards.to(self.reward_mean)
         self.state_mean.copy_(states.mean(0))
-        # what hardly varied at first, such as a single prompt, may vary later: its own scale is about 1 then
+        # what hardly varies at first, such as a single prompt, may vary later, at a scale of about 1
         self.state_std.copy_(states.std(0, correction=0).clamp(min=0.01))
         self.reward_mean.copy_(rewards.mean())
         std = rewards.std(correction=0)
@@ -75,17 +79,17 @@ class ValueModel(nn.Module):
         self.is_calibrated.fill_(True)
 
     def loss(self, targets: "ValueTargets", clip: float | None) -> Tensor:
-        """`value_loss` in units of the first rollout's standard deviation, so that no reward is too small to learn."""
+        """Return `value_loss` in units of the first rollout's standard deviation, so that no reward is too small."""
         size, targets = self.reward_std, targets.to(self.reward_std.device)
         values = self(targets.states)
         return value_loss(values / size, targets.values / size, targets.returns / size, clip)
 
     def save(self, folder: Path) -> None:
-        """Writes weights and scales into a checkpoint."""
+        """Write weights and scales into a checkpoint."""
         save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, folder / VALUE_WEIGHTS)
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote, bit for bit.
+        """Read what `save` wrote, bit for bit.
 
         Raises:
             ValueError: the checkpoint holds no value model.
@@ -97,11 +101,11 @@ class ValueModel(nn.Module):
 
 @dataclasses.dataclass
 class ValueTargets:
-    """What a rollout leaves to train the value model on.
+    """What the value model is trained on after a rollout.
 
     Attributes:
         states: `(samples, steps, STATE_SIZE)` float32.
-        values: `(samples, steps)` float32, by the value model before any update on this rollout.
+        values: `(samples, steps)` float32, of the value model before any update on this rollout.
         returns: `(samples, steps)` float32, advantage plus value; NaN where no reward scored the sample.
     """
 
@@ -111,27 +115,27 @@ class ValueTargets:
 
     TENSORS = ("states", "values", "returns")
 
-    def __getitem__(self, rows: Any) -> "ValueTargets":
-        """The targets of some samples."""
-        return ValueTargets(**{name: getattr(self, name)[rows] for name in self.TENSORS})
+    def __getitem__(self, indices: Any) -> "ValueTargets":
+        """Return the targets of some samples."""
+        return ValueTargets(**{name: getattr(self, name)[indices] for name in self.TENSORS})
 
     def to(self, device: torch.device) -> "ValueTargets":
-        """The same on a device."""
+        """Return a copy on a device."""
         return ValueTargets(**{name: getattr(self, name).to(device) for name in self.TENSORS})
 
 
-# States: what the policy is called with, reduced
+# States: the latents and conditions of the policy's calls, reduced to a vector per step
 
 
-def states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
-    """What the value model sees of the trained steps of a rollout.
+def reduce_states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
+    """Reduce the trained steps of a rollout to what the value model sees.
 
-    A latent, in whatever layout, is cut into `STRETCHES` consecutive parts, of which mean and root mean square are
-    kept; the place in the loop is given as itself and as cosines.
+    A latent, in whatever layout, is cut into `STRETCHES` consecutive parts, each reduced to its mean and its root mean
+    square; the time in the loop is given as a number in [0, 1) and as cosines.
 
     Args:
-        trajectory: the rollout's.
-        conditions: `(samples, CONDITIONS)` of the same samples, see `record_conditions`.
+        trajectory: of the samples.
+        conditions: `(samples, CONDITIONS)` of the same samples, see [`record_conditions`].
 
     Returns:
         `(samples, steps, STATE_SIZE)` float32 on the CPU.
@@ -141,31 +145,31 @@ def states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
         latents = trajectory.latents[:, step].float().flatten(1)[:, None]
         mean = functional.adaptive_avg_pool1d(latents, STRETCHES)[:, 0].cpu()
         square = functional.adaptive_avg_pool1d(latents**2, STRETCHES)[:, 0].cpu()
-        place = trajectory.steps[:, step, None].cpu() / trajectory.num_inference_steps
-        waves = torch.cos(math.pi * place * torch.arange(1, FREQUENCIES + 1))
-        columns.append(torch.cat([mean, square.sqrt(), conditions.cpu(), place, waves], 1))
+        time = trajectory.steps[:, step, None].cpu() / trajectory.num_inference_steps
+        waves = torch.cos(math.pi * time * torch.arange(1, FREQUENCIES + 1))
+        columns.append(torch.cat([mean, square.sqrt(), conditions.cpu(), time, waves], 1))
     return torch.stack(columns, 1)
 
 
-def states_of_calls(samples: list[Trajectory], conditions: list[Tensor], calls: list[list[int]]) -> Tensor:
-    """`states` of samples that may differ in shape, in their own order.
+def reduce_calls(samples: list[Trajectory], conditions: list[Tensor], calls: list[list[int]]) -> Tensor:
+    """Return the states of samples that may differ in shape, in the order of the samples.
 
     Args:
-        samples: one trajectory a sample.
-        conditions: one tensor a pipeline call, see `record_conditions`.
-        calls: places of the samples of each call.
+        samples: one trajectory per sample.
+        conditions: one tensor per pipeline call, see [`record_conditions`].
+        calls: indices of the samples of each call.
     """
-    order = [place for places in calls for place in places]
+    order = [index for indices in calls for index in indices]
     found = dict(zip(order, torch.cat(conditions), strict=True))
-    return torch.cat([states(sample, found[place][None]) for place, sample in enumerate(samples)])
+    return torch.cat([reduce_states(sample, found[index][None]) for index, sample in enumerate(samples)])
 
 
 @contextlib.contextmanager
 def record_conditions(policy: DenoisingPolicy) -> Iterator[list[Tensor]]:
-    """Notes what the policy's networks are told beside the latents, in every rollout inside the context.
+    """Record the conditions that the policy's networks get, in every rollout inside the context.
 
     Yields:
-        A list that gets one `(batch, CONDITIONS)` tensor a rollout, in their order: the mean over the calls of the
+        a list to which each rollout adds a `(batch, CONDITIONS)` tensor: the mean over the network's calls in the
         first step, with and without guidance.
     """
     found: list[Tensor] = []
@@ -175,14 +179,14 @@ def record_conditions(policy: DenoisingPolicy) -> Iterator[list[Tensor]]:
     def note(network: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal last
         driver = policy.scheduler.driver
-        if not driver.needs_network:  # a call that only asks for the latents of the rollout
+        if not driver.needs_network:  # a call that only repeats the latents of the rollout
             return
         if driver is not last:
             last = driver
             calls.clear()
             found.append(torch.zeros(driver.count, CONDITIONS))
         if driver.current == 0:
-            calls.append(pooled_conditions(args, kwargs, driver.count))
+            calls.append(pool_conditions(args, kwargs, driver.count))
             found[-1] = torch.stack(calls).mean(0)
 
     hooks = [network.register_forward_pre_hook(note, with_kwargs=True) for network in policy.networks]
@@ -194,30 +198,30 @@ def record_conditions(policy: DenoisingPolicy) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def pooled_conditions(args: tuple, kwargs: dict, count: int) -> Tensor:
-    """Arguments of a network's call as `(count, CONDITIONS)` numbers on the CPU.
+def pool_conditions(args: tuple, kwargs: dict, count: int) -> Tensor:
+    """Reduce the arguments of a network's call to `(count, CONDITIONS)` numbers on the CPU.
 
-    Of every float tensor after the first (the latents) that has as many rows as it, such as prompt embeddings, the
-    mean over all but the first and last dimension is brought to unit size and projected by a fixed random matrix,
-    which keeps distances nearly as they are whatever the width; the results are added. Networks that take their
-    samples in lists leave zeros.
+    This uses every float tensor after the first one (the latents) that has as many rows, such as prompt embeddings.
+    Each is averaged over all but its first and last dimension, scaled to unit size and projected by a fixed random
+    matrix, which nearly keeps distances whatever the width; the projections are added. The result is zero for networks
+    that take their samples in lists.
     """
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x) and x.is_floating_point()]
     leaves = [x for x in leaves if x.ndim >= 2]
     total = torch.zeros(count, CONDITIONS)
     rows = len(leaves[0]) if leaves and len(leaves[0]) % count == 0 else 0
-    for place, leaf in enumerate(x for x in leaves[1:] if len(x) == rows):
+    for index, leaf in enumerate(x for x in leaves[1:] if len(x) == rows):
         width = leaf.shape[-1]
         pooled = leaf.detach().float().reshape(rows, -1, width).mean(1).cpu()
         pooled = pooled / (pooled.square().mean(1, keepdim=True).sqrt() + 1e-6)
-        generator = torch.Generator().manual_seed(place)
+        generator = torch.Generator().manual_seed(index)
         projection = torch.randn(width, CONDITIONS, generator=generator) / math.sqrt(width)
         total += (pooled @ projection).view(-1, count, CONDITIONS).mean(0)
     return total
 
 
 class ValueCallback(TrainerCallback):
-    """Gradients of the value model, which no wrapper looks after: their mean over processes, and none left over."""
+    """Averages the value model's gradients over the processes, and clears them: no engine wraps this model."""
 
     def __init__(self, values: ValueModel, accelerator: Accelerator):
         self.values, self.accelerator = values, accelerator

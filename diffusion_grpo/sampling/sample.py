@@ -185,7 +185,7 @@ class Sampler:
         if train is None or not train.deterministic_outside_window:
             return None
         per_rollout = self.settings.num_generations * train.batch_sizes.prompts_per_rollout
-        return range(*make_sampling_plan(train).window_of(place // per_rollout))
+        return range(*make_sampling_plan(train).draw_window(place // per_rollout))
 
 
 def _scores(

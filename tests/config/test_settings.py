@@ -173,12 +173,12 @@ def test_json_for_dictionaries_as_the_command_line_gives_them():
 
 def test_a_smaller_window_wanders_within_the_larger_one():
     args = config(sde_window=[1, 6], sde_window_size=2)
-    windows = [make_sampling_plan(args).window_of(generation) for generation in range(200)]
+    windows = [make_sampling_plan(args).draw_window(generation) for generation in range(200)]
     assert {start for start, _ in windows} == {1, 2, 3, 4} and all(stop == start + 2 for start, stop in windows)
     assert windows == [
-        make_sampling_plan(config(sde_window=[1, 6], sde_window_size=2)).window_of(g) for g in range(200)
+        make_sampling_plan(config(sde_window=[1, 6], sde_window_size=2)).draw_window(g) for g in range(200)
     ]
     assert windows != [
-        make_sampling_plan(config(sde_window=[1, 6], sde_window_size=2, seed=1)).window_of(g) for g in range(200)
+        make_sampling_plan(config(sde_window=[1, 6], sde_window_size=2, seed=1)).draw_window(g) for g in range(200)
     ]
-    assert make_sampling_plan(config(sde_window=[1, 6])).window_of(3) == (1, 6)
+    assert make_sampling_plan(config(sde_window=[1, 6])).draw_window(3) == (1, 6)

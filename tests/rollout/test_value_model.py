@@ -34,9 +34,9 @@ from diffusion_grpo.rollout.value_model import (
     ValueCallback,
     ValueModel,
     ValueTargets,
-    pooled_conditions,
+    pool_conditions,
     record_conditions,
-    states,
+    reduce_states,
 )
 
 
@@ -59,7 +59,7 @@ def test_the_value_of_a_random_walk_is_learned():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for iteration in range(200):
         trajectory, walk = random_walk(64, 4, seed=iteration)
-        seen, rewards = states(trajectory, torch.zeros(64, CONDITIONS)), torch.zeros(64, 4)
+        seen, rewards = reduce_states(trajectory, torch.zeros(64, CONDITIONS)), torch.zeros(64, 4)
         rewards[:, -1] = 3 * walk[:, -1] + 20
         if iteration == 0:
             model.calibrate(seen, rewards[:, -1])
@@ -71,7 +71,7 @@ def test_the_value_of_a_random_walk_is_learned():
         model.loss(ValueTargets(seen, values, returns), clip=0.2).backward()
         optimizer.step()
     held_out, walk = random_walk(256, 4, seed=1000)
-    error = model(states(held_out, torch.zeros(256, CONDITIONS))) - (3 * walk[:, :-1] + 20)
+    error = model(reduce_states(held_out, torch.zeros(256, CONDITIONS))) - (3 * walk[:, :-1] + 20)
     assert error.square().mean().sqrt() < 0.15 * (3 * walk[:, :-1]).std()
 
 
@@ -88,7 +88,7 @@ def test_no_scale_of_the_reward_is_too_small_to_learn(scale):
 def test_states_hold_latent_place_and_conditions():
     trajectory, walk = random_walk(3, 4, seed=0)
     conditions = torch.randn(3, CONDITIONS)
-    seen = states(trajectory, conditions)
+    seen = reduce_states(trajectory, conditions)
     assert seen.shape == (3, 4, STATE_SIZE) and seen.dtype == torch.float32
     torch.testing.assert_close(seen[..., :STRETCHES].mean(-1), walk[:, :-1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(seen[:, 2, 2 * STRETCHES : 2 * STRETCHES + CONDITIONS], conditions)
@@ -112,10 +112,10 @@ def test_conditions_tell_prompts_apart_and_nothing_else(name):
 
 def test_conditions_of_a_call_are_those_with_a_row_for_each_latent():
     latents, text, ids = torch.randn(4, 8, 8), torch.randn(4, 5, 6), torch.randn(8, 3)
-    both = pooled_conditions((latents,), {"text": text, "ids": ids, "timestep": torch.ones(4)}, 2)
-    alone = pooled_conditions((latents,), {"text": text}, 2)
+    both = pool_conditions((latents,), {"text": text, "ids": ids, "timestep": torch.ones(4)}, 2)
+    alone = pool_conditions((latents,), {"text": text}, 2)
     assert torch.equal(both, alone) and both.abs().max() > 0
-    assert pooled_conditions(([torch.randn(3, 8), torch.randn(3, 8)],), {}, 2).eq(0).all()
+    assert pool_conditions(([torch.randn(3, 8), torch.randn(3, 8)],), {}, 2).eq(0).all()
 
 
 # in training
