@@ -332,7 +332,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         except RewardError:
             self._save_before_stopping()
             raise
-        if self.algorithm.by_sequence and not batch.is_on_policy:  # on policy all ratios are 1
+        if self.args.importance_sampling_level == "sequence" and not batch.is_on_policy:  # on policy all ratios are 1
             batch.log_ratio = self.run_passes(self.replays.sequence_log_ratio, batch)
         return batch
 
@@ -346,7 +346,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
         def compute(part: Any, step: int) -> Tensor:
             outputs.append(self.algorithm.loss(self.policy, self.reference, part, step))
-            return outputs[-1].loss
+            return outputs[-1].loss + self.policy.take_spare()
 
         total = torch.zeros((), device=self.args.device)
         passes = [one for turn in self.algorithm.passes(batch) for one in backend.equalize(turn)]

@@ -1,14 +1,16 @@
 """The seam behind which algorithms stand: what each needs, which passes it makes, and what one pass computes."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution, TokenTrajectory
 from ..policy.trajectory import StepDistribution, Trajectory
 from .batch import MicroBatch, Part
+
+if TYPE_CHECKING:
+    from ..policy.base import Policy  # and with it diffusers, which checking the settings does not need
 
 
 class RatioError(RuntimeError):
@@ -42,22 +44,33 @@ class PassOutput:
 class Algorithm(Protocol):
     """An algorithm: which data it needs, which passes it makes, and what one of them computes.
 
-    A class of your own comes in by dotted path as `loss_type`; its settings are given as `loss_kwargs`.
+    A class of your own comes in by dotted path as `loss_type`. Let it inherit from this one and define `passes` and
+    `loss`. Its constructor gets `loss_kwargs`, and of the keyword arguments of
+    [`~diffusion_grpo.algorithms.grpo.GRPO`] (`beta`, `epsilon`, `take_turns`, ...) those that it names.
 
     Attributes:
         needs: "trajectory" for recorded steps (GRPO and its relatives).
     """
 
-    needs: ClassVar[Literal["trajectory"]]
+    needs: ClassVar[Literal["trajectory"]] = "trajectory"
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
         """Return the parts and steps to train on, in order; processes keep step within each inner list."""
 
-    def loss(self, policy: Policy, reference: Reference | None, part: Part, step: int) -> PassOutput:
-        """Compute one pass; every sample of `part` trains on `step`."""
+    def loss(self, policy: "Policy", reference: Reference | None, part: Part, step: int) -> PassOutput:
+        """Compute one pass; every sample of `part` trains on `step`.
+
+        Args:
+            policy: replays the step with gradient.
+            reference: replays it without; None in full training with `beta=0`.
+            part: the samples.
+            step: index of the step in the pipeline's loop.
+        """
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
-        """Check the algorithm's invariant on the first passes after a rollout, before the weights move.
+        """Check the algorithm's invariant once the passes of a micro-batch are made, before the weights move.
+
+        By default there is none.
 
         Args:
             batch: the micro-batch whose passes have been made.
@@ -69,3 +82,4 @@ class Algorithm(Protocol):
         Raises:
             RatioError: the invariant does not hold.
         """
+        return {}

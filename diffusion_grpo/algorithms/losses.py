@@ -1,18 +1,18 @@
-"""Losses of one denoising step: `LossInputs` enters, `LossOutput(loss, metrics)` leaves.
+"""Losses of one denoising step: pure functions from `LossInputs` to `LossOutput(loss, metrics)`.
 
-A module of its own because a loss is all that most algorithms of the GRPO family differ in. One is a pure function
-`LossInputs -> LossOutput`; `LOSSES` names those that ship here, and any other comes in by dotted path. A loss is the
-mean over one micro-batch at one step: the caller divides by the number of trained steps.
+Most algorithms of the GRPO family differ in nothing else. A loss of your own comes in by dotted path as `loss_type`;
+keyword arguments that it takes beside its `LossInputs` are given as `loss_kwargs`. A loss is the mean over one
+micro-batch at one step: the caller divides by the number of trained steps.
 """
 
 import dataclasses
-import difflib
-import pkgutil
 from collections.abc import Callable, Sequence
 
 import torch
 
 from ..policy.token_process import masked_mean
+
+__all__ = ["Loss", "LossInputs", "LossOutput", "grpo", "kl_divergence", "loss_per_reward", "token_kl_divergence"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,8 @@ class LossInputs:
     Attributes:
         log_prob: `(batch,)`, log-probability of the recorded step under the policy as it is now, with gradient.
         old_log_prob: `(batch,)`, the same under the policy that rolled out, without gradient.
-        advantages: `(batch,)`, one for each sample: the same at all its steps, but for those of a value model. What
-            `loss_per_reward` is given has a column for each reward.
+        advantages: `(batch,)`, one per sample: the same at all its steps unless a value model estimates them.
+            `loss_per_reward` gets one column per reward.
         mean: `(batch, ...)`, mean of the next latent under the policy, with gradient.
         std: standard deviation of the next latent, broadcastable to `mean`, greater than 0.
         ref_mean: `(batch, ...)`, mean of the next latent under the reference, or `None` where there is no reference.
@@ -65,7 +65,7 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """KL divergence of two Gaussians that share their standard deviation, averaged over dimensions (arXiv 2505.05470).
+    """Return the KL divergence of two Gaussians with one standard deviation, averaged over dimensions (arXiv 2505.05470).
 
     Args:
         mean: `(batch, ...)`, mean under the policy.
@@ -80,7 +80,7 @@ def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor)
 
 
 def token_kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
-    """TRL's estimate of the KL to the reference at each drawn token (k3 of http://joschu.net/blog/kl-approx.html).
+    """Estimate the KL to the reference at each drawn token as TRL does (k3 of http://joschu.net/blog/kl-approx.html).
 
     Args:
         log_prob: `(batch, tokens)` under the policy, with gradient.
@@ -100,8 +100,8 @@ def grpo(inputs: LossInputs) -> LossOutput:
     `ratio = exp(log_prob - old_log_prob)`. Log-probabilities are averages over the dimensions of a latent, so that
     ratios stay within some 1e-4 of 1 and `epsilon` has to be as small.
 
-    Of tokens, means are over those of each sample that count and then over samples, the KL is
-    [`token_kl_divergence`], and `epsilon` is of the order of 0.2: their log-probabilities are no averages.
+    For tokens, means are taken over those of each sample that count and then over samples, the KL is
+    [`token_kl_divergence`], and `epsilon` is on the order of 0.2: their log-probabilities are not averages.
 
     Returns:
         Metrics `ratio/mean`, `ratio/min`, `ratio/max`, and the shares of samples (or tokens) whose ratio left the
@@ -133,19 +133,19 @@ def grpo(inputs: LossInputs) -> LossOutput:
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Over samples; of tokens first over those of each sample, so that a long one counts as much as a short one."""
+    """Average over samples; of tokens first over those of each sample, so that a long one counts as much as a short one."""
     return (values if mask is None else masked_mean(values, mask)).mean()
 
 
 def _counted(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The values themselves, without gradient; of tokens those that count, and 1 where none does."""
+    """Return the values without gradient; of tokens only those that count, and 1 where none does."""
     if mask is None:
         return values.detach()
     return values.detach()[mask.bool()] if mask.any() else values.new_ones(1)
 
 
 def _kl(inputs: LossInputs) -> torch.Tensor | None:
-    """The KL to the reference, a scalar with gradient; None without a reference."""
+    """Return the KL to the reference, a scalar with gradient; None without a reference."""
     if inputs.ref_mean is not None:
         return kl_divergence(inputs.mean, inputs.ref_mean, inputs.std).mean()
     if inputs.ref_log_prob is not None:
@@ -153,19 +153,16 @@ def _kl(inputs: LossInputs) -> torch.Tensor | None:
     return None
 
 
-LOSSES: dict[str, Loss] = {"grpo": grpo}
-
-
 def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
-    """A loss summed over rewards that have an advantage each, as DanceGRPO's code trains video (arXiv 2505.07818).
+    """Sum a loss over rewards that each have their own advantage, as DanceGRPO trains video (arXiv 2505.07818).
 
     `sum_i |w_i| * loss(sign(w_i) * A_i, beta = 0) + loss(A = 0, beta)`: the clip judges each reward by itself, so that
-    a step which one wants and another does not is held back on one side only. The part without advantages, the KL,
-    counts once. Where nothing is clipped it is the loss of the weighted sum of the advantages.
+    a step that one wants and another does not is held back on one side only. The part without advantages, the KL,
+    counts once. Where nothing is clipped, this is the loss of the weighted sum of the advantages.
 
     Args:
-        loss: of one advantage a sample, the sum of a part that vanishes with the advantages and one times `beta`.
-        weights: one a reward.
+        loss: takes one advantage per sample; the sum of a part that vanishes with the advantages and one times `beta`.
+        weights: one per reward.
 
     Returns:
         A loss for `LossInputs` whose `advantages` are `(batch, rewards)`. Metrics are means over the rewards.
@@ -181,31 +178,3 @@ def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
         return LossOutput(sum((size * part.loss for part, size in parts), rest.loss), metrics)
 
     return summed
-
-
-def get_loss(loss: str | Loss) -> Loss:
-    """Turns a name in `LOSSES`, a dotted path such as `my_package.losses.mine`, or a function into the function.
-
-    Raises:
-        ValueError: the name is unknown, or nothing callable can be imported from the dotted path.
-    """
-    if callable(loss):
-        return loss
-    if loss in LOSSES:
-        return LOSSES[loss]
-    if "." not in loss:
-        nearest = difflib.get_close_matches(loss, LOSSES, n=1)
-        hint = f"did you mean '{nearest[0]}'? " if nearest else ""
-        raise ValueError(
-            f"Unknown loss '{loss}': {hint}Known are {', '.join(sorted(LOSSES))}; a loss of your own is given as a "
-            "dotted path such as my_package.my_loss."
-        )
-    try:
-        function = pkgutil.resolve_name(loss)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"The loss '{loss}' cannot be imported ({error}); known are {', '.join(sorted(LOSSES))}."
-        ) from error
-    if not callable(function):
-        raise ValueError(f"The loss '{loss}' is a {type(function).__name__}, but a loss must be callable.")
-    return function

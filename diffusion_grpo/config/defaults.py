@@ -7,7 +7,7 @@ import json
 
 from .batch_sizes import BatchSizes
 
-DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs")
+DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs")
 
 
 class Sizes:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import SchedulerType, TrainingArguments
 
-from ..algorithms.losses import get_loss
+from ..algorithms.choose import check_loss_kwargs
 from .checks import check_settings
 from .defaults import Sizes
 from .names import RENAMED
@@ -44,6 +44,7 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         "pipeline_kwargs",
         "scheduler_kwargs",
         "model_init_kwargs",
+        "loss_kwargs",
     ]
 
     # TrainingArguments with other defaults
@@ -114,7 +115,7 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         check_launched(launched_processes(), self.world_size)
         self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
         check_settings(self)
-        get_loss(self.loss_type)  # one of the user's own is imported
+        check_loss_kwargs(self.loss_type, self.loss_kwargs)  # a loss of the user's own is imported
 
     def fill(self, defaults: dict[str, Any]) -> None:
         """Set defaults for settings that were not given, before anything has used them.

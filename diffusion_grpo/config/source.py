@@ -83,8 +83,8 @@ def config_fields() -> dict[str, Setting]:
 
 
 def loss_names() -> list[str]:
-    """Return the keys of `losses.LOSSES`."""
-    return read_names(PACKAGE / "algorithms" / "losses.py", "LOSSES")
+    """Return the keys of `algorithms.ALGORITHMS`."""
+    return read_names(PACKAGE / "algorithms" / "__init__.py", "ALGORITHMS")
 
 
 PROCESSES = PACKAGE / "policy" / "processes.py"
@@ -102,7 +102,9 @@ def log_prob_names() -> list[str]:
 
 
 def silent_last_step() -> list[str]:
-    """Return the names of the processes whose last step has no noise."""
+    """Return the names of the processes whose last step has no noise; also of added ones, as in `process_names`."""
+    if imported := sys.modules.get("diffusion_grpo.policy.processes"):
+        return [name for name, process in imported.PROCESSES.items() if process.is_silent_at_end]
     (table,) = (
         node.value
         for node in parse_module(PROCESSES).body

@@ -1,6 +1,7 @@
 """Settings of the update (loss, advantages, value model, reference): a base of `DiffusionGRPOConfig`."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -8,7 +9,16 @@ class UpdateSettings:
     """How rewards move the policy, and what it is compared with."""
 
     # Optimisation
-    loss_type: str = field(default="grpo", metadata={"help": "grpo, or the dotted path of a loss function."})
+    loss_type: str = field(
+        default="grpo", metadata={"help": "grpo, or the dotted path of a loss function or of an algorithm's class."}
+    )
+    loss_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Settings of the loss or algorithm that loss_type names, as JSON on the command line; grpo itself "
+            "has none."
+        },
+    )
     beta: float = field(default=0.0, metadata={"help": "Weight of the KL divergence to the reference model."})
     kl_reward: float = field(
         default=0.0,

@@ -15,8 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
-from ..algorithms.grpo import GRPO
-from ..algorithms.losses import get_loss
+from ..algorithms.choose import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..data.held_out import count_prompts, name_prompts
 from ..data.inputs import PipelineInputs
@@ -69,10 +68,11 @@ def make_algorithm(args: DiffusionGRPOConfig, component: tuple[str, ...], weight
         weights: one per reward.
 
     Raises:
-        ValueError: an unknown loss.
+        ValueError: an unknown loss, or settings in `loss_kwargs` that it does not have.
     """
-    return GRPO(
-        get_loss(args.loss_type),
+    return load_algorithm(
+        args.loss_type,
+        args.loss_kwargs,
         epsilon=args.epsilon,
         epsilon_high=args.epsilon_high,
         beta=args.beta,
@@ -80,7 +80,6 @@ def make_algorithm(args: DiffusionGRPOConfig, component: tuple[str, ...], weight
         is_first_replay=args.batch_sizes.updates_per_rollout == 1,
         max_ratio_error=args.max_ratio_error,
         take_turns=len(component) > 1,
-        by_sequence=args.importance_sampling_level == "sequence",
         reward_weights=weights if args.multi_objective_aggregation == "loss_per_reward" else None,
     )
 

@@ -8,7 +8,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_grpo.algorithms import losses
-from diffusion_grpo.algorithms.losses import LossInputs, get_loss, grpo, kl_divergence, loss_per_reward
+from diffusion_grpo.algorithms.losses import LossInputs, grpo, kl_divergence, loss_per_reward
 from diffusion_grpo.policy.processes import flow_sde, log_density
 
 
@@ -166,36 +166,6 @@ def test_kl_is_measured_but_not_felt_with_beta_zero():
     assert grpo(given).loss.item() == grpo(dataclasses.replace(given, ref_mean=None)).loss.item()
     assert "kl" in grpo(given).metrics
     assert "kl" not in grpo(dataclasses.replace(given, ref_mean=None)).metrics
-
-
-def reinforce(given: LossInputs) -> losses.LossOutput:
-    """A loss of the user's own."""
-    return losses.LossOutput(-(given.advantages * given.log_prob).mean(), {})
-
-
-NOT_A_LOSS = math.pi
-
-
-def test_get_loss_takes_names_paths_and_functions():
-    assert get_loss("grpo") is grpo
-    assert get_loss("diffusion_grpo.algorithms.losses.grpo") is grpo
-    assert get_loss(f"{__name__}.reinforce") is reinforce
-    assert get_loss(reinforce) is reinforce
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gpro", "Unknown loss 'gpro': did you mean 'grpo'"),
-        ("something", "Unknown loss 'something': Known are grpo"),
-        ("nowhere.at_all", "'nowhere.at_all' cannot be imported .*nowhere.*grpo"),
-        ("diffusion_grpo.algorithms.losses.ppo", "cannot be imported .*ppo"),
-        (f"{__name__}.NOT_A_LOSS", "is a float, but a loss must be callable"),
-    ],
-)
-def test_get_loss_refuses_what_it_does_not_know(name, message):
-    with pytest.raises(ValueError, match=message):
-        get_loss(name)
 
 
 # rewards with a loss each

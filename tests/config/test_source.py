@@ -1,11 +1,12 @@
 """What is read from source files is what importing them gives."""
 
 import dataclasses
+import sys
 
 import pytest
 
 from diffusion_grpo import DiffusionGRPOConfig, rewards
-from diffusion_grpo.algorithms import advantages, losses
+from diffusion_grpo.algorithms import ALGORITHMS, advantages
 from diffusion_grpo.config import early_checks, source
 from diffusion_grpo.data import prompts as data
 from diffusion_grpo.policy import processes
@@ -21,13 +22,16 @@ def test_settings_are_those_of_the_config():
     assert len(literal) > 80
 
 
-def test_names_are_those_of_the_tables():
-    assert source.loss_names() == list(losses.LOSSES)
+def test_names_are_those_of_the_tables(monkeypatch):
+    assert source.loss_names() == list(ALGORITHMS)
+    silent = ["cps", "ancestral"]
+    assert [name for name, process in processes.PROCESSES.items() if process.is_silent_at_end] == silent
     assert source.process_names() == list(processes.PROCESSES)
+    assert source.silent_last_step() == silent
+    monkeypatch.delitem(sys.modules, "diffusion_grpo.policy.processes")  # now they are read from the file
+    assert source.process_names() == list(processes.PROCESSES)
+    assert source.silent_last_step() == silent
     assert source.log_prob_names() == list(processes.LOG_PROBS)
-    assert source.silent_last_step() == [
-        name for name, process in processes.PROCESSES.items() if process.is_silent_at_end
-    ]
     assert source.aggregation_names() == list(advantages.AGGREGATIONS)
     assert source.reward_names() == list(rewards.REWARDS)
     assert early_checks.FILES == tuple(data.READERS)
