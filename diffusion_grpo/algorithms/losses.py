@@ -65,7 +65,9 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Return the KL divergence of two Gaussians with one standard deviation, averaged over dimensions (arXiv 2505.05470).
+    """Return the KL divergence of two Gaussians with one standard deviation, averaged over dimensions.
+
+    See arXiv 2505.05470.
 
     Args:
         mean: `(batch, ...)`, mean under the policy.
@@ -80,7 +82,9 @@ def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor)
 
 
 def token_kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
-    """Estimate the KL to the reference at each drawn token as TRL does (k3 of http://joschu.net/blog/kl-approx.html).
+    """Estimate the KL to the reference at each drawn token, as TRL does (k3).
+
+    See http://joschu.net/blog/kl-approx.html.
 
     Args:
         log_prob: `(batch, tokens)` under the policy, with gradient.
@@ -133,7 +137,7 @@ def grpo(inputs: LossInputs) -> LossOutput:
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Average over samples; of tokens first over those of each sample, so that a long one counts as much as a short one."""
+    """Average over samples; of tokens over each sample first, so that a long one counts as much as a short one."""
     return (values if mask is None else masked_mean(values, mask)).mean()
 
 

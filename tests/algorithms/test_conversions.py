@@ -14,11 +14,17 @@ from diffusion_grpo.algorithms.losses import LossInputs, grpo, kl_divergence
 from diffusion_grpo.algorithms.zero_advantages import sample_weights, summed_loss
 from diffusion_grpo.policy.drivers import Recorder
 from diffusion_grpo.policy.processes import cps, flow_sde, log_density, squared_error
-from diffusion_grpo.policy.rollout import Policy, replay, rollout, trained_steps
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout, trained_steps
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
+from diffusion_grpo.policy.trajectory import Trajectory
 
 SEEDS = [1, 2]
 SHAPE = (3, 4, 2, 2)
+
+
+def joined_buffer(trainer):
+    """All samples of the last rollout as one trajectory."""
+    return Trajectory.cat(trainer.feed.buffer.samples)
 
 
 def sigmas_of(steps, **config):
@@ -75,7 +81,7 @@ def test_what_is_held_fixed_does_not_count_in_a_squared_error():
 
 def test_a_squared_error_is_recorded_and_replayed():
     pipe, inputs = tiny_pipelines.build("sd3")
-    policy = Policy(pipe, sde_type="cps", log_prob_type="squared_error")
+    policy = DenoisingPolicy(pipe, sde_type="cps", log_prob_type="squared_error")
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     for step in (0, 1, 2):
         now = replay(policy, inputs, trajectory, step)
@@ -87,9 +93,9 @@ def test_a_squared_error_is_recorded_and_replayed():
 def test_a_squared_error_is_of_cps_alone():
     pipe, _ = tiny_pipelines.build("sd3")
     with pytest.raises(ValueError, match="Flow-GRPO's form for cps, but the process is flow_sde; set sde_type='cps'"):
-        Policy(pipe, log_prob_type="squared_error")
+        DenoisingPolicy(pipe, log_prob_type="squared_error")
     with pytest.raises(ValueError, match="one of gaussian, squared_error, got 'square'"):
-        Policy(pipe, sde_type="cps", log_prob_type="square")
+        DenoisingPolicy(pipe, sde_type="cps", log_prob_type="square")
 
 
 def test_the_setting_reaches_the_ratio(tmp_path):
@@ -98,7 +104,7 @@ def test_the_setting_reaches_the_ratio(tmp_path):
     for trainer in forms:
         trainer.train()
         assert logged(trainer, "ratio/max_error") == [0.0]
-    gaussian, squared = (trainer.buffer.trajectory for trainer in forms)
+    gaussian, squared = (joined_buffer(trainer) for trainer in forms)
     assert torch.equal(gaussian.next_latents, squared.next_latents)  # the rollout is the same
     assert (squared.log_probs < 0).all() and not torch.allclose(gaussian.log_probs, squared.log_probs)
     assert logged(forms[0], "grad_norm") != logged(forms[1], "grad_norm")
@@ -121,7 +127,7 @@ def test_the_noise_of_the_last_step_that_the_page_names():
 @pytest.mark.parametrize("process", ["flow_sde", "dance_sde"])
 def test_noise_in_the_last_step_is_one_more_step_of_the_process(process):
     pipe, inputs = tiny_pipelines.build("sd3")
-    policy, made = Policy(pipe, sde_type=process), []
+    policy, made = DenoisingPolicy(pipe, sde_type=process), []
     for last in (False, True):
         latents = []
         call = dict(seeds=[11, 12], initial_seeds=SEEDS, num_inference_steps=4, noise_level=0.5)
@@ -181,7 +187,7 @@ def test_the_setting_reaches_the_rollout(tmp_path):
     for last in (False, True):
         trainer = trainer_for(tmp_path / str(last), noise_in_last_step=last, max_steps=1)
         trainer.train()
-        samples.append((trainer.buffer.trajectory.next_latents, logged(trainer, "reward")))
+        samples.append((joined_buffer(trainer).next_latents, logged(trainer, "reward")))
         assert logged(trainer, "ratio/max_error") == [0.0]
     assert torch.equal(samples[0][0], samples[1][0]) and samples[0][1] != samples[1][1]
 
@@ -315,7 +321,8 @@ def test_weights_survive_a_resume_within_a_rollout(tmp_path):
     whole.train()
     again = trainer_for(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert again.buffer.weights.tolist() == whole.buffer.weights.tolist() and 2.0 in whole.buffer.weights.tolist()
+    assert again.feed.buffer.weights.tolist() == whole.feed.buffer.weights.tolist()
+    assert 2.0 in whole.feed.buffer.weights.tolist()
     expected = trained_weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from diffusion_grpo.algorithms import losses
 from diffusion_grpo.algorithms.losses import LossInputs, grpo, kl_divergence, loss_per_reward
 from diffusion_grpo.policy.processes import flow_sde, log_density
 

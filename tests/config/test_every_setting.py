@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import painter
 import pytest
 import tiny_pipelines
 import tiny_runs
@@ -35,7 +36,6 @@ from diffusion_grpo.policy import batching
 from diffusion_grpo.rollout import generation
 from diffusion_grpo.trainer import RatioError
 from diffusion_grpo.training.callbacks import ReportCallback
-from tests.policy import test_token_policy
 
 HERE = Path(__file__).parents[1]
 PACKAGE = HERE.parent / "diffusion_grpo"
@@ -78,8 +78,13 @@ class Elsewhere:
 
 def doubled(inputs: LossInputs) -> LossOutput:
     """A loss of one's own."""
+    return multiplied(inputs, factor=2.0)
+
+
+def multiplied(inputs: LossInputs, factor: float = 1.0) -> LossOutput:
+    """One that has a setting."""
     output = grpo(inputs)
-    return dataclasses.replace(output, loss=2 * output.loss)
+    return dataclasses.replace(output, loss=factor * output.loss)
 
 
 def redness(images, **columns):
@@ -166,7 +171,10 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "top_k": Turned(2, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
     "top_p": Turned(0.3, "samples@1 path@1", f"prompts@1 {NO_NOISE}", TOKENS),
     # Optimisation
-    "loss_type": Turned("tests.config.test_every_setting.doubled", "gradient@1", "samples@1 advantages@1"),
+    "loss_type": Turned(f"{__name__}.doubled", "gradient@1", "samples@1 advantages@1"),
+    "loss_kwargs": Turned(
+        {"factor": 2.0}, "gradient@1", "samples@1 advantages@1", {"loss_type": f"{__name__}.multiplied"}
+    ),
     "beta": Turned(1.0, "gradient@2 kl@2", "samples@1 advantages@1 gradient@1"),
     "kl_reward": Turned(1e4, "advantages@2 kl/rollout@2", "samples@1 advantages@1 gradient@1"),
     "epsilon": Turned(
@@ -424,8 +432,8 @@ def build(folder: Path, rewards: list[Callable], settings: dict[str, Any], patch
     if "seed" in settings:  # that of `trainer_for` is the pipeline's
         patch.setitem(tiny_runs.SETTINGS, "seed", settings.pop("seed"))
     if name == "painter":
-        patch.setitem(FAMILIES, "Painter", test_token_policy.PainterFamily())
-        return test_token_policy.trainer_of(test_token_policy.make_painter(), folder, rewards=rewards, **settings)
+        patch.setitem(FAMILIES, "Painter", painter.PainterFamily())
+        return painter.trainer_of(painter.make_painter(), folder, rewards=rewards, **settings)
     if name != "folder":
         return trainer_for(folder, name=name, rewards=rewards, **settings)
     pipe, arguments = tiny_pipelines.build("sd3")
@@ -441,7 +449,7 @@ def noted(reward: Callable, seen: dict[str, Any]) -> Callable:
 
     @functools.wraps(reward)
     def function(completions, prompts, trainer_state, fps=None, images=None, videos=None, **columns):
-        is_held_out = prompts[0] not in PROMPTS + test_token_policy.INPUTS["prompt"]
+        is_held_out = prompts[0] not in PROMPTS + painter.INPUTS["prompt"]
         key = "evaluation" if is_held_out else f"samples@{trainer_state.global_step + 1}"
         frames = [sample if isinstance(sample, list) else [sample] for sample in completions]
         if reward in (brightness, first_frame_brightness, fading, half):  # the first of several

@@ -8,10 +8,16 @@ import functools
 import math
 
 import pytest
+import tiny_pipelines
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from tiny_runs import logged, trained_weights, trainer_for
 
+from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.policy import processes
 from diffusion_grpo.policy.processes import ancestral, cps, dance_sde, ddim, flow_sde, log_density
+from diffusion_grpo.policy.rollout import DenoisingPolicy, predict, rollout
+from diffusion_grpo.policy.trajectory import generators
 
 SHAPE = (3, 4, 5, 6)
 SIGMA_PAIRS = [(0.98, 0.9), (0.75, 0.6), (0.5, 0.35), (0.2, 0.02), (0.1, 0.0)]
@@ -391,3 +397,51 @@ def test_what_is_held_fixed_has_no_density():
     std = torch.full((3, 6, 1), 0.3)
     std[:, :2] = 0.0
     torch.testing.assert_close(log_density(value, mean, std), log_density(value[:, 2:], mean[:, 2:], std[:, 2:]))
+
+
+# one from outside
+
+
+def constant(prediction, sample, sigma, sigma_next, *, noise_level):
+    """Euler's step, and a standard deviation that is the same at all steps."""
+    return sample + (sigma_next - sigma) * prediction, torch.full_like(sigma, noise_level / 10)
+
+
+@pytest.fixture
+def added(monkeypatch):
+    monkeypatch.setitem(processes.PROCESSES, "mine", processes.Process("mine", constant, "flow", 0.5))
+
+
+def test_a_process_from_outside_trains(added, tmp_path):
+    trainer = trainer_for(tmp_path, sde_type="mine", max_ratio_error=1e-12)
+    before = trained_weights(trainer)
+    trainer.train()
+    assert trainer.policy.scheduler.process is processes.PROCESSES["mine"]
+    assert trainer.feed.buffer.samples[0].noise_level == trainer.policy.default_noise_level == 0.5
+    assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
+    after = trained_weights(trainer)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_process_from_outside_fits_the_schedulers_it_names(added):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    _, trajectory = rollout(DenoisingPolicy(pipe, sde_type="mine"), inputs, seeds=[1, 2], num_inference_steps=3)
+    noise = torch.stack([torch.randn(trajectory.latents.shape[2:], generator=g) for g in generators(trajectory.seeds)])
+    start = trajectory.latents[:, 0]
+    initial_seeds = trajectory.initial_seeds
+    velocity = predict(pipe, inputs, start, 0, num_inference_steps=3, initial_seeds=initial_seeds).prediction
+    pipe.scheduler.set_timesteps(3)
+    sigma, sigma_next = pipe.scheduler.sigmas[:2]
+    expected = start + (sigma_next - sigma) * velocity + 0.05 * noise
+    torch.testing.assert_close(trajectory.next_latents[:, 0], expected)
+    with pytest.raises(ValueError, match="sde_type='mine' does not fit PNDMScheduler; use auto or one of ddim"):
+        DenoisingPolicy(tiny_pipelines.build("sd15")[0], sde_type="mine")
+
+
+def test_a_silent_last_step_of_an_added_process_is_refused_noise(monkeypatch):
+    silent = processes.Process("mine", constant, "flow", 0.5, is_silent_at_end=True)
+    monkeypatch.setitem(processes.PROCESSES, "mine", silent)
+    with pytest.raises(ValueError, match="changes nothing with sde_type='mine'"):
+        DiffusionGRPOConfig("out", use_cpu=True, sde_type="mine", noise_in_last_step=True)
+    with pytest.raises(ValueError, match="sde_type='yours' is unknown; choose one of auto, .*, mine"):
+        DiffusionGRPOConfig("out", use_cpu=True, sde_type="yours")

@@ -1,54 +1,22 @@
-"""A pipeline that only writes tokens trains too: a second family, with a language model, a colour a token, and no DiT.
+"""A pipeline that only writes tokens trains too: the ratio is 1, masks hold, and settings reach the drawing."""
 
-Its texts end where the model says so, so that samples have different lengths.
-"""
-
+import dataclasses
 import logging
 
 import pytest
 import tiny_pipelines
 import torch
-from datasets import Dataset
-from diffusers import DiffusionPipeline
-from peft import LoraConfig
-from PIL import Image
-from tiny_pipelines.glm import tokenizer as byte_tokenizer
-from tiny_runs import SETTINGS, brightness, logged, trained_weights
-from transformers import LlamaConfig, LlamaForCausalLM
+from painter import INPUTS, LENGTH, Painter, PainterFamily, make_painter, trainer_of
+from tiny_runs import SETTINGS, logged, trained_weights
+from torch.nn.functional import pad
 
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.pipelines import FAMILIES, Family
-from diffusion_grpo.policy.language_model import draw, recomputing, score
+from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.algorithms.batch import MicroBatch
+from diffusion_grpo.pipelines import FAMILIES
+from diffusion_grpo.policy.language_model import recomputing
 from diffusion_grpo.policy.rollout import DenoisingPolicy, TokenPolicy, UnsupportedPipeline, replay, rollout
-from diffusion_grpo.policy.token import policy_for
-from diffusion_grpo.policy.token_process import Sampling
-from diffusion_grpo.rollout.buffer import MicroBatch, Recorded
-
-COLORS, END, LENGTH = 16, 15, 6
-LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-INPUTS = {"prompt": ["a cat", "a long-haired dog"]}
-
-
-class Painter(DiffusionPipeline):
-    """A row of grey squares, one a token; black after the end."""
-
-    def __init__(self, tokenizer, writer):
-        super().__init__()
-        self.register_modules(tokenizer=tokenizer, writer=writer)
-
-    @torch.no_grad()
-    def __call__(self, prompt, generator=None, output_type="pil"):
-        call = self.tokenizer(prompt, return_tensors="pt", padding=True, return_token_type_ids=False)
-        ids = self.writer.generate(**call, max_new_tokens=LENGTH, do_sample=True)[:, call["input_ids"].shape[1] :]
-        squares = torch.nn.functional.pad(ids, (0, LENGTH - ids.shape[1]), value=END)
-        return ([Image.fromarray((row * 16 % 240).byte().numpy()[None]) for row in squares],)
-
-
-class PainterFamily(Family):
-    language_model = "writer"
-
-    def vocabulary(self, pipe):
-        return COLORS
+from diffusion_grpo.policy.token import make_policy
+from diffusion_grpo.policy.token_process import Sampling, TokenTrajectory
 
 
 @pytest.fixture
@@ -57,57 +25,11 @@ def painter(monkeypatch):
     return make_painter()
 
 
-def make_painter():
-    ids = byte_tokenizer()
-    torch.manual_seed(0)
-    writer = LlamaForCausalLM(LlamaConfig(vocab_size=len(ids), **LLAMA)).eval()
-    tiny_pipelines.randomize(writer)
-    writer.generation_config.update(eos_token_id=END, pad_token_id=ids.pad_token_id, top_k=0)
-    return Painter(ids, writer)
-
-
-def call_of(pipe, prompts):
-    """What a pipeline hands to `generate`."""
-    return {**pipe.tokenizer(prompts, return_tensors="pt", padding=True), "max_new_tokens": LENGTH, "do_sample": True}
-
-
-def drawn_by(pipe, prompts, seeds):
-    settings = dict(count=LENGTH, vocabulary=COLORS, sampling=Sampling(top_p=0.9), seeds=torch.tensor(seeds))
-    return draw(pipe.writer, call_of(pipe, prompts), **settings)
-
-
-def test_what_a_sample_gets_depends_on_its_seed_alone(painter):
-    both = drawn_by(painter, INPUTS["prompt"], [3, 4])
-    for row, seed in enumerate([3, 4]):
-        alone = drawn_by(painter, INPUTS["prompt"][row : row + 1], [seed])
-        length = int(alone.mask.sum())
-        assert torch.equal(alone.ids[0, :length], both.ids[row, :length])
-    other = drawn_by(painter, INPUTS["prompt"], [3, 5])
-    assert torch.equal(other.ids[0][other.mask[0]], both.ids[0][both.mask[0]])
-    assert not torch.equal(other.ids[1], both.ids[1])
-
-
-def test_texts_end_and_what_follows_does_not_count(painter):
-    many = drawn_by(painter, ["a cat"] * 64, list(range(64)))
-    lengths = many.mask.sum(1)
-    assert 1 <= lengths.min() < LENGTH == lengths.max()
-    for ids, length in zip(many.ids.tolist(), lengths.tolist(), strict=True):
-        assert END not in ids[: length - 1] and (ids[length - 1] == END or length == LENGTH)
-        assert all(token < COLORS for token in ids[:length])
-
-
-def test_teacher_forcing_says_what_the_generation_said(painter):
-    """Left padding, positions and the end of a text included."""
-    made = drawn_by(painter, INPUTS["prompt"] * 8, list(range(16)))
-    prompt = {name: value for name, value in call_of(painter, INPUTS["prompt"] * 8).items() if torch.is_tensor(value)}
-    prompt.pop("token_type_ids", None)
-    arguments = PainterFamily().scoring(painter.writer, prompt, made.ids)
-    with torch.no_grad():
-        scored = score(
-            painter.writer.forward, arguments, made.ids, made.mask, made.kept, vocabulary=COLORS, temperature=1.0
-        )
-    assert (scored - made.log_probs)[made.mask].abs().max() < 1e-5
-    assert (scored[~made.mask] == 0).all() and (scored[made.mask] < 0).any()
+def padded(trajectory, more):
+    """The trajectory as it is kept beside one of another batch that is longer by `more` tokens."""
+    by_token = {name: pad(getattr(trajectory, name), (0, more)) for name in ("ids", "mask", "drift", "log_probs")}
+    longer = dataclasses.replace(trajectory, **by_token, support=pad(trajectory.support, (0, 0, 0, more)))
+    return TokenTrajectory.aligned([trajectory, longer])[0]
 
 
 def test_the_first_ratio_is_one_and_masked_tokens_give_no_gradient(painter):
@@ -117,7 +39,7 @@ def test_the_first_ratio_is_one_and_masked_tokens_give_no_gradient(painter):
     painter.writer.requires_grad_(True)
     length = trajectory.ids.shape[1]
     for more in (0, 3):  # beside a longer one of another batch
-        now = replay(policy, INPUTS, trajectory._padded(more), 0)
+        now = replay(policy, INPUTS, padded(trajectory, more), 0)
         assert now.log_prob.shape == now.mask.shape == (2, length + more)
         assert torch.equal(now.log_prob.detach()[:, :length], trajectory.log_probs[:, 0])
         gradients = torch.autograd.grad(now.log_prob.sum(), list(painter.writer.parameters()))
@@ -159,16 +81,6 @@ def test_a_share_of_the_layers_is_checkpointed(painter, tmp_path, share):
     assert [layer.gradient_checkpointing for layer in painter.writer.model.layers] == [True, share == 1.0]
 
 
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-
-
-def trainer_of(pipe, folder, peft_config=LORA, rewards=brightness, **settings):
-    """A trainer of the painter, two updates."""
-    args = DiffusionGRPOConfig(output_dir=str(folder), **SETTINGS | {"train_component": "writer", **settings})
-    rows = Dataset.from_dict({"prompt": ["a cat", "a long-haired dog"]})
-    return DiffusionGRPOTrainer(pipe, rewards, args, rows, eval_dataset=rows, peft_config=peft_config)
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_it_trains(painter, tmp_path, level):
     settings = {"num_iterations": 2, "beta": 0.1, "epsilon": 0.2, "importance_sampling_level": level}
@@ -198,7 +110,7 @@ def test_settings_of_denoising_steps_are_refused(painter, tmp_path):
     plain |= {"noise_in_last_step": True, "log_prob_type": "squared_error"}
     for setting in ({name: value} for name, value in plain.items()):
         with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* is of denoising steps"):
-            trainer_of(painter, tmp_path, **setting)
+            trainer_of(make_painter(), tmp_path, **setting)
 
 
 @pytest.mark.parametrize("epsilon", [None, 0.2])
@@ -224,13 +136,13 @@ def test_settings_out_of_range_are_refused(setting, tmp_path):
 def test_settings_reach_the_drawing(painter, tmp_path):
     trainer = trainer_of(painter, tmp_path, temperature=0.5, top_k=3, top_p=0.8)
     assert trainer.policy.sampling == Sampling(0.5, 3, 0.8)
-    assert trainer_of(painter, tmp_path / "own").policy.sampling == Sampling(1.0, 0, 1.0)
+    assert trainer_of(make_painter(), tmp_path / "own").policy.sampling == Sampling(1.0, 0, 1.0)
 
 
-def test_a_language_model_that_nobody_knows_is_refused(painter, tmp_path, monkeypatch):
+def test_a_language_model_that_nobody_knows_is_refused(painter, monkeypatch):
     monkeypatch.delitem(FAMILIES, "Painter")
     with pytest.raises(UnsupportedPipeline, match="Painter's writer is a language model.*add a family"):
-        policy_for(painter, "writer", DiffusionGRPOConfig(str(tmp_path), **SETTINGS), None, False)
+        make_policy(painter, "writer")
 
 
 def test_a_call_without_tokens_is_refused(painter, monkeypatch):
@@ -246,12 +158,19 @@ def test_the_level_of_the_ratio(painter, tmp_path, level):
     _, trajectory = rollout(trainer.policy, INPUTS, seeds=[0, 3], num_inference_steps=2)
     torch.manual_seed(0)
     advantages, old = torch.tensor([1.0, -0.5]), trajectory.log_probs + 0.3 * torch.randn(2, 1, LENGTH)
-    recorded = Recorded([trajectory[[row]] for row in range(2)])
-    batch = MicroBatch([{"prompt": prompt} for prompt in INPUTS["prompt"]], recorded, advantages, old)
+    batch = MicroBatch(
+        [{"prompt": prompt} for prompt in INPUTS["prompt"]],
+        [trajectory[[row]] for row in range(2)],
+        [[0, 1]],
+        advantages,
+        old,
+        trainer.inputs,
+        is_on_policy=False,
+    )
     if level == "sequence":
-        batch.log_ratio = trainer._sequence_log_ratio(batch)
+        batch.log_ratio = trainer.run_passes(trainer.replays.sequence_log_ratio, batch)
     parameters = [parameter for parameter in painter.writer.parameters() if parameter.requires_grad]
-    loss, _ = trainer._step_loss(batch.part([0, 1]), 0, is_on_policy=False)
+    loss = trainer.algorithm.loss(trainer.policy, trainer.reference, batch.parts[0], 0).loss
 
     log_ratio = replay(trainer.policy, INPUTS, trajectory, 0).log_prob - old[:, 0]
     count = trajectory.mask.sum(1)
