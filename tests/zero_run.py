@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import torch
-from tiny_runs import first_frame_brightness, trainer_for
+from tiny_runs import SMOOTH, SMOOTH_VIDEOS, trainer_for
 
 
 def deepspeed_config(stage: int, **zero) -> dict:
@@ -43,8 +43,7 @@ def run(folder: Path, name: str, settings: dict) -> None:
         settings["deepspeed"] = deepspeed_config(stage, **settings.pop("zero", {})) | settings.pop("more", {})
     settings.pop("zero", None)
     resume = settings.pop("resume", None)
-    if settings.get("name", "").startswith("wan"):
-        settings["rewards"] = first_frame_brightness
+    settings = (SMOOTH_VIDEOS if settings.get("name", "").startswith("wan") else SMOOTH) | settings
     trainer = trainer_for(folder / name, **settings)
     trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     trainer.save_model()

@@ -14,7 +14,8 @@ from tiny_runs import brightness, first_frame_brightness, logged, trained_weight
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.data.sampler import GroupSampler
-from diffusion_grpo.distributed.context_parallel import check_context, one_a_group, says_what_does_not_divide
+from diffusion_grpo.distributed.context_parallel import ContextGroups, check_context, explain_indivisible
+from diffusion_grpo.training.start import make_groups
 from tests.distributed.test_processes import result
 
 SETTINGS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 2}
@@ -80,7 +81,10 @@ def test_a_group_counts_as_one_process(monkeypatch):
         args.batch_sizes.samples_per_update,
     ) == (4, 32, 64)
     gathered = torch.arange(8)[:, None]
-    assert one_a_group(gathered, args).flatten().tolist() == [0, 1, 4, 5]
+    groups = make_groups(args)
+    assert groups == ContextGroups(size=2, processes=4, process=3)
+    assert (groups.count, groups.index, groups.is_first) == (2, 1, False)
+    assert groups.first_of_each(gathered).flatten().tolist() == [0, 1, 4, 5]
     with pytest.raises(ValueError, match="context_parallel_size=3 does not divide the number of processes, 4"):
         DiffusionGRPOConfig("out", context_parallel_size=3, **own)
     with pytest.raises(ValueError, match="context_parallel_type='rings' is unknown.*Did you mean 'ring'"):
@@ -111,7 +115,7 @@ def test_a_network_that_cannot_be_spread_is_refused():
 def test_a_sequence_that_cannot_be_cut_is_refused_with_its_shapes():
     network, mesh = torch.nn.Module(), types.SimpleNamespace(size=lambda: 2)
     network.forward = lambda hidden_states: EquipartitionSharder.shard(hidden_states, 1, mesh)
-    forward = says_what_does_not_divide(network, 2)
+    forward = explain_indivisible(network, 2)
     words = r"context_parallel_size=2 does not divide the tokens.*Module was given hidden_states \(1, 5, 8\)"
     with pytest.raises(ValueError, match=words):
         forward(hidden_states=torch.zeros(1, 5, 8))
@@ -121,7 +125,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused_with_its_shapes():
 
     network.forward = forward
     with pytest.raises(AssertionError, match="another"):
-        says_what_does_not_divide(network, 2)()
+        explain_indivisible(network, 2)()
 
 
 @pytest.mark.distributed

@@ -20,7 +20,7 @@ import zero_run
 from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_runs import GUIDED, OPTIONAL, logged, pictures, trained_weights, trainer_for
+from tiny_runs import GUIDED, OPTIONAL, SMOOTH, logged, pictures, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.distributed import deepspeed
@@ -115,7 +115,7 @@ def test_one_process_goes_on_from_a_zero3_checkpoint(runs, tmp_path, caplog):
         def on_train_begin(self, args, state, control, **kwargs):
             found.update(trained_weights(trainer))
 
-    trainer = trainer_for(tmp_path, callbacks=[Beginning()], **LORA)
+    trainer = trainer_for(tmp_path, callbacks=[Beginning()], **SMOOTH, **LORA)
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=str(runs / "lora3" / "checkpoint-1"))
     assert "was written by 2 processes with ZeRO-3" in caplog.text and "the optimizer starts anew" in caplog.text

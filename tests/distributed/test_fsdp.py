@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
-from tiny_runs import GUIDED, OPTIONAL, pictures, trained_weights, trainer_for
+from tiny_runs import GUIDED, OPTIONAL, SMOOTH, pictures, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed import fsdp
@@ -127,7 +127,7 @@ def test_one_process_goes_on_where_two_with_shards_were(folder, tmp_path, alone,
     point = folder / "two" / case / "checkpoint-1"
     assert has_shards(point)
     settings = {name: value for name, value in CASES[case].items() if name not in SAVED}
-    trainer = trainer_for(tmp_path, **settings)
+    trainer = trainer_for(tmp_path, **SMOOTH, **settings)
     trainer.train(resume_from_checkpoint=str(point))
     assert difference(trained_weights(trainer), alone[case][1]) < 1e-6
     if case == "lora":
@@ -186,8 +186,9 @@ def test_whatever_is_set_two_processes_train_what_one_trains(folder):
     for case in cases:
         (single, weights), (double, shared) = one[case], two[case]
         assert double["sharded"] == double["parameters"], case
-        assert single["rewards"] == double["rewards"], case
-        assert single["eval_rewards"] == double["eval_rewards"], case
+        assert single["rewards"] == pytest.approx(double["rewards"], abs=1e-6), case
+        assert single["rewards"][0] == double["rewards"][0], case
+        assert single["eval_rewards"] == pytest.approx(double["eval_rewards"], abs=1e-6), case
         assert difference(weights, shared) < 1e-6, case
         assert single["ratio"] == double["ratio"], case
         assert double["ratio"] == 0.0 or case == "permuted"  # whose replays have other batches than its rollout

@@ -198,12 +198,14 @@ def test_engines_are_told_of_the_cpu_by_the_settings(use_cpu, added, monkeypatch
     ("mode", "trace"),
     [
         pytest.param(None, "rng_state_1.pth", marks=pytest.mark.distributed),
-        ("fsdp2", "dcp"),
+        ("fsdp2", "optimizer"),
         pytest.param("zero2", "global_step2", marks=pytest.mark.distributed),
     ],
 )
 def test_two_processes_of_the_command_train_what_one_trains(tmp_path, mode, trace):
-    config = write(tmp_path, num_processes=2)  # as a CPU's user writes it: `accelerate launch --cpu` would start one
+    # both updates are of one rollout: in a second one weights that differ by 1e-8 may round a pixel to another level
+    one_rollout = {"steps_per_generation": 2, "epsilon": 0.2}
+    config = write(tmp_path, num_processes=2, **one_rollout)  # as on a CPU, where `accelerate launch` starts one
     saved = ["--accelerate_config", mode or "null", "--save_strategy", "steps", "--save_steps", "2"]
     out = finished(command("train", config, "--output_dir", tmp_path / "two", *saved))
     assert (tmp_path / "two" / "checkpoint-2" / trace).exists()  # what only this mode leaves
@@ -213,7 +215,8 @@ def test_two_processes_of_the_command_train_what_one_trains(tmp_path, mode, trac
         "step-000001-rank1.parquet",
     ]
     # null over the file's: no launcher
-    words = ["--num_processes", "null", "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one")]
+    words = ["--num_processes", "null", "--gradient_accumulation_steps", "2", "--steps_per_generation", "4"]
+    words += ["--output_dir", str(tmp_path / "one")]
     assert cli.main(["train", config, *words]) == 0
     one, two = (load_file(tmp_path / run / "pytorch_lora_weights.safetensors") for run in ("one", "two"))
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-6
