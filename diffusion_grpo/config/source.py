@@ -124,4 +124,4 @@ def aggregation_names() -> list[str]:
 
 def reward_names() -> list[str]:
     """Return the keys of `rewards.REWARDS`."""
-    return read_names(PACKAGE / "rewards" / "__init__.py", "REWARDS")
+    return read_names(PACKAGE / "rewards" / "builtin.py", "REWARDS")

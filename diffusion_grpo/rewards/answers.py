@@ -1,4 +1,4 @@
-"""Check what a reward function returned, and save the sample on which it failed.
+"""One call of a reward: its samples, the check of what it returned, and the saved sample if it failed.
 
 A user's reward is the least tested code of a run, so whatever can be wrong with its answer is found here, while the
 sample is at hand.
@@ -6,20 +6,21 @@ sample is at hand.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import numbers
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .calls import _Batch, _Call
-
+from ..media.samples import as_tensor
+from .contract import Reward
 
 LESS_MEMORY = (
     "its network shares the memory with the policy and the samples being made: set overlap_rewards: false, or the "
@@ -31,10 +32,74 @@ class RewardError(RuntimeError):
     """A reward function failed, or returned something that is not a reward; the cause, if any, is chained."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """All samples of one scoring; each list has one value per sample. `places` number the samples for messages."""
+
+    kind: str
+    samples: list
+    latents: list[Tensor] | None
+    prompts: list[str] | None
+    columns: dict[str, list]
+    groups: list[int]
+    places: list[int]
+
+    def prompt(self, row: int) -> str | None:
+        """Return the prompt of a sample, for messages."""
+        return None if self.prompts is None else self.prompts[row]
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        try:
+            return as_tensor(self.samples)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
+
+    @cached_property
+    def stacked_latents(self) -> Tensor:
+        if self.latents is None:
+            raise RewardError("A reward asks for latents, which only a training run has; name one that takes images.")
+        shapes = {tuple(latent.shape) for latent in self.latents}
+        if len(shapes) != 1:
+            raise RewardError(
+                f"A reward asks for one tensor of all latents, but these have several shapes: "
+                f"{', '.join(map(str, sorted(shapes)))}; give height and width, or use a reward that takes images."
+            )
+        return torch.stack(self.latents)
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """The samples of each group."""
+        return [[row for row, own in enumerate(self.groups) if own == group] for group in dict.fromkeys(self.groups)]
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a function: the row of the sample behind each item it gets, its answer, and what it logged."""
+
+    reward: Reward
+    rows: list[int]
+    items: Any
+    kind: str
+    answer: Any = None
+    metrics: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    extras: dict[str, list] = dataclasses.field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Keep a number that the function logs."""
+        self.metrics.append((name, float(value)))
+
+    def log_extra(self, name: str, values: list) -> None:
+        """Keep a column that the function logs, one value per item."""
+        if len(values) != len(self.rows):
+            raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
+        self.extras[name] = list(values)
+
+
 class Failure:
     """Builds the error of one call, which names function and prompt, and saves the sample."""
 
-    def __init__(self, call: _Call, batch: _Batch, folder: Path | None):
+    def __init__(self, call: Call, batch: Batch, folder: Path | None):
         self.name, self.call, self.batch, self.folder = call.reward.name, call, batch, folder
 
     def error(self, what: str, item: int = 0) -> RewardError:
@@ -59,7 +124,7 @@ class Failure:
         return path
 
 
-def check_answer(call: _Call, failure: Failure) -> list[float]:
+def check_answer(call: Call, failure: Failure) -> list[float]:
     """Return the answer as floats, NaN for `None`.
 
     Raises:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import inspect
 import itertools
 import math
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..media.samples import as_images, as_tensor, copy_value, frame_positions
-from .answers import Failure, RewardError, check_answer
-from .contract import Reward, is_marked
+from ..media.samples import as_images, copy_value, frame_positions
+from .answers import Batch, Call, Failure, RewardError, check_answer
+from .contract import Reward, is_marked, reward_name
 
 SETTINGS = (  # of torch, process-wide: functions that read and write each
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -128,11 +127,11 @@ class Scoring:
             raise ValueError("score needs exactly one of images and videos, or latents.")
         places = list(range(len(samples))) if places is None else places
         groups = groups or (places if prompts is None else _group_by_prompt(prompts))
-        self.batch = _Batch(kind, samples, latents, prompts, columns or {}, groups, places)
+        self.batch = Batch(kind, samples, latents, prompts, columns or {}, groups, places)
         self.shared = {"trainer_state": trainer_state} | ({"fps": fps} if kind == "videos" else {})
         self.shared |= {"sampling_rate": sampling_rate} if sampling_rate is not None else {}
-        self.rewards = [func if isinstance(func, Reward) else _as_reward(func) for func in reward_funcs]
-        self.calls: list[list[_Call]] = []
+        self.rewards = [func if isinstance(func, Reward) else Reward(func, reward_name(func)) for func in reward_funcs]
+        self.calls: list[list[Call]] = []
         self.doing = ", ".join(reward.name for reward in self.rewards)
 
     def answer(self, announce: Callable[[str], None] | None = None) -> None:
@@ -212,80 +211,9 @@ def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None =
         pool.submit(asyncio.run, gather()).result()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """All samples of one scoring; each list has one value per sample. `places` number the samples for messages."""
-
-    kind: str
-    samples: list
-    latents: list[Tensor] | None
-    prompts: list[str] | None
-    columns: dict[str, list]
-    groups: list[int]
-    places: list[int]
-
-    def prompt(self, row: int) -> str | None:
-        """Return the prompt of a sample, for messages."""
-        return None if self.prompts is None else self.prompts[row]
-
-    @cached_property
-    def tensor(self) -> Tensor:
-        try:
-            return as_tensor(self.samples)
-        except ValueError as error:
-            raise RewardError(str(error)) from error
-
-    @cached_property
-    def stacked_latents(self) -> Tensor:
-        if self.latents is None:
-            raise RewardError("A reward asks for latents, which only a training run has; name one that takes images.")
-        shapes = {tuple(latent.shape) for latent in self.latents}
-        if len(shapes) != 1:
-            raise RewardError(
-                f"A reward asks for one tensor of all latents, but these have several shapes: "
-                f"{', '.join(map(str, sorted(shapes)))}; give height and width, or use a reward that takes images."
-            )
-        return torch.stack(self.latents)
-
-    @property
-    def blocks(self) -> list[list[int]]:
-        """The samples of each group."""
-        return [[row for row, own in enumerate(self.groups) if own == group] for group in dict.fromkeys(self.groups)]
-
-
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """One call of a function: the row of the sample behind each item it gets, its answer, and what it logged."""
-
-    reward: Reward
-    rows: list[int]
-    items: Any
-    kind: str
-    answer: Any = None
-    metrics: list[tuple[str, float]] = dataclasses.field(default_factory=list)
-    extras: dict[str, list] = dataclasses.field(default_factory=dict)
-
-    def log_metric(self, name: str, value: float) -> None:
-        """Keep a number that the function logs."""
-        self.metrics.append((name, float(value)))
-
-    def log_extra(self, name: str, values: list) -> None:
-        """Keep a column that the function logs, one value per item."""
-        if len(values) != len(self.rows):
-            raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
-        self.extras[name] = list(values)
-
-
 def _tensor_name(reward: Reward) -> str:
     """Return the keyword for the tensor: images and videos have the same form, so the function's own name counts."""
     return "videos" if "videos" in reward.parameters else "images"
-
-
-def _as_reward(func: Callable) -> Reward:
-    """Wrap a function in a `Reward`, without checking that its name is unique."""
-    from . import reward_name
-
-    return Reward(func, reward_name(func))
 
 
 def _group_by_prompt(prompts: list[str]) -> list[int]:
@@ -293,7 +221,7 @@ def _group_by_prompt(prompts: list[str]) -> list[int]:
     return [first[prompt] for prompt in prompts]
 
 
-def _make_calls(reward: Reward, batch: _Batch) -> list[_Call]:
+def _make_calls(reward: Reward, batch: Batch) -> list[Call]:
     """Return the calls that a reward needs for a batch: one, or one per group (and per frame of videos)."""
     is_groupwise = is_marked(reward.function, "is_groupwise")
     calls = []
@@ -301,23 +229,23 @@ def _make_calls(reward: Reward, batch: _Batch) -> list[_Call]:
         is_whole = len(rows) == len(batch.samples)
         if is_marked(reward.function, "takes_latents"):
             latents = batch.stacked_latents
-            calls.append(_Call(reward, rows, latents if is_whole else latents[rows], "latents"))
+            calls.append(Call(reward, rows, latents if is_whole else latents[rows], "latents"))
         elif is_marked(reward.function, "takes_tensors"):
-            calls.append(_Call(reward, rows, batch.tensor if is_whole else batch.tensor[rows], _tensor_name(reward)))
+            calls.append(Call(reward, rows, batch.tensor if is_whole else batch.tensor[rows], _tensor_name(reward)))
         elif batch.kind == "videos" and reward.reads_frames:
             places = [(row, frame_positions(reward.frames, len(batch.samples[row]))) for row in rows]
             turns = range(min(len(own) for _, own in places)) if is_groupwise else [slice(None)]
             for turn in turns:
                 chosen = [(row, place) for row, own in places for place in np.atleast_1d(own[turn])]
                 items = [batch.samples[row][place] for row, place in chosen]
-                calls.append(_Call(reward, [row for row, _ in chosen], items, "images"))
+                calls.append(Call(reward, [row for row, _ in chosen], items, "images"))
         else:
             items = batch.samples if is_whole else [batch.samples[row] for row in rows]
-            calls.append(_Call(reward, rows, items, batch.kind))
+            calls.append(Call(reward, rows, items, batch.kind))
     return calls
 
 
-def _answer(call: _Call, batch: _Batch, shared: dict) -> object:
+def _answer(call: Call, batch: Batch, shared: dict) -> object:
     """Call the function; return its answer, an awaitable, or the exception it raised."""
     parameters = call.reward.parameters
     if "videos" in parameters and "images" not in parameters and call.kind == "images":
@@ -329,7 +257,7 @@ def _answer(call: _Call, batch: _Batch, shared: dict) -> object:
         return error
 
 
-def _keywords(call: _Call, batch: _Batch, shared: dict) -> dict[str, Any]:
+def _keywords(call: Call, batch: Batch, shared: dict) -> dict[str, Any]:
     """Return the call's keywords, with copies of the samples and of the columns that the function takes."""
     reward, parameters = call.reward, call.reward.parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -367,7 +295,7 @@ async def _await_answer(answer: Awaitable) -> object:
         return error
 
 
-def _read_values(calls: list[_Call], batch: _Batch, folder: Path | None) -> list[float]:
+def _read_values(calls: list[Call], batch: Batch, folder: Path | None) -> list[float]:
     """Return one number per sample from all calls of a reward: the mean over its frames, NaN if none has a value."""
     found: list[list[float]] = [[] for _ in batch.samples]
     for call in calls:

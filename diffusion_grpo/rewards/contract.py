@@ -1,18 +1,13 @@
-"""Read `reward_funcs`, from YAML or Python, into `Reward`s: callables with their names, weights and options.
-
-Mistakes (names, arguments, their types, columns that the dataset lacks) are refused here, before a model is loaded.
-"""
+"""What a reward is in a run: a callable with its name, weight and options, its marks, and what it needs of a run."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
 import types
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ..config.names import check_name
@@ -104,12 +99,12 @@ class Reward:
         check_name(self.name, "The reward's name", "give the reward another `name`")
         for option in ("weight", "mean", "std", "threshold"):
             value = getattr(self, option)
-            if value is not None and not (_is_number(value) and math.isfinite(value)):
+            if value is not None and not (is_number(value) and math.isfinite(value)):
                 raise ValueError(f"The reward {self.name!r} has {option}={value!r}; give a finite number.")
         if self.std <= 0:
             raise ValueError(f"The reward {self.name!r} has std={self.std}; it divides, so it must be above 0.")
         if self.clip is not None and not (
-            isinstance(self.clip, (list, tuple)) and [*map(_is_number, self.clip)] == [True, True]
+            isinstance(self.clip, (list, tuple)) and [*map(is_number, self.clip)] == [True, True]
         ):
             raise ValueError(f"The reward {self.name!r} has clip={self.clip!r}; write two numbers, [low, high].")
         if self.clip is not None and not self.clip[0] < self.clip[1]:
@@ -171,30 +166,13 @@ class Reward:
 OPTIONS = ("name", "weight", "mean", "std", "clip", "threshold", "frames")
 
 
-def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
-    """Read rewards in any form that a user may write.
-
-    Args:
-        rewards: a callable, a built-in name, a dotted path, or a `Reward`; a list of these; a mapping from these to a
-            weight, or to a mapping of options and arguments; or a list with such mappings in it:
-            `[{"text": {"weight": 0.6, "target_column": "word"}}, "color"]`. Options are those of `Reward`; arguments
-            are the parameters with a default in the function's signature, or all in the constructor of a class.
-        setting: name of the setting, for messages.
-
-    Raises:
-        ValueError: an unknown name, option or argument, a value of the wrong type, two rewards with the same name, a
-            name that cannot be used in file names, or one that is a column of the tables of samples.
-    """
-    loaded = [_load(reward, options) for reward, options in _entries(rewards, setting)]
-    names = [reward.name for reward in loaded]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{setting} has two rewards called {name!r}; give one of them another `name`.")
-        if name in TAKEN:
-            raise ValueError(
-                f"{setting}: {name!r} is a column of every table of samples; give the reward another `name`."
-            )
-    return loaded
+def reward_name(reward: Callable) -> str:
+    """Return a reward's name in metrics and files: a function's `__name__`, or the name of an object's class."""
+    if isinstance(reward, Reward):
+        return reward.name
+    if isinstance(reward, functools.partial):
+        return reward_name(reward.func)
+    return getattr(reward, "__name__", type(reward).__name__)
 
 
 def reward_weights(rewards: list[Reward], setting: list[float] | None) -> list[float]:
@@ -287,71 +265,13 @@ def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> N
             )
 
 
-def _entries(rewards: Any, setting: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield each reward with its options."""
-    if rewards is None:
-        return
-    if isinstance(rewards, dict):
-        for reward, options in rewards.items():
-            if _is_number(options):
-                options = {"weight": options}
-            if not isinstance(options, (dict, types.NoneType)):
-                raise ValueError(
-                    f"{setting}: {reward!r} has {options!r}; give its weight as a number, or a mapping of options."
-                )
-            yield reward, options or {}
-    elif isinstance(rewards, (list, tuple)):
-        for entry in rewards:
-            if isinstance(entry, (list, tuple)):
-                raise ValueError(f"{setting} has the list {entry!r} in a list; write `- name: {{option: value}}`.")
-            yield from _entries(entry, setting)
-    else:
-        yield rewards, {}
-
-
-def _load(reward: Any, options: dict[str, Any]) -> Reward:
-    from . import get_reward, reward_name
-
-    if isinstance(reward, Reward):
-        return dataclasses.replace(reward, **options) if options else reward
-    function = get_reward(reward)
-    name = reward_name(function)
-    if isinstance(reward, str):
-        name = reward.rpartition(".")[2]
-    arguments = {key: value for key, value in options.items() if key not in OPTIONS}
-    known = _defaults(function)
-    for key, value in arguments.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, [*known, *OPTIONS], n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"The reward {name!r} has no argument {key!r}; it has {', '.join([*known, *OPTIONS])}.{hint}"
-            )
-        _check_type(name, function, key, value)
-    kept = {"name": name, **{key: value for key, value in options.items() if key in OPTIONS}}
-    if isinstance(function, type):
-        _check_required(name, function, arguments)
-        made = Reward(function(**arguments), made_with=arguments, **kept)
-    else:
-        made = Reward(function, arguments=arguments, **kept)
-    if "frames" in kept and not made.reads_frames:
-        raise ValueError(f"The reward {name!r} has frames={made.frames!r}, but gets whole videos; take it out.")
-    return made
-
-
-def _check_required(name: str, cls: type, arguments: dict[str, Any]) -> None:
-    for key, parameter in inspect.signature(cls).parameters.items():
-        if parameter.default is parameter.empty and parameter.kind not in VARIADIC and key not in arguments:
-            raise ValueError(f"The reward {name!r} needs the argument {key!r}; write `{name}: {{{key}: ...}}`.")
-
-
 def _is_built_in(function: Callable) -> bool:
     """Return whether a call runs code of this package, be it a function or a class's `__call__`."""
     code = function if inspect.isroutine(function) else type(function).__call__
     return str(getattr(code, "__module__", "")).startswith(f"{__package__}.")
 
 
-def _defaults(function: Callable) -> dict[str, Any]:
+def settable_parameters(function: Callable) -> dict[str, Any]:
     """Return what can be set: parameters with a default that do not come with the samples, or all of a class."""
     return {
         name: parameter.default
@@ -362,7 +282,7 @@ def _defaults(function: Callable) -> dict[str, Any]:
 
 
 def _columns_in_arguments(reward: Reward) -> list[str]:
-    given = {**_defaults(reward.function), **reward.arguments, **_attributes(reward.function)}
+    given = {**settable_parameters(reward.function), **reward.arguments, **_attributes(reward.function)}
     return [value for name, value in given.items() if name.endswith("_column") and value is not None]
 
 
@@ -380,33 +300,7 @@ def _attributes(function: Callable) -> dict[str, Any]:
     return {key: value for key, value in getattr(function, "__dict__", {}).items() if key.endswith("_column")}
 
 
-def _check_type(name: str, function: Callable, key: str, value: Any) -> None:
-    """Refuse a value that the parameter's annotation excludes; an annotation that cannot be read excludes nothing."""
-    try:
-        hint = typing.get_type_hints(function.__init__ if isinstance(function, type) else function).get(key, Any)
-    except (NameError, TypeError):
-        return
-    if not _fits(value, hint):
-        expected = getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")
-        raise ValueError(f"The reward {name!r} has {key}={value!r}; expected {expected}.")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in typing.get_args(hint))
-    if origin is Literal:
-        return value in typing.get_args(hint)
-    if origin in (list, dict, tuple):
-        return isinstance(value, (list, tuple) if origin in (list, tuple) else dict)
-    if hint is float:
-        return _is_number(value)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint) if hint in (str, bool, types.NoneType) else True
-
-
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -17,7 +17,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from .calls import score
-from .contract import Reward, load_rewards
+from .contract import Reward
+from .loading import load_rewards
 from .models.pixels import open_image
 
 

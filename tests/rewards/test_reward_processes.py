@@ -19,7 +19,7 @@ from diffusion_grpo.media.files import VideoWithSound
 from diffusion_grpo.media.serialize import pack_columns, pack_samples, unpack_columns, unpack_samples
 from diffusion_grpo.rewards import RewardError, score
 from diffusion_grpo.rewards.calls import Scoring
-from diffusion_grpo.rewards.contract import load_rewards
+from diffusion_grpo.rewards.loading import load_rewards
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
 from diffusion_grpo.rewards.reward_processes import Assignment, SubsetScoring, is_scorer, scoring_process
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ...media.samples import frame_positions
-from ..calls import RewardError
+from ..answers import RewardError
 from ..contract import PROVIDED
 from ..needs import check_package
 from .http import Answer, FailedRequest, Slots, ask, read_error, read_object, seconds_to_wait, transport_errors

@@ -19,7 +19,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from ..calls import RewardError, score
+from ..answers import RewardError
+from ..calls import score
 from ..contract import Reward
 from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from PIL import Image
 
 from ...media.samples import frame_positions
-from ..calls import RewardError
+from ..answers import RewardError
 from ..models.qwen_vl import read_template
 from ..needs import check_package
 from .http import (

@@ -10,7 +10,8 @@ from tiny_pipelines import clip_tokenizer
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 from diffusion_grpo.rewards.geneval.detectors import ClipColors, TransformersDetector
-from diffusion_grpo.rewards.geneval.scoring import NAMED, Detection, GenEval
+from diffusion_grpo.rewards.geneval.reward import GenEval
+from diffusion_grpo.rewards.geneval.scoring import NAMED, Detection
 from diffusion_grpo.rewards.models.base import ModelReward
 
 SIZES = [(64, 48), (40, 64)]

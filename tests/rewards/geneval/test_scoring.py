@@ -7,10 +7,10 @@ import pytest
 from PIL import Image, ImageDraw
 
 from diffusion_grpo.rewards import check_eval_rewards, load_rewards, score
+from diffusion_grpo.rewards.geneval.reward import GenEval
 from diffusion_grpo.rewards.geneval.scoring import (
     NAMED,
     Detection,
-    GenEval,
     find_relations,
     group_by_class,
     iou,
