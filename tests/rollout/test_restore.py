@@ -65,5 +65,5 @@ def test_a_file_that_is_missing_or_of_another_order_is_refused(tmp_path):
     path = rollout_file(tmp_path, 0)
     buffer_of(order, torch.zeros(16)).save(path)
     save_file(load_file(path), path, metadata={"kind": "Trajectory", "settings": "{}"})
-    with pytest.raises(ValueError, match="written before samples were kept by their position"):
+    with pytest.raises(ValueError, match="a version that did not keep the samples' positions"):
         restore(tmp_path, order)
