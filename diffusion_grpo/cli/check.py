@@ -28,10 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     from ..policy.check import check_pipeline
-    from ..training.model import plain_pipeline
+    from ..training.model import load_plain_pipeline
 
     hide_loading_bars(arguments.model)
-    pipe = refusing(plain_pipeline, arguments.model, arguments.dtype, arguments.device)
+    pipe = refusing(load_plain_pipeline, arguments.model, arguments.dtype, arguments.device)
     steps = inputs.pop("num_inference_steps")
     replay = refusing(
         check_pipeline,

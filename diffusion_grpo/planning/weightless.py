@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..config.settings import DiffusionGRPOConfig
 from ..policy.rollout import Policy, Trajectory, rollout
-from ..training.model import loading_dtype, selective, with_scheduler
+from ..training.model import checkpoint_share, choose_dtype, set_scheduler
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
 
@@ -51,7 +51,7 @@ def weightless_pipeline(
     """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    dtype = loading_dtype(args, is_full_training)
+    dtype = choose_dtype(args, is_full_training)
     parts: dict[str, Any] = {}
     for name, entry in index.items():
         if name.startswith("_"):
@@ -62,7 +62,7 @@ def weightless_pipeline(
         own = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
         parts[name] = _part(folder / name, entry, own, mode)
     pipe = getattr(diffusers, index["_class_name"])(**parts)
-    return with_scheduler(pipe, args.scheduler_kwargs), mode
+    return set_scheduler(pipe, args.scheduler_kwargs), mode
 
 
 def _part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeTensorMode) -> Any:
@@ -233,7 +233,7 @@ def kept_for_backward(
     if args.activation_checkpointing:
         for network in policy.networks:
             share = args.selective_checkpointing
-            network.enable_gradient_checkpointing(gradient_checkpointing_func=selective(checkpointed, share))
+            network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(checkpointed, share))
     with torch.enable_grad(), outside:
         for network, positional, named in calls:
             with policy.access.forward_context():

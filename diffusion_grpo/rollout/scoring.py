@@ -22,7 +22,7 @@ from ..rewards.calls import Scoring, score_here
 from ..rewards.contract import is_marked
 from ..rewards.overlap import Overlap, RolloutScoring
 from ..rewards.reward_processes import Assignment, SampleChannel, SubsetScoring, exchange_samples
-from ..run.records import extra_column
+from ..run.records import check_extra_column
 from .order import RolloutOrder
 
 AnyScoring = RolloutScoring | SubsetScoring
@@ -240,7 +240,7 @@ class RewardScorer:
         return values(
             self._failures,
             log_metric,
-            lambda name, column: extra.update({name: extra_column(name, column, count)}),
+            lambda name, column: extra.update({name: check_extra_column(name, column, count)}),
         )
 
     def _announce(self, names: str | None) -> None:

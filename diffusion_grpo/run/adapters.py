@@ -33,14 +33,14 @@ TRAINED = "default"  # peft's name
 # What a pipeline carries
 
 
-def carried_adapters(pipe: DiffusionPipeline) -> dict[str, list[str]]:
+def list_adapters(pipe: DiffusionPipeline) -> dict[str, list[str]]:
     """List the adapters in each of the pipeline's modules that has any, without references of a training."""
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     found = {name: [a for a in getattr(part, "peft_config", {}) if a != REFERENCE] for name, part in modules.items()}
     return {name: adapters for name, adapters in found.items() if adapters}
 
 
-def kept_adapters(pipe: DiffusionPipeline, model: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]:
+def list_kept_adapters(pipe: DiffusionPipeline, model: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]:
     """List the adapters beside those that are trained.
 
     Args:
@@ -50,7 +50,7 @@ def kept_adapters(pipe: DiffusionPipeline, model: nn.Module, names: tuple[str, .
     """
     models = {name: model[name] if isinstance(model, nn.ModuleDict) else model for name in names}
     trained = {name: part.active_adapter for name, part in models.items() if isinstance(part, PeftModel)}
-    carried = carried_adapters(pipe)
+    carried = list_adapters(pipe)
     kept = {name: [a for a in adapters if a != trained.get(name)] for name, adapters in carried.items()}
     return {name: adapters for name, adapters in kept.items() if adapters}
 
@@ -91,7 +91,7 @@ def check_adapters(
     Raises:
         ValueError: one sentence with what to set.
     """
-    carried = carried_adapters(pipe)
+    carried = list_adapters(pipe)
     for name in names if lora_adapter is not None else []:
         if lora_adapter not in carried.get(name, []):
             there = f"it has {', '.join(carried[name])}" if name in carried else "it has none"
@@ -163,15 +163,15 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
     Raises:
         ValueError: there is none for a trained network in it, or other adapters are in the way.
     """
-    if carried_adapters(pipe):
+    if list_adapters(pipe):
         check_adapters(pipe, names, None, keep_adapters, is_full_training=False)
-    name = free_name(pipe)
+    name = choose_adapter_name(pipe)
     folder = _peft_folder(source)
     if folder is None:
         load_weights(pipe, source, adapter_name=name)
     else:
         PeftModel.from_pretrained(getattr(pipe, names[0]), folder, adapter_name=name)
-    carried = carried_adapters(pipe)
+    carried = list_adapters(pipe)
     missing = [component for component in names if name not in carried.get(component, [])]
     if missing:
         raise ValueError(f"lora_path: {source} holds no LoRA for {missing[0]}; set train_component to what it is for.")
@@ -223,14 +223,14 @@ def unwrap(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:
             setattr(pipe, name, getattr(pipe, name).get_base_model())
 
 
-def free_name(pipe: DiffusionPipeline) -> str:
+def choose_adapter_name(pipe: DiffusionPipeline) -> str:
     """Name a new adapter: `default`, or `default_2` and so on where that is taken."""
-    taken = {adapter for adapters in carried_adapters(pipe).values() for adapter in adapters}
+    taken = {adapter for adapters in list_adapters(pipe).values() for adapter in adapters}
     names = [TRAINED, *(f"{TRAINED}_{number}" for number in range(2, len(taken) + 2))]
     return next(name for name in names if name not in taken)
 
 
-def trained_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> PeftModel:
+def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> PeftModel:
     """Wrap a network for the training of one LoRA; adapters that were active stay so, and are frozen.
 
     Args:
@@ -246,9 +246,9 @@ def trained_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) 
     state = None
     if peft_config is None:
         state = {key: value.clone() for key, value in get_peft_model_state_dict(network, adapter_name=name).items()}
-        peft_config = config_to_train(network, name)
+        peft_config = copy_config(network, name)
     else:
-        peft_config = with_targets(network, peft_config)
+        peft_config = fill_targets(network, peft_config)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is an adapter already
         model = get_peft_model(network, peft_config, adapter_name=name)
     trained = {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
@@ -270,7 +270,7 @@ def _drop_reference(network: nn.Module) -> None:
             layer.delete_adapter(REFERENCE)
 
 
-def config_to_train(network: nn.Module, name: str) -> PeftConfig:
+def copy_config(network: nn.Module, name: str) -> PeftConfig:
     """Copy the config of an adapter for its further training, without dropout, which a replay could not repeat."""
     peft_config = copy.deepcopy(network.peft_config[name])
     peft_config.lora_dropout, peft_config.inference_mode = 0.0, False
@@ -290,7 +290,7 @@ def _active_adapters(network: nn.Module) -> list[str]:
     return list(dict.fromkeys(adapter for layer in layers for adapter in layer.active_adapters))
 
 
-def with_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
+def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
     """Copy a config, with the usual target modules of the network where it names none.
 
     Raises:
@@ -360,12 +360,12 @@ def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:
 
     diffusers would write the adapters' layers under names that `from_pretrained` does not know.
     """
-    with merged(network), replaced(network, "_hf_peft_config_loaded", False):
+    with merge_adapters(network), replaced(network, "_hf_peft_config_loaded", False):
         type(network).save_pretrained(network, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def merged(network: nn.Module) -> Iterator[None]:
+def merge_adapters(network: nn.Module) -> Iterator[None]:
     """Context in which a network has plain layers, active adapters merged; bit for bit as before afterwards."""
     layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, BaseTunerLayer)]
     with contextlib.ExitStack() as stack:

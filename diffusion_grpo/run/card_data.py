@@ -33,12 +33,12 @@ def public_model_name(model: str) -> str:
     return cached[-1].replace("--", "/", 1) if cached else parts[-1]
 
 
-def without_folders(value: Any) -> Any:
+def strip_folders(value: Any) -> Any:
     """Settings as they can be shown elsewhere: of an absolute path only the last part is left."""
     if isinstance(value, dict):
-        return {name: without_folders(item) for name, item in value.items()}
+        return {name: strip_folders(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [without_folders(item) for item in value]
+        return [strip_folders(item) for item in value]
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
@@ -60,7 +60,7 @@ def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str
     return f"{source}-to-image" if "prompt" in parameters else "unconditional-image-generation"
 
 
-def known_license(model: str) -> dict[str, str]:
+def find_license(model: str) -> dict[str, str]:
     """The licence fields of the base model's card, where that card lies on this machine; nothing is downloaded."""
     if model == "tiny":
         return {"license": "apache-2.0"}
@@ -78,7 +78,7 @@ def known_license(model: str) -> dict[str, str]:
     return {name: data[name] for name in LICENSE_FIELDS if isinstance(data.get(name), str)}
 
 
-def upload_patterns(components: Collection[str], push_samples: bool) -> dict[str, list[str] | None]:
+def list_upload_patterns(components: Collection[str], push_samples: bool) -> dict[str, list[str] | None]:
     """`allow_patterns` and `ignore_patterns` of `upload_folder` for a run's folder.
 
     Args:

@@ -19,7 +19,7 @@ LOCK, HOLDER = "_lock", "_lock.json"  # Trainer pushes nothing whose name begins
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold `folder` until the end; no other process, and no other trainer of this one, enters it meanwhile.
 
     Raises:

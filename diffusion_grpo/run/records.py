@@ -20,7 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..media.files import write_sample
-from .card_data import public_model_name, without_folders
+from .card_data import public_model_name, strip_folders
 from .manifest import ResumeError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_h
 NOT_SETTINGS |= {"lora_path"}  # `trains_by` tells what of it is to be told
 
 
-def run_record(
+def make_record(
     model: str,
     args: DiffusionGRPOConfig,
     peft_config: PeftConfig | None,
@@ -65,7 +65,7 @@ def run_record(
         "eval_reward_funcs": eval_reward_funcs,
         "reward_weights": reward_weights,
         "prompts_per_rollout": args.batch_sizes.prompts_per_rollout,  # over all processes, however many there are
-        "settings": changed_settings(args),
+        "settings": list_changed_settings(args),
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
 
@@ -79,7 +79,7 @@ def _trains_by(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str
     return "full" if peft_config is None else f"LoRA rank {getattr(peft_config, 'r', '?')}"
 
 
-def changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
+def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
     """The settings that differ from their defaults, without paths and secrets."""
     defaults = DiffusionGRPOConfig(output_dir=args.output_dir, use_cpu=args.use_cpu)
     changed = {}
@@ -88,7 +88,7 @@ def changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
         if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
             continue
         if isinstance(value, (str, int, float, list, dict, type(None))):
-            changed[setting.name] = without_folders(describe(getattr(value, "value", value)))
+            changed[setting.name] = strip_folders(describe(getattr(value, "value", value)))
     return changed
 
 
@@ -195,7 +195,7 @@ def write_json(path: Path, content: Any) -> None:
     os.replace(aside, path)
 
 
-def extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
+def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
     """What a reward gives `log_extra`: one value a sample.
 
     Raises:

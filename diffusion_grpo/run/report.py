@@ -89,18 +89,18 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         run=run,
         zip=zip,
         summary=summarise(run),
-        gains={name: gain(run, name) for name in ["reward", *run.reward_names]},
-        results=results_table(run),
-        findings=findings(run),
-        watched=watched_table(run),
-        curves=curves(run),
-        pictures=pictures(run),
-        rollouts=rollouts(run),
+        gains={name: measure_gain(run, name) for name in ["reward", *run.reward_names]},
+        results=make_results_table(run),
+        findings=list_findings(run),
+        watched=make_watched_table(run),
+        curves=draw_curves(run),
+        pictures=make_cards(run),
+        rollouts=show_rollouts(run),
         prompts=describe_prompts(run.prompts),
         prompts_name=name_prompts(run.prompts),
-        film=film(run),
-        times=times(run),
-        diagnostics=diagnostics(run),
+        film=make_film(run),
+        times=summarise_times(run),
+        diagnostics=draw_diagnostics(run),
         settings=yaml.safe_dump(run.info.get("settings") or {}, sort_keys=True, default_flow_style=None),
         experiment=json.loads(Path(experiment).read_text(encoding="utf-8")) if experiment else None,
     )
@@ -117,7 +117,7 @@ def missing_packages() -> list[str]:
 def write_curve(run_dir: str | Path) -> None:
     """Writes `curve.png`, the reward over the training, where there is any and matplotlib is installed."""
     run = read_run(run_dir)
-    curve = None if missing_packages() else reward_curve(run, "reward")
+    curve = None if missing_packages() else make_reward_curve(run, "reward")
     if curve is not None:
         from .plots import save_curve
 
@@ -135,18 +135,18 @@ def format_number(value: float | None, digits: int = 3) -> str:
     return f"{value:.1e}"
 
 
-def gain(run: Run, name: str) -> float | None:
+def measure_gain(run: Run, name: str) -> float | None:
     """Share of what was missing to the reward's maximum that was gained in evaluations.
 
     None where it is unknown, and where the reward did not change beyond its noise.
     """
     before, after, maximum = run.held_out(name, 0)[0], run.held_out(name, -1)[0], run.maximum(name)
-    if None in (before, after, maximum) or not changed(run, name) or before >= maximum:
+    if None in (before, after, maximum) or not has_changed(run, name) or before >= maximum:
         return None
     return (after - before) / (maximum - before)
 
 
-def changed(run: Run, name: str) -> bool | None:
+def has_changed(run: Run, name: str) -> bool | None:
     """Whether a reward differs by more than twice the standard error between the first and the last evaluation.
 
     None where that cannot be told: with fewer than two evaluations, or on a single sample.
@@ -158,7 +158,7 @@ def changed(run: Run, name: str) -> bool | None:
     return is_visible and abs(after - before) > 2 * math.hypot(error_before, error_after)
 
 
-def results_table(run: Run) -> list[dict[str, Any]]:
+def make_results_table(run: Run) -> list[dict[str, Any]]:
     """Rows of the evaluations' table: untrained, baselines, trained; each cell (mean, standard error)."""
     names = ["reward", *run.reward_names]
     if not run.evaluations:
@@ -172,7 +172,7 @@ def results_table(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def watched_table(run: Run) -> list[tuple[str, float, float | None, float, float | None]]:
+def make_watched_table(run: Run) -> list[tuple[str, float, float | None, float, float | None]]:
     """Name, mean and standard error before and after of each reward that was only looked at, and the diversity."""
     if len(run.evaluations) < 2:
         return []
@@ -186,7 +186,7 @@ def watched_table(run: Run) -> list[tuple[str, float, float | None, float, float
     return rows
 
 
-def findings(run: Run) -> list[str]:
+def list_findings(run: Run) -> list[str]:
     """What a careful reader would notice, in words: replay errors, groups without signal, a judge that disagrees."""
     found = []
     errors = [entry["ratio/max_error"] for entry in run.train if "ratio/max_error" in entry]
@@ -208,18 +208,18 @@ def findings(run: Run) -> list[str]:
     if len(run.evaluations) < 2:
         found.append("There are fewer than two evaluations, so nothing can be said about what was learned.")
         return found
-    changes = [change_found(run, name) for name in ["reward", *run.reward_names]]
+    changes = [describe_finding(run, name) for name in ["reward", *run.reward_names]]
     return found + [sentence for sentence in changes if sentence is not None]
 
 
-def change_found(run: Run, name: str) -> str | None:
+def describe_finding(run: Run, name: str) -> str | None:
     """A sentence on a reward that fell in evaluations or did not change beyond its noise; None where it rose."""
     before, after = (run.held_out(name, at)[0] for at in (0, -1))
     if None in (before, after):
         return None
     label = "The weighted reward" if name == "reward" else name
     label += " (a judge, never trained on)" if name in run.judges else ""
-    is_changed = changed(run, name)
+    is_changed = has_changed(run, name)
     if is_changed is None:
         return f"{label} was measured on one sample, so its noise is unknown: {before:.3f}, then {after:.3f}."
     if not is_changed:
@@ -229,19 +229,19 @@ def change_found(run: Run, name: str) -> str | None:
     return f"{label} fell on {name_prompts(run.prompts)} prompts, from {before:.3f} to {after:.3f}."
 
 
-def curves(run: Run) -> dict[str, str]:
+def draw_curves(run: Run) -> dict[str, str]:
     """Plot of the weighted reward and of each reward function, by name."""
     from .plots import draw_curve
 
     plots = {}
     for name in ["reward", *run.reward_names]:
-        curve = reward_curve(run, name)
+        curve = make_reward_curve(run, name)
         if curve is not None:
             plots[name] = draw_curve(curve) if name == "reward" else draw_curve(curve, 4.4, 2.6, legend=False)
     return plots
 
 
-def reward_curve(run: Run, name: str) -> "Curve | None":
+def make_reward_curve(run: Run, name: str) -> "Curve | None":
     """Points of `reward` (the weighted sum) or of a reward function over the training; None without any."""
     from .plots import Curve
 
@@ -265,7 +265,7 @@ def reward_curve(run: Run, name: str) -> "Curve | None":
     )
 
 
-def times(run: Run) -> dict[str, Any] | None:
+def summarise_times(run: Run) -> dict[str, Any] | None:
     """Mean seconds of each stage of an update, their shares, and the plot over the training."""
     from .plots import STAGES, draw_times
 
@@ -283,7 +283,7 @@ def times(run: Run) -> dict[str, Any] | None:
     return {"stages": stages, "total": total, "plot": plot}
 
 
-def diagnostics(run: Run) -> list[dict[str, str]]:
+def draw_diagnostics(run: Run) -> list[dict[str, str]]:
     """A small plot and a sentence for each diagnostic that was logged."""
     from .plots import draw_series
 
@@ -297,7 +297,7 @@ def diagnostics(run: Run) -> list[dict[str, str]]:
     return plots
 
 
-def paired(run: Run) -> list[dict[str, Any]]:
+def pair_samples(run: Run) -> list[dict[str, Any]]:
     """Samples of the first and the last evaluation side by side: same prompt, same seed."""
     if len(run.samples) < 2:
         return []
@@ -307,9 +307,9 @@ def paired(run: Run) -> list[dict[str, Any]]:
     return [{"prompt": key[0], "before": before[key], "after": row} for key, row in zip(keys, last) if key in before]
 
 
-def pictures(run: Run) -> dict[str, Any] | None:
+def make_cards(run: Run) -> dict[str, Any] | None:
     """Cards with a picture before and after: the first prompts in order, then the extremes; and how many improved."""
-    pairs = paired(run)
+    pairs = pair_samples(run)
     if not pairs:
         return None
     changes = [pair["after"]["reward"] - pair["before"]["reward"] for pair in pairs]
@@ -320,7 +320,7 @@ def pictures(run: Run) -> dict[str, Any] | None:
         "same": sum(abs(change) <= noticed for change in changes),
         "worse": sum(change < -noticed for change in changes),
     }
-    shown = [(pair, change) for pair, change in zip(pairs, changes) if has_pictures(run, pair)]
+    shown = [(pair, change) for pair, change in zip(pairs, changes) if has_images(run, pair)]
     by_change = sorted(shown[SHOWN:], key=lambda item: item[1])
     best = [pair for pair, change in reversed(by_change) if change > noticed][:EXTREMES]
     worst = [pair for pair, change in by_change if change < -noticed][:EXTREMES]
@@ -329,20 +329,20 @@ def pictures(run: Run) -> dict[str, Any] | None:
         "Most improved of the others": best,
         "Most worsened of the others": worst,
     }
-    cards = {title: [card(run, pair) for pair in group] for title, group in groups.items() if group}
+    cards = {title: [make_card(run, pair) for pair in group] for title, group in groups.items() if group}
     before, after = (format_updates(step) for step in (min(run.samples), max(run.samples)))
     if before == "before training":
         before, after = "before", "after"
     return {"counts": counts, "total": len(pairs), "groups": cards, "before": before, "after": after}
 
 
-def has_pictures(run: Run, pair: dict[str, Any]) -> bool:
+def has_images(run: Run, pair: dict[str, Any]) -> bool:
     """Whether both pictures of a pair were kept; a run saves the first few only."""
     files = [pair["before"].get("image"), pair["after"].get("image")]
-    return all(file and picture_path(run, file) is not None for file in files)
+    return all(file and find_image(run, file) is not None for file in files)
 
 
-def picture_path(run: Run, file: str) -> Path | None:
+def find_image(run: Run, file: str) -> Path | None:
     """A sample's picture; its path is written relative to the run or to its evaluations folder."""
     for folder in (run.path, run.path / "evaluations"):
         if (folder / file).is_file():
@@ -350,22 +350,22 @@ def picture_path(run: Run, file: str) -> Path | None:
     return None
 
 
-def card(run: Run, pair: dict[str, Any]) -> dict[str, Any]:
+def make_card(run: Run, pair: dict[str, Any]) -> dict[str, Any]:
     """What the template shows of one prompt."""
     rewards = [(name, pair["before"].get(name), pair["after"].get(name)) for name in run.reward_names]
-    samples = {when: shown(run, pair[when]) for when in ("before", "after")}
+    samples = {when: embed_sample(run, pair[when]) for when in ("before", "after")}
     return {"prompt": pair["prompt"], "seed": pair["after"]["seed"], "rewards": rewards, **samples}
 
 
-def shown(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
+def embed_sample(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
     """A sample's picture, and of a video or sound its file and kind, as data URIs."""
-    picture = embed(picture_path(run, sample["image"]))
-    path = picture_path(run, sample.get("file") or sample["image"])
+    picture = embed_image(find_image(run, sample["image"]))
+    path = find_image(run, sample.get("file") or sample["image"])
     kind = None if path is None else KINDS.get(path.suffix)
     return {"picture": picture, "kind": kind, "media": embed_media(path) if kind else None}
 
 
-def rollouts(run: Run) -> list[dict[str, Any]]:
+def show_rollouts(run: Run) -> list[dict[str, Any]]:
     """Some samples of training, of the first, the last and a few rollouts between: prompt, picture, reward."""
     steps = sorted(run.rollouts)
     count = min(ROLLOUTS, len(steps))
@@ -374,12 +374,14 @@ def rollouts(run: Run) -> list[dict[str, Any]]:
     for step in chosen:
         paths = [(row, run.path / "samples" / row["image"]) for row in run.rollouts[step]]
         rows = [(row, path) for row, path in paths if path.is_file()][:ROLLOUT_SAMPLES]
-        cards = [{"prompt": row["prompt"], "picture": embed(path), "reward": row["reward"]} for row, path in rows]
+        cards = [
+            {"prompt": row["prompt"], "picture": embed_image(path), "reward": row["reward"]} for row, path in rows
+        ]
         found += [{"when": format_updates(step), "cards": cards}] if cards else []
     return found
 
 
-def film(run: Run) -> dict[str, Any] | None:
+def make_film(run: Run) -> dict[str, Any] | None:
     """The same prompts and seeds in evaluations over the whole training: steps, and for each prompt its pictures."""
     steps = sorted(run.samples)
     if len(steps) < 3:
@@ -389,10 +391,10 @@ def film(run: Run) -> dict[str, Any] | None:
     rows = []
     for index, sample in enumerate(run.samples[steps[0]]):
         samples = [run.samples[step][index] for step in steps if index < len(run.samples[step])]
-        paths = [picture_path(run, row["image"]) if row.get("image") else None for row in samples]
+        paths = [find_image(run, row["image"]) if row.get("image") else None for row in samples]
         if len(rows) < FILM_ROWS and len(paths) == len(steps) and None not in paths:
             rewards = [row["reward"] for row in samples]
-            rows.append({"prompt": sample["prompt"], "pictures": list(zip(map(embed, paths), rewards))})
+            rows.append({"prompt": sample["prompt"], "pictures": list(zip(map(embed_image, paths), rewards))})
     return {"steps": steps, "rows": rows} if rows else None
 
 
@@ -406,7 +408,7 @@ def embed_media(path: Path) -> str:
     return "data:video/mp4;base64," + base64.b64encode(content).decode()
 
 
-def embed(path: Path) -> str:
+def embed_image(path: Path) -> str:
     """A picture as a data URI: as it is where it is small, else at most 384 pixels wide."""
     with PIL.Image.open(path) as image:
         if image.width <= WIDEST:

@@ -38,7 +38,7 @@ def clear_leftovers(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def newest_whole(folder: Path) -> Path | None:
+def find_newest_whole(folder: Path) -> Path | None:
     """The newest checkpoint whose files are those that were written; says which newer ones are passed over.
 
     Raises:

@@ -26,7 +26,7 @@ from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
 from ..run import records
 from ..run.weights import load_weights
-from ..training.model import load_pipeline, plain_pipeline
+from ..training.model import load_pipeline, load_plain_pipeline
 from ..training.setup import make_sampling_plan
 from .settings import SampleSettings
 
@@ -60,7 +60,7 @@ def load_sampled(settings: SampleSettings) -> "DiffusionPipeline":
         ValueError: what is named cannot be loaded.
     """
     if settings.train is None or settings.dtype is not None:
-        pipe = plain_pipeline(settings.model, settings.dtype, settings.device)
+        pipe = load_plain_pipeline(settings.model, settings.dtype, settings.device)
     else:
         pipe = load_pipeline(settings.model, settings.train, is_full_training=False)
         pipe = pipe.to(settings.device or settings.train.device)
@@ -209,7 +209,7 @@ def _scores(
         groups=[place // settings.num_generations for place in places],
         fps=settings.fps,
         sampling_rate=rate,
-        log_extra=lambda name, column: extra.update({name: records.extra_column(name, column, len(rows))}),
+        log_extra=lambda name, column: extra.update({name: records.check_extra_column(name, column, len(rows))}),
         failure_dir=settings.output_dir / "failures",
     )
     return extra | {reward.name: column for reward, column in zip(rewards, values.T.tolist(), strict=True)}

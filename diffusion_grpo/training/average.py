@@ -85,7 +85,7 @@ class PolicyAverage(TrainerCallback):
             self.show() if was_shown else self.hide()
 
 
-def policy_folder(folder: Path, has_average: bool) -> Path:
+def find_policy_folder(folder: Path, has_average: bool) -> Path:
     """Find where a checkpoint keeps the policy's own weights: beside their average, or at its top.
 
     Args:

@@ -21,7 +21,7 @@ from transformers.utils import PushInProgress, hf_api
 from ..distributed import checkpoint_mode
 from ..distributed.backend import DistributedBackend
 from ..run import resume_point
-from ..run.lock import locked
+from ..run.lock import lock_folder
 from ..run.manifest import ResumeError, write_manifest
 from ..run.records import clear_started_run, refuse_used_folder
 from .checkpoints import Checkpointer, replace_folder
@@ -106,7 +106,7 @@ class DiffusersTrainer(Trainer):
         folder, point, error = Path(self.args.output_dir), None, None
         if self.args.should_save:
             try:
-                held.enter_context(locked(folder))
+                held.enter_context(lock_folder(folder))
                 point = self._find_point(folder, wanted)
             except ValueError as refused:
                 error = refused
@@ -126,7 +126,7 @@ class DiffusersTrainer(Trainer):
             return None
         if not wanted and (resume_point.checkpoints(folder) or not self._owns_folder):
             refuse_used_folder(folder, "pass resume_from_checkpoint=True")
-        point = resume_point.newest_whole(folder) if wanted else None
+        point = resume_point.find_newest_whole(folder) if wanted else None
         if point is None and not self._owns_folder:
             clear_started_run(folder)
         return point
@@ -292,7 +292,7 @@ class DiffusersTrainer(Trainer):
             run_as_future=not blocking,
             token=token or self.args.hub_token,
             revision=revision or self.args.hub_revision,
-            **self._checkpointer.upload_patterns(),
+            **self._checkpointer.list_upload_patterns(),
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -306,7 +306,7 @@ class DiffusersTrainer(Trainer):
         self._checkpointer.copy_weights(Path(checkpoint_folder), Path(self.args.output_dir))
         self.create_model_card()
         message = f"Training in progress, step {self.state.global_step}"
-        jobs = [self._upload(self.args.output_dir, message, **self._checkpointer.upload_patterns())]
+        jobs = [self._upload(self.args.output_dir, message, **self._checkpointer.list_upload_patterns())]
         if self.args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             is_last = self.args.hub_strategy == HubStrategy.CHECKPOINT
             name = "last-checkpoint" if is_last else Path(checkpoint_folder).name

@@ -104,16 +104,16 @@ def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str
     folders = sorted(path for path in (run / folder).glob("step-*") if path.is_dir())
     if not folders:
         return
-    grid = sample_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
+    grid = draw_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
     grid.save(run / file)
-    log_picture(handler.callbacks, name, grid, step)
+    log_image(handler.callbacks, name, grid, step)
     files = sorted((run / folder / f"step-{step:06d}").iterdir())
     log_files(handler.callbacks, name, [path for path in files if path.suffix in (".mp4", ".wav")], step)
 
 
-def sample_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
+def draw_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
     """Pictures by row, each row with a label on its left; pictures are scaled to fit `cell` pixels."""
-    loaded = {label: [_fitted(picture, cell) for picture in pictures] for label, pictures in rows.items()}
+    loaded = {label: [_fit(picture, cell) for picture in pictures] for label, pictures in rows.items()}
     width = max((picture.width for pictures in loaded.values() for picture in pictures), default=1)
     height = max((picture.height for pictures in loaded.values() for picture in pictures), default=1)
     columns, margin, gap = max((len(pictures) for pictures in loaded.values()), default=0), 64, 4
@@ -126,22 +126,22 @@ def sample_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL
     return grid
 
 
-def _fitted(picture: Path | Image.Image, cell: int) -> Image.Image:
+def _fit(picture: Path | Image.Image, cell: int) -> Image.Image:
     picture = (Image.open(picture) if isinstance(picture, Path) else picture).convert("RGB")
     scale = cell / max(picture.size)
     return picture if scale >= 1 else picture.resize([max(1, round(side * scale)) for side in picture.size])
 
 
-def film_strips(videos: list[Path]) -> Image.Image:
+def draw_film_strips(videos: list[Path]) -> Image.Image:
     """A row of evenly spaced frames a video, the first and the last among them: motion as one picture."""
     rows = {}
     for path in videos:
         frames = read_video(path)
         rows[path.stem] = [frames[place] for place in frame_positions(STRIP_FRAMES, len(frames))]
-    return sample_grid(rows, STRIP_CELL)
+    return draw_grid(rows, STRIP_CELL)
 
 
-def log_picture(callbacks: list[TrainerCallback], name: str, picture: Image.Image, step: int) -> None:
+def log_image(callbacks: list[TrainerCallback], name: str, picture: Image.Image, step: int) -> None:
     """Sends a picture to each active tracker that shows pictures: tensorboard, wandb, trackio."""
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
@@ -169,7 +169,7 @@ def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], st
 
 def _log_to_tensorboard(writer: Any, name: str, videos: list[Path], sounds: list[Path], step: int) -> None:
     if videos:
-        writer.add_image(f"{name}/frames", np.asarray(film_strips(videos)), step, dataformats="HWC")
+        writer.add_image(f"{name}/frames", np.asarray(draw_film_strips(videos)), step, dataformats="HWC")
     for path in sounds:
         sound, rate = read_sound(path)
         writer.add_audio(f"{name}/{path.stem}", sound.mean(axis=0), step, sample_rate=rate)

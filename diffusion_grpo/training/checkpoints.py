@@ -16,11 +16,11 @@ from ..distributed.weights import TrainedWeights
 from ..rollout.feed import RolloutFeed
 from ..rollout.reference import CopiedReference
 from ..rollout.value_model import ValueModel
-from ..run.card_data import upload_patterns
+from ..run.card_data import list_upload_patterns
 from ..run.manifest import ResumeError
 from ..run.resume_point import refuse_unreadable
 from ..run.weights import POLICY_FOLDER, PolicyFiles
-from .average import PolicyAverage, policy_folder
+from .average import PolicyAverage, find_policy_folder
 
 REFERENCE_FOLDER = "reference"
 
@@ -96,7 +96,7 @@ class Checkpointer:
                 before = self._reference.weights
                 with before.rewrite() if self._backend.is_fsdp else contextlib.nullcontext():
                     self._files.load(self._reference.plain_module, folder / REFERENCE_FOLDER)
-            self._load_policy(policy_folder(folder, has_average=self._average is not None))
+            self._load_policy(find_policy_folder(folder, has_average=self._average is not None))
             if self._values is not None:
                 self._values.load(folder)
         self._feed.resume_from(folder)
@@ -104,15 +104,15 @@ class Checkpointer:
     def load_best(self, folder: Path) -> None:
         """Read the weights of the best checkpoint: the policy's, and their average."""
         self._load_average(folder)
-        self._load_policy(policy_folder(folder, has_average=self._average is not None))
+        self._load_policy(find_policy_folder(folder, has_average=self._average is not None))
 
     def copy_weights(self, checkpoint: Path, folder: Path) -> None:
         """Copy the weights in a checkpoint, and nothing of the training state, to another folder."""
         self._files.copy(checkpoint, folder)
 
-    def upload_patterns(self) -> dict[str, list[str]]:
+    def list_upload_patterns(self) -> dict[str, list[str]]:
         """Say by `allow_patterns` and `ignore_patterns` which files of the output folder are pushed."""
-        return upload_patterns(self._files.pipe.components, self._pushes_samples)
+        return list_upload_patterns(self._files.pipe.components, self._pushes_samples)
 
     def _write(self, model: nn.Module, folder: Path, whole_pipeline: bool = False) -> None:
         if self._is_writer:

@@ -5,7 +5,7 @@ import sys
 import torch
 
 
-def peak_memory_gib(device: torch.device | str) -> float:
+def measure_peak_memory(device: torch.device | str) -> float:
     """Peak of tensors on the GPU in GiB, or without a GPU of the whole process in main memory."""
     device = torch.device(device)
     if device.type == "cuda":

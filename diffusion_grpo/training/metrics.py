@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_means
-from .memory import peak_memory_gib
+from .memory import measure_peak_memory
 
 TOTALS = ("time/rollout", "time/reward", "time/update")  # seconds per update, of the slowest process
 # metrics of which the largest or the smallest value since the last log is kept, not the mean
@@ -76,7 +76,7 @@ class Metrics:
         """
         updates = max(1, step - self._logged_step)
         measured = self._values | {name: [sum(self._values[name]) / updates] for name in TOTALS}
-        measured["memory/peak_gib"] = [peak_memory_gib(backend.accelerator.device)]
+        measured["memory/peak_gib"] = [measure_peak_memory(backend.accelerator.device)]
         found = gather_means(backend.accelerator, measured, largest=LARGEST, smallest=SMALLEST)
         if self.samples:
             found["samples_per_second"] = self.samples / (sum(found[name] for name in TOTALS) * updates)

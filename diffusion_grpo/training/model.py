@@ -106,14 +106,14 @@ def load_pipeline(
     float32 weights, as the optimizer needs them.
     """
     if isinstance(model, DiffusionPipeline):
-        return with_scheduler(model, args.scheduler_kwargs)
+        return set_scheduler(model, args.scheduler_kwargs)
     kwargs = dict(args.model_init_kwargs or {})
-    kwargs |= {"torch_dtype": dtype} if (dtype := loading_dtype(args, is_full_training)) is not None else {}
+    kwargs |= {"torch_dtype": dtype} if (dtype := choose_dtype(args, is_full_training)) is not None else {}
     pipe = DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
-    return with_scheduler(pipe, args.scheduler_kwargs)
+    return set_scheduler(pipe, args.scheduler_kwargs)
 
 
-def loading_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:
+def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:
     """The `torch_dtype` that `load_pipeline` asks for; None where it leaves it to diffusers."""
     kwargs = args.model_init_kwargs or {}
     if "torch_dtype" in kwargs:
@@ -126,7 +126,7 @@ def loading_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dt
     return {**dict.fromkeys(trained, torch.float32), "default": half} if is_full_training else half
 
 
-def plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
+def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
     """The pipeline of a Hub id, a folder or `tiny` as it is, by default in float32 and on the accelerator there is.
 
     Raises:
@@ -145,7 +145,7 @@ def plain_pipeline(model: str, dtype: str | None = None, device: str | None = No
     return DiffusionPipeline.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
 
 
-def with_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
+def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
     """The pipeline with some settings of its scheduler changed, e.g. `{"shift": 3.0}`; without, as it was.
 
     Raises:
@@ -172,7 +172,7 @@ def prepare_model(
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
-    models = {name: _prepared(getattr(pipe, name), args, peft_config, adapter) for name in component}
+    models = {name: _prepare_network(getattr(pipe, name), args, peft_config, adapter) for name in component}
     family = family_of(pipe)
     if component == (family.language_model,):
         for name in family.without_gradient:
@@ -207,29 +207,29 @@ def _find_adapter(
         adapters.check_adapters(pipe, names, args.lora_adapter, args.keep_adapters, is_full_training)
         if is_full_training:
             return None
-        adapter = args.lora_adapter or adapters.free_name(pipe)
+        adapter = args.lora_adapter or adapters.choose_adapter_name(pipe)
     adapters.unwrap(pipe, names)
     for name in names if peft_config is None else []:
-        check_peft_config(adapters.config_to_train(getattr(pipe, name), adapter), args.beta or args.kl_reward)
+        check_peft_config(adapters.copy_config(getattr(pipe, name), adapter), args.beta or args.kl_reward)
     return adapter
 
 
-def _prepared(
+def _prepare_network(
     network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, adapter: str | None
 ) -> nn.Module:
     """One network with what is trained of it: a LoRA around it, or all its weights."""
     if args.activation_checkpointing:
         _enable_checkpointing(network, args.activation_checkpointing_kwargs or {}, args.selective_checkpointing)
     if adapter is not None:
-        model = adapters.trained_lora(network, peft_config, adapter).eval()
+        model = adapters.wrap_lora(network, peft_config, adapter).eval()
     else:
-        model = _with_float32_weights(network, args).requires_grad_(True)
+        model = _require_float32_weights(network, args).requires_grad_(True)
     if args.torch_compile:
         _compile_blocks(network, args)
     return model
 
 
-def _with_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.Module:
+def _require_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.Module:
     """An optimizer's small steps vanish in half-precision weights."""
     if network.dtype == torch.float32:
         return network
@@ -260,10 +260,10 @@ def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any], share: flo
             f"{type(network).__name__} has no gradient checkpointing in diffusers; set gradient_checkpointing=False."
         )
     checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, **kwargs)
-    network.enable_gradient_checkpointing(gradient_checkpointing_func=selective(checkpoint, share))
+    network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(checkpoint, share))
 
 
-def selective(checkpoint: Callable, share: float) -> Callable:
+def checkpoint_share(checkpoint: Callable, share: float) -> Callable:
     """Checkpointing of a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing`."""
     places: dict[Callable, int] = {}  # in the order in which the network calls them
 

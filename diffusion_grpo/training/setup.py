@@ -38,7 +38,7 @@ from ..rollout.replays import Replays
 from ..rollout.sampling_plan import SamplingPlan
 from ..rollout.scoring import RewardScorer
 from ..rollout.value_model import ValueCallback, ValueModel
-from ..run.adapters import kept_adapters
+from ..run.adapters import list_kept_adapters
 from ..run.card_data import pipeline_tag
 from ..run.sample_writer import KeptSamples, SampleWriter
 from ..run.weights import lora_loader
@@ -348,7 +348,7 @@ def describe_model(
         "loads_by": lora_loader(pipe, component[0]),
         "pipeline_tag": pipeline_tag(type(pipe), given),
     }
-    kept = kept_adapters(pipe, model, component)
+    kept = list_kept_adapters(pipe, model, component)
     return found | ({"kept_adapters": kept} if kept else {})
 
 

@@ -25,8 +25,8 @@ from ..rewards import (
 )
 from ..rewards.reward_processes import is_scorer
 from ..run.adapters import continues_lora
-from ..run.card_data import known_license
-from ..run.records import run_record
+from ..run.card_data import find_license
+from ..run.records import make_record
 from ..tiny import default_settings
 from .model import check_args, check_model, check_peft_config, model_name
 from .watched_rewards import load_watched_rewards
@@ -163,7 +163,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """Return what run.json says before the model is loaded."""
     evaluated = [reward.name for reward in rewards.evaluated]
-    run = run_record(model_name(model), args, peft_config, rewards.names, evaluated, rewards.weights)
+    run = make_record(model_name(model), args, peft_config, rewards.names, evaluated, rewards.weights)
     run["reward_options"] = {reward.name: reward.options() for reward in rewards.all}
-    run["license"] = known_license(model_name(model))
+    run["license"] = find_license(model_name(model))
     return run

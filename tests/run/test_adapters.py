@@ -231,15 +231,15 @@ def test_a_lora_of_text_encoders_too(tmp_path):
 
 def test_a_config_without_targets_takes_the_networks_usual_ones(tmp_path):
     pipe, _ = tiny_pipelines.build("sd3")
-    config = adapters.with_targets(pipe.transformer, LoraConfig(r=2))
+    config = adapters.fill_targets(pipe.transformer, LoraConfig(r=2))
     assert set(config.target_modules) == {"to_q", "to_k", "to_v", "to_out.0"}
     language, _ = tiny_pipelines.build("glm_image")
-    config = adapters.with_targets(language.vision_language_encoder, LoraConfig(r=2))
+    config = adapters.fill_targets(language.vision_language_encoder, LoraConfig(r=2))
     assert set(config.target_modules) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     trainer = trainer_for(tmp_path, lora=False, peft_config=LoraConfig(r=2), max_steps=1)
     assert {name.split(".lora_")[0].rpartition("attn.")[2] for name in trained_weights(trainer)} >= {"to_q", "to_v"}
     with pytest.raises(ValueError, match="none of the usual attention layers; set target_modules.*0"):
-        adapters.with_targets(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(r=2))
+        adapters.fill_targets(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(r=2))
 
 
 @pytest.mark.parametrize("targets", [["to_q", "q_lin"], ["q_lin"], r"q_lin\..*"], ids=str)

@@ -5,11 +5,11 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from diffusion_grpo.run.card_data import (
-    known_license,
+    find_license,
+    list_upload_patterns,
     pipeline_tag,
     public_model_name,
-    upload_patterns,
-    without_folders,
+    strip_folders,
 )
 
 FILES = [
@@ -39,7 +39,7 @@ NEVER = ["checkpoint-2/pytorch_lora_weights.safetensors", "tmp-checkpoint-3/conf
 
 @pytest.mark.parametrize("push_samples", [False, True])
 def test_what_is_published(push_samples):
-    patterns = upload_patterns(["transformer", "tokenizer", "scheduler"], push_samples)
+    patterns = list_upload_patterns(["transformer", "tokenizer", "scheduler"], push_samples)
     pushed = set(filter_repo_objects([*FILES, *PRIVATE, *NEVER], **patterns))
     assert pushed == {*FILES, *(PRIVATE if push_samples else [])}
 
@@ -70,12 +70,12 @@ def test_names_without_this_machines_folders(tmp_path, monkeypatch):
     cached.mkdir(parents=True)
     assert public_model_name(str(cached)) == "someone/some-model"
     settings = {"deepspeed": "/home/me/zero.json", "names": ["/x/y", "a/b"], "rate": 0.1}
-    assert without_folders(settings) == {"deepspeed": "zero.json", "names": ["y", "a/b"], "rate": 0.1}
+    assert strip_folders(settings) == {"deepspeed": "zero.json", "names": ["y", "a/b"], "rate": 0.1}
 
 
 def test_the_licence_of_the_base_model(tmp_path, caplog):
-    assert known_license("tiny") == {"license": "apache-2.0"} and known_license("someone/unknown") == {}
+    assert find_license("tiny") == {"license": "apache-2.0"} and find_license("someone/unknown") == {}
     (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: theirs\ntags: [a]\n---\nText\n")
-    assert known_license(str(tmp_path)) == {"license": "other", "license_name": "theirs"}
+    assert find_license(str(tmp_path)) == {"license": "other", "license_name": "theirs"}
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
-    assert known_license(str(tmp_path)) == {} and "cannot be read" in caplog.text
+    assert find_license(str(tmp_path)) == {} and "cannot be read" in caplog.text

@@ -9,12 +9,12 @@ import pytest
 import ranks_server
 from tiny_runs import trainer_for
 
-from diffusion_grpo.run.lock import HOLDER, locked
+from diffusion_grpo.run.lock import HOLDER, lock_folder
 from diffusion_grpo.run.manifest import ResumeError
 
 
 def hold(folder, entered, leave):
-    with locked(folder):
+    with lock_folder(folder):
         entered.set()
         leave.wait(60)
 
@@ -44,7 +44,7 @@ def test_a_killed_run_holds_nothing(tmp_path, other):
     os.kill(other.pid, signal.SIGKILL)
     other.join(60)
     assert json.loads((tmp_path / HOLDER).read_text())["process"] == other.pid  # what it left
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         assert json.loads((tmp_path / HOLDER).read_text())["process"] == os.getpid()
     assert not (tmp_path / HOLDER).exists()
 
@@ -53,7 +53,7 @@ def test_a_run_holds_its_folder_until_it_ends(tmp_path):
     seen = []
 
     def half(images, **columns):
-        with pytest.raises(ResumeError, match=f"process {os.getpid()} on"), locked(tmp_path):
+        with pytest.raises(ResumeError, match=f"process {os.getpid()} on"), lock_folder(tmp_path):
             pass
         seen.append(len(images))
         return [0.5] * len(images)
@@ -61,12 +61,12 @@ def test_a_run_holds_its_folder_until_it_ends(tmp_path):
     trainer = trainer_for(tmp_path, rewards=half, max_steps=1)
     trainer.train()
     assert seen
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
 def fork_and_die(folder):
-    with locked(folder):
+    with lock_folder(folder):
         if os.fork() == 0:
             time.sleep(5)
             os._exit(0)
@@ -80,12 +80,12 @@ def test_a_child_of_a_killed_run_does_not_hold_its_folder(tmp_path):
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
 def test_a_run_that_failed_holds_nothing(tmp_path):
-    with pytest.raises(ZeroDivisionError), locked(tmp_path):
+    with pytest.raises(ZeroDivisionError), lock_folder(tmp_path):
         raise ZeroDivisionError
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         pass

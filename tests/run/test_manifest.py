@@ -9,7 +9,7 @@ from tiny_runs import trained_weights, trainer_for
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from diffusion_grpo.run.manifest import MANIFEST, DamagedCheckpoint, ResumeError, check_manifest, write_manifest
-from diffusion_grpo.run.resume_point import check_named, checkpoints, newest_whole
+from diffusion_grpo.run.resume_point import check_named, checkpoints, find_newest_whole
 
 SETTINGS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
 
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_named(run, tmp_path, caplog, name, damage, words):
     with pytest.raises(DamagedCheckpoint, match=f"checkpoint-2 is damaged: .*{words}") as caught:
         check_named(damaged)
     assert str(caught.value).endswith(f"resume from {run / 'checkpoint-1'}, which is whole.")
-    assert newest_whole(run) == run / "checkpoint-1"
+    assert find_newest_whole(run) == run / "checkpoint-1"
     assert "going on from checkpoint-1" in caplog.text and name in caplog.text
 
 

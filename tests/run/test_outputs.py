@@ -13,7 +13,7 @@ from tiny_runs import brightness, first_frame_brightness, trained_weights, train
 from transformers.integrations import TrackioCallback, WandbCallback
 
 from diffusion_grpo.media.files import read_sound, read_video, write_sound, write_video
-from diffusion_grpo.training.callbacks import log_files, log_picture
+from diffusion_grpo.training.callbacks import log_files, log_image
 
 VIDEO = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
@@ -191,5 +191,5 @@ def test_trackers_get_videos_and_sounds_under_names_of_their_own(tmp_path, callb
     [values] = tracker.logged
     assert values == {"samples/0000": str(video), "samples/0001": str(sound), "train/global_step": 7}
     assert isinstance(values["samples/0000"], Tracker.Video) and isinstance(values["samples/0001"], Tracker.Audio)
-    log_picture([one], "samples", Image.new("RGB", (2, 2)), 7)
+    log_image([one], "samples", Image.new("RGB", (2, 2)), 7)
     assert tracker.logged[-1]["samples"].picture.size == (2, 2)

@@ -5,7 +5,7 @@ import pytest
 from tiny_runs import logged, trainer_for
 
 from diffusion_grpo.run.folder import read_run
-from diffusion_grpo.run.report import findings
+from diffusion_grpo.run.report import list_findings
 from diffusion_grpo.run.watch import WINDOW, find_collapse, summarise_rollouts
 from diffusion_grpo.training.callbacks import CollapseCallback
 from tests.run.test_report import make_run
@@ -41,10 +41,10 @@ def test_the_warning_comes_once_and_stands_in_the_report(tmp_path) -> None:
         callback.on_log(None, State, None)
     assert len(warnings) == 1
     run = read_run(make_run(tmp_path / "run"))
-    assert not any("became alike" in sentence for sentence in findings(run))
+    assert not any("became alike" in sentence for sentence in list_findings(run))
     for number, entry in enumerate(run.train):
         entry["diversity"] = 0.3 / (1 + number)
-    assert any("became alike" in sentence for sentence in findings(run))
+    assert any("became alike" in sentence for sentence in list_findings(run))
 
 
 def test_an_evaluation_shows_the_training_since_the_last_one() -> None:

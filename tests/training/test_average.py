@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.policy.trajectory import sample_seed
 from diffusion_grpo.run import weights as hub
-from diffusion_grpo.training.average import policy_folder
+from diffusion_grpo.training.average import find_policy_folder
 
 AVERAGED = {"ema_decay": 0.5, "ema_update_interval": 1, "learning_rate": 0.05}
 
@@ -82,14 +82,14 @@ def test_a_second_training_goes_on_from_the_policy(tmp_path):
 
 def test_where_a_checkpoint_keeps_the_policy(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        assert policy_folder(tmp_path, has_average=False) == tmp_path and not caplog.text
-        assert policy_folder(tmp_path, has_average=True) == tmp_path
+        assert find_policy_folder(tmp_path, has_average=False) == tmp_path and not caplog.text
+        assert find_policy_folder(tmp_path, has_average=True) == tmp_path
     assert "holds no moving average: it starts anew" in caplog.text
     (tmp_path / "policy").mkdir()
-    assert policy_folder(tmp_path, has_average=False) == tmp_path / "policy"
+    assert find_policy_folder(tmp_path, has_average=False) == tmp_path / "policy"
     (tmp_path / "ema").mkdir()
     with pytest.raises(ValueError, match="earlier version wrote it"):
-        policy_folder(tmp_path, has_average=True)
+        find_policy_folder(tmp_path, has_average=True)
 
 
 def test_a_synchronised_reference_moves_towards_the_policy_every_so_many_updates(tmp_path):

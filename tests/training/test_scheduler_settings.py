@@ -7,7 +7,7 @@ from tiny_pipelines import build
 from tiny_runs import brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.training.model import with_scheduler
+from diffusion_grpo.training.model import set_scheduler
 from diffusion_grpo.training.scheduler_settings import change_scheduler
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -39,7 +39,7 @@ def test_a_setting_without_effect_is_refused(name, settings, message):
     pipe = build(name)[0]
     before = pipe.scheduler
     with pytest.raises(ValueError, match=message) as refusal:
-        with_scheduler(pipe, settings)
+        set_scheduler(pipe, settings)
     assert "\n" not in str(refusal.value) and pipe.scheduler is before
 
 
@@ -61,7 +61,7 @@ def test_the_call_of_the_pipeline_has_the_sigmas_of_the_setting(name, settings):
     for given in ({}, settings):
         pipe, inputs = build(name)
         plain = pipe.scheduler.config.get(next(iter(settings)))
-        with_scheduler(pipe, given)
+        set_scheduler(pipe, given)
         real = pipe.scheduler.step
 
         def noting(*args, real=real, pipe=pipe, **kwargs):
