@@ -154,3 +154,30 @@ def test_an_encoder_that_writes_into_its_prompts_leaves_the_callers_alone():
             first = pipe.encode_prompt(prompt=prompts, lyrics=mask)[1]
             assert torch.equal(first, pipe.encode_prompt(prompt=prompts, lyrics=mask)[1])
     assert prompts == ["cat", "horse"] and pipe.asked == [["<cat>"], ["<horse>"], *[["<cat>", "<horse>"]] * 2]
+
+
+class Scaled:
+    """An encoder whose embeddings depend on more than the prompt."""
+
+    def encode_prompt(self, prompt, scale=1.0, layers=None, images=None):
+        rows = torch.tensor([[float(len(text))] for text in prompt]) * scale * sum(layers or [1])
+        return rows if images is None else rows + images.sum()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [{"scale": 1.0}, {"scale": 2.0}],
+        [{"layers": (1, 2)}, {"layers": (1, 3)}],
+        [{"scale": 2.0, "layers": (1,)}, {"scale": 1.0, "layers": (1,)}],
+        [{"images": torch.ones(2)}, {"images": torch.zeros(2)}],
+    ],
+    ids=["scale", "layers", "both", "tensors"],
+)
+def test_a_prompt_that_was_encoded_under_other_settings_is_encoded_anew(settings):
+    pipe, cache, prompts = Scaled(), PromptCache(), ["cat", "horse"]
+    expected = [pipe.encode_prompt(prompts, **given) for given in settings]
+    assert not torch.equal(*expected)
+    with cache.serving(pipe):
+        for given, embeddings in zip(settings * 2, expected * 2, strict=True):
+            assert torch.equal(pipe.encode_prompt(prompts, **given), embeddings)

@@ -290,3 +290,30 @@ def test_tokens_with_timesteps_of_their_own(process):
     assert torch.equal(mean[:, :2], sample[:, :2]) and (std[:, :2] == 0).all()
     torch.testing.assert_close(mean[:, 2:], plain_mean[:, 2:])
     torch.testing.assert_close(std[:, 2:], plain_std.expand(1, 4, 1))
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("process", ["flow_sde", "dance_sde", "cps"])
+def test_mochis_time_runs_from_noise_to_data(process, index):
+    """Its sigmas are 1 - s and its velocity is data - noise; in s and noise - data it is any other flow."""
+    inverted = stochastic_scheduler(FlowMatchEulerDiscreteScheduler(invert_sigmas=True), process)
+    inverted.set_timesteps(4)
+    inverted.first, inverted.index = 0, index
+    torch.manual_seed(index)
+    clean, noise = torch.randn(2, 3, 4, dtype=torch.float64)
+    s, after, second = (1 - inverted.sigmas.double())[[index, index + 1, 1]]
+    x = (1 - s) * clean + s * noise
+    mean, std = inverted.distribution((clean - noise).float(), inverted.timesteps[index], x.float(), 0.5)
+    if process == "cps":
+        expected_std = after * torch.sin(torch.tensor(torch.pi / 4))
+        expected = (1 - after) * clean + (after**2 - expected_std**2).sqrt() * noise
+    else:
+        g = 0.5 * (torch.sqrt(s / (1 - (second if s == 1 else s))) if process == "flow_sde" else torch.ones(()))
+        score = -(x - (1 - s) * clean) / s**2
+        expected = x + (after - s) * (noise - clean - g**2 / 2 * score)
+        expected_std = g * torch.sqrt(s - after)
+    torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(std.double(), expected_std.double(), rtol=1e-5, atol=1e-6)
+    # and the step without noise goes the same way: towards the data
+    euler = inverted.deterministic((clean - noise).float(), inverted.timesteps[index], x.float())
+    torch.testing.assert_close(euler.double(), (1 - after) * clean + after * noise, rtol=1e-5, atol=1e-5)
