@@ -142,7 +142,7 @@ def train(folder, settings, rewards="brightness", resume=None):
     if own.is_world_process_zero():
         report = {"wrapper": type(own.model_wrapped).__name__, "log": own.state.log_history}
         (Path(folder) / "result.json").write_text(json.dumps(report))
-    with own.weights.whole(is_kept=own.is_world_process_zero()):
+    with own.weights.show_whole(is_kept=own.is_world_process_zero()):
         if own.is_world_process_zero():
             save_file(trained_weights(own), Path(folder) / "weights.safetensors")
     if torch.distributed.is_initialized():

@@ -95,9 +95,9 @@ def start_processes(
     processes: "LaunchArguments", arguments: argparse.Namespace, overrides: list[str], use_cpu: bool
 ) -> int:
     """Starts this command in each process, and waits. Returns the exit code."""
-    from ..distributed.launch import accelerate_settings, launch
+    from ..distributed.launch import launch, make_launch_settings
 
-    settings = refusing(accelerate_settings, processes)
+    settings = refusing(make_launch_settings, processes)
     words = ["--traceback"] if arguments.traceback else []
     words += ["train", *([arguments.config] if arguments.config else []), *overrides]
     return launch(settings, words, use_cpu=use_cpu)

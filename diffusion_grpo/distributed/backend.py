@@ -1,4 +1,4 @@
-"""What a run asks of several processes, and of one. The base class answers for one process and for DDP.
+"""What a run asks of its processes, be they one or many. The base class answers for one process and for DDP.
 
 [`~diffusion_grpo.distributed.deepspeed.DeepSpeedBackend`] and [`~diffusion_grpo.distributed.fsdp.FSDP2Backend`] answer
 for sharded training. Nothing outside this package asks for a ZeRO stage or for FSDP.
@@ -91,7 +91,7 @@ class DistributedBackend:
         """Give access to the trained parameters; `take_turns`: they belong to experts that share the steps."""
         return TrainedWeights([p for p in model.parameters() if p.requires_grad], take_turns)
 
-    def preparing(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
         """Return a context to enter around accelerate's `prepare` of the model."""
         return contextlib.nullcontext()
 
@@ -123,7 +123,7 @@ class DistributedBackend:
         return False
 
     @contextlib.contextmanager
-    def generation(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
+    def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
         """Make the networks callable outside an update, gathering sharded weights first.
 
         Yields:

@@ -19,13 +19,13 @@ def write_mode(folder: Path, mode: dict[str, int]) -> None:
     (folder / MODE_FILE).write_text(json.dumps(mode), encoding="utf-8")
 
 
-def written_mode(folder: Path) -> str:
+def read_mode(folder: Path) -> str:
     """Return in words how a checkpoint was written."""
     path = folder / MODE_FILE
-    return in_words(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else "in another mode"
+    return describe_mode(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else "in another mode"
 
 
-def in_words(mode: dict[str, int]) -> str:
+def describe_mode(mode: dict[str, int]) -> str:
     """Return a mode in words: `by 2 processes with ZeRO-3`."""
     number = "one process" if mode["processes"] == 1 else f"{mode['processes']} processes"
     engine = f"ZeRO-{mode['zero_stage']}" if mode["zero_stage"] else "FSDP2" if mode.get("fsdp") else None
@@ -36,11 +36,11 @@ def is_readable(folder: Path, mode: dict[str, int]) -> bool:
     """Whether optimizer state that is there can be read: DeepSpeed's only in the mode and by as many as wrote it."""
     is_engines = any(folder.glob("global_step*"))
     if mode["zero_stage"]:
-        return is_engines and written_mode(folder) == in_words(mode)
+        return is_engines and read_mode(folder) == describe_mode(mode)
     return not is_engines
 
 
-def missing_state(folder: Path, needed: tuple[str, ...]) -> str | None:
+def find_missing_state(folder: Path, needed: tuple[str, ...]) -> str | None:
     """Return what a checkpoint lacks of the optimizer's and the schedule's state, in words for a message.
 
     Args:

@@ -136,7 +136,7 @@ def explain_indivisible(network: nn.Module, size: int) -> Callable:
 
 @contextlib.contextmanager
 def _one_accelerator():
-    """Report one accelerator on a CPU: diffusers 0.42 divides by their number."""
+    """Report one accelerator on a CPU: diffusers 0.42 divides by the number of accelerators."""
     count = torch.accelerator.device_count
     if count() == 0:
         torch.accelerator.device_count = lambda: 1

@@ -130,7 +130,7 @@ class DeepSpeedBackend(DistributedBackend):
         self._weights = ZeroWeights(trained, self.stage, take_turns)
         return self._weights
 
-    def preparing(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
         return keep_buffers(model)
 
     # A reference
@@ -159,7 +159,7 @@ class DeepSpeedBackend(DistributedBackend):
         return self.passes_together
 
     @contextlib.contextmanager
-    def generation(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
+    def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
         engine = self._engine
         if self.accelerator.unwrap_model(engine) is engine and not self._weights.is_sharded:
             for network in networks:
@@ -398,15 +398,15 @@ class ZeroWeights(TrainedWeights):
             yield _join(parameter, share) if self.is_sharded else share
 
     @contextlib.contextmanager
-    def whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
-        with self._shown(self.exact() if values is None else values, is_kept):
+    def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
+        with self._show(self.exact() if values is None else values, is_kept):
             yield
 
     @contextlib.contextmanager
     def rewrite(self) -> Iterator[None]:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        with self.whole():
+        with self.show_whole():
             yield
             read = [parameter.data for parameter in self.parameters]
         for parameter, value, used in zip(self.parameters, read, self.used(), strict=True):

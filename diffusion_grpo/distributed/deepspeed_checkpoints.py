@@ -1,7 +1,6 @@
-"""Read what a DeepSpeed engine wrote as tensors and plain values only.
+"""Read what a DeepSpeed engine wrote, as tensors and plain values only.
 
-In: an engine and a checkpoint's folder. Out: the engine's state. DeepSpeed itself unpickles these files whole, and
-so runs any code that somebody has put there.
+DeepSpeed itself unpickles these files whole, and so would run any code that somebody has put there.
 """
 
 from pathlib import Path
@@ -14,10 +13,10 @@ from ..policy.network_gate import replaced
 
 
 class TensorsOnly:
-    """An engine's own reader and writer of files, but for reading: nothing in a file is called or imported.
+    """An engine's own checkpoint engine, except that nothing in a file is called or imported when it is read.
 
     Args:
-        own: the engine's.
+        own: the checkpoint engine.
     """
 
     def __init__(self, own: Any):
@@ -27,7 +26,7 @@ class TensorsOnly:
         return getattr(self._own, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of a file of `torch.save`.
+        """Return the content of a file written by `torch.save`.
 
         Raises:
             pickle.UnpicklingError: it holds more than tensors, plain values and DeepSpeed's own records.
@@ -41,6 +40,6 @@ class TensorsOnly:
 
 
 def restore_engine(engine: nn.Module, checkpoint: Path) -> None:
-    """Weights, optimizer state and schedule of an engine, as it wrote them."""
+    """Restore the weights, optimizer state and schedule of an engine, as it wrote them."""
     with replaced(engine, "checkpoint_engine", TensorsOnly(engine.checkpoint_engine)):
         engine.load_checkpoint(str(checkpoint), load_module_strict=False)

@@ -1,8 +1,8 @@
 """FSDP2: each process keeps a share of every weight, and gathers it when it is needed.
 
 torch's `fully_shard` is applied, by way of accelerate, to the network and to its repeated blocks. Sharded weights have
-rules of their own: who passes the network, when its units are gathered, and how whole tensors come out of it and go
-back in.
+rules of their own: who calls the network, when its units are gathered, and how whole tensors are read from it and
+written to it.
 """
 
 import collections
@@ -74,7 +74,7 @@ class FSDP2Backend(DistributedBackend):
     def bind(self, accelerator: Accelerator, networks: list[nn.Module]) -> None:
         super().bind(accelerator, networks)
         activate(accelerator, self._plugin_args)
-        settle(accelerator.state.fsdp_plugin, networks)
+        configure_plugin(accelerator.state.fsdp_plugin, networks)
 
     def check_run(self, component: tuple[str, ...], permute_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:
@@ -124,7 +124,7 @@ class FSDP2Backend(DistributedBackend):
         return True
 
     @contextlib.contextmanager
-    def generation(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
+    def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
         if not self._weights.is_sharded:
             for network in networks:
                 network.to(self.accelerator.device)  # before training they wait where they were loaded
@@ -210,11 +210,11 @@ def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
         )
 
 
-def repeated_blocks(network: nn.Module, chosen: list[str] | None = None) -> list[str]:
-    """Names of the classes that become units: the user's, or the blocks that a diffusers network says it repeats.
+def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) -> list[str]:
+    """Return the names of the classes that become units: the user's, or the blocks that a network says it repeats.
 
     Raises:
-        ValueError: it names no blocks, or is a language model.
+        ValueError: the network names no blocks, or is a language model.
     """
     if hasattr(network, "generate"):
         raise ValueError(
@@ -237,11 +237,14 @@ def repeated_blocks(network: nn.Module, chosen: list[str] | None = None) -> list
     return names
 
 
-def settle(plugin: FullyShardedDataParallelPlugin, networks: list[nn.Module]) -> None:
-    """Writes into accelerate's settings what a diffusers network needs.
+def configure_plugin(plugin: FullyShardedDataParallelPlugin, networks: list[nn.Module]) -> None:
+    """Fill in accelerate's settings of FSDP as a diffusers network needs them.
 
-    Units are its repeated blocks and the network itself, which pipelines call: of a LoRA the `PeftModel` around it is
-    not. Autocast alone computes in half precision, as in one process: FSDP's own casting would round timesteps too.
+    Units are the repeated blocks and the network itself, which pipelines call; the `PeftModel` around a LoRA's network
+    is not one. Only autocast computes in half precision, as in one process: FSDP's own casting would round timesteps.
+
+    Raises:
+        ValueError: several networks, or one that cannot be sharded.
     """
     if len(networks) > 1:
         raise ValueError(
@@ -250,7 +253,7 @@ def settle(plugin: FullyShardedDataParallelPlugin, networks: list[nn.Module]) ->
         )
     network = networks[0]
     plugin.auto_wrap_policy = transformer_auto_wrap_policy
-    blocks = repeated_blocks(network, plugin.transformer_cls_names_to_wrap)
+    blocks = find_repeated_blocks(network, plugin.transformer_cls_names_to_wrap)
     plugin.transformer_cls_names_to_wrap = [*blocks, type(network).__name__]
     plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
@@ -259,7 +262,7 @@ def settle(plugin: FullyShardedDataParallelPlugin, networks: list[nn.Module]) ->
 
 
 def shard_reference(model: nn.Module, accelerator: Accelerator, is_offloaded: bool) -> None:
-    """Shards a frozen copy of the trained network, the reference, as that one is; its shares may wait on the CPU."""
+    """Shard the reference, a frozen copy of the trained network, as that network is; shares may wait on the CPU."""
     plugin = accelerator.state.fsdp_plugin
     offload = plugin.cpu_offload or OffloadPolicy()
     if is_offloaded:
@@ -270,30 +273,30 @@ def shard_reference(model: nn.Module, accelerator: Accelerator, is_offloaded: bo
             fully_shard(module, **kwargs)
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
-    """The modules whose weights are gathered together."""
+def find_units(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules whose weights are gathered together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextlib.contextmanager
 def gather_units(model: nn.Module, accelerator: Accelerator, is_kept: bool) -> Iterator[None]:
-    """Enter around forward passes without gradient; with `is_kept` gather each unit once and keep it until the end."""
-    for unit in units(model) if is_kept else ():
+    """Enter around passes without gradient; with `is_kept`, gather each unit once and keep it until the end."""
+    for unit in find_units(model) if is_kept else ():
         unit.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
-        for unit in units(model):  # what stays gathered would go stale when the weights change
+        for unit in find_units(model):  # what stays gathered would go stale when the weights change
             unit.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward, recurse=False)
             unit.reshard()
 
 
 class ShardedWeights(TrainedWeights):
-    """Values of the trained parameters, however they are kept: whole before FSDP2 has sharded the model, then shares.
+    """Values of the trained parameters under FSDP2: whole before it has sharded the model, shares afterwards.
 
     Args:
         model: the trained one, or a copy of it.
-        names: of the parameters; those with gradient by default.
+        names: of the parameters; by default those that require a gradient.
     """
 
     def __init__(self, model: nn.Module, names: list[str] | None = None):
@@ -303,7 +306,7 @@ class ShardedWeights(TrainedWeights):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those the model has now: sharding makes new ones."""
+        """The parameters the model has now: sharding makes new ones."""
         named = dict(self.model.named_parameters())
         return [named[name] for name in self.names]
 
@@ -313,34 +316,34 @@ class ShardedWeights(TrainedWeights):
         return is_sharded(self.model)
 
     def exact(self) -> list[Tensor]:
-        """As `used`, without gradient."""
+        """Return the values of `used`, without gradient."""
         return [value.detach() for value in self.used()]
 
     def refresh(self) -> None:
-        """Nothing is kept beside the shares."""
+        """Do nothing: no copies are kept beside the shares."""
 
     def used(self) -> list[Tensor]:
-        """What this process has of each parameter, over the same memory: writing it writes the weights."""
+        """Return what this process has of each parameter, over the same memory: writing it writes the weights."""
         return [
             parameter.detach().to_local().requires_grad_() if isinstance(parameter, DTensor) else parameter
             for parameter in self.parameters
         ]
 
     def shard(self, values: list[Tensor]) -> list[Tensor]:
-        """This process' shares of whole values; of shares themselves, in a second training, those."""
+        """Return this process's shares of whole values; values that are shares already are returned as they are."""
         pairs = zip(self.parameters, values, strict=True)
         return [as_shard(v, p).to_local() if isinstance(p, DTensor) and v.shape == p.shape else v for p, v in pairs]
 
     def join(self, shares: list[Tensor]) -> Iterator[Tensor]:
-        """Whole values from the shares of all processes, one parameter at a time; every process must ask for all."""
+        """Yield whole values from the shares of all processes; every process must ask for all of them."""
         for parameter, share in zip(self.parameters, shares, strict=True):
             yield as_dtensor(share, parameter).full_tensor() if isinstance(parameter, DTensor) else share
 
     @contextlib.contextmanager
-    def whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
-        """Whole trained parameters in memory, under the classes the networks had, to be written or read as files.
+    def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
+        """Show the trained parameters whole, under the classes the networks had, to be written to or read from files.
 
-        Every process enters it. One tensor is gathered at a time; frozen parts of a LoRA's network stay shares.
+        Every process enters it. One tensor is gathered at a time; frozen weights beside a LoRA stay sharded.
 
         Args:
             values: shares to show in place of the weights, such as an average's.
@@ -354,11 +357,11 @@ class ShardedWeights(TrainedWeights):
                     owner, _, name = path.rpartition(".")
                     value = nn.Parameter(value.detach().cpu().clone(), parameter.requires_grad)
                     shown[self.model.get_submodule(owner)][name] = value
-        classes = [(unit, type(unit)) for unit in units(self.model)]
+        classes = [(unit, type(unit)) for unit in find_units(self.model)]
         with contextlib.ExitStack() as stack:
             for module, own in shown.items():
                 stack.enter_context(replaced(module, "_parameters", {**module._parameters, **own}))
-                # FSDP's look for shares after a load
+                # FSDP's hook that looks for shares after a load
                 stack.enter_context(replaced(module, "_load_state_dict_post_hooks", collections.OrderedDict()))
             for unit, cls in classes:
                 unit.__class__ = _plain_class(cls)
@@ -370,11 +373,11 @@ class ShardedWeights(TrainedWeights):
 
     @contextlib.contextmanager
     def rewrite(self) -> Iterator[None]:
-        """Whole parameters into which a file is read on every process; afterwards each has its share of them."""
+        """Show whole parameters for a file to be read into, on every process; afterwards each has its share."""
         if not self.is_sharded:
             yield
             return
-        with self.whole():
+        with self.show_whole():
             yield
             read = [parameter.detach() for parameter in self.parameters]
         with torch.no_grad():
@@ -383,5 +386,5 @@ class ShardedWeights(TrainedWeights):
 
 
 def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module had before FSDP put its own in front of it."""
+    """Return the class that a module had before FSDP put its own in front of it."""
     return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))

@@ -32,5 +32,5 @@ class NetworkPasses:
     def __call__(self, method: Callable, *args: Any) -> Any:
         """Return what `method` returns."""
         meets = self._monitor.propagate_errors() if self._backend.meets_in_passes else contextlib.nullcontext()
-        with meets, self._backend.generation(self._networks, self._reference()) as run:
+        with meets, self._backend.gather_for_passes(self._networks, self._reference()) as run:
             return run(method, *args)

@@ -1,8 +1,7 @@
-"""From one command to many processes: launch settings and a command line go in, an exit code comes out.
+"""Start one command on many processes, through `accelerate launch`'s own functions, and wait for them.
 
-A module of its own because it runs before anything of a training is imported: it starts the same command again in each
-process, through `accelerate launch`'s own functions, and waits. Which processes share what is accelerate's file of
-settings, one of `accelerate_configs/` by name or the user's own.
+This runs before anything that training needs is imported. How processes share a run is described by accelerate's
+configuration file: one of `accelerate_configs/` by name, or the user's own.
 """
 
 import difflib
@@ -20,23 +19,23 @@ from ..config.arguments import LaunchArguments
 CONFIGS = resources.files("diffusion_grpo.distributed").joinpath("accelerate_configs")
 
 
-def config_names() -> list[str]:
-    """Names of the accelerate configurations in the package."""
+def list_accelerate_configs() -> list[str]:
+    """Return the names of the accelerate configurations in the package."""
     return sorted(Path(file.name).stem for file in CONFIGS.iterdir() if file.name.endswith(".yaml"))
 
 
-def config_path(name: str) -> Path:
-    """The file of an accelerate configuration.
+def find_accelerate_config(name: str) -> Path:
+    """Return the file of an accelerate configuration.
 
     Args:
         name: of one in the package, or the path of a file.
 
     Raises:
-        ValueError: there is neither; the message names the nearest one and lists all.
+        ValueError: there is no such name or file; the message names the nearest one and lists all.
     """
     if Path(name).is_file():
         return Path(name)
-    names = config_names()
+    names = list_accelerate_configs()
     if name in names:
         return Path(str(CONFIGS.joinpath(f"{name}.yaml")))
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
@@ -46,44 +45,43 @@ def config_path(name: str) -> Path:
     )
 
 
-def accelerate_settings(arguments: LaunchArguments) -> dict[str, Any]:
-    """What `accelerate launch` is told on this machine.
+def make_launch_settings(arguments: LaunchArguments) -> dict[str, Any]:
+    """Return the settings of `accelerate launch` on this machine.
 
     Returns:
-        those of [`read_settings`]; `num_processes`, of all machines together, is the number of accelerators where
-        nothing says it.
+        those of [`read_settings`]; `num_processes`, of all machines together, defaults to the number of accelerators.
 
     Raises:
-        ValueError: they contradict each other, or several machines do not know where to meet.
+        ValueError: settings contradict each other, or several machines lack the address of the first.
     """
     settings = read_settings(arguments)
-    settings.setdefault("num_processes", settings["num_machines"] * max(1, accelerators()))
+    settings.setdefault("num_processes", settings["num_machines"] * max(1, count_accelerators()))
     check_processes(settings)
     _check_machine(settings)
     return settings
 
 
 def read_settings(arguments: LaunchArguments) -> dict[str, Any]:
-    """Read accelerate's file of settings, with those of the command or the YAML file over them.
+    """Read accelerate's configuration file; the settings of the command or the YAML file override it.
 
     Returns:
         `config_file`, and the settings in that file, among them `distributed_type`; `num_processes` where either
         gives it.
 
     Raises:
-        ValueError: there is no such file, or it is none of accelerate's.
+        ValueError: there is no such file, or it is not one of accelerate's.
     """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     has_many = max(given.get("num_processes", 0), given.get("num_machines", 0)) > 1
-    path = config_path(given.pop("accelerate_config", "multi_gpu" if has_many else "single_gpu"))
+    path = find_accelerate_config(given.pop("accelerate_config", "multi_gpu" if has_many else "single_gpu"))
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(settings, dict) or "distributed_type" not in settings:
         raise ValueError(f"accelerate_config: {path} has no distributed_type; make one with `accelerate config`.")
     return {"num_machines": 1, **settings, **given, "config_file": str(path)}
 
 
-def accelerators() -> int:
-    """How many of them this machine has."""
+def count_accelerators() -> int:
+    """Return how many accelerators this machine has."""
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -93,7 +91,7 @@ def check_processes(settings: dict[str, Any]) -> None:
     """Refuse a number of processes that does not fit the machines or the kind of distribution.
 
     Raises:
-        ValueError: it does not.
+        ValueError: such a number.
     """
     name, processes, machines = (settings[key] for key in ("config_file", "num_processes", "num_machines"))
     if processes < 1 or machines < 1 or processes % machines:
@@ -125,15 +123,15 @@ def _check_machine(settings: dict[str, Any]) -> None:
 
 
 def launch(settings: dict[str, Any], words: list[str], use_cpu: bool = False) -> int:
-    """Runs `diffusion-grpo` with `words` in each process and waits for all of them.
+    """Run `diffusion-grpo` with `words` in each process and wait for all of them.
 
-    On a CPU too: `accelerate launch --cpu` starts one process unless MPI starts them, so torch's launcher is asked for
-    by the option that names it, `--multi_gpu`, and each process is told to use the CPU.
+    It works on a CPU too. `accelerate launch --cpu` starts one process unless MPI starts them, so torch's launcher is
+    chosen by the option that names it, `--multi_gpu`, and each process is told to use the CPU.
 
     Args:
-        settings: of [`accelerate_settings`].
+        settings: from [`make_launch_settings`].
         words: the command line of each process.
-        use_cpu: whether accelerators are left alone.
+        use_cpu: whether accelerators are not used.
 
     Returns:
         0, or the exit code of the first process that failed.
@@ -146,10 +144,10 @@ def launch(settings: dict[str, Any], words: list[str], use_cpu: bool = False) ->
     given = {name: settings[name] for name in names if settings.get(name) is not None}
     given.setdefault("main_process_port", 0)  # any free one
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    on_cpu, is_plain = use_cpu or not accelerators(), settings["distributed_type"] not in ("DEEPSPEED", "FSDP")
+    on_cpu, is_plain = use_cpu or not count_accelerators(), settings["distributed_type"] not in ("DEEPSPEED", "FSDP")
     if on_cpu and is_plain and settings["num_processes"] > 1:
         options.append("--multi_gpu")
-    if on_cpu and not is_plain and not use_cpu:  # accelerate's own word for the CPU, below, would turn DeepSpeed off
+    if on_cpu and not is_plain and not use_cpu:  # accelerate's own variable, set below, would turn DeepSpeed off
         words = [*words, "--use_cpu", "true"]
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:
         share = (os.cpu_count() or 1) * settings["num_machines"] // settings["num_processes"]

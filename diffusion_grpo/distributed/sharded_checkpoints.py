@@ -1,8 +1,8 @@
 """The optimizer's state of a sharded run on disk: safetensors and JSON, in which no code can hide.
 
-In: a model, its optimizer and a folder. Out: a folder `optimizer` in a checkpoint, to which each process writes its
-shares and from which any number of processes, one among them, reads its own. torch's distributed checkpoints cut and
-join the tensors; of their file formats this takes safetensors, because the default one keeps its index as a pickle.
+Each process writes its shares to the folder `optimizer` of a checkpoint, and any number of processes (also a single
+one) can read theirs from it. torch's distributed checkpoints cut and join the tensors, in their safetensors format,
+because the default format keeps its index as a pickle.
 """
 
 import json
@@ -29,17 +29,17 @@ OPTIONS = StateDictOptions(ignore_frozen_params=True)
 
 
 def has_shards(checkpoint: Path) -> bool:
-    """Whether FSDP2 wrote it."""
+    """Whether FSDP2 wrote a checkpoint's optimizer state."""
     return (checkpoint / FOLDER / REST).is_file()
 
 
 def has_pickled_shards(checkpoint: Path) -> bool:
-    """Whether an earlier version wrote it with FSDP2, with an index that would have to be unpickled."""
+    """Whether an earlier version wrote it with FSDP2, which leaves an index that would have to be unpickled."""
     return (checkpoint / PICKLED).is_file()
 
 
 def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer, is_first: bool) -> None:
-    """Every process writes its shares of the optimizer's state; the first also what is not a tensor."""
+    """Write this process's shares of the optimizer's state; the first process also what is not a tensor."""
     state = get_optimizer_state_dict(model, _plain(optimizer), options=OPTIONS)
     writer = dcp.HuggingFaceStorageWriter(str(checkpoint / FOLDER), save_distributed=True)
     dcp.save(_tensors(state), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
@@ -49,12 +49,12 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer, is_fir
 
 
 def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> bool:
-    """Optimizer state where FSDP2 wrote it or is to have it; of plain files into plain optimizers `Trainer` knows.
+    """Read optimizer state that FSDP2 wrote, or that a sharded optimizer needs.
 
-    The weights are in the checkpoint's portable files, bit for bit.
+    Plain files for plain optimizers are left to `Trainer`. Weights are in the checkpoint's portable files.
 
     Returns:
-        whether there was such state.
+        whether such state was read.
 
     Raises:
         ValueError: tensors are missing, or belong to other parameters.
@@ -74,9 +74,9 @@ def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) 
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state under flat names, over the same memory.
+    """Return the tensors of an optimizer's state under flat names, over the same memory.
 
-    Safetensors keep a number such as Adam's `step` as a vector of one element: DCP cuts no dimension from none.
+    A number such as Adam's `step` becomes a vector of one element, since DCP cannot cut a tensor without dimensions.
     """
     return {
         f"{parameter}.{name}": value.view(1) if value.dim() == 0 else value
@@ -87,7 +87,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _numbers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What some optimizers keep beside tensors, such as Adafactor's `step`."""
+    """Return what some optimizers keep beside tensors, such as Adafactor's `step`."""
     numbers = {
         parameter: {name: value for name, value in values.items() if not torch.is_tensor(value)}
         for parameter, values in state["state"].items()
@@ -96,7 +96,7 @@ def _numbers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors, or this process's shares of them, in place."""
+    """Fill tensors, or this process's shares of them, in place."""
     reader = dcp.HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
@@ -109,7 +109,7 @@ def _read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _fill_rest(saved: dict[str, Any], state: dict[str, Any]) -> None:
-    """The optimizer's settings and numbers, in place; lists become tuples again where they were."""
+    """Fill in the optimizer's settings and numbers, in place; lists become tuples again where they were."""
     for ours, theirs in zip(state["param_groups"], saved["param_groups"], strict=True):
         if ours["params"] != theirs["params"]:
             raise ValueError("The checkpoint's optimizer state belongs to other parameters than this run trains.")
@@ -120,7 +120,7 @@ def _fill_rest(saved: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def _load_whole(saved: dict[str, Any], optimizer: Optimizer) -> None:
-    """State of a plain optimizer into one of sharded parameters, which has them in the same order."""
+    """Load the state of a plain optimizer into one of sharded parameters, which are in the same order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for place, values in saved["state"].items():
         like = parameters[place]

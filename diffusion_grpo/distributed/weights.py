@@ -57,7 +57,7 @@ class TrainedWeights:
         yield from shares
 
     @contextlib.contextmanager
-    def whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
+    def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
         """Show the trained parameters whole and exact, as one process has them, to be written to files.
 
         Args:
@@ -67,11 +67,11 @@ class TrainedWeights:
         if values is None:
             yield
             return
-        with self._shown(values, is_kept):
+        with self._show(values, is_kept):
             yield
 
     @contextlib.contextmanager
-    def _shown(self, values: list[Tensor], is_kept: bool) -> Iterator[None]:
+    def _show(self, values: list[Tensor], is_kept: bool) -> Iterator[None]:
         kept = []
         try:
             for parameter, value in zip(self.parameters, self.join(values), strict=True):

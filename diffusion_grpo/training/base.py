@@ -79,7 +79,7 @@ class DiffusersTrainer(Trainer):
             return prepared
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
-        with self._backend.preparing(self.model):
+        with self._backend.protect_buffers(self.model):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._backend.set_engine(self.model_wrapped)
         self.on_engine_ready()
@@ -221,7 +221,7 @@ class DiffusersTrainer(Trainer):
         folder = Path(checkpoint)
         is_readable = checkpoint_mode.is_readable(folder, self._backend.mode)
         is_own_schedule = is_readable and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper)
-        missing = checkpoint_mode.missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
+        missing = checkpoint_mode.find_missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
         if missing and not self.args.resume_without_optimizer:
             raise ResumeError(
                 f"{folder} has no {missing}, without which the weights would end elsewhere; resume from another "
@@ -233,9 +233,9 @@ class DiffusersTrainer(Trainer):
         logger.warning(
             "%s was written %s, and %s %s: weights and learning rate go on from there, the optimizer starts anew.",
             folder,
-            checkpoint_mode.written_mode(folder),
+            checkpoint_mode.read_mode(folder),
             f"has no {missing} to be read" if missing else "its optimizer state cannot be read",
-            checkpoint_mode.in_words(self._backend.mode),
+            checkpoint_mode.describe_mode(self._backend.mode),
         )
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if isinstance(schedule, LambdaLR):  # others follow the evaluations, not the updates

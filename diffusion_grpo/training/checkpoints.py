@@ -64,16 +64,16 @@ class Checkpointer:
     def save_weights(self, folder: Path, whole_pipeline: bool = False) -> None:
         """Write the weights that are published: the average's, where there is one; the policy's own beside them."""
         shown = None if self._average is None else self._average.shares
-        with self._weights.whole(shown, is_kept=self._is_writer):
+        with self._weights.show_whole(shown, is_kept=self._is_writer):
             self._write(self._model, folder, whole_pipeline)
         if self._average is not None:
-            with self._average.place(is_shown=False), self._weights.whole(is_kept=self._is_writer):
+            with self._average.place(is_shown=False), self._weights.show_whole(is_kept=self._is_writer):
                 self._write(self._model, folder / POLICY_FOLDER)
 
     def save_beside_weights(self, folder: Path) -> None:
         """Write the reference and the value model."""
         if self._reference is not None:
-            with self._reference.weights.whole(is_kept=self._is_writer):
+            with self._reference.weights.show_whole(is_kept=self._is_writer):
                 self._write(self._reference.plain_module, folder / REFERENCE_FOLDER)
         if self._values is not None and self._is_writer:
             self._values.save(folder)

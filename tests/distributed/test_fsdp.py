@@ -246,18 +246,18 @@ def test_accelerate_may_not_train_in_another_way(monkeypatch):
 
 def test_units_are_the_blocks_that_a_network_repeats():
     pipe, _ = tiny_pipelines.build("sd3")
-    assert fsdp.repeated_blocks(pipe.transformer) == ["JointTransformerBlock"]
-    assert fsdp.repeated_blocks(pipe.transformer, ["Attention"]) == ["Attention"]
+    assert fsdp.find_repeated_blocks(pipe.transformer) == ["JointTransformerBlock"]
+    assert fsdp.find_repeated_blocks(pipe.transformer, ["Attention"]) == ["Attention"]
     with pytest.raises(ValueError, match="has no Atention; it is made of .*Attention"):
-        fsdp.repeated_blocks(pipe.transformer, ["Atention"])
+        fsdp.find_repeated_blocks(pipe.transformer, ["Atention"])
     with pytest.raises(ValueError, match="Sequential names no repeated blocks.*fsdp_transformer_layer_cls_to_wrap"):
-        fsdp.repeated_blocks(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        fsdp.find_repeated_blocks(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     pipe, _ = tiny_pipelines.build("glm_image")
     with pytest.raises(ValueError, match="a language model writes token by token"):
-        fsdp.repeated_blocks(pipe.vision_language_encoder)
+        fsdp.find_repeated_blocks(pipe.vision_language_encoder)
 
 
 def test_several_networks_are_refused():
     networks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     with pytest.raises(ValueError, match="FSDP trains one network.*train_component"):
-        fsdp.settle(types.SimpleNamespace(), networks)
+        fsdp.configure_plugin(types.SimpleNamespace(), networks)

@@ -66,14 +66,14 @@ def finished(process):
 
 
 def test_the_configurations_are_those_that_the_help_names():
-    assert launch.config_names() == NAMES
+    assert launch.list_accelerate_configs() == NAMES
     help_text = LaunchArguments.__dataclass_fields__["accelerate_config"].metadata["help"]
     assert all(name in help_text for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_accelerate_reads_each_configuration(name):
-    config = load_config_from_file(str(launch.config_path(name)))
+    config = load_config_from_file(str(launch.find_accelerate_config(name)))
     kinds = {"fsdp2": "FSDP", "single_gpu": "NO", "multi_gpu": "MULTI_GPU", "multi_node": "MULTI_GPU"}
     assert config.distributed_type == kinds.get(name, "DEEPSPEED")
     assert config.mixed_precision is None  # bf16 and fp16 are the training's own settings
@@ -85,9 +85,9 @@ def test_accelerate_reads_each_configuration(name):
 def test_a_configuration_is_a_name_or_a_file(tmp_path):
     own = tmp_path / "mine.yaml"
     own.write_text("distributed_type: MULTI_GPU\nnum_processes: 3\n")
-    settings = launch.accelerate_settings(LaunchArguments(accelerate_config=str(own)))
+    settings = launch.make_launch_settings(LaunchArguments(accelerate_config=str(own)))
     assert (settings["config_file"], settings["num_processes"]) == (str(own), 3)
-    assert launch.accelerate_settings(LaunchArguments(str(own), num_processes=2))["num_processes"] == 2
+    assert launch.make_launch_settings(LaunchArguments(str(own), num_processes=2))["num_processes"] == 2
 
 
 @pytest.mark.parametrize(
@@ -105,20 +105,20 @@ def test_a_configuration_is_a_name_or_a_file(tmp_path):
 )
 def test_what_cannot_be_launched_is_refused(given, expected):
     with pytest.raises(ValueError, match=expected):
-        launch.accelerate_settings(LaunchArguments(**given))
+        launch.make_launch_settings(LaunchArguments(**given))
 
 
 def test_deepspeed_that_is_not_installed_is_named_before_anything_starts(monkeypatch):
     monkeypatch.setattr("accelerate.utils.is_deepspeed_available", lambda: False)
     with pytest.raises(ValueError, match=r"zero2 needs DeepSpeed.*diffusion-grpo\[deepspeed\]"):
-        launch.accelerate_settings(LaunchArguments("zero2"))
+        launch.make_launch_settings(LaunchArguments("zero2"))
 
 
 def test_as_many_processes_as_accelerators_by_default(monkeypatch):
-    monkeypatch.setattr(launch, "accelerators", lambda: 8)
-    assert launch.accelerate_settings(LaunchArguments("zero3"))["num_processes"] == 8
+    monkeypatch.setattr(launch, "count_accelerators", lambda: 8)
+    assert launch.make_launch_settings(LaunchArguments("zero3"))["num_processes"] == 8
     meeting = {"main_process_ip": "node0", "main_process_port": 29500}
-    assert launch.accelerate_settings(LaunchArguments("multi_node", **meeting))["num_processes"] == 16
+    assert launch.make_launch_settings(LaunchArguments("multi_node", **meeting))["num_processes"] == 16
 
 
 def test_the_file_names_processes_too_and_the_command_wins(tmp_path):
@@ -166,9 +166,9 @@ def test_each_machine_is_told_where_it_stands(use_cpu, monkeypatch):
         told.update(vars(args), environment=os.environ.get("ACCELERATE_USE_CPU"))
 
     monkeypatch.setattr("accelerate.commands.launch.launch_command", note)
-    monkeypatch.setattr(launch, "accelerators", lambda: 2)
+    monkeypatch.setattr(launch, "count_accelerators", lambda: 2)
     meeting = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "node0", "main_process_port": 29500}
-    settings = launch.accelerate_settings(LaunchArguments("multi_node", **meeting))
+    settings = launch.make_launch_settings(LaunchArguments("multi_node", **meeting))
     assert launch.launch(settings, ["train", "config.yaml", "--beta", "0.1"], use_cpu) == 0
     assert {name: told[name] for name in meeting} == meeting
     assert (told["num_processes"], told["multi_gpu"]) == (4, use_cpu)
@@ -184,12 +184,12 @@ def test_engines_are_told_of_the_cpu_by_the_settings(use_cpu, added, monkeypatch
     """accelerate's ACCELERATE_USE_CPU would turn DeepSpeed off, and without either there is one process."""
     told = {}
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: told.update(vars(args)))
-    monkeypatch.setattr(launch, "accelerators", lambda: 0)
+    monkeypatch.setattr(launch, "count_accelerators", lambda: 0)
     for name in ("zero2", "fsdp2"):
-        settings = launch.accelerate_settings(LaunchArguments(name, num_processes=2))
+        settings = launch.make_launch_settings(LaunchArguments(name, num_processes=2))
         assert launch.launch(settings, ["train", "config.yaml"], use_cpu) == 0
         assert told["training_script_args"] == ["train", "config.yaml", *added]
-    monkeypatch.setattr(launch, "accelerators", lambda: 2)
+    monkeypatch.setattr(launch, "count_accelerators", lambda: 2)
     assert launch.launch(settings, ["train", "config.yaml"]) == 0
     assert told["training_script_args"] == ["train", "config.yaml"]
 
