@@ -273,6 +273,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         Raises:
             ValueError: the output folder holds a run already and `resume_from_checkpoint` does not say to go on.
             RatioError: the replay does not reproduce the rollout within `max_ratio_error`.
+            UntrainedStepError: a step that is trained on passes none of the trained networks.
             NonFiniteError: a loss or gradient is not finite.
             RewardError: a reward function failed.
         """
@@ -346,6 +347,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
         def compute(part: Any, step: int) -> Tensor:
             outputs.append(self.algorithm.loss(self.policy, self.reference, part, step))
+            if not outputs[-1].loss.requires_grad:
+                self.policy.refuse_step(step)
             return outputs[-1].loss + self.policy.take_spare()
 
         total = torch.zeros((), device=self.args.device)

@@ -16,6 +16,7 @@ from tiny_runs import LORA, OPTIONAL, brightness, first_frame_brightness, logged
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.policy.base import UntrainedStepError
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
@@ -679,13 +680,27 @@ def test_repeated_passes_weigh_nothing_and_measure_nothing(tmp_path, settings):
 def test_an_update_begins_once_and_each_micro_batch_puts_its_gradients_in_order(tmp_path):
     """Where a backend clears what the last update left, and drops what no process trained."""
     trainer, calls = trainer_for(tmp_path, num_inference_steps=3), []
+
+    def note(name, method, *args):
+        calls.append(name)
+        return method(*args)
+
     for name in ("begin_update", "begin_micro_batch", "backward", "finish_micro_batch"):
-
-        def noted(*args, name=name, real=getattr(trainer.backend, name)):
-            calls.append(name)
-            return real(*args)
-
-        setattr(trainer.backend, name, noted)
+        setattr(trainer.backend, name, partial(note, name, getattr(trainer.backend, name)))
     trainer.train()
     micro_batch = ["begin_micro_batch", "backward", "backward", "finish_micro_batch"]
     assert calls == (["begin_update"] + micro_batch * 2) * 2
+
+
+def test_a_step_that_no_trained_network_takes_is_refused(tmp_path):
+    """The first steps of two experts are those of the first."""
+    experts = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}
+    experts |= {"train_component": "transformer_2", "max_steps": 1}
+    with pytest.raises(UntrainedStepError) as caught:
+        trainer_for(tmp_path / "first", sde_window=[0, 2], **experts).train()
+    assert str(caught.value) == (
+        "Step 0 of WanPipeline's loop does not pass transformer_2 (train_component), so there is nothing to train in "
+        "it; set sde_window to the steps that transformer_2 takes, or train them all with "
+        "train_component='transformer, transformer_2'."
+    )
+    trainer_for(tmp_path / "last", sde_window=[3, 5], **experts).train()

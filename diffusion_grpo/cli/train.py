@@ -66,11 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
     trainer = build_trainer(script, lora, config)
     if script.baseline_guidance_scales:
         refusing(measure_baselines, trainer, script.baseline_guidance_scales)
+    from ..policy.base import UntrainedStepError
     from ..run.manifest import ResumeError
 
     try:
         trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
-    except ResumeError as error:
+    except (ResumeError, UntrainedStepError) as error:
         raise Refusal(" ".join(str(error).split())) from error
     trainer.save_model()
     if config.push_to_hub:

@@ -69,6 +69,11 @@ def _check_choices(args: Sizes) -> None:
         raise ValueError(
             "lora_path loads a LoRA to train further and lora_adapter names a loaded one; leave one of them out."
         )
+    if args.fp16 and args.use_cpu:
+        raise ValueError(
+            "fp16=True has no effect on a CPU, which would train in float32; set fp16=False (bf16=True works there), "
+            "or use_cpu=False on a machine with a GPU."
+        )
     if args.ignore_data_skip:
         raise ValueError("ignore_data_skip=True would pair resumed rollouts with other prompts; leave it False.")
     if args.auto_find_batch_size:

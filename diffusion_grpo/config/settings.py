@@ -115,7 +115,20 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         check_launched(launched_processes(), self.world_size)
         self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
         check_settings(self)
+        self.check_machine()
         check_loss_kwargs(self.loss_type, self.loss_kwargs)  # a loss of the user's own is imported
+
+    def check_machine(self) -> None:
+        """Refuse what this machine would silently do in another way.
+
+        Raises:
+            ValueError: `fp16` without a GPU, which accelerate notes down and does not use.
+        """
+        if self.fp16 and not torch.accelerator.is_available():
+            raise ValueError(
+                "fp16=True needs a GPU, and there is none here: training would run in float32; set fp16=False "
+                "(bf16=True works on a CPU)."
+            )
 
     def fill(self, defaults: dict[str, Any]) -> None:
         """Set defaults for settings that were not given, before anything has used them.

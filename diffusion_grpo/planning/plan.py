@@ -58,6 +58,9 @@ def settings_for(processes: int) -> type[DiffusionGRPOConfig]:
             finally:
                 self.use_cpu = use_cpu
 
+        def check_machine(self) -> None:
+            """The machine of the plan is another one."""
+
     return PlannedConfig
 
 

@@ -5,7 +5,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from diffusers import DiffusionPipeline
@@ -20,6 +20,10 @@ from .token_process import Sampling, TokenDistribution, TokenTrajectory
 from .trajectory import RolloutRequest, StepDistribution, Trajectory, generators
 
 POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
+
+
+class UntrainedStepError(ValueError):
+    """A step is trained on that passes none of the trained networks."""
 
 
 class Policy(ABC):
@@ -107,6 +111,20 @@ class Policy(ABC):
     def writer(self) -> nn.Module | None:
         """The language model that writes tokens in the pipeline's call; None where there is none."""
         return getattr(self.pipe, self.family.language_model or "", None)
+
+    def refuse_step(self, step: int) -> NoReturn:
+        """Refuse to train on a step that passes none of the trained networks, such as one of another expert.
+
+        Raises:
+            UntrainedStepError: always.
+        """
+        trained = ", ".join(self.component)
+        others = [name for name in policy_component(self.pipe) if name not in self.component]
+        both = f", or train them all with train_component={', '.join(sorted([*self.component, *others]))!r}"
+        raise UntrainedStepError(
+            f"Step {step} of {type(self.pipe).__name__}'s loop does not pass {trained} (train_component), so there is "
+            f"nothing to train in it; set sde_window to the steps that {trained} takes{both if others else ''}."
+        )
 
     def take_spare(self) -> Tensor | float:
         """Return zero, with the gradient of calls that were only made to keep step with other processes; once."""

@@ -302,7 +302,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),
     "eval_strategy": Turned("steps", "evaluation files", "weights@2 samples@2", {"eval_steps": 2}),
     "disable_tqdm": Elsewhere("training/test_progress.py::test_bars_in_a_terminal"),
-    "fp16": Turned(True, "mixed", "samples@1 gradient@1"),
+    "fp16": Refused(True, "has no effect on a CPU"),
     "fsdp": Elsewhere("distributed/test_fsdp.py::test_settings_ask_as_a_launcher_does"),
     "gradient_checkpointing": Turned(True, "block_calls", "gradient@2 weights@2 passes"),
     "hub_always_push": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
@@ -522,7 +522,7 @@ def gather(trainer: DiffusionGRPOTrainer, folder: Path, seen: dict[str, Any], st
     seen["files"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     seen["best"] = trainer.state.best_metric
     seen["pinned"] = trainer.get_train_dataloader().pin_memory
-    seen["mixed"] = trainer.accelerator.mixed_precision  # float16 is a GPU's
+    seen["mixed"] = trainer.accelerator.mixed_precision
     handler = trainer.accelerator.ddp_handler
     seen["finds_unused"], seen["broadcasts"] = handler.find_unused_parameters, handler.broadcast_buffers
 

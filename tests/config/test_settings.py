@@ -1,6 +1,7 @@
 """Settings: contradictions are refused in one sentence that says what to change."""
 
 import pytest
+import torch
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.defaults import Sizes
@@ -11,7 +12,7 @@ from diffusion_grpo.training.setup import make_sampling_plan
 
 
 def config(**settings):
-    return DiffusionGRPOConfig("out", use_cpu=True, **settings)
+    return DiffusionGRPOConfig("out", **{"use_cpu": True, **settings})
 
 
 REFUSED = [
@@ -74,6 +75,7 @@ REFUSED = [
         "warmup_steps=0.1 has no effect.*use another schedule",
     ),
     ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+    ({"fp16": True, "use_cpu": True}, "fp16=True has no effect on a CPU.*set fp16=False .bf16=True works"),
 ]
 
 
@@ -128,6 +130,17 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     check_launched(2, 2)
     with pytest.raises(ValueError, match="2 processes were started, but each would be a run of its own.*use_cpu=True"):
         check_launched(2, 1)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_fp16_needs_a_gpu(monkeypatch, has_gpu):
+    """accelerate notes it down, and trains in float32."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    if has_gpu:
+        assert DiffusionGRPOConfig("out", fp16=True).fp16
+        return
+    with pytest.raises(ValueError, match="fp16=True needs a GPU, and there is none here.*set fp16=False"):
+        DiffusionGRPOConfig("out", fp16=True)
 
 
 def test_a_setting_of_older_versions_is_explained():
