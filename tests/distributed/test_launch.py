@@ -210,9 +210,9 @@ def test_two_processes_of_the_command_train_what_one_trains(tmp_path, mode, trac
     out = finished(command("train", config, "--output_dir", tmp_path / "two", *saved))
     assert (tmp_path / "two" / "checkpoint-2" / trace).exists()  # what only this mode leaves
     assert out.count("Weights:") == 1  # only the first process speaks of the run
-    assert sorted(path.name for path in (tmp_path / "two" / "samples").glob("step-000001*.parquet")) == [
-        "step-000001-rank0.parquet",
-        "step-000001-rank1.parquet",
+    assert sorted(path.name for path in (tmp_path / "two" / "samples").glob("step-000000*.parquet")) == [
+        "step-000000-rank0.parquet",
+        "step-000000-rank1.parquet",
     ]
     # null over the file's: no launcher
     words = ["--num_processes", "null", "--gradient_accumulation_steps", "2", "--steps_per_generation", "4"]
