@@ -37,7 +37,7 @@ class RunSettings:
         default=None,
         metadata={
             "help": "LoRA to train further, instead of a new one: folder of a run, a checkpoint or a PEFT "
-            "adapter, a file, or a Hub id. Its rank and layers stay; the reference is the model with the LoRA as loaded."
+            "adapter, a file, or a Hub id. Its rank and layers stay; the reference is the model with the loaded LoRA."
         },
     )
     lora_adapter: str | None = field(

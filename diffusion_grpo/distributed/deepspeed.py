@@ -333,12 +333,12 @@ def keep_buffers(model: nn.Module) -> Iterator[None]:
     buffers = [
         (module, name, buffer)
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
     ]
     yield
     for module, name, buffer in buffers:
-        module._buffers[name] = buffer.to(module._buffers[name].device)
+        setattr(module, name, buffer.to(getattr(module, name).device))
 
 
 # Weights

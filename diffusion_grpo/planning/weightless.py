@@ -114,16 +114,14 @@ def _replace(part: nn.Module, new: Callable[[str, Tensor], Tensor]) -> None:
     """Puts another tensor in place of each weight and buffer; tied ones stay one."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for prefix, module in part.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    other = new(f"{prefix}.{name}", tensor)
-                    if isinstance(tensor, nn.Parameter):
-                        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = tensor, other
-                tensors[name] = made[id(tensor)][1]
+        own = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
+            if id(tensor) not in made:
+                other = new(f"{prefix}.{name}", tensor)
+                if isinstance(tensor, nn.Parameter):
+                    other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+                made[id(tensor)] = tensor, other
+            setattr(module, name, made[id(tensor)][1])
 
 
 @dataclass

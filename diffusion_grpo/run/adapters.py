@@ -255,7 +255,7 @@ def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> 
     if state is not None:
         _add_reference(model, state, name)
     for layer in _tuner_layers(network):
-        layer._disable_adapters = False
+        layer.enable_adapters(True)
         layer.set_adapter([*active, name])
     for parameter in network.parameters():
         parameter.requires_grad_(id(parameter) in trained)
@@ -378,8 +378,8 @@ def merge_adapters(network: nn.Module) -> Iterator[None]:
             layer.merged_adapters.clear()
             for parameter in base.parameters():
                 parameter.data = parameter.data.cpu()  # one layer at a time is doubled on the accelerator
-            parent, _, own = name.rpartition(".")
-            siblings = network.get_submodule(parent)._modules
-            stack.callback(siblings.__setitem__, own, layer)
-            siblings[own] = base
+            path, _, own = name.rpartition(".")
+            parent = network.get_submodule(path)
+            stack.callback(setattr, parent, own, layer)
+            setattr(parent, own, base)
         yield
