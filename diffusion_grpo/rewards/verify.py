@@ -1,8 +1,7 @@
-"""Published scores of known images, and a reward with its real weights beside them. In: a reward. Out: a comparison.
+"""Compare rewards, with their real weights, to published scores of known images.
 
-A module of its own because the tests hold rewards against formulas on tiny models, which says nothing of the weights:
-that the right files were found, whole, and in the form that the authors use, shows only on an image whose score they
-have published.
+The tests check rewards against formulas on tiny models, which says nothing about the weights. Only an image whose
+score has been published shows that the right files were found, complete and in the form that the authors use.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Published:
 
     Attributes:
         source: where.
-        scores: one an image.
+        scores: one per image.
         tolerance: largest difference that counts as the same.
-        prompts: one an image.
+        prompts: one per image.
         options: of the reward, where they differ from its defaults.
         files: where the images are found, for the user to fetch; empty where `render` makes them.
         targets: where the images are found that those are compared with.
@@ -154,7 +153,7 @@ def compare(name: str, options: dict[str, Any], images: list[Path], targets: lis
         images, targets: the images' files, in the order of `Published.files` and `Published.targets`.
 
     Returns:
-        One line an image; empty where nothing was published, or the images were not given.
+        One line per image; empty where nothing was published, or the images were not given.
 
     Raises:
         ValueError: another number of images than published scores.

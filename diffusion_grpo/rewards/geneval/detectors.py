@@ -1,8 +1,4 @@
-"""transformers' detectors and CLIP as `geneval.py` needs them: images and class names in, detections or colours out.
-
-A module of its own because it is the part with weights: one call for three families of models, which differ in what
-they are asked and in how their outputs are read.
-"""
+"""Detectors of transformers, and CLIP for colours, as GenEval uses them: the part of the reward with weights."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ class TransformersDetector(ModelReward):
         return [Source("detector", self.model, CONFIG + WEIGHTS + IMAGE_PROCESSOR, self.revision)]
 
     def check_needs(self) -> None:
-        """Raises ValueError and ImportError too: for what is no detector, or lacks a package, as its config.json says.
+        """Raise ValueError and ImportError too: for what is no detector, or lacks a package, as its config.json says.
 
         A config.json that is not on this machine yet says nothing.
         """

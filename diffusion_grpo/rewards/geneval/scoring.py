@@ -1,9 +1,8 @@
-"""Reward: does the image hold what a GenEval prompt asks for? The logic alone; a detector finds the objects.
+"""GenEval's rules: do the detected objects meet the requirements of a prompt, and if not, why?
 
-In: detections (labels, scores, boxes, masks) and the requirements of a prompt in GenEval's form. Out: whether they
-hold, and why not. After Ghosh et al. 2023, "GenEval: an object-focused framework for evaluating
-text-to-image alignment" (https://huggingface.co/papers/2310.11513): its six tasks (single object, two objects,
-counting, colours, position, attribution of colours) are all built from counts, colours and relative positions.
+After Ghosh et al. 2023, "GenEval: an object-focused framework for evaluating text-to-image alignment"
+(https://huggingface.co/papers/2310.11513): its six tasks (single object, two objects, counting, colours, position,
+attribution of colours) are all built from counts, colours and relative positions.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ def judge(
     name_colors: Callable[[list[Detection], str], list[str]],
     margin: float = 0.1,
 ) -> Verdict:
-    """Checks every requirement against the objects that were found.
+    """Check every requirement against the objects that were found.
 
     Of each class the surest `count` objects are looked at. A colour must be that of all of them; a position must hold
     between each of them and each of the other entry's, and fails where that entry's own requirements did.

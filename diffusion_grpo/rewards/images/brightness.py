@@ -1,4 +1,4 @@
-"""Reward: how bright an image is. In: images. Out: mean luma in [0, 1]. The smallest reward, for first runs."""
+"""The reward `brightness`, the simplest one, for first runs."""
 
 from __future__ import annotations
 

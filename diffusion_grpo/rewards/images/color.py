@@ -1,7 +1,7 @@
-"""Reward: is the writing in the colour that the prompt names?
+"""The reward `color`: is the writing in the colour that the prompt names?
 
-In: images of something drawn on a plain ground, and prompts that name one of the six colours of `tiny.COLORS`. Out:
-scores in [0, 1]. Kept beside the OCR reward because a model trained on spelling alone forgets the colour.
+For images of something drawn on a plain background, and prompts that name one of the six colours of `tiny.COLORS`. It
+accompanies the OCR rewards because a model trained on spelling alone forgets the colour.
 """
 
 from __future__ import annotations

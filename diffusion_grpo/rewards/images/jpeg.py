@@ -1,4 +1,4 @@
-"""Rewards: how well or badly an image compresses. In: images. Out: scores. Needs nothing but Pillow.
+"""Rewards for how well or badly an image compresses as a JPEG.
 
 The first rewards of DDPO (Black et al. 2023, "Training Diffusion Models with Reinforcement Learning",
 https://huggingface.co/papers/2305.13301), made independent of the image's size.

@@ -1,4 +1,4 @@
-"""Rewards from an image's pixels alone: sharpness and colourfulness. In: images. Out: measures, higher is more."""
+"""Rewards computed from an image's pixels: sharpness and colourfulness."""
 
 from __future__ import annotations
 

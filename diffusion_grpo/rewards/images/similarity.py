@@ -1,6 +1,6 @@
-"""Rewards: how much an image resembles another one that lies in a dataset column. In: images. Out: SSIM, PSNR.
+"""Rewards for how closely an image resembles one in a dataset column: SSIM and PSNR.
 
-The other image is a PIL image or the path of a file; one of another size is resized (Lanczos) to the sample's.
+The other image is a PIL image or a path. If its size differs, it is resized (Lanczos) to the sample's.
 """
 
 from __future__ import annotations

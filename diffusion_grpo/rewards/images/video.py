@@ -1,6 +1,6 @@
-"""Rewards from how a video changes: flicker, smoothness, motion. In: videos as lists of frames. Out: one number each.
+"""Rewards for how a video changes over time, computed from pixels: flicker, smoothness and motion.
 
-Pixels alone, no weights. A still video is perfectly steady and smooth, so train on these beside a reward for motion.
+A still video is perfectly steady and smooth, so train on these together with a reward for motion.
 """
 
 from __future__ import annotations

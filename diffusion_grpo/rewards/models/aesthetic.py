@@ -1,7 +1,4 @@
-"""Reward: LAION's aesthetic score. In: images. Out: what people would rate them, about 1 to 10.
-
-A module of its own because the score is a small network of its own file on top of CLIP's embedding.
-"""
+"""The reward `aesthetic`: LAION's aesthetic score, a small network on top of CLIP's embedding."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class Aesthetic(ModelReward):
         return network
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float]:
-        """A score for each image."""
+        """Return a score for each image."""
         return self.in_batches(self._scores, images)
 
     def _scores(self, network: nn.Module, images: list) -> Tensor:

@@ -1,9 +1,8 @@
-"""The part that all rewards with weights share: lists of samples go in, a network scores them in batches.
+"""The base class of all rewards with weights.
 
-A module of its own because what must hold for every such reward is easily forgotten in one: the network is loaded at
-the first call, is frozen and in eval mode, never sees gradients, keeps its own dtype and device whatever the policy
-trains in, leaves the random state of a run alone, is whole on each process (ZeRO-3 would shard it), and can lie in the
-host's memory between calls.
+The network is loaded at the first call, frozen and in eval mode. It runs without gradients, keeps its own dtype and
+device whatever the policy trains in, leaves the run's random state alone, is whole on each process (ZeRO-3 would shard
+it), and can be kept in CPU memory between calls.
 """
 
 # The annotations are read as they stand (contract.py checks options by them), in subclasses of other modules too.
@@ -27,7 +26,7 @@ class ModelReward(abc.ABC):
     """A reward by a network. Subclasses are dataclasses too (`eq=False`): they add settings and a default model, name
     in `sources` what they read in `load`, and score in `__call__` through `in_batches`.
 
-    Two with equal settings are equal, so that a reward may be trained on and named as a judge.
+    Two with equal settings are equal, so that a reward may be both trained on and evaluated.
 
     Args:
         model: Hub id or folder.
@@ -71,7 +70,7 @@ class ModelReward(abc.ABC):
         """What `load` reads and from where, so that what is missing is said before anything is loaded."""
 
     def check_needs(self) -> None:
-        """Raises FileNotFoundError where a folder, or the cache when offline, lacks what `load` reads."""
+        """Raise FileNotFoundError where a folder, or the cache when offline, lacks what `load` reads."""
         for source in self.sources():
             source.check()
 
@@ -110,7 +109,7 @@ class ModelReward(abc.ABC):
                     self._network.to("cpu")
 
     def rest(self) -> None:
-        """Puts the network into the host's memory, as `offload` does after each call."""
+        """Put the network into the host's memory, as `offload` does after each call."""
         with self._lock:
             if self._network is not None:
                 self._network.to("cpu")

@@ -1,7 +1,7 @@
-"""Rewards by CLIP: does the image fit the prompt, or resemble another one. In: images. Out: cosines, scaled.
+"""Rewards by CLIP: does the image fit the prompt, or resemble another image?
 
-Preprocessing, tokens (cut off at the model's 77) and embeddings are those of transformers' port, with Pillow's resize:
-with torchvision installed transformers would take another one, and another score would come out.
+Preprocessing, tokens (truncated to the model's 77) and embeddings are those of transformers' port, with Pillow's
+resize: if torchvision is installed, transformers would use its resize, which gives other scores.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ClipScore(ClipReward):
     """
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """A score in [0, 100] for each image and its prompt."""
+        """Return a score in [0, 100] for each image and its prompt."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
@@ -103,7 +103,7 @@ class PickScore(ClipReward):
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """A score for each image and its prompt, to be compared within a prompt."""
+        """Return a score for each image and its prompt, to be compared within a prompt."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
@@ -123,7 +123,7 @@ class ClipSimilarity(ClipReward):
     target_column: str = "target"
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """A cosine in [-1, 1] for each image, 1 for equal ones; None where the column holds nothing."""
+        """Return a cosine in [-1, 1] for each image, 1 for equal ones; None where the column holds nothing."""
         return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
 
     def _cosines(self, network: CLIPModel, images: list, others: list) -> Tensor:

@@ -1,7 +1,4 @@
-"""Reward: how much an image resembles another one by DINO's embeddings. In: images. Out: cosines.
-
-A module of its own because DINO sees subjects where CLIP sees what would be said of them; the two are used together.
-"""
+"""The reward `dino_similarity`: how closely an image resembles another one in DINO's embeddings."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class DinoSimilarity(ModelReward):
         return AutoModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """A cosine in [-1, 1] for each image, 1 for equal ones; None where the column holds nothing."""
+        """Return a cosine in [-1, 1] for each image, 1 for equal ones; None where the column holds nothing."""
         return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
 
     def _cosines(self, network: nn.Module, images: list, others: list) -> Tensor:

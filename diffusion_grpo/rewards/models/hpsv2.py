@@ -1,7 +1,6 @@
-"""Reward: Human Preference Score v2. In: images and prompts. Out: cosines of a CLIP ViT-H/14 trained on choices.
+"""The reward `hpsv2`: Human Preference Score v2.
 
-A module of its own because neither its checkpoint, which has open_clip's names, nor its preprocessing, which pads
-images to squares, are those of transformers' CLIP.
+Unlike transformers' CLIP, its checkpoint has open_clip's names, and its preprocessing pads images to squares.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class HPSv2(ClipReward):
         return build_model(CLIPModel, config, weights, self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """A cosine in [-1, 1] for each image and its prompt, about 0.2 to 0.35; to be compared within a prompt."""
+        """Return a cosine for each image and its prompt, about 0.2 to 0.35; to be compared within a prompt."""
         return self.in_batches(self._scores, images, [clean_prompt(prompt) for prompt in prompts])
 
     def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:

@@ -1,4 +1,4 @@
-"""HPSv3, a score of human preference by a vision-language model: images and prompts in, scores out.
+"""The reward `hpsv3`: a score of human preference by a vision-language model.
 
 Qwen2-VL 7B reads the image, an instruction and the prompt; a small head at the token <|Reward|> gives the mean of
 the score and the logarithm of its standard deviation. https://huggingface.co/papers/2508.03789
@@ -79,7 +79,7 @@ class HPSv3(ModelReward):
         return RewardNetwork(backbone, _head(head, str(path)), self._tokenizer.convert_tokens_to_ids(MARKS))
 
     def __call__(self, images: list[Image.Image], prompts: list[str], log_metric=None) -> list[float]:
-        """One score an image."""
+        """Return one score per image."""
         answers = self.in_batches(self._score, images, check_prompts(prompts))
         means, sigmas = [mean for mean, _ in answers], [sigma for _, sigma in answers]
         if log_metric is not None and sigmas:

@@ -1,7 +1,4 @@
-"""Reward: ImageReward. In: images and prompts. Out: what people prefer, of mean 0 and standard deviation 1.
-
-A module of its own because the scorer is a BLIP, whose original checkpoint is put into transformers' port here.
-"""
+"""The reward `imagereward`: a BLIP, whose original checkpoint is converted to transformers' port here."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ class ImageReward(ModelReward):
         return network
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """A score for each image and its prompt, about -2 to 2."""
+        """Return a score for each image and its prompt, about -2 to 2."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: nn.Module, images: list, prompts: list) -> Tensor:

@@ -1,7 +1,7 @@
-"""Reward: LPIPS, how alike two images look. In: images, and one in a column for each. Out: 1 - distance.
+"""The reward `lpips`: 1 - the perceptual distance to an image in a column.
 
-A module of its own because the features are those of torchvision's AlexNet or VGG-16, whose layers are written here
-under torchvision's names, so that the official weights fit without torchvision.
+The features are those of torchvision's AlexNet or VGG-16, whose layers are written here under torchvision's names, so
+that the official weights load without torchvision.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LPIPS(ModelReward):
         return [] if self.model == "official" else [Source("model", self.model, files, self.revision)]
 
     def check_needs(self) -> None:
-        """Raises FileNotFoundError also where the official files are not there and may not be downloaded."""
+        """Raise FileNotFoundError also where the official files are not there and may not be downloaded."""
         super().check_needs()
         from huggingface_hub import constants
 

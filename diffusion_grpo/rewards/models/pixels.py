@@ -1,7 +1,7 @@
-"""Images as networks were trained on them: PIL images go in, tensors `(batch, 3, height, width)` leave.
+"""Preprocess PIL images as networks were trained on them, to tensors `(batch, 3, height, width)`.
 
-A module of its own because scorers were trained through torchvision's transforms, whose roundings are repeated here
-once, with Pillow and without torchvision: another resize or a crop one pixel off is another score.
+Scorers were trained with torchvision's transforms. Their rounding is reproduced here with Pillow alone: another
+resize, or a crop that is off by one pixel, gives another score.
 """
 
 from __future__ import annotations

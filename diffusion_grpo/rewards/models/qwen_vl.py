@@ -1,8 +1,7 @@
-"""Qwen2-VL with a reward head: images or frames and a text go in, what the head says at marked tokens comes out.
+"""Qwen2-VL with a reward head at marked tokens: the network of HPSv3 and VideoAlign.
 
-A module of its own because HPSv3 and VideoAlign are this one model, with other weights, texts and sizes. Both were
-trained with plain positions 0, 1, 2, ... for all tokens, not with Qwen2-VL's own in three dimensions: their code calls
-the language model with embeddings, which leaves the positions to their default. It has to be so here too.
+Both were trained with plain positions 0, 1, 2, ... for all tokens instead of Qwen2-VL's three-dimensional ones: their
+code calls the language model with embeddings, which leaves the positions at their default. So does this module.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def build_empty_backbone(config: Qwen2VLConfig, vocabulary: int) -> nn.Module:
 
 
 def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """Gives `network` exactly these weights.
+    """Give `network` exactly these weights.
 
     Raises:
         ValueError: names are missing or too many, or shapes differ.

@@ -1,7 +1,4 @@
-"""Reward: is the image safe to show? In: images. Out: 1 - the probability that they are not, in [0, 1].
-
-A module of its own because it is used in two ways: as one reward among others, and as a mask on all of them.
-"""
+"""The reward `nsfw_filter`: is the image safe to show? One reward among others, or a mask on all of them."""
 
 from __future__ import annotations
 

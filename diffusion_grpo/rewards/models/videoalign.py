@@ -1,6 +1,6 @@
-"""VideoAlign's VideoReward: videos and prompts in, how good they look, move and fit the prompt out.
+"""The reward `videoalign`: VideoAlign's VideoReward, how well videos look, move and fit the prompt.
 
-Qwen2-VL 2B with a LoRA reads two frames a second, an instruction and the prompt, and a linear head at the tokens
+Qwen2-VL 2B with a LoRA reads two frames per second, an instruction and the prompt. A linear head at the tokens
 <|VQ_reward|>, <|MQ_reward|> and <|TA_reward|> gives visual quality, motion quality and text alignment, which are then
 normalised with numbers from the checkpoint. https://huggingface.co/papers/2501.13918
 """
@@ -80,7 +80,7 @@ class VideoAlign(ModelReward):
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, videos: list[list[Image.Image]], prompts: list[str], fps: float) -> list[float]:
-        """One score a video, shown at `fps` frames a second."""
+        """Return one score per video, shown at `fps` frames a second."""
         scores = self._scorer.all_dimensions(videos, prompts, fps)
         if self.dimension == "Overall":
             return [sum(own) for own in scores]

@@ -1,7 +1,4 @@
-"""Reward: as `text`, but the reader is a model of transformers. In: images and prompts. Out: scores in [0, 1].
-
-A module of its own because such a reader has weights, a device and a dtype, which rapidocr's has not.
-"""
+"""The reward `text_by_model`: like `text`, but read by a transformers model."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class ModelText(ModelReward):
         return AutoModelForImageTextToText.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
-        """A score in [0, 1]; None for a prompt without a quoted text, or an empty column."""
+        """Return a score in [0, 1]; None for a prompt without a quoted text, or an empty column."""
         column = self.target_column
         wanted = columns[column] if column else [find_quoted(prompt) for prompt in prompts]
         readings = self.in_batches(self.read, images)

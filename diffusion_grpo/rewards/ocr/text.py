@@ -1,9 +1,8 @@
-"""Reward: does the image show the text that the prompt quotes, or that a column holds?
+"""The reward `text`: does the image show the text that the prompt quotes, or that a column holds?
 
-In: images, and prompts with a text in double quotes. Out: scores in [0, 1]. The reader is the PP-OCR recognition
-network in the `rapidocr` wheel, called in batches through onnxruntime: no detection, no retries and no state,
-unlike rapidocr's own interface, so that the same image always gets the same score. That is for images of one line;
-text somewhere in a scene is found first by rapidocr's own interface (`scene=True`), or by PaddleOCR.
+Images of one line are read by the PP-OCR recognition network in the `rapidocr` wheel, called in batches through
+onnxruntime. Unlike rapidocr's own interface, it has no detection, retries or state, so the same image always gets the
+same score. Text anywhere in a scene is detected first, by rapidocr's own interface (`scene=True`) or by PaddleOCR.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Engine = Literal["rapidocr", "paddleocr"]
 def _check_reader(
     scene: bool = False, engine: Engine = "rapidocr", engine_kwargs: dict | None = None, **options
 ) -> None:
-    """Loads what a user of the reward would otherwise wait for until the first samples are there."""
+    """Load what a user of the reward would otherwise wait for until the first samples are there."""
     _check_engine(engine, engine_kwargs)
     if engine == "paddleocr":
         _check_paddle(engine_kwargs or {})
@@ -191,7 +190,7 @@ def _check_engine(engine: Engine, options: dict[str, Any] | None) -> None:
 
 
 def _check_paddle(options: dict[str, Any]) -> None:
-    """Raises ImportError or FileNotFoundError for what is not there; PaddleOCR itself loads slowly, and downloads."""
+    """Raise ImportError or FileNotFoundError for what is not there; PaddleOCR itself loads slowly, and downloads."""
     from huggingface_hub import constants
 
     check_package("paddleocr", PADDLE)

@@ -1,4 +1,4 @@
-"""What the rewards that ask other machines share: a request goes out, checked JSON or a sentence about it comes in."""
+"""HTTP requests to servers, shared by the rewards that ask one: limits, time-outs, and checked JSON."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Answer:
 async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float, **request: Any) -> Answer:
     """One request, of which the answer must be there, whole, within `timeout` seconds.
 
-    httpx's own time-outs are of silence: a server that sends a byte now and then would hold a training for ever.
+    httpx's own time-outs are of silence: a server that sends a byte now and then would hold up a run for ever.
 
     Raises:
         FailedRequest: it was not, or it is longer than `MAX_ANSWER`.

@@ -1,7 +1,7 @@
-"""Reward: whatever `diffusion-grpo rewards serve` serves, in another process, environment or machine.
+"""The reward `remote`: whatever `diffusion-grpo rewards serve` serves, in another process or on another machine.
 
-In: samples, prompts and chosen columns. Out: the servers' scores. Batches go to all servers at once, each takes the
-next one when it is free; one that fails is taken out and noted, and asked again at the next scoring.
+Each server takes the next batch when it is free. A server that fails is taken out with a warning, and asked again at
+the next scoring.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RemoteReward:
         num_frames: of each video, evenly spaced with the first and the last, for a reward of images; 1 sends the
             first alone. All by default.
 
-    Two with equal settings are equal, so that a reward may be trained on and named as a judge.
+    Two with equal settings are equal, so that a reward may be both trained on and evaluated.
 
     Raises:
         ValueError: no url, or a number out of its range.
@@ -119,7 +119,7 @@ class RemoteReward:
         self.body, self.num_frames = body, num_frames
 
     def check_needs(self) -> None:
-        """Raises ImportError where the client is missing; servers are asked at the first scoring alone."""
+        """Raise ImportError where the client is missing; servers are asked at the first scoring alone."""
         check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
 
     def settings(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class RemoteReward:
     async def _work(
         self, client: httpx2.AsyncClient, server: _Server, pending: list[range], body: Any, scores: list
     ) -> None:
-        """Takes batches for one server until none is left or the server fails."""
+        """Take batches for one server until none is left or the server fails."""
         while pending and server.is_alive:
             rows = pending.pop()
             try:
@@ -239,7 +239,7 @@ class RemoteReward:
         return str(names[0])
 
     async def _look(self, client: httpx2.AsyncClient, server: _Server) -> None:
-        """Takes a server in again that answers."""
+        """Take a server in again that answers."""
         try:
             answer = await ask(client, "GET", f"{server.url}/health", HEALTH_SECONDS)
         except (FailedRequest, *transport_errors()):
@@ -247,7 +247,7 @@ class RemoteReward:
         server.is_alive = answer.status == 200
 
     async def _wait_for_any(self, client: httpx2.AsyncClient, end: float) -> None:
-        """Returns when a server is back, at the earliest after one poll; RewardError when none is at `end`."""
+        """Return when a server is back, at the earliest after one poll; RewardError when none is at `end`."""
         reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
         if self.wait > 0:
             warnings.warn(f"All reward servers are gone, waiting up to {self.wait:g} s ({reasons}).", stacklevel=2)

@@ -1,8 +1,8 @@
-"""A server of rewards: `diffusion-grpo rewards serve NAME`. Images and prompts come in over HTTP, scores go out.
+"""The reward server, `diffusion-grpo rewards serve NAME`: images and prompts come in over HTTP, scores go out.
 
-For scorers that are too heavy, or need other packages, than the training. Bodies are JSON with PNGs and MP4s in
-base64, or safetensors: nothing that arrives is executed or unpickled. One thread scores, one request after the other;
-so many more may wait, and what comes on top is sent away at once (503) for the client to come again. `remote.py` is
+For scorers that are too heavy for the training process, or need other packages. Bodies are JSON with PNGs and MP4s
+in base64, or safetensors: nothing that arrives is executed or unpickled. One thread scores, one request at a time.
+A limited number of requests may wait; any more are refused at once (503), and the client tries again. `remote.py` is
 the client.
 """
 
@@ -112,7 +112,7 @@ class _Queue:
 
 @contextlib.asynccontextmanager
 async def _turn(request: Request, one_at_a_time: asyncio.Semaphore) -> AsyncIterator[bool]:
-    """Waits until it is the turn of a request whose body is read: True; False where its client went away before."""
+    """Wait until it is the turn of a request whose body is read: True; False where its client went away before."""
     turn, gone = asyncio.ensure_future(one_at_a_time.acquire()), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""A vision-language model as a judge: images and a question go to a server, a number read from its reply comes out.
+"""The rewards `vlm_judge` and `unified_reward`: ask a vision-language model about each sample, and read a number.
 
-For any server that speaks OpenAI's chat completions (vLLM, SGLang, llama.cpp, OpenAI itself). What the network does to
-a request is tried again; what the model says badly is no reward for that sample.
+Works with any server that speaks OpenAI's chat completions (vLLM, SGLang, llama.cpp, OpenAI itself). Failed requests
+are retried; a reply without a readable number gives no reward for that sample.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class VlmJudge:
         self._fields = _fields(self.template) | _fields(self.video_template or "")
 
     def check_needs(self) -> None:
-        """Raises ImportError where the client is missing; the server is asked at the first scoring alone."""
+        """Raise ImportError where the client is missing; the server is asked at the first scoring alone."""
         check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
 
     def __hash__(self) -> int:
@@ -121,7 +121,7 @@ class VlmJudge:
     async def __call__(
         self, completions: list, prompts: list[str], log_metric: Callable | None = None, **columns
     ) -> list[float | None]:
-        """One number an image or video, None where the reply holds none."""
+        """Return one number per image or video, None where the reply holds none."""
         import httpx2
 
         if missing := sorted(self._fields - {"prompt", *columns}):

@@ -1,8 +1,8 @@
-"""What goes over the wire between `remote.py` and `serve.py`: samples in, a body out, and back.
+"""The wire format between `remote.py` and `serve.py`.
 
-A body is JSON, with PNGs or MP4s in base64, or a file of safetensors, with the same JSON as one of its tensors. A
-module of its own so that both sides share one form, and because what arrives from outside is checked here: sizes,
-types, formats, and how many pixels a few bytes become. Nothing is unpickled.
+A body is JSON, with PNGs or MP4s in base64, or a safetensors file that holds the same JSON as one of its tensors. What
+arrives from outside is checked here: sizes, types, formats, and how many pixels a few bytes expand to. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def write_request(
     Args:
         samples: PIL pictures, or lists of PIL frames (with their sound, if they are `VideoWithSound`), or with
             safetensors arrays and tensors of any kind: sound, embeddings, latents.
-        prompts: one a sample.
-        columns: one value a sample each: PIL pictures, or what JSON has.
+        prompts: one per sample.
+        columns: each with one value per sample: PIL pictures, or what JSON has.
         groups: the group of each sample, or None.
         fps: of videos, or None.
         body: `png`: JSON with PNGs. `mp4`: JSON with lossless H.264 for videos: the same pixels. `mp4_lossy`: as
@@ -134,7 +134,7 @@ class _Source:
 def _check_lists(content: dict[str, Any], columns: Any, count: int) -> None:
     groups = content.get("groups")
     if not _is_list(content.get("prompts"), count, str):
-        raise WireError(f"prompts must be a list of {count} strings, one a sample.")
+        raise WireError(f"prompts must be a list of {count} strings, one per sample.")
     if not isinstance(columns, dict) or not all(_is_list(values, count, object) for values in columns.values()):
         raise WireError(f"columns must be an object of lists with {count} values each.")
     if groups is not None and not _is_list(groups, count, int):

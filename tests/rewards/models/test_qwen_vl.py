@@ -220,8 +220,10 @@ def test_videoalign_is_each_output_at_its_token_normalised(videoalign, monkeypat
     places = [[0, 3, 6, 9], [0, 5, 9, 14, 18, 23]]
     expected = [by_hand(*sample) for sample in zip(videos, prompts, places)]
     passes = []
-    forward = videoalign_module.batch
-    monkeypatch.setattr(videoalign_module, "batch", lambda texts, *rest: passes.append(texts) or forward(texts, *rest))
+    forward = videoalign_module.build_batch
+    monkeypatch.setattr(
+        videoalign_module, "build_batch", lambda texts, *rest: passes.append(texts) or forward(texts, *rest)
+    )
     options = {**folders, "dtype": "float32", "device": "cpu"}
     rewards = load_rewards(
         [{"videoalign": {**options, "dimension": name, "name": name}} for name in ("VQ", "MQ", "TA", "Overall")]

@@ -271,7 +271,7 @@ def test_what_it_cannot_judge(model) -> None:
     url, _ = model(red)
     with pytest.raises(RewardError, match="{mood} in its template, a column that the dataset lacks"):
         values(judge(url, template="{prompt} {mood}"))
-    with pytest.raises(RewardError, match="judges pictures and videos, but the samples are ndarray"):
+    with pytest.raises(RewardError, match="judges images and videos, but the samples are ndarray"):
         score([judge(url)], images=[np.zeros((2, 50))], prompts=["a"])
 
 
