@@ -1,8 +1,8 @@
-"""Advantages: the rewards of all samples of a generation enter, one number a sample leaves.
+"""Advantages: from the rewards of all samples of a generation to one number per sample.
 
-A module of its own because it is all of GRPO that compares samples with each other: it needs every process' rewards at
-once, no network and no gradient. Statistics are taken in float64 on the CPU, so that every process and every device
-comes to the same bits.
+This is all of GRPO that compares samples with each other: it needs the rewards of every process at once, no network
+and no gradient. Statistics are computed in float64 on the CPU, so that every process and every device gets the same
+bits.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ AGGREGATIONS = [
     "product_then_normalize",
     "loss_per_reward",
 ]
-ONE_BY_ONE = ("normalize_then_sum", "loss_per_reward")  # these normalise each reward, the others what all come to
+ONE_BY_ONE = ("normalize_then_sum", "loss_per_reward")  # these normalise each reward; the others, their combination
 EPS = 1e-8
 # Rewards of a group that differ by less than this, relative to the largest, count as equal: such differences are
 # rounding of float32 (0.7 and 1 - 0.3), and a z-score would blow them up to full size.
@@ -25,14 +25,14 @@ EQUAL = 4 * torch.finfo(torch.float32).eps
 
 @dataclasses.dataclass(frozen=True)
 class Advantages:
-    """What the samples' rewards come to.
+    """The samples' advantages, and what they were computed from.
 
     Attributes:
-        advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"` their weighted sum before the clip, which
-            is what `best_of_n` goes by.
+        advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"` the weighted sum before the clip, by
+            which `best_of_n` chooses.
         rewards: `(samples,)` float32, weighted sum (minimum, product) of the functions; NaN where none scored it.
-        group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or batch, where that is
-            what it is compared with), 0 where all are equal.
+        group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or in its batch, if it
+            is compared with that), 0 where all are equal.
         frac_reward_zero_std: share of the samples in groups of equal rewards.
         is_dropped: `(samples,)` bool, in a group below `reward_threshold`.
         by_reward: `(samples, functions)` float32, the advantage of each reward by itself, clipped, without its weight;
@@ -60,13 +60,13 @@ def compute_advantages(
     advantage_clip: float | None = None,
     reward_threshold: float | None = None,
 ) -> Advantages:
-    """Advantages relative to the group of one prompt (GRPO, arXiv 2402.03300).
+    """Compute advantages relative to the group of one prompt (GRPO, arXiv 2402.03300).
 
     Args:
-        rewards: `(samples, functions)` float32; NaN where a function leaves the sample out. It then takes no part in
-            that function's statistics and gets 0 from it; a sample left out by all has the advantage 0.
-        groups: `(samples,)` int64, the group of each sample; any numbers, in any order, at least two samples a group.
-        weights: `(functions,)`.
+        rewards: `(samples, functions)` float32; NaN where a function leaves the sample out. The sample then takes no
+            part in that function's statistics and gets 0 from it; a sample left out by all has the advantage 0.
+        groups: `(samples,)` int64, the group of each sample; any numbers, in any order, at least two samples per
+        group. weights: `(functions,)`.
         batches: `(samples,)` int64, the batch of each sample, whole groups each; by default all are one batch.
         penalty: `(samples,)`, subtracted from the weighted reward before it is normalised, or from each reward where
             these are normalised one by one.
@@ -84,11 +84,11 @@ def compute_advantages(
         reward_threshold: a group whose mean weighted reward is below this gets the advantage 0.
 
     Raises:
-        ValueError: shapes that do not fit, a group of one sample, an unknown option.
+        ValueError: shapes that do not fit, a group of one sample, or an unknown option.
     """
     check_inputs(rewards, groups, weights, scale_rewards, reward_baseline, multi_objective_aggregation)
     device, rewards, weights = rewards.device, rewards.detach().cpu().double(), weights.detach().cpu().double()
-    group, batch = _numbered(groups), _numbered(torch.zeros_like(groups) if batches is None else batches)
+    group, batch = _number(groups), _number(torch.zeros_like(groups) if batches is None else batches)
     compared = group if reward_baseline == "group" else batch
     scaled = {"group": compared, "batch": batch, "none": None}[scale_rewards]
     total = combine(rewards, weights, multi_objective_aggregation)
@@ -113,8 +113,8 @@ def compute_advantages(
     )
 
 
-def _numbered(names: torch.Tensor) -> torch.Tensor:
-    """Any numbers as consecutive ones from 0, on the CPU."""
+def _number(names: torch.Tensor) -> torch.Tensor:
+    """Replace any numbers by consecutive ones from 0, on the CPU."""
     return torch.unique(names.cpu(), return_inverse=True)[1]
 
 
@@ -126,7 +126,7 @@ def check_inputs(
     reward_baseline: str,
     multi_objective_aggregation: str,
 ) -> None:
-    """Refuses what `compute_advantages` cannot work with."""
+    """Refuse what `compute_advantages` cannot work with."""
     if rewards.ndim != 2 or groups.shape != rewards.shape[:1] or weights.shape != rewards.shape[1:]:
         raise ValueError(
             "rewards, groups and weights must have the shapes (samples, functions), (samples,) and (functions,), not "
@@ -150,7 +150,7 @@ def check_inputs(
 
 
 def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> torch.Tensor:
-    """The one number a sample that several functions come to; those that left it out (NaN) have no say.
+    """Combine several functions into one number per sample; those that left it out (NaN) do not count.
 
     Args:
         columns: `(samples, functions)`.
@@ -181,12 +181,12 @@ def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> t
 
 
 def weighted_sum(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`(samples, functions)` and `(functions,)` to `(samples,)`: NaN counts as 0; all NaN is NaN."""
+    """Sum `(samples, functions)` by `(functions,)` weights to `(samples,)`: NaN counts as 0; all NaN is NaN."""
     return (columns.nan_to_num(nan=0.0) * weights).sum(1).masked_fill(columns.isnan().all(1), torch.nan)
 
 
 def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and unbiased standard deviation of each sample's group, both `(samples,)`; NaNs do not count.
+    """Return mean and unbiased standard deviation of each sample's group, both `(samples,)`; NaNs do not count.
 
     The standard deviation is exactly 0 for a group of equal rewards and for one with fewer than two; the mean is NaN
     for a group without any.
@@ -202,7 +202,7 @@ def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.
 
 
 def normalize(rewards: torch.Tensor, compared: torch.Tensor, scaled: torch.Tensor | None) -> torch.Tensor:
-    """Distance of `(samples,)` rewards to a mean, scaled; exactly 0 for NaN and where all are equal.
+    """Return the scaled distance of `(samples,)` rewards to a mean; exactly 0 for NaN and where all are equal.
 
     Args:
         compared: `(samples,)` int64, whose mean it is: samples of one number share it.
@@ -214,7 +214,7 @@ def normalize(rewards: torch.Tensor, compared: torch.Tensor, scaled: torch.Tenso
 
 
 def best_of_n(advantages: torch.Tensor, groups: torch.Tensor, n: int, generator: torch.Generator) -> torch.Tensor:
-    """Keeps the n/2 best and the n/2 worst samples of each group, which carry most of the signal (arXiv 2505.07818).
+    """Keep the n/2 best and n/2 worst samples of each group, which carry most of the signal (arXiv 2505.07818).
 
     Args:
         advantages: `(samples,)`.

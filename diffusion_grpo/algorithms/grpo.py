@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from .base import PassOutput, RatioError, Reference
 from .batch import MicroBatch, Part
 from .losses import Loss, LossInputs, grpo, loss_per_reward
-from .zero_advantages import summed_loss
+from .zero_advantages import sum_loss
 
 if TYPE_CHECKING:
     from ..policy.base import Policy
@@ -66,7 +66,7 @@ class GRPO:
             old = now.log_prob.detach()
         if part.log_ratio is not None:  # GSPO: that value, with the gradient of this step
             old = now.log_prob.detach() - part.log_ratio.to(now.log_prob)
-        output = summed_loss(
+        output = sum_loss(
             self.step_loss,
             LossInputs(
                 log_prob=now.log_prob,

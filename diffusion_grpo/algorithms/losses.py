@@ -123,8 +123,8 @@ def grpo(inputs: LossInputs) -> LossOutput:
     is_high = (ratio > high) & (advantages > 0)
     metrics = {
         "ratio/mean": _mean(ratio.detach(), inputs.mask),
-        "ratio/min": _counted(ratio, inputs.mask).min(),
-        "ratio/max": _counted(ratio, inputs.mask).max(),
+        "ratio/min": _select_counted(ratio, inputs.mask).min(),
+        "ratio/max": _select_counted(ratio, inputs.mask).max(),
         "clip_ratio/low_mean": _mean(is_low.float(), inputs.mask),
         "clip_ratio/high_mean": _mean(is_high.float(), inputs.mask),
         "clip_ratio/region_mean": _mean((is_low | is_high).float(), inputs.mask),
@@ -141,7 +141,7 @@ def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return (values if mask is None else masked_mean(values, mask)).mean()
 
 
-def _counted(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _select_counted(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Return the values without gradient; of tokens only those that count, and 1 where none does."""
     if mask is None:
         return values.detach()

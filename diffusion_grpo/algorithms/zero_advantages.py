@@ -1,8 +1,8 @@
-"""Leave samples whose advantage is 0 out of an update: advantages enter, weights of samples and their loss leave.
+"""Leave samples whose advantage is 0 out of an update, by weighting the samples' losses.
 
-Flow-GRPO's code drops these samples before it cuts micro-batches, so that its means are taken over those that are
-left. Here they stay where they were rolled out, since a replay beside other samples is not the same to the last bit;
-what changes is whose loss counts, and by how much.
+Flow-GRPO's code drops these samples before it cuts micro-batches, so that its means are taken over the others. Here
+they stay where they were rolled out, since a replay beside other samples differs in the last bits; what changes is
+whose loss counts, and by how much.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from .losses import Loss, LossInputs, LossOutput
 
 
 def sample_weights(advantages: Tensor, trained: Tensor) -> Tensor:
-    """Weight of each sample's loss: 0 where all its advantages are 0, and trained / kept for the others.
+    """Return the weight of each sample's loss: 0 where all its advantages are 0, trained / kept for the others.
 
     Args:
         advantages: `(samples, ...)` of all samples of all processes.
@@ -28,8 +28,8 @@ def sample_weights(advantages: Tensor, trained: Tensor) -> Tensor:
     return is_kept.float() * (len(trained) / max(kept, 1))
 
 
-def summed_loss(loss: Loss, inputs: LossInputs, weights: Tensor | None) -> LossOutput:
-    """The sum over samples of a loss that is their mean, each times its weight.
+def sum_loss(loss: Loss, inputs: LossInputs, weights: Tensor | None) -> LossOutput:
+    """Turn a loss that is a mean over samples into their weighted sum.
 
     Args:
         loss: as in [`~diffusion_grpo.algorithms.losses`].
@@ -46,12 +46,12 @@ def summed_loss(loss: Loss, inputs: LossInputs, weights: Tensor | None) -> LossO
     is_kept = (weights > 0).to(inputs.log_prob.device)
     if not is_kept.any():
         return LossOutput(loss(inputs).loss * 0.0, {})
-    output = loss(of_samples(inputs, is_kept))
+    output = loss(select_samples(inputs, is_kept))
     return dataclasses.replace(output, loss=output.loss * weights.sum().item())
 
 
-def of_samples(inputs: LossInputs, chosen: Tensor) -> LossInputs:
-    """What a loss looks at, of some samples only; `chosen` indexes the batch dimension."""
+def select_samples(inputs: LossInputs, chosen: Tensor) -> LossInputs:
+    """Return the inputs of some samples only; `chosen` indexes the batch dimension."""
     count = len(inputs.log_prob)
     values = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
     rows = {name: x for name, x in values.items() if torch.is_tensor(x) and x.ndim and len(x) == count}

@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from trl.models.utils import add_hooks, remove_hooks
 
-from ..policy.network_gate import HOOKS, NetworkAccess, replaced
+from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
 from .backend import DistributedBackend
 from .context_parallel import ContextGroups
 from .deepspeed_checkpoints import restore_engine
@@ -170,7 +170,7 @@ class DeepSpeedBackend(DistributedBackend):
             yield lambda method, *args: _call_layered(engine, self.accelerator.unwrap_model(engine), method, *args)
         else:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(replaced(self, "_is_gathered", True))
+                stack.enter_context(replace_attribute(self, "_is_gathered", True))
                 for each in (engine, reference):
                     if each is not None and self.accelerator.unwrap_model(each) is not each:
                         stack.enter_context(gather_parameters(each))
@@ -284,9 +284,9 @@ def without_weights(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             for hooks in HOOKS:
-                stack.enter_context(replaced(module, hooks, collections.OrderedDict()))
+                stack.enter_context(replace_attribute(module, hooks, collections.OrderedDict()))
             if module._parameters:
-                stack.enter_context(replaced(module._parameters, "_in_forward", False))
+                stack.enter_context(replace_attribute(module._parameters, "_in_forward", False))
         sharded = [parameter for parameter in model.parameters() if not parameter.numel()]
         empty = [parameter.data for parameter in sharded]
         for parameter in sharded:

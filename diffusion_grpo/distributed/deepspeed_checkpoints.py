@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..policy.network_gate import replaced
+from ..policy.network_gate import replace_attribute
 
 
 class TensorsOnly:
@@ -41,5 +41,5 @@ class TensorsOnly:
 
 def restore_engine(engine: nn.Module, checkpoint: Path) -> None:
     """Restore the weights, optimizer state and schedule of an engine, as it wrote them."""
-    with replaced(engine, "checkpoint_engine", TensorsOnly(engine.checkpoint_engine)):
+    with replace_attribute(engine, "checkpoint_engine", TensorsOnly(engine.checkpoint_engine)):
         engine.load_checkpoint(str(checkpoint), load_module_strict=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..policy.network_gate import replaced
+from ..policy.network_gate import replace_attribute
 
 
 def redirect(wrapper: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
@@ -24,8 +24,8 @@ def redirect(wrapper: nn.Module, model: nn.Module, method: Callable, *args: Any)
     real = model.forward
 
     def detour(*given: Any) -> Any:
-        with replaced(model, "forward", real):
+        with replace_attribute(model, "forward", real):
             return method(*given)
 
-    with replaced(model, "forward", detour):
+    with replace_attribute(model, "forward", detour):
         return wrapper(*args)

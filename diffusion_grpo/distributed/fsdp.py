@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from ..policy.network_gate import NetworkAccess, replaced
+from ..policy.network_gate import NetworkAccess, replace_attribute
 from .backend import DistributedBackend
 from .context_parallel import ContextGroups
 from .dtensor import as_dtensor, as_shard, is_sharded
@@ -360,9 +360,10 @@ class ShardedWeights(TrainedWeights):
         classes = [(unit, type(unit)) for unit in find_units(self.model)]
         with contextlib.ExitStack() as stack:
             for module, own in shown.items():
-                stack.enter_context(replaced(module, "_parameters", {**module._parameters, **own}))
+                stack.enter_context(replace_attribute(module, "_parameters", {**module._parameters, **own}))
                 # FSDP's hook that looks for shares after a load
-                stack.enter_context(replaced(module, "_load_state_dict_post_hooks", collections.OrderedDict()))
+                hooks = collections.OrderedDict()
+                stack.enter_context(replace_attribute(module, "_load_state_dict_post_hooks", hooks))
             for unit, cls in classes:
                 unit.__class__ = _plain_class(cls)
             try:

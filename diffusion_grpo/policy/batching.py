@@ -1,8 +1,7 @@
-"""Does a pipeline take several samples in one call? Asked of the pipeline itself, before the first rollout.
+"""Does a pipeline take several samples in one call? Short rollouts find out, before the first one that counts.
 
-In: the policy and dataset rows. Out: the form in which calls give their inputs, and the reason where it is not one
-list for all samples. A module of its own because the answer cannot be read off a signature: a list of pictures is one
-picture a sample to one pipeline, several pictures of one sample to the next, and an error to a third.
+A signature cannot tell: a list of images is one image per sample to one pipeline, several images of one sample to the
+next, and an error to a third.
 """
 
 import dataclasses
@@ -16,8 +15,12 @@ from torch import Tensor
 
 from .rollout import DenoisingPolicy, rollout, sample_seed
 
-BATCHED, SINGLE, LISTED = "batched", "single", "listed"  # lists of all samples; one sample bare; one in a list
-LEAST_SHARE = 1e-2  # of the change in its own sample that an input may make in others: rounding stays far below
+BATCHED, SINGLE, LISTED = (
+    "batched",
+    "single",
+    "listed",
+)  # lists of all samples; one sample by itself; one sample in a list
+LEAST_SHARE = 1e-2  # how much an input may change other samples, relative to its own; rounding stays far below
 
 
 @dataclasses.dataclass
@@ -25,8 +28,8 @@ class Form:
     """How the inputs of a call are given.
 
     Attributes:
-        name: `batched`, a list with one value a sample; `single`, one sample, its values as they are; `listed`, one
-            sample, each value in a list.
+        name: `batched`, lists with one value per sample; `single`, one sample with its values as they are; `listed`,
+            one sample with each value in a list.
         reason: why several samples cannot share a call; None where they can.
     """
 
@@ -41,11 +44,11 @@ def find_form(
     count: int,
     **settings: Any,
 ) -> Form:
-    """Finds out how the pipeline takes `count` samples, by the first trained steps of a few rollouts.
+    """Find out how the pipeline takes `count` samples, from the first trained steps of a few rollouts.
 
     A batch is right where changing one input of its last sample changes the latents of that sample and of no other;
-    of prompts only the first half is asked, since padding to the longest one may touch all. An input that changes
-    nothing in the batch must change nothing alone either: then the pipeline really ignores it.
+    for prompts only the first half is required, since padding to the longest one may affect all. An input that
+    changes nothing in the batch must change nothing by itself either: then the pipeline really ignores it.
 
     Args:
         policy: the pipeline.
@@ -85,11 +88,11 @@ class _Probe:
         self.policy, self.row, self.arguments, self.count = policy, row, arguments, count
         self.steps = settings.pop("steps")
         self.settings = settings
-        self.changed = {name: other for name, value in row.items() if (other := _changed(value)) is not None}
+        self.changed = {name: other for name, value in row.items() if (other := _change(value)) is not None}
         self.idle: list[str] = []  # inputs of the last sample of a batch that change nothing there
 
     def why_not(self, form: str) -> str | None:
-        """Why the form is not how samples are given; None where it is.
+        """Return why samples cannot be given in this form; None if they can.
 
         Raises:
             Exception: the pipeline's own.
@@ -105,7 +108,7 @@ class _Probe:
         return None
 
     def what_is_lost(self) -> str | None:
-        """Which input a batch ignores and a sample on its own does not; None where there is none.
+        """Return a sentence on an input that a batch ignores and a single sample does not; None if there is none.
 
         Raises:
             Exception: the pipeline's own.
@@ -114,7 +117,7 @@ class _Probe:
         return lost and f"in a batch, '{lost}' of the last sample is not used"
 
     def matters_alone(self, name: str) -> bool:
-        """Whether an input makes a difference to a sample on its own, in a form that the pipeline takes.
+        """Return whether an input makes a difference to a single sample, in a form that the pipeline takes.
 
         Raises:
             Exception: the pipeline's own, where it takes the row in a list of one no more than by itself, or fails on
@@ -129,7 +132,7 @@ class _Probe:
         return not torch.equal(self.latents(form, name), plain)
 
     def latents(self, form: str, change: str | None = None) -> Tensor:
-        """(batch, numbers) what the steps leave; in a batch with one input of the last sample changed, or alone."""
+        """Return (batch, numbers) latents after the steps; `change` names an input of the last sample to change."""
         self.policy.prompts.clear()
         rows = [self.row] * (self.count if form == BATCHED else 1)
         if change is not None:
@@ -146,17 +149,17 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) or isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _changed(value: Any) -> Any:
-    """Another value of the same kind and shape, different everywhere; None where there is none."""
+def _change(value: Any) -> Any:
+    """Return another value of the same kind and shape, different everywhere; None if there is none."""
     if isinstance(value, str):
         return f"no {value}"  # in front: a long prompt may be cut off at its end
     if isinstance(value, Image.Image):
-        picture = value.convert("RGB") if value.mode == "P" else value
-        array = np.asarray(picture)
+        image = value.convert("RGB") if value.mode == "P" else value
+        array = np.asarray(image)
         return Image.fromarray(~array if array.dtype == bool else np.subtract(255, array, dtype=array.dtype))
     if torch.is_tensor(value) or isinstance(value, np.ndarray):
         return ~value if value.dtype in (torch.bool, np.bool_) else 1 - value
     if isinstance(value, (list, tuple)) and len(value):
-        items = [_changed(item) for item in value]
+        items = [_change(item) for item in value]
         return None if any(item is None for item in items) else type(value)(items)
     return None  # numbers are settings of a call

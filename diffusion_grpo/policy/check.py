@@ -1,7 +1,4 @@
-"""Does this pipeline train? One small rollout and its replay answer in seconds, without touching the pipeline.
-
-In: a pipeline and keyword arguments of its `__call__`. Out: a `ReplayReport`.
-"""
+"""Does this pipeline train? One small rollout and its replay answer in seconds and leave the pipeline as it was."""
 
 import contextlib
 import dataclasses
@@ -27,11 +24,11 @@ class ReplayReport:
 
     Attributes:
         pipeline, scheduler: class names.
-        policy: name of the network that would be trained; several, joined by ", ", where experts share the steps out.
+        policy: name of the network that would be trained; several joined by ", " where experts take turns.
         steps: replayed steps.
         max_log_prob_error: largest |log p of the replay - log p of the rollout|.
         max_ratio_error: largest |ratio - 1|, over samples and steps; 0 is what on-policy means.
-        grad_norm: of the replayed log-probabilities, over the networks' parameters; NaN where a step gives none.
+        grad_norm: of the replayed log-probabilities, over the networks' parameters; NaN if a step has no gradient.
         trains: whether the ratio is 1 within 1e-5 and gradients arrive.
         reason: a sentence, where it does not train.
     """
@@ -55,7 +52,7 @@ def check_pipeline(
     noise_level: float | None = None,
     seed: int = 0,
 ) -> ReplayReport:
-    """Rolls the pipeline out once, to the end as a training does, and replays every step.
+    """Roll the pipeline out once, to the end as in training, and replay every step.
 
     The pipeline is left as it was: scheduler, forward, gradients, training mode and frozen parameters.
 
@@ -77,7 +74,7 @@ def check_pipeline(
         return dataclasses.replace(report, reason=str(error))
     report.policy = ", ".join(policy.component)
     try:
-        differences, squares = _replayed(policy, inputs, num_inference_steps, noise_level, seed)
+        differences, squares = _replay_steps(policy, inputs, num_inference_steps, noise_level, seed)
     except (UnsupportedScheduler, UnsupportedPipeline) as error:
         return dataclasses.replace(report, reason=str(error))
     except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
@@ -91,12 +88,12 @@ def check_pipeline(
     return report
 
 
-def _replayed(
+def _replay_steps(
     policy: DenoisingPolicy, inputs: dict[str, Any], num_inference_steps: int, noise_level: float | None, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """For each trained step the differences of the log-probabilities; and the squared gradients."""
+    """Return, per trained step, the differences of the log-probabilities, and the squared gradients."""
     seeds = [sample_seed(seed, row) for row in range(_count(inputs))]
-    with _untouched(policy) as parameters:
+    with _left_untouched(policy) as parameters:
         settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
         _, trajectory = rollout(policy, inputs, seeds=seeds, **settings)
         squares = [torch.zeros(())]
@@ -115,7 +112,7 @@ def _replayed(
 
 
 def _inner_error(error: Exception) -> str:
-    """Class, message and place of an exception, in one sentence."""
+    """Describe an exception by class, message and place, in one sentence."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     message = " ".join(str(error).split())
     message = f"{message[:300]}..." if len(message) > 300 else message
@@ -126,7 +123,7 @@ def _inner_error(error: Exception) -> str:
 
 
 def _count(inputs: dict[str, Any]) -> int:
-    """Samples in one call: prompts times images a prompt."""
+    """Count the samples of one call: prompts times images per prompt."""
     names = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings", "image", "video")
     given = next((inputs[name] for name in names if inputs.get(name) is not None), None)
     counts = isinstance(given, list) and not isinstance(given[0], list) or torch.is_tensor(given) and given.ndim > 1
@@ -148,8 +145,8 @@ def _why_not(report: ReplayReport) -> str | None:
 
 
 @contextlib.contextmanager
-def _untouched(policy: DenoisingPolicy) -> Iterator[list[nn.Parameter]]:
-    """Every module in eval mode and the networks' parameters trainable, as long as the check runs."""
+def _left_untouched(policy: DenoisingPolicy) -> Iterator[list[nn.Parameter]]:
+    """Put modules into eval mode and make the networks' parameters trainable; restore all on leaving."""
     pipe = policy.pipe
     modules = [module for part in pipe.components.values() if isinstance(part, nn.Module) for module in part.modules()]
     modes = [module.training for module in modules]

@@ -1,8 +1,7 @@
 """The policy whose actions are denoising steps: a stochastic scheduler in the pipeline, and gates before its networks.
 
-In: a diffusers pipeline. Out: a `DenoisingPolicy` that rolls the pipeline out, replays one recorded step, or predicts
-at a given latent. Each time the pipeline is called as any user would call it, while a driver decides what each step
-does.
+A `DenoisingPolicy` rolls the pipeline out, replays one recorded step, or predicts at a given latent. Each time it
+calls the pipeline as any user would, while a driver decides what each step does.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from torch import Tensor
 from ..media.files import extract_samples
 from .base import Policy
 from .drivers import Driver, Finisher, Predictor, Recorder, StepScored, Teacher, UnsupportedPipeline
-from .network_gate import NetworkAccess, replaced
+from .network_gate import NetworkAccess, replace_attribute
 from .schedulers import StochasticScheduler, stochastic_scheduler
 from .trajectory import Prediction, RolloutRequest, StepDistribution, Trajectory
 
@@ -98,8 +97,8 @@ class DenoisingPolicy(Policy):
             samples = extract_samples(self.pipe, self.pipe(**arguments))
         if request.latents is None:
             return samples
-        found = samples if not request.is_decoded else self._latents_again(inputs, request, recorder)
-        request.latents.extend(self._checked_latents(found, recorder))
+        found = samples if not request.is_decoded else self._call_for_latents(inputs, request, recorder)
+        request.latents.extend(self._split_latents(found, recorder))
         return samples if request.is_decoded else None
 
     def replay(
@@ -176,7 +175,7 @@ class DenoisingPolicy(Policy):
     def _call_until_scored(
         self, driver: Driver, inputs: dict[str, Any], num_inference_steps: int, forwards: Sequence[Callable] | None
     ) -> None:
-        """Call the pipeline with gradients allowed, until the driver has what it came for."""
+        """Call the pipeline with gradients allowed, until the driver leaves it."""
         arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
         with self.acting(driver, forwards), contextlib.suppress(StepScored):
             self.undecorated(self.pipe, **arguments)
@@ -195,16 +194,16 @@ class DenoisingPolicy(Policy):
         self.scheduler.driver = driver
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.gates.put_up(driver, forwards))
-            stack.enter_context(self.prompts.serving(pipe))
+            stack.enter_context(self.prompts.serve(pipe))
             stack.enter_context(self._writing(driver))
             stack.enter_context(self._seeded(driver.initial_seeds))
             # __dict__, not setattr: a pipeline's own __setattr__ would write our class into its config
             for holder in holders:
-                stack.enter_context(replaced(holder, "scheduler", self.scheduler))
+                stack.enter_context(replace_attribute(holder, "scheduler", self.scheduler))
             for holder in (pipe, *inner.values()):
-                stack.enter_context(replaced(holder, "_progress_bar_config", {"disable": True}))
+                stack.enter_context(replace_attribute(holder, "_progress_bar_config", {"disable": True}))
             for name, part in inner.items():
-                stack.enter_context(replaced(pipe, name, _Undecorated(part)))
+                stack.enter_context(replace_attribute(pipe, name, _Undecorated(part)))
             try:
                 yield
                 self.gates.finish()
@@ -223,7 +222,7 @@ class DenoisingPolicy(Policy):
                 driver.tokens = self.draw_tokens(call, driver.initial_seeds).ids
             return torch.cat([call["input_ids"], driver.tokens.to(call["input_ids"].device)], dim=1)
 
-        with self.family.bridged(self.pipe), replaced(self.writer, "generate", generate):
+        with self.family.bridged(self.pipe), replace_attribute(self.writer, "generate", generate):
             yield
 
     def check_noise_in_last_step(self) -> None:
@@ -248,14 +247,14 @@ class DenoisingPolicy(Policy):
                 "rewards that take what it makes."
             )
 
-    def _latents_again(self, inputs: dict[str, Any], request: RolloutRequest, recorder: Recorder) -> Any:
+    def _call_for_latents(self, inputs: dict[str, Any], request: RolloutRequest, recorder: Recorder) -> Any:
         """Return what the same call gives when asked for latents; neither network nor decoder runs for it."""
         inputs = inputs | {"output_type": "latent"}
         arguments = self.call_arguments(inputs, request.num_inference_steps, recorder.initial_seeds)
         with self.acting(Finisher(recorder)):
             return self.pipe(**arguments)[0]
 
-    def _checked_latents(self, found: Any, recorder: Recorder) -> list[Tensor]:
+    def _split_latents(self, found: Any, recorder: Recorder) -> list[Tensor]:
         """Return one float32 tensor per sample; refuse what is no latent, or more of them than the steps moved."""
         left = Finisher(recorder).left
         is_tensor = torch.is_tensor(found) and found.ndim > 1 and len(found) == recorder.count

@@ -1,7 +1,8 @@
-"""Who decides what a stochastic scheduler's step does: a recorder in a rollout, a teacher in a replay.
+"""Drivers decide what each step of a stochastic scheduler does: the recorder in a rollout, the teacher in a replay.
 
-In: each step of the pipeline's loop, as its scheduler reports it. Out: the latent that the pipeline goes on with; from
-the recorder a `Trajectory`, from the teacher the `StepDistribution` of one recorded step.
+A driver gets each step of the pipeline's loop from the scheduler and returns the latent that the pipeline goes on
+with. The recorder makes a `Trajectory`, the teacher the `StepDistribution` of one recorded step, the predictor a
+`Prediction`.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ class _Parts:
         self.scores: list[Tensor] = []
 
     def add(self, handed: Tensor, next_latents: Tensor, score: Tensor) -> None:
-        """A latent's part of the step: what it was handed, what it left, and that one's log-density."""
+        """Add one latent's part of the step: its input, its output, and the output's log-density."""
         self.handed.append(handed)
         self.next.append(next_latents)
         self.scores.append(score)
 
     def log_prob(self) -> Tensor:
-        """(batch,) log-density of all parts, averaged over all their dimensions."""
+        """Return the (batch,) log-density of all parts, averaged over all their dimensions."""
         if len(self.scores) == 1:
             return self.scores[0]
         sizes = [part[0].numel() for part in self.next]
@@ -41,28 +42,28 @@ class _Parts:
 
 
 def _distribution(means: list[Tensor], stds: list[Tensor], log_prob: Tensor) -> StepDistribution:
-    """Mean, std and log-probability of a step; flattened where it moves several latents."""
+    """Build a step's distribution; flattened if the step moves several latents."""
     mean, std = means[0], stds[0]
     if len(means) > 1:
-        std = _joined([std.expand(mean.shape) for mean, std in zip(means, stds, strict=True)])
-        mean = _joined(means)
+        std = _join([std.expand(mean.shape) for mean, std in zip(means, stds, strict=True)])
+        mean = _join(means)
     if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
         std = torch.where(std > 0, std, 1.0)
     return StepDistribution(mean, std, log_prob)
 
 
-def _own_rows(values: Sequence[Tensor], sample: Tensor, count: int) -> list[Tensor]:
-    """The first copy of each sample, of values that have a row for each."""
+def _first_rows(values: Sequence[Tensor], sample: Tensor, count: int) -> list[Tensor]:
+    """Return the first copy of each sample, of values that have one row per sample."""
     return [value[:count] if value.ndim and len(value) == len(sample) else value for value in values]
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """One tensor a sample out of several, (batch, ...)."""
+def _join(parts: list[Tensor]) -> Tensor:
+    """Join several latents of each sample into one tensor, (batch, ...)."""
     return parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
 class Driver:
-    """What recorder and teacher share: where the loop stands, and which scheduler has taken which step.
+    """What all drivers share: the position in the loop, and which scheduler has taken which step.
 
     Attributes:
         initial_seeds: (batch,) of the samples' initial latents.
@@ -79,7 +80,7 @@ class Driver:
         self.taken: set[tuple[StochasticScheduler, int]] = set()
 
     def enter(self, scheduler: StochasticScheduler, index: int) -> None:
-        """Notes that a scheduler takes step `index`; several schedulers take each step together."""
+        """Note that a scheduler takes step `index`; several schedulers take each step together."""
         if (scheduler, index) in self.taken or index + 1 < self.current:
             raise UnsupportedPipeline(
                 "The pipeline runs its denoising loop several times in one call (chunks or stages that build on each "
@@ -90,7 +91,7 @@ class Driver:
         self.current = index + 1
 
     def rows(self, sample: Tensor) -> int:
-        """How often each sample is in the batch: twice where a pipeline keeps both halves of guidance."""
+        """Return how often each sample is in the batch: twice if a pipeline keeps both halves of guidance."""
         if len(sample) % self.count:
             raise UnsupportedPipeline(
                 f"The pipeline steps {len(sample)} latents at once where {self.count} samples were asked for; roll "
@@ -100,7 +101,7 @@ class Driver:
 
 
 class Recorder(Driver):
-    """Drives a rollout: noise where it is asked for, records where it is trained."""
+    """Drives a rollout: draws noise where it is asked for, records what is trained."""
 
     needs_network = True
 
@@ -121,7 +122,7 @@ class Recorder(Driver):
         self.noise_in_last_step = noise_in_last_step
         self.device, self.is_complete = device, is_complete
         self.records: dict[int, _Parts] = {}
-        self.left: dict[int, Tensor] = {}  # what each scheduler handed back last
+        self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
         self.loop_length: int | None = None
 
     def _begin(self, scheduler: StochasticScheduler) -> None:
@@ -149,11 +150,11 @@ class Recorder(Driver):
         if index not in self.noise_steps:
             latents = scheduler.deterministic(prediction, timestep, sample)
         else:
-            latents = self._sampled(scheduler, index, prediction, timestep, sample)
+            latents = self._draw_next(scheduler, index, prediction, timestep, sample)
         self.left[id(scheduler)] = latents.clone()  # pipelines write conditions into what they are handed
         return latents
 
-    def _sampled(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+    def _draw_next(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         copies = self.rows(sample)
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
         noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
@@ -162,14 +163,14 @@ class Recorder(Driver):
         if index in self.trained_steps:
             handed = self.left.get(id(scheduler), sample)[: self.count].float()
             # scored as rounded: what replay is given back must be what was scored
-            next_latents, mean, std = _own_rows((latents.float(), mean, std), sample, self.count)
+            next_latents, mean, std = _first_rows((latents.float(), mean, std), sample, self.count)
             score = scheduler.log_prob(next_latents, mean, std)
             kept = (x.clone().to(self.device) for x in (handed, next_latents, score))
             self.records.setdefault(index, _Parts()).add(*kept)
         return latents
 
     def trajectory(self, **settings) -> Trajectory:
-        """The recorded steps.
+        """Return the recorded steps.
 
         Raises:
             UnsupportedPipeline: the loop ended before all trained steps were taken.
@@ -181,8 +182,7 @@ class Recorder(Driver):
                 f"The pipeline took no step {missing or ''} through its scheduler; nothing can be recorded."
             )
         steps = {
-            step: (_joined(parts.handed), _joined(parts.next), parts.log_prob())
-            for step, parts in self.records.items()
+            step: (_join(parts.handed), _join(parts.next), parts.log_prob()) for step, parts in self.records.items()
         }
         latents, next_latents, log_probs = (
             torch.stack(
@@ -200,7 +200,7 @@ class Recorder(Driver):
 
 
 class Finisher(Driver):
-    """Drives a call that repeats a rollout from its end, without the network: the last step leaves what it left.
+    """Drives a call that ends as a rollout did, without the network: its last step returns what the rollout's did.
 
     Args:
         recorder: of that rollout.
@@ -217,7 +217,7 @@ class Finisher(Driver):
         if len(recorder.left) != 1:
             raise UnsupportedPipeline(
                 f"The pipeline's steps move {len(recorder.left)} latents at once (video and sound), and a reward that "
-                "takes latents gets one; use a reward that takes what is made of them."
+                "takes latents gets one; use a reward that takes the decoded samples."
             )
         (self.left,) = recorder.left.values()
 
@@ -227,7 +227,7 @@ class Finisher(Driver):
 
 
 class StepScored(Exception):
-    """Leaves the pipeline: the replayed step is scored, the steps after it and the decoder are not needed."""
+    """Raised to leave the pipeline: the step is scored, and later steps and the decoder are not needed."""
 
 
 class _Follower(Driver):
@@ -287,7 +287,7 @@ class Teacher(_Follower):
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
         next_latents, self.next_offset = take_part(self.next_latents, self.next_offset, sample, self.count)
         next_latents = next_latents.to(device=mean.device, dtype=torch.float32)
-        mean, std = _own_rows((mean, std), sample, self.count)
+        mean, std = _first_rows((mean, std), sample, self.count)
         self.parts.add(sample, next_latents, scheduler.log_prob(next_latents, mean, std))
         self.means.append(mean)
         self.stds.append(std)
@@ -324,11 +324,11 @@ class Predictor(_Follower):
             return self.hand_over(index, sample)
         if self.index == 0:
             self._refuse_other_initial_latents(sample)
-        prediction, sample = _own_rows((prediction, sample), sample, self.count)
+        prediction, sample = _first_rows((prediction, sample), sample, self.count)
         self.predictions.append(prediction)
         self.samples.append(sample)
         if sum(part[0].numel() for part in self.samples) >= self.latents[0].numel():
-            self.found = Prediction(_joined(self.predictions), _joined(self.samples))
+            self.found = Prediction(_join(self.predictions), _join(self.samples))
             raise StepScored
         return sample  # another scheduler steps the other part
 

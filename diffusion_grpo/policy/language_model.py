@@ -1,8 +1,7 @@
 """A language model inside a pipeline: it draws tokens through its own `generate`, and scores them by teacher forcing.
 
-In: the keyword arguments with which a pipeline calls `generate`. Out: the drawn ids with what their scoring needs, or
-the log-probabilities of recorded ids, with gradient. Nothing here knows a model family; what differs between them is
-asked of the pipeline's [`~diffusion_grpo.pipelines.Family`].
+Nothing here knows a model family; what differs between them is asked of the pipeline's
+[`~diffusion_grpo.pipelines.Family`].
 """
 
 import contextlib
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .token_process import Sampling, drawn, token_log_prob
+from .token_process import Sampling, draw_ids, token_log_prob
 from .trajectory import generators, sample_seed
 
-SETTINGS = frozenset(vars(GenerationConfig()))  # arguments of `generate` that say how, not after what
+SETTINGS = frozenset(vars(GenerationConfig()))  # arguments of `generate` that are settings, not inputs
 
 
 @dataclasses.dataclass
@@ -39,7 +38,7 @@ class Drawn:
 
 
 class _Drawing(LogitsProcessor):
-    """Draws each token itself, with one random number a sample, and leaves `generate` no choice but that token."""
+    """Draws each token itself, with one random number per sample, and leaves `generate` no choice but that token."""
 
     def __init__(self, sampling: Sampling, vocabulary: int, uniform: Tensor):
         self.sampling, self.vocabulary, self.uniform = sampling, vocabulary, uniform
@@ -47,17 +46,17 @@ class _Drawing(LogitsProcessor):
         self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        filtered = self.sampling.filtered(scores[:, : self.vocabulary].float())
+        filtered = self.sampling.filter(scores[:, : self.vocabulary].float())
         log_probs = filtered.log_softmax(1)
-        ids = drawn(log_probs, self.uniform[:, len(self.log_probs)].to(scores.device))[:, None]
+        ids = draw_ids(log_probs, self.uniform[:, len(self.log_probs)].to(scores.device))[:, None]
         if self.sampling.is_truncated:
             self.kept.append(filtered > -torch.inf)
         self.log_probs.append(log_probs.gather(1, ids)[:, 0])
         return torch.full_like(scores, -torch.inf).scatter(1, ids, 0.0)
 
 
-def prompt_of(call: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors among the arguments of `generate`: what the tokens are to follow."""
+def select_prompt(call: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors among the arguments of `generate`: what the tokens follow."""
     return {name: value for name, value in call.items() if name not in SETTINGS}
 
 
@@ -65,39 +64,39 @@ def prompt_of(call: dict[str, Any]) -> dict[str, Tensor]:
 def draw(
     model: nn.Module, call: dict[str, Any], *, count: int, vocabulary: int, sampling: Sampling, seeds: Tensor
 ) -> Drawn:
-    """Draws tokens with the model's own `generate`; what a sample gets depends on its seed, not on its batch.
+    """Draw tokens with the model's own `generate`; what a sample gets depends on its seed, not on its batch.
 
     Args:
         model: with a head and `generate`.
         call: the arguments with which the pipeline calls `generate`.
-        count: the most tokens that are drawn; fewer where all samples of the batch end before.
+        count: the most tokens to draw; fewer if all samples of the batch end before.
         vocabulary: ids below it may be drawn.
         sampling: how.
-        seeds: (batch,) one a sample.
+        seeds: (batch,) one per sample.
     """
-    prompt, own = prompt_of(call), model.generation_config
-    uniform = torch.stack([torch.rand(count, generator=generator) for generator in _streams(seeds)])
+    prompt, own = select_prompt(call), model.generation_config
+    uniform = torch.stack([torch.rand(count, generator=generator) for generator in _make_generators(seeds)])
     drawing = _Drawing(sampling, vocabulary, uniform)
     ends = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     output = type(model).generate(
         model,
         **prompt,
-        # the drawing has done what temperature and top-p ask for
+        # temperature and top-p have had their effect in the drawing
         generation_config=GenerationConfig(do_sample=False, temperature=1.0, top_p=1.0, max_new_tokens=count, **ends),
         logits_processor=[drawing],
     )
     ids = output[:, prompt["input_ids"].shape[1] :]
     kept = torch.stack(drawing.kept, dim=1) if drawing.kept else None
-    return Drawn(ids, _until_end(ids, own.eos_token_id), kept, torch.stack(drawing.log_probs, dim=1))
+    return Drawn(ids, _mask_until_end(ids, own.eos_token_id), kept, torch.stack(drawing.log_probs, dim=1))
 
 
-def _streams(seeds: Tensor) -> list[torch.Generator]:
-    """Apart from the generators of latents, which the same seeds may start."""
+def _make_generators(seeds: Tensor) -> list[torch.Generator]:
+    """Return generators other than those of the latents, which may have the same seeds."""
     return generators(torch.tensor([sample_seed(seed, "tokens") for seed in seeds.tolist()]))
 
 
-def _until_end(ids: Tensor, end: int | list[int] | None) -> Tensor:
-    """(batch, tokens) bool: True up to and with the id that ends a text."""
+def _mask_until_end(ids: Tensor, end: int | list[int] | None) -> Tensor:
+    """Return (batch, tokens) bool: True up to and including the id that ends a text."""
     ends = torch.tensor([] if end is None else end, dtype=ids.dtype, device=ids.device).reshape(-1)
     is_end = torch.isin(ids, ends).long()
     return is_end.cumsum(1) - is_end == 0
@@ -113,7 +112,7 @@ def score(
     vocabulary: int,
     temperature: float,
 ) -> Tensor:
-    """(batch, tokens) float32 log-probabilities of recorded tokens by one teacher-forced pass; 0 where masked.
+    """Return (batch, tokens) log-probabilities of recorded tokens by one teacher-forced pass; 0 where masked.
 
     Args:
         forward: of the language model, or of its reference.
@@ -122,14 +121,14 @@ def score(
         vocabulary, temperature: of the rollout.
     """
     logits = forward(**arguments, logits_to_keep=ids.shape[1], use_cache=False).logits
-    safe = ids.masked_fill(~mask, 0)  # behind the end stands padding, which may lie outside the vocabulary
+    safe = ids.masked_fill(~mask, 0)  # after the end comes padding, which may lie outside the vocabulary
     log_probs = token_log_prob(logits[..., :vocabulary].float(), safe, kept, temperature)
     return log_probs.masked_fill(~mask, 0.0)
 
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
-    """Lets layers with gradient checkpointing use it: transformers ties that to the training mode, as dropout.
+    """Let layers with gradient checkpointing use it: transformers ties it to the training mode, like dropout.
 
     Only the layers themselves change mode; what is in them, dropout too, stays as it is.
     """

@@ -76,9 +76,11 @@ class NetworkGates:
             for number, network in enumerate(self._networks()):
                 real = forwards[number] if forwards else network.forward
                 run = _with_hooks(network, real) if skips_hooks and not forwards else real
-                stack.enter_context(replaced(network, "forward", self._gate(driver, number, network, real, run)))
+                stack.enter_context(
+                    replace_attribute(network, "forward", self._gate(driver, number, network, real, run))
+                )
                 for hooks in HOOKS if skips_hooks else ():
-                    stack.enter_context(replaced(network, hooks, OrderedDict()))
+                    stack.enter_context(replace_attribute(network, hooks, OrderedDict()))
             self._last_calls = {}
             yield
 
@@ -171,7 +173,7 @@ def _with_hooks(network: nn.Module, forward: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for name, value in [*hooks, ("forward", forward)]:
-                stack.enter_context(replaced(network, name, value))
+                stack.enter_context(replace_attribute(network, name, value))
             return network(*args, **kwargs)
 
     return run
@@ -190,8 +192,8 @@ def _blank(output: Any) -> Any:
 
 
 @contextlib.contextmanager
-def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an instance attribute; restore it on leaving exactly as it was, present or absent."""
+def replace_attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an instance attribute inside the context; restore it exactly as it was, present or absent."""
     before = instance.__dict__.get(name)
     instance.__dict__[name] = value
     try:

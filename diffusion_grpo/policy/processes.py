@@ -1,8 +1,8 @@
 """Processes that turn a deterministic sampler into a stochastic policy.
 
-In: what the pipeline hands to `scheduler.step` (a prediction) and the latent it was made for. Out: mean and standard
-deviation of the next latent. Each process is one pure float32 function. To add one, write the function and add an
-entry to `PROCESSES`: its name, the function, the coordinates of the schedulers it fits, and its usual noise.
+A process is one pure float32 function from a prediction, and the latent it was made for, to mean and standard
+deviation of the next latent. To add one, write the function and an entry of `PROCESSES`: its name, the function, the
+coordinates of the schedulers it fits, and its usual noise.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ MeanStd = tuple[Tensor, Tensor]
 
 
 def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Gaussian log-density of `value` (batch, ...), averaged over all but the batch dimension. Returns (batch,).
+    """Return the (batch,) Gaussian log-density of `value` (batch, ...), averaged over all other dimensions.
 
-    The average, not the sum: at the sizes of latents a sum turns rounding into ratios far from 1.
+    An average, not a sum: for tensors as large as latents a sum turns rounding into ratios far from 1.
     """
     moves = std > 0
-    if not moves.all():  # tokens that a pipeline holds fixed have no density; they count for nothing
+    if not moves.all():  # tokens that a pipeline holds fixed have no density and do not count
         moves = moves.expand(value.shape).flatten(1)
         density = log_density_by_element(value, mean, torch.where(std > 0, std, 1.0)).flatten(1)
         return (density * moves).sum(1) / moves.sum(1)
@@ -31,11 +31,10 @@ def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return what Flow-GRPO's code takes for the log-density under CPS: `-(value - mean)**2`, averaged.
+    """Return what Flow-GRPO's code uses as the log-density under CPS: `-(value - mean)**2`, averaged, (batch,).
 
-    It leaves out 1 / (2 * std**2) and the constants, so that its ratios move 2 * std**2 times as far as the Gaussian's
-    and the noisy steps weigh more than the later ones. `std` only says what is held fixed. The average is as in
-    [`log_density`]; returns (batch,).
+    It leaves out 1 / (2 * std**2) and the constants, so its ratios move 2 * std**2 times as far as the Gaussian's, and
+    noisy steps weigh more than later ones. `std` only says what is held fixed. The average is as in [`log_density`].
     """
     error = (-((value - mean) ** 2)).flatten(1)
     moves = (std > 0).expand(value.shape).flatten(1)
@@ -46,7 +45,7 @@ LOG_PROBS = {"gaussian": log_density, "squared_error": squared_error}
 
 
 def log_density_by_element(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Gaussian log-density of each element of `value`."""
+    """Return the Gaussian log-density of each element of `value`."""
     return -((value - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
 
 
@@ -158,8 +157,8 @@ class Process:
 
     Attributes:
         name: its value of the setting `sde_type`.
-        function: takes tensors by position and `noise_level` by keyword; of the further keywords that schedulers of
-            its coordinates offer it gets those that its signature names.
+        function: takes tensors by position and `noise_level` by keyword. Schedulers of its coordinates offer further
+            keywords; it gets those that its signature names.
         coordinates: how the schedulers it fits write latents.
 
             * "flow": (1 - sigma) * data + sigma * noise. By position prediction, sample, sigma and sigma_next; offered
@@ -168,7 +167,7 @@ class Process:
               alpha_cumprod and alpha_cumprod_next; offered are `prediction_type` and `clip`.
             * "sigma": data + sigma * noise. By position the predicted clean sample, sample, sigma and sigma_next.
         noise_level: the usual one, the default of the setting `noise_level`.
-        is_silent_at_end: whether its noise ends with the schedule, so that the last step has none whatever is asked.
+        is_silent_at_end: whether its noise vanishes at the end of the schedule, so that the last step never has any.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Each distinct prompt is encoded once, and never again in replay.
+"""A cache of prompt embeddings: each distinct prompt is encoded once, and never again in replay.
 
-In: calls of the pipeline's `encode_prompt`. Out: what it returned the first time. Where a call has one prompt a sample
-its rows are kept by prompt, so that other batches of the same prompts find theirs; any other call is kept whole.
-Without family names: arguments are compared by value, tensors by content.
+If a call of the pipeline's `encode_prompt` has one prompt per sample, its rows are kept by prompt, so that other
+batches of the same prompts find theirs; any other call is kept whole. No family is named: arguments are compared by
+value, tensors by content.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ class PromptCache:
         self.is_by_sample: dict[Any, bool] = {}
 
     def clear(self) -> None:
-        """Forget everything: the prompts of the next rollout are others."""
+        """Forget everything: the next rollout has other prompts."""
         self.calls.clear()
         self.encoded.clear()
 
     @contextlib.contextmanager
-    def serving(self, pipe: DiffusionPipeline) -> Iterator[None]:
-        """`pipe.encode_prompt` answers from the cache inside the context; pipelines without one are left alone."""
+    def serve(self, pipe: DiffusionPipeline) -> Iterator[None]:
+        """Let `pipe.encode_prompt` answer from the cache inside the context; leave pipelines without one alone."""
         encode = getattr(pipe, "encode_prompt", None)
         if encode is None:
             yield
@@ -48,24 +48,24 @@ class PromptCache:
 
     def _encode(self, encode: Callable, args: tuple, kwargs: dict) -> Any:
         arguments = inspect.signature(encode).bind(*args, **kwargs).arguments
-        names = _names_of_prompts(arguments)
+        names = _find_prompts(arguments)
         if names is not None:
-            found = self._by_prompt(encode, arguments, names)
+            found = self._encode_prompts(encode, arguments, names)
             if found is not None:
                 return found
-        key = _by_value(arguments)
+        key = _make_key(arguments)
         if key not in self.calls:
-            self.calls[key] = _called(encode, arguments)
+            self.calls[key] = _call(encode, arguments)
         return self.calls[key]
 
-    def _by_prompt(self, encode: Callable, arguments: dict[str, Any], names: list[str]) -> Any:
-        """The embeddings, each distinct prompt encoded alone; None where they do not lie sample by sample.
+    def _encode_prompts(self, encode: Callable, arguments: dict[str, Any], names: list[str]) -> Any:
+        """Encode each distinct prompt alone and return the embeddings; None if they are not one row per sample.
 
-        Beside other prompts they would differ in the last bits, and so from one batch, process or resumed run to the
-        next. Only prompts that the encoder pads to the longest of a call are encoded together, those of one call.
+        Beside other prompts they would differ in the last bits, and so between batches, processes and resumed runs.
+        Only prompts that the encoder pads to the longest of a call are encoded together, those of one call.
         """
         wanted = list(zip(*(arguments[name] for name in names), strict=True))
-        key = _by_value({name: value for name, value in arguments.items() if name not in names})
+        key = _make_key({name: value for name, value in arguments.items() if name not in names})
         if self.is_by_sample.get(key) is False:
             return None
         parts = self.encoded.setdefault(key, {})
@@ -73,21 +73,21 @@ class PromptCache:
         def encoded(rows: tuple[Prompts, ...]) -> Any:
             if rows not in parts:
                 columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-                parts[rows] = _called(encode, arguments | columns)
+                parts[rows] = _call(encode, arguments | columns)
             return parts[rows]
 
         distinct = tuple(sorted(set(wanted)))
         try:
-            result = _joined([_spread(encoded((row,)), 1, [0]) for row in wanted])
+            result = _join([_take_rows(encoded((row,)), 1, [0]) for row in wanted])
         except _DoNotFit:
-            result = _spread(encoded(distinct), len(distinct), [distinct.index(row) for row in wanted])
+            result = _take_rows(encoded(distinct), len(distinct), [distinct.index(row) for row in wanted])
         if key not in self.is_by_sample and len(wanted) > 1:  # once: is it what the pipeline would have got?
-            self.is_by_sample[key] = _shapes(result) == _shapes(_called(encode, arguments))
+            self.is_by_sample[key] = _shapes(result) == _shapes(_call(encode, arguments))
         return result if self.is_by_sample.get(key, True) else None
 
 
-def _called(encode: Callable, arguments: dict[str, Any]) -> Any:
-    """With copies of lists: Z-Image writes its chat template into the caller's."""
+def _call(encode: Callable, arguments: dict[str, Any]) -> Any:
+    """Call the encoder with copies of lists: Z-Image writes its chat template into the caller's."""
     with torch.no_grad():
         return encode(**{name: list(value) if isinstance(value, list) else value for name, value in arguments.items()})
 
@@ -98,8 +98,8 @@ def _shapes(result: Any) -> Any:
     return [_shapes(item) for item in result] if isinstance(result, (tuple, list)) else type(result)
 
 
-def _names_of_prompts(arguments: dict[str, Any]) -> list[str] | None:
-    """Arguments that hold one prompt a sample; None where the call is not of that plain kind."""
+def _find_prompts(arguments: dict[str, Any]) -> list[str] | None:
+    """Return the arguments that hold one prompt per sample; None if the call is not of that plain kind."""
     prompts = arguments.get("prompt")
     if not _is_list_of(str, prompts) or not prompts:
         return None
@@ -119,8 +119,8 @@ class _DoNotFit(Exception):
     """Embeddings of different shapes: padded to the longest prompt of their own call."""
 
 
-def _joined(results: list[Any]) -> Any:
-    """One result for a batch out of results for single samples."""
+def _join(results: list[Any]) -> Any:
+    """Join results for single samples into one for the batch."""
     first = results[0]
     if torch.is_tensor(first):
         if any(result.shape != first.shape for result in results):
@@ -132,7 +132,7 @@ def _joined(results: list[Any]) -> Any:
     if isinstance(first, list) and len(first) == 1:
         return [item for result in results for item in result]
     if isinstance(first, (tuple, list)):
-        return type(first)(_joined(list(items)) for items in zip(*results, strict=True))
+        return type(first)(_join(list(items)) for items in zip(*results, strict=True))
     if any(result != first for result in results):
         raise _DoNotFit
     return first
@@ -147,7 +147,7 @@ def _has_length(value: Any, count: int) -> bool:
 
 
 def _is_setting(value: Any) -> bool:
-    """Numbers and strings, also in lists and dicts: the same for every sample."""
+    """Whether a value is made of numbers and strings, also in lists and dicts: the same for every sample."""
     if isinstance(value, dict):
         return all(_is_setting(item) for item in value.values())
     if isinstance(value, (list, tuple)):
@@ -159,19 +159,19 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float, bool, torch.device, torch.dtype))
 
 
-def _spread(result: Any, count: int, index: list[int]) -> Any:
-    """The rows `index` out of a result for `count` prompts."""
+def _take_rows(result: Any, count: int, index: list[int]) -> Any:
+    """Return the rows `index` of a result for `count` prompts."""
     if torch.is_tensor(result):
         return result[torch.tensor(index, device=result.device)] if result.ndim and len(result) == count else result
     if isinstance(result, (tuple, list)):
         if isinstance(result, list) and len(result) == count:
             return [result[i] for i in index]
-        return type(result)(_spread(item, count, index) for item in result)
+        return type(result)(_take_rows(item, count, index) for item in result)
     return result
 
 
-def _by_value(value: Any) -> Any:
-    """A hashable stand-in that is equal where the values are."""
+def _make_key(value: Any) -> Any:
+    """Return a hashable key that is equal where values are."""
     if _is_plain(value):
         return value
     if torch.is_tensor(value):
@@ -180,7 +180,7 @@ def _by_value(value: Any) -> Any:
     if isinstance(value, Image.Image):
         return ("image", value.size, value.mode, hashlib.sha256(value.tobytes()).hexdigest())
     if isinstance(value, dict):
-        return tuple((name, _by_value(item)) for name, item in value.items())
+        return tuple((name, _make_key(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
-        return tuple(_by_value(item) for item in value)
+        return tuple(_make_key(item) for item in value)
     return object()  # equal to nothing: what cannot be compared by value is encoded anew

@@ -1,9 +1,9 @@
 """The pipeline is the policy: rollouts that record, replays that score, predictions at any latent.
 
-In: a diffusers pipeline and the keyword arguments of its `__call__`. Out of `rollout`: its samples and a `Trajectory`.
-Out of `replay`: the `StepDistribution` of one recorded step under the network as it is now, with gradient. Out of
-`predict`: what the pipeline hands to its scheduler at a given latent. No model family has code here: guidance, packing
-and conditions are the pipeline's own in all three, so that they cannot drift apart.
+All three take a diffusers pipeline and the keyword arguments of its `__call__`. `rollout` returns samples and a
+`Trajectory`; `replay` the `StepDistribution` of one recorded step under the network as it is now, with gradient;
+`predict` what the pipeline hands to its scheduler at a given latent. No model family has code here: guidance, packing
+and conditions are the pipeline's own in all three, so they cannot drift apart.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,27 +58,27 @@ def rollout(
     latents: list[Tensor] | None = None,
     is_decoded: bool = True,
 ) -> tuple[Any, Trajectory | TokenTrajectory | None]:
-    """Calls the pipeline as a user would, with noise in its steps, and records the trained ones.
+    """Call the pipeline as a user would, with noise in its steps, and record the trained ones.
 
     Args:
-        policy: a [`Policy`], or a pipeline to make one of. Of a [`TokenPolicy`] the tokens are the actions: `seeds`
-            fix those, `initial_seeds` what decodes them, and `steps` and `noise_steps` mean nothing.
+        policy: a [`Policy`], or a pipeline to make one of. The actions of a [`TokenPolicy`] are tokens: `seeds` fix
+            the tokens, `initial_seeds` what decodes them, and `steps` and `noise_steps` mean nothing.
         inputs: keyword arguments of the pipeline's `__call__` for one batch.
-        seeds: one a sample. They fix the noise of its steps whatever else is in the batch.
+        seeds: one per sample. Each fixes the noise of its sample's steps, whatever else is in the batch.
         num_inference_steps: length of the loop.
-        initial_seeds: one a sample, for its initial latent. Equal ones share the initial latent. By default `seeds`,
-            and the noise of the steps comes from seeds derived from them, so that the two are independent.
-        steps: trained steps, one row of ascending indices a sample; all but the last by default. Empty: none.
+        initial_seeds: one per sample, for its initial latent. Samples with equal ones share it. By default `seeds`;
+            the noise of the steps then comes from seeds derived from them, so that the two are independent.
+        steps: trained steps, one row of ascending indices per sample; all but the last by default. Empty: none.
         noise_steps: steps that draw noise, at least the trained ones; all but the last by default.
-        noise_in_last_step: the loop's last step draws noise too, if it is among `noise_steps` or these are not given.
-            It is never trained.
+        noise_in_last_step: whether the loop's last step draws noise too, if it is among `noise_steps` or these are
+            not given. It is never trained.
         noise_level: of the process; its usual one by default. 0 samples deterministically and records nothing; tokens
-            are drawn at 0 as at any other.
+            are still drawn.
         device: where the trajectory is kept.
-        is_complete: False ends the call when the last trained step is recorded; there are no samples then.
-        latents: a list to which the samples' denoised latents are added, one each: those that a call with
-            `output_type="latent"` returns.
-        is_decoded: False decodes nothing; latents are all there is then.
+        is_complete: False ends the call once the last trained step is recorded; there are no samples then.
+        latents: a list to which each sample's denoised latent is added, as a call with `output_type="latent"`
+            returns it.
+        is_decoded: False decodes nothing; there are only latents then.
 
     Returns:
         the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
@@ -90,7 +90,7 @@ def rollout(
     """
     policy = _as_policy(policy)
     seeds = torch.as_tensor(seeds, dtype=torch.int64)
-    if initial_seeds is None:  # two streams: the same one twice would make the first noise the initial latent
+    if initial_seeds is None:  # two streams: with a single one the first noise would equal the initial latent
         initial_seeds, seeds = seeds, torch.tensor([sample_seed(seed, "noise") for seed in seeds.tolist()])
     if latents is not None:
         policy.check_latents()

@@ -1,8 +1,8 @@
 """Which stochastic process a diffusers scheduler can run, and the scheduler that runs it.
 
-In: a pipeline's scheduler. Out: one that keeps its class, its config and its schedule where it can, so that a pipeline
-cannot tell the difference, and whose `step` asks a driver for the next latent (`stochastic.py`); or a refusal with the
-reason.
+`stochastic_scheduler` keeps class, config and schedule of a pipeline's scheduler where it can, so that the pipeline
+cannot tell the difference; its `step` asks a driver for the next latent (`stochastic_steps.py`). Schedulers that
+cannot be trained are refused with the reason.
 """
 
 import copy
@@ -122,7 +122,7 @@ def _refusal(scheduler: SchedulerMixin) -> UnsupportedScheduler:
 
 
 def _ddim_config(scheduler: SchedulerMixin) -> dict[str, Any]:
-    """A config from which DDIM gets the noise schedule of any variance-preserving scheduler."""
+    """Return a config that gives DDIM the noise schedule of any variance-preserving scheduler."""
     config = {"clip_sample": False, **scheduler.config}  # DDIM clips by default; only a config that says so may
     if config.get("beta_schedule", "linear") not in _DDIM_BETA_SCHEDULES:
         config["trained_betas"] = scheduler.betas.tolist()
@@ -133,7 +133,7 @@ def _ddim_config(scheduler: SchedulerMixin) -> dict[str, Any]:
 def stochastic_scheduler(
     scheduler: SchedulerMixin, process: str = "auto", log_prob_type: str = "gaussian"
 ) -> StochasticScheduler:
-    """The scheduler to train with: the same schedule as `scheduler`, with `process` on top.
+    """Return the scheduler to train with: the schedule of `scheduler`, with `process` on top.
 
     Flow matching (Euler, Heun, or UniPC, DPM-Solver and DEIS set to flow prediction), EDM and Euler with continuous
     timesteps keep their own class, sigmas and shift. Other variance-preserving schedulers become DDIM built from their
@@ -147,7 +147,7 @@ def stochastic_scheduler(
 
     Raises:
         ValueError: unknown process, or one that does not fit the scheduler; a `log_prob_type` that does not fit it.
-        UnsupportedScheduler: the scheduler takes no Gaussian steps that are known here.
+        UnsupportedScheduler: the scheduler takes no Gaussian steps that can be scored here.
     """
     name = type(scheduler).__name__
     if process != "auto" and process not in PROCESSES:

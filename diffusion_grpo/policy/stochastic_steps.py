@@ -1,8 +1,8 @@
 """Mixins that make a diffusers scheduler stochastic: its schedule stays, its `step` asks a driver.
 
-In: what a pipeline hands to `scheduler.step`. Out: the latent that the driver chose, and for the driver the mean and
-std of the next latent or the step without noise. One mixin a way of writing latents; the arithmetic stands in
-`processes.py`, who drives in `drivers.py`, which scheduler gets which mixin in `schedulers.py`.
+A driver (`drivers.py`) chooses the next latent; a mixin gives it mean and std, or the step without noise. There is one
+mixin for each way of writing latents. The arithmetic is in `processes.py`; `schedulers.py` says which scheduler gets
+which mixin.
 """
 
 import copy
@@ -34,7 +34,7 @@ class UnsupportedScheduler(ValueError):
 
 
 class StepDriver(Protocol):
-    """Decides what each step of a stochastic scheduler does: see `drivers.py` for the two there are."""
+    """Decides what each step of a stochastic scheduler does; see `drivers.py`."""
 
     def step(self, scheduler: "StochasticScheduler", index: int, prediction: Tensor, timestep: Any, sample: Tensor):
         """Return the latent after step `index` (counted from 0 in this call of the pipeline)."""
@@ -46,10 +46,10 @@ class StochasticScheduler:
     What the class in use lacks and the original has (`sigmas`, `variance_type`, ...) is the original's.
 
     Attributes:
-        coordinates: how latents are written; says which processes fit.
+        coordinates: how latents are written, which decides which processes fit.
         process: an entry of `PROCESSES`.
         log_prob_type: what counts as the log-probability of a step, a key of `LOG_PROBS`.
-        driver: who decides what a step does; without one, steps are deterministic. Copies share it.
+        driver: decides what a step does; without one, steps are deterministic. Copies share it.
         original: a copy of the pipeline's own scheduler, with the same timesteps set.
     """
 
@@ -79,21 +79,21 @@ class StochasticScheduler:
 
     @property
     def position(self) -> int:
-        """Where the current step stands in the whole schedule; image-to-image starts in the middle."""
+        """The current step's index in the whole schedule; image-to-image starts in the middle."""
         return self.first + self.index
 
     @property
     def loop_length(self) -> int:
-        """Steps of this loop; known from its first step on."""
+        """Number of steps of this loop; known from its first step on."""
         return len(self.timesteps) - self.first
 
     def scale_model_input(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The class's own scaling of the network's input, or none."""
+        """Scale the network's input as the class itself does, if it does."""
         scale = getattr(super(), "scale_model_input", None)
         return sample if scale is None else scale(sample, *args, **kwargs)
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
-        """diffusers' `step`: the driver chooses the next latent. Returns `SchedulerOutput` or a tuple of one."""
+        """As in diffusers, but the driver chooses the next latent. Return `SchedulerOutput` or a tuple of one."""
         self._locate(timestep)
         self._step_index = self.position
         self.options = {name: value for name, value in kwargs.items() if value is not None}
@@ -109,7 +109,7 @@ class StochasticScheduler:
         return SchedulerOutput(prev_sample=latents) if return_dict else (latents,)
 
     def _locate(self, timestep: Any) -> None:
-        """Notes where in the schedule the loop starts, at its first step."""
+        """Note where in the schedule the loop starts, at its first step."""
         if self.first is not None:
             return
         self.first = self.begin_index
@@ -119,11 +119,11 @@ class StochasticScheduler:
             self.first = int((self.timesteps == timestep).nonzero()[0])
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        """The step without noise, (batch, ...) in the dtype of the pipeline."""
+        """Return the next latent without noise, (batch, ...) in the dtype of the pipeline."""
         raise NotImplementedError
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
-        """Mean (batch, ...) and std of the next latent, float32, with the gradient of `prediction`."""
+        """Return mean (batch, ...) and std of the next latent, float32, with the gradient of `prediction`."""
         raise NotImplementedError
 
     def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class FlowSteps(StochasticScheduler):
         return sigmas[self.position], sigmas[self.position + 1], sigmas[1]
 
     def _token_sigmas(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Sigmas where each token has its own timestep: (batch, tokens, 1), the next one is the schedule's below."""
+        """Return sigmas for a timestep per token, (batch, tokens, 1); the next one is the schedule's below."""
         schedule = self.sigmas.to(device=device, dtype=torch.float32)
         now = self.options["per_token_timesteps"].to(schedule) / self.config.num_train_timesteps
         below = torch.where(schedule[:, None, None] < now[None] - 1e-6, schedule[:, None, None], 0.0)
@@ -183,7 +183,7 @@ class DDIMSteps(StochasticScheduler):
     begin_index = None
 
     def _prediction(self, prediction: Tensor, sample: Tensor) -> Tensor:
-        """Without the learned variance that some networks predict beside it: DDIM's variance is given by eta."""
+        """Drop the learned variance that some networks predict as well: DDIM's variance is given by eta."""
         learns_variance = prediction.ndim > 1 and prediction.shape[1] == 2 * sample.shape[1]
         return prediction.chunk(2, dim=1)[0] if learns_variance else prediction
 
@@ -219,7 +219,7 @@ class DDIMSteps(StochasticScheduler):
 
 
 class CosineSteps(StochasticScheduler):
-    """Stable Cascade's: time runs from 1 to 0, and so does what each latent keeps of the data."""
+    """Stable Cascade's cosine schedule: time runs from 1 to 0."""
 
     coordinates = "variance_preserving"
     begin_index = None
@@ -242,8 +242,8 @@ class CosineSteps(StochasticScheduler):
 class _StepOrEstimate:
     """What EDM's `step` returns as a tuple: the next latent, and the clean sample that is estimated on the way.
 
-    Each is worked out when it is read, because Cosmos calls `step` twice in a step: it reads the estimate alone, puts
-    guidance and conditions into that one, and then steps with it.
+    Each is computed when it is read, because Cosmos calls `step` twice per step: first it reads the estimate alone and
+    puts guidance and conditions into it, then it steps with that.
     """
 
     def __init__(self, step: Callable[[], Tensor], estimate: Callable[[], Tensor]):
@@ -301,7 +301,7 @@ class SigmaSteps(StochasticScheduler):
 
 @functools.cache
 def stochastic_class(kind: type, base: type) -> type:
-    """The class of a scheduler that draws its steps: `kind`, a mixin of this module, over `base`, diffusers' class."""
+    """Return the class of a scheduler that draws its steps: the mixin `kind` in front of `base`, diffusers' class."""
     own = inspect.signature(base.set_timesteps).parameters
 
     @functools.wraps(base.set_timesteps)  # pipelines look at the signature for `sigmas`, `timesteps` and `mu`

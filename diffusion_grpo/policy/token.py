@@ -1,9 +1,9 @@
 """The policy whose actions are tokens: a language model in the pipeline writes, what follows it is a fixed decoder.
 
-In: a pipeline in whose call a language model generates. Out of a rollout: its samples and a `TokenTrajectory`. Out of
-a replay: the `TokenDistribution` of the recorded tokens under the model as it is now, with gradient. As with latents,
-the pipeline is called in both, so that prompts, images and templates come from it and cannot drift apart: in the
-rollout its `generate` draws, in the replay it scores what was drawn, and the call ends there.
+A rollout returns samples and a `TokenTrajectory`; a replay the `TokenDistribution` of the recorded tokens under the
+model as it is now, with gradient. As with latents, both call the pipeline, so that prompts, images and templates come
+from it and cannot drift apart: in the rollout its `generate` draws, in the replay it scores what was drawn, and the
+call ends there.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from ..pipelines import family_of
 from .base import Policy, policy_component
 from .denoising import DenoisingPolicy
 from .drivers import StepScored, UnsupportedPipeline
-from .language_model import Drawn, prompt_of, recomputing, score
-from .network_gate import NetworkAccess, replaced
-from .token_process import TokenDistribution, TokenTrajectory, packed, unpacked
+from .language_model import Drawn, recomputing, score, select_prompt
+from .network_gate import NetworkAccess, replace_attribute
+from .token_process import TokenDistribution, TokenTrajectory, pack_bits, unpack_bits
 from .trajectory import RolloutRequest
 
 
@@ -48,11 +48,11 @@ class TokenPolicy(Policy):
     def _generating(self, generate: Callable, initial_seeds: Tensor) -> Iterator[None]:
         """Put `generate` in place of the language model's; restore the pipeline on leaving."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.prompts.serving(self.pipe))
+            stack.enter_context(self.prompts.serve(self.pipe))
             stack.enter_context(self._seeded(initial_seeds))
             stack.enter_context(self.family.bridged(self.pipe))
-            stack.enter_context(replaced(self.pipe, "_progress_bar_config", {"disable": True}))
-            stack.enter_context(replaced(self.network, "generate", generate))
+            stack.enter_context(replace_attribute(self.pipe, "_progress_bar_config", {"disable": True}))
+            stack.enter_context(replace_attribute(self.network, "generate", generate))
             yield
 
     def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, TokenTrajectory | None]:
@@ -88,7 +88,7 @@ class TokenPolicy(Policy):
         return TokenTrajectory(
             ids=drawn.ids,
             mask=drawn.mask,
-            support=support if drawn.kept is None else packed(drawn.kept),
+            support=support if drawn.kept is None else pack_bits(drawn.kept),
             log_probs=log_probs[:, None],
             drift=drift,
             steps=torch.zeros(len(drawn.ids), 1, dtype=torch.int64),
@@ -111,7 +111,7 @@ class TokenPolicy(Policy):
         here = trajectory.to(self.network.device)
         length = int(here.mask.any(0).sum())  # that of this batch in the rollout
         ids, mask, support = here.ids[:, :length], here.mask[:, :length], here.support[:, :length]
-        kept = unpacked(support, self.family.vocabulary(self.pipe)) if support.shape[-1] else None
+        kept = unpack_bits(support, self.family.vocabulary(self.pipe)) if support.shape[-1] else None
 
         def generate(**call: Any) -> None:
             scored.append(self._score(call, ids, mask, kept, here.temperature, forwards))
@@ -130,7 +130,7 @@ class TokenPolicy(Policy):
         temperature: float,
         forwards: Sequence[Callable] | None = None,
     ) -> Tensor:
-        arguments = self.family.scoring(self.network, prompt_of(call), ids)
+        arguments = self.family.scoring(self.network, select_prompt(call), ids)
         forward = forwards[0] if forwards else self.network.forward
         recomputed = recomputing(self.network) if torch.is_grad_enabled() else contextlib.nullcontext()
         vocabulary = self.family.vocabulary(self.pipe)
@@ -152,7 +152,7 @@ def make_policy(
     See [`~diffusion_grpo.policy.denoising.DenoisingPolicy`] for the arguments.
 
     Raises:
-        UnsupportedPipeline: it is a language model, but nobody has said how this pipeline uses it.
+        UnsupportedPipeline: it is a language model, and no family says how this pipeline uses it.
         ValueError: a setting that does not fit the policy.
     """
     component = policy_component(pipe, component)

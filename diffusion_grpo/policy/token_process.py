@@ -1,8 +1,6 @@
-"""The process of a language model: logits -> the distribution that a token is drawn from -> log-probability.
+"""The process of a policy that writes tokens: from logits to a distribution, a drawn token and its log-probability.
 
-In: logits and how they are sampled (temperature, top-k, top-p). Out: which ids may be drawn, a drawn one, its
-log-probability. The counterpart of `processes.py` for policies that write tokens; what their rollout hands to the
-replays stands here too, as none of it needs a model.
+The counterpart of `processes.py`. What a rollout of tokens hands to the replays is here too; none of it needs a model.
 """
 
 import dataclasses
@@ -28,7 +26,7 @@ class Sampling:
 
     Attributes:
         temperature: the logits are divided by it; above 0.
-        top_k: only the so many most probable ids may be drawn; 0 for no bound.
+        top_k: only this many of the most probable ids may be drawn; 0 for no bound.
         top_p: of these the most probable ones that together reach this probability: the nucleus
             (https://huggingface.co/papers/1904.09751); 1 for all.
     """
@@ -39,10 +37,10 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig, **wanted: float | None) -> "Sampling":
-        """What a model's own generation config says, which a plain call draws with; `wanted` where it is not None.
+        """Return the settings of a model's own generation config, with `wanted` in their place where it is not None.
 
         Raises:
-            ValueError: that config has a setting that is not known here.
+            ValueError: that config has a setting that changes probabilities and is not known here.
         """
         for name, neutral in OTHERS.items():
             if getattr(config, name, None) not in (None, neutral):
@@ -61,8 +59,8 @@ class Sampling:
         """Whether some ids cannot be drawn."""
         return self.top_k > 0 or self.top_p < 1
 
-    def filtered(self, logits: Tensor) -> Tensor:
-        """(batch, ids) float32 logits at this temperature, -inf where an id cannot be drawn."""
+    def filter(self, logits: Tensor) -> Tensor:
+        """Return (batch, ids) float32 logits at this temperature, -inf where an id cannot be drawn."""
         warpers = [TemperatureLogitsWarper(float(self.temperature))]
         warpers += [TopKLogitsWarper(min(self.top_k, logits.shape[1]))] if self.top_k > 0 else []
         warpers += [TopPLogitsWarper(self.top_p)] if self.top_p < 1 else []
@@ -71,10 +69,10 @@ class Sampling:
         return logits
 
 
-def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """(batch,) the ids that numbers drawn from [0, 1) fall on: the inverse of the cumulative distribution.
+def draw_ids(log_probs: Tensor, uniform: Tensor) -> Tensor:
+    """Return the (batch,) ids that numbers from [0, 1) fall on: the inverse of the cumulative distribution.
 
-    One number a token, so that what a sample gets depends on its own generator alone and not on its batch.
+    One number per token, so that what a sample gets depends on its own generator alone and not on its batch.
 
     Args:
         log_probs: (batch, ids), -inf for ids that cannot be drawn.
@@ -88,10 +86,10 @@ def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def token_log_prob(logits: Tensor, ids: Tensor, kept: Tensor | None, temperature: float) -> Tensor:
-    """(batch, tokens) log-probability of each id in the distribution it was drawn from.
+    """Return the (batch, tokens) log-probability of each id in the distribution it was drawn from.
 
-    The distribution is renormalised over the ids that could be drawn *in the rollout* (`kept`), under whatever policy
-    the logits are of: the support is part of what happened, as the latent is of a denoising step. So no token can
+    The distribution is renormalised over the ids that could be drawn *in the rollout* (`kept`), whatever policy
+    the logits come from: the support is part of what happened, as the latent is of a denoising step. So no token can
     leave the nucleus of an updated policy, ratios compare distributions over one and the same set, and the first ratio
     is 1 (DeepSeek-V3.2 keeps its sampling masks for the same reasons, https://huggingface.co/papers/2512.02556).
 
@@ -108,19 +106,19 @@ def token_log_prob(logits: Tensor, ids: Tensor, kept: Tensor | None, temperature
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """(batch,) mean over the tokens that count, of (batch, tokens) values and mask; 0 where none does."""
+    """Average (batch, tokens) values over the tokens that count; return (batch,), 0 where none does."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def packed(kept: Tensor) -> Tensor:
-    """(..., ids) bool to (..., ceil(ids / 8)) uint8: one bit an id."""
+def pack_bits(kept: Tensor) -> Tensor:
+    """Pack (..., ids) bool into (..., ceil(ids / 8)) uint8: one bit per id."""
     bits = pad(kept, (0, -kept.shape[-1] % 8)).unflatten(-1, (-1, 8))
     weights = 2 ** torch.arange(8, device=kept.device, dtype=torch.uint8)
     return (bits * weights).sum(-1, dtype=torch.uint8)
 
 
-def unpacked(bits: Tensor, count: int) -> Tensor:
-    """(..., bytes) uint8 to (..., count) bool; see [`packed`]."""
+def unpack_bits(bits: Tensor, count: int) -> Tensor:
+    """Unpack (..., bytes) uint8 into (..., count) bool; see [`pack_bits`]."""
     places = torch.arange(8, device=bits.device, dtype=torch.uint8)
     return (bits[..., None] >> places & 1).bool().flatten(-2)[..., :count]
 
@@ -133,8 +131,8 @@ class TokenTrajectory(SampleTensors):
     Attributes:
         ids: (batch, tokens) int64.
         mask: (batch, tokens) bool, False after the end of a sample's text.
-        support: (batch, tokens, ceil(ids / 8)) uint8, one bit for each id that could be drawn (`packed`); without the
-            last dimension's bytes, of size 0, where all could.
+        support: (batch, tokens, ceil(ids / 8)) uint8, one bit per id that could be drawn (`pack_bits`). Its last
+            dimension is empty where all could.
         log_probs: (batch, 1, tokens) float32, of one teacher-forced pass right after the generation.
         drift: (batch, tokens) float32, these less the log-probabilities of the generation itself.
         steps: (batch, 1) int64 zeros: the one step.
@@ -157,27 +155,27 @@ class TokenTrajectory(SampleTensors):
 
     @classmethod
     def cat(cls, parts: Sequence["TokenTrajectory"]) -> "TokenTrajectory":
-        """One out of several with the same settings; shorter ones are padded with tokens that do not count."""
+        """Join several with the same settings; pad shorter ones with tokens that do not count."""
         return super().cat(cls.align(parts))
 
     @classmethod
     def align(cls, samples: Sequence["TokenTrajectory"]) -> list["TokenTrajectory"]:
-        """All of the length of the longest."""
+        """Pad all to the length of the longest."""
         longest = max(sample.ids.shape[1] for sample in samples)
-        return [sample._padded(longest - sample.ids.shape[1]) for sample in samples]
+        return [sample._pad(longest - sample.ids.shape[1]) for sample in samples]
 
-    def _padded(self, more: int) -> "TokenTrajectory":
+    def _pad(self, more: int) -> "TokenTrajectory":
         by_token = {name: getattr(self, name) for name in ("ids", "mask", "drift", "log_probs")}
         padded = {name: pad(tensor, (0, more)) for name, tensor in by_token.items()}
         # all ids: an empty support has no distribution, and its gradient no numbers
         return dataclasses.replace(self, **padded, support=pad(self.support, (0, 0, 0, more), value=255))
 
     def over_steps(self, values: Tensor) -> Tensor:
-        """(batch, 1) mean over a sample's own tokens of (batch, 1, tokens) values."""
+        """Average (batch, 1, tokens) values over each sample's own tokens; return (batch, 1)."""
         return masked_mean(values[:, 0], self.mask)[:, None]
 
     def metrics(self) -> dict[str, float]:
-        """TRL's names: how far generation and teacher forcing are apart, and how long the samples are."""
+        """Measure how far generation and teacher forcing are apart, and how long samples are; under TRL's names."""
         drift = self.drift[self.mask].abs()
         return {
             "sampling/sampling_logp_difference/mean": drift.mean().item(),
@@ -188,7 +186,7 @@ class TokenTrajectory(SampleTensors):
 
 @dataclasses.dataclass
 class TokenDistribution:
-    """What a replay says about the recorded tokens.
+    """The policy's log-probabilities of the recorded tokens.
 
     Attributes:
         log_prob: (batch, tokens) float32, of the recorded ids.
@@ -199,6 +197,6 @@ class TokenDistribution:
     mask: Tensor
 
     def loss_inputs(self, reference: "TokenDistribution | None") -> dict[str, Tensor | None]:
-        """What a loss is given of the tokens beside their log-probabilities; a Gaussian's parameters are None."""
+        """Return what a loss gets beside log-probabilities; the parameters of a Gaussian are None."""
         gaussian = dict.fromkeys(("mean", "std", "ref_mean"))
         return {**gaussian, "mask": self.mask, "ref_log_prob": reference and reference.log_prob}

@@ -1,7 +1,7 @@
-"""What a rollout hands to the replays, and the seeds and steps it was drawn with.
+"""What passes between the stages: requests, trajectories, predictions and step distributions; seeds and trained steps.
 
-In: what `drivers.py` records. Out: a `Trajectory`, kept by the buffer and read by the replays, each of which gives a
-`StepDistribution`. A module because these stand between all stages, and none of them needs a pipeline.
+A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`.
+Nothing here needs a pipeline.
 """
 
 import dataclasses
@@ -15,41 +15,41 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class SampleTensors:
-    """Tensors with a row a sample, beside settings that all samples share."""
+    """Tensors with one row per sample, beside settings that all samples share."""
 
     def __len__(self) -> int:
         return len(self.seeds)
 
     def __getitem__(self, rows: Any) -> "SampleTensors":
-        """The records of some samples; `rows` indexes the batch dimension."""
+        """Return the records of some samples; `rows` indexes the batch dimension."""
         return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     @classmethod
     def cat(cls, parts: Sequence["SampleTensors"]) -> "SampleTensors":
-        """One out of several with the same settings."""
+        """Join several with the same settings."""
         return dataclasses.replace(
             parts[0], **{name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
         )
 
     @classmethod
     def align(cls, samples: list["SampleTensors"]) -> list["SampleTensors"]:
-        """Samples as they are kept beside each other."""
+        """Return samples in shapes that can be joined."""
         return samples
 
     def to(self, device: str | torch.device) -> "SampleTensors":
-        """The same on another device."""
+        """Return a copy on another device."""
         return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that has a row a sample, by name."""
+        """Return all that has one row per sample, by name."""
         return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
 
     def settings(self) -> dict[str, int | float]:
-        """All that is the same for every sample, by name."""
+        """Return all that is the same for every sample, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
 
     def metrics(self) -> dict[str, float]:
-        """What there is to log about a rollout."""
+        """Return what there is to log about a rollout."""
         return {}
 
 
@@ -58,9 +58,9 @@ class Trajectory(SampleTensors):
     """What a replay needs of a rollout: the trained steps, nothing else.
 
     Attributes:
-        latents: (batch, steps, ...) float32, what each trained step was handed: what the step before it left, or the
+        latents: (batch, steps, ...) float32, input of each trained step: the output of the step before it, or the
             initial latent. Where a pipeline edits latents between steps, it does so again in the replay.
-        next_latents: (batch, steps, ...) float32, what left the trained step, as rounded to the pipeline's dtype.
+        next_latents: (batch, steps, ...) float32, output of each trained step, as rounded to the pipeline's dtype.
             Where a step moves several latents (video and audio), both hold all of them, flattened one after the other.
         log_probs: (batch, steps) float32, log-density of `next_latents`, averaged over its dimensions.
         steps: (batch, steps) int64, index of each trained step in the pipeline's loop, ascending.
@@ -82,7 +82,7 @@ class Trajectory(SampleTensors):
     tokens: Tensor | None = None
 
     def over_steps(self, values: Tensor) -> Tensor:
-        """(batch,) mean of (batch, steps) values."""
+        """Average (batch, steps) values over steps; return (batch,)."""
         return values.mean(1)
 
 
@@ -145,33 +145,33 @@ class StepDistribution:
     log_prob: Tensor
 
     def loss_inputs(self, reference: "StepDistribution | None") -> dict[str, Tensor | None]:
-        """What a loss is given of the step beside its log-probability."""
+        """Return what a loss gets of the step beside its log-probability."""
         return {"mean": self.mean, "std": self.std, "ref_mean": reference and reference.mean}
 
 
 def generators(seeds: Tensor) -> list[torch.Generator]:
-    """One a sample, on the CPU: what a sample gets depends on its seed alone, not on batch, process or device."""
+    """Return one generator per sample, on the CPU: what a sample gets depends on its seed, not on batch or device."""
     return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
 
 
 def sample_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) that depends on all of `parts` and on nothing else."""
+    """Return a seed in [0, 2**63) that depends on all of `parts` and on nothing else."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 def trained_steps(
     num_inference_steps: int, window: Sequence[int] | None = None, fraction: float = 1.0, seeds: Tensor | None = None
 ) -> list[list[int]]:
-    """Which steps are trained. The last is never one: its std goes to 0.
+    """Choose the steps that are trained. The last is never one: its std goes to 0.
 
     Args:
         num_inference_steps: length of the loop.
         window: [start, stop) of the steps that may be trained; all but the last by default.
         fraction: share of them that is trained, at least one step.
-        seeds: (batch,) one a sample: each draws its own steps. Without, the first steps are taken, for one row.
+        seeds: (batch,) one per sample: each draws its own steps. Without seeds, the first steps, in one row.
 
     Returns:
-        a row of ascending step indices a sample.
+        one row of ascending step indices per sample.
     """
     start, stop = window or (0, num_inference_steps - 1)
     count = max(1, round(fraction * (stop - start)))

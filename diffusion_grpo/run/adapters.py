@@ -22,7 +22,7 @@ from peft import set_peft_model_state_dict as set_state
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ..policy.network_gate import replaced
+from ..policy.network_gate import replace_attribute
 from .weights import ADAPTER_WEIGHTS, LORA_WEIGHTS, load_weights
 
 TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
@@ -351,7 +351,7 @@ def reference_adapters(model: PeftModel) -> Iterator[None]:
         for layer in _tuner_layers(model):
             others = [adapter for adapter in layer.active_adapters if adapter != name]
             # not peft's set_adapter, which would also change what is trained
-            stack.enter_context(replaced(layer, "_active_adapter", [*others, *instead]))
+            stack.enter_context(replace_attribute(layer, "_active_adapter", [*others, *instead]))
         yield
 
 
@@ -360,7 +360,7 @@ def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:
 
     diffusers would write the adapters' layers under names that `from_pretrained` does not know.
     """
-    with merge_adapters(network), replaced(network, "_hf_peft_config_loaded", False):
+    with merge_adapters(network), replace_attribute(network, "_hf_peft_config_loaded", False):
         type(network).save_pretrained(network, *args, **kwargs)
 
 

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from diffusion_grpo.algorithms.advantages import best_of_n
 from diffusion_grpo.algorithms.losses import LossInputs, grpo, kl_divergence
-from diffusion_grpo.algorithms.zero_advantages import sample_weights, summed_loss
+from diffusion_grpo.algorithms.zero_advantages import sample_weights, sum_loss
 from diffusion_grpo.policy.drivers import Recorder
 from diffusion_grpo.policy.processes import cps, flow_sde, log_density, squared_error
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout, trained_steps
@@ -242,7 +242,7 @@ def test_flow_grpos_update_without_zero_advantages():
             epsilon_high=0.1,
             beta=0.3,
         )
-        ours = ours + summed_loss(grpo, part, weights[rows]).loss / 8
+        ours = ours + sum_loss(grpo, part, weights[rows]).loss / 8
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     gradients = [torch.autograd.grad(loss, whole.mean, retain_graph=True)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
@@ -257,8 +257,8 @@ def test_weights_are_of_what_is_trained():
 def test_a_standard_deviation_of_each_sample_goes_with_it():
     given = inputs_of([1.0, 0.0])
     each = {**vars(given), "std": torch.tensor([[0.5], [9.0]], dtype=torch.float64)}
-    whole = summed_loss(grpo, given, torch.tensor([2.0, 0.0])).loss
-    torch.testing.assert_close(summed_loss(grpo, LossInputs(**each), torch.tensor([2.0, 0.0])).loss, whole)
+    whole = sum_loss(grpo, given, torch.tensor([2.0, 0.0])).loss
+    torch.testing.assert_close(sum_loss(grpo, LossInputs(**each), torch.tensor([2.0, 0.0])).loss, whole)
 
 
 class KeepGradients(TrainerCallback):

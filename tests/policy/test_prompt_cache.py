@@ -33,7 +33,7 @@ class Pipe:
 def test_repeated_prompts_are_encoded_once_and_spread(settings):
     pipe, cache = Pipe(), PromptCache()
     prompts = ["cat", "cat", "horse", "cat"]
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         embeds, pooled = pipe.encode_prompt(prompts, **settings)
         again, _ = pipe.encode_prompt(prompts, **settings)
     assert pipe.asked == [["cat"], ["horse"], prompts]  # the last once in a run, to compare the shapes
@@ -53,14 +53,14 @@ def test_repeated_prompts_are_encoded_once_and_spread(settings):
 def test_what_may_differ_by_sample_is_encoded_whole(settings):
     pipe, cache = Pipe(), PromptCache()
     prompts = ["cat", "cat", "horse", "cat"]
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         pipe.encode_prompt(prompts, **settings)
     assert pipe.asked == [prompts]
 
 
 def test_prompts_that_differ_in_another_prompt_are_encoded_apart():
     pipe, cache = Pipe(), PromptCache()
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         pipe.encode_prompt(["cat", "cat"], negative_prompt=["dog", "fish"])
     assert pipe.asked == [["cat"], ["cat"], ["cat", "cat"]]
 
@@ -68,7 +68,7 @@ def test_prompts_that_differ_in_another_prompt_are_encoded_apart():
 def test_other_batches_of_the_same_prompts_encode_nothing_again():
     """As with best_of_n, or where rollout and update have different batch sizes."""
     pipe, cache = Pipe(), PromptCache()
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         pipe.encode_prompt(["cat", "cat"])
         pipe.encode_prompt(["cat", "horse"])
         embeds, pooled = pipe.encode_prompt(["horse", "cat", "cat", "horse"])
@@ -76,7 +76,7 @@ def test_other_batches_of_the_same_prompts_encode_nothing_again():
     assert pipe.asked == [["cat"], ["cat", "cat"], ["horse"]]
     assert pooled.flatten().tolist() == [5, 3, 3, 5] and embeds.shape == (4, 1, 1)
     cache.clear()
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         pipe.encode_prompt(["horse"])
     assert pipe.asked[-1] == ["horse"] and len(pipe.asked) == 4
 
@@ -90,13 +90,13 @@ def test_embeddings_padded_to_the_longest_prompt_are_encoded_together():
         return torch.tensor([[float(ord(letter)) for letter in text.ljust(width)] for text in prompt])[..., None]
 
     pipe.encode_prompt = padded
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         alone = pipe.encode_prompt(["cat"])
         both = pipe.encode_prompt(["cat", "horse"])
         again = pipe.encode_prompt(["horse", "cat"])
     assert alone.shape == (1, 3, 1) and both.shape == (2, 5, 1)
     assert torch.equal(again, both.flip(0)) and pipe.asked.count(["cat", "horse"]) == 2  # one of them to compare
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         assert torch.equal(pipe.encode_prompt(["cat"]), alone)  # whatever it lay beside in between
 
 
@@ -114,7 +114,7 @@ def test_embeddings_depend_on_nothing_but_the_call():
     for order in (calls, calls[::-1]):
         pipe, cache = Pipe(), PromptCache()
         pipe.encode_prompt = encode
-        with cache.serving(pipe):
+        with cache.serve(pipe):
             found.append({tuple(call): pipe.encode_prompt(call) for call in order})
     for call in map(tuple, calls):
         assert all(torch.equal(one, other) for one, other in zip(found[0][call], found[1][call], strict=True))
@@ -123,7 +123,7 @@ def test_embeddings_depend_on_nothing_but_the_call():
 def test_one_layer_before_the_samples_is_told_from_samples():
     pipe, cache = Pipe(), PromptCache()
     pipe.encode_prompt = lambda prompt: torch.tensor([[float(len(text)) for text in prompt]])[..., None]
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         assert pipe.encode_prompt(["cat", "cat"]).shape == pipe.encode_prompt(["cat", "horse"]).shape == (1, 2, 1)
 
 
@@ -135,7 +135,7 @@ def test_embeddings_that_do_not_lie_by_sample_are_kept_whole():
         return torch.tensor([float(len(text)) for text in prompt]).expand(3, -1)[..., None]
 
     pipe.encode_prompt = layers_first
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         first = pipe.encode_prompt(["cat", "cat"])
         count = len(pipe.asked)
         assert torch.equal(pipe.encode_prompt(["cat", "cat"]), first) and first.shape == (3, 2, 1)
@@ -149,7 +149,7 @@ def test_an_encoder_that_writes_into_its_prompts_leaves_the_callers_alone():
             return super().encode_prompt(prompt)
 
     pipe, cache, prompts = Writing(), PromptCache(), ["cat", "horse"]
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         for mask in (None, torch.ones(2)):  # row by row, and as a whole
             first = pipe.encode_prompt(prompt=prompts, lyrics=mask)[1]
             assert torch.equal(first, pipe.encode_prompt(prompt=prompts, lyrics=mask)[1])
@@ -178,6 +178,6 @@ def test_a_prompt_that_was_encoded_under_other_settings_is_encoded_anew(settings
     pipe, cache, prompts = Scaled(), PromptCache(), ["cat", "horse"]
     expected = [pipe.encode_prompt(prompts, **given) for given in settings]
     assert not torch.equal(*expected)
-    with cache.serving(pipe):
+    with cache.serve(pipe):
         for given, embeddings in zip(settings * 2, expected * 2, strict=True):
             assert torch.equal(pipe.encode_prompt(prompts, **given), embeddings)

@@ -41,7 +41,7 @@ def test_without_noise_it_is_the_stock_deterministic_sampler_bit_for_bit(name):
         pipe.scheduler = DDIMScheduler.from_config({"clip_sample": False, **pipe.scheduler.config})
     if name == "wan":  # UniPC becomes Euler on UniPC's own sigmas
         pipe.scheduler = euler_on_sigmas_of(pipe.scheduler)
-    with policy.prompts.serving(pipe):  # encoded alone, as in the rollout: beside others the last bits would differ
+    with policy.prompts.serve(pipe):  # encoded alone, as in the rollout: beside others the last bits would differ
         stock = plain_images(pipe, inputs, 4)
     assert (torch.as_tensor(mine) == torch.as_tensor(stock)).all()
 

@@ -29,7 +29,7 @@ def padded(trajectory, more):
     """The trajectory as it is kept beside one of another batch that is longer by `more` tokens."""
     by_token = {name: pad(getattr(trajectory, name), (0, more)) for name in ("ids", "mask", "drift", "log_probs")}
     longer = dataclasses.replace(trajectory, **by_token, support=pad(trajectory.support, (0, 0, 0, more)))
-    return TokenTrajectory.aligned([trajectory, longer])[0]
+    return TokenTrajectory.align([trajectory, longer])[0]
 
 
 def test_the_first_ratio_is_one_and_masked_tokens_give_no_gradient(painter):

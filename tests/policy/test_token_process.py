@@ -9,11 +9,11 @@ from transformers import GenerationConfig
 from diffusion_grpo.policy.token_process import (
     Sampling,
     TokenTrajectory,
-    drawn,
+    draw_ids,
     masked_mean,
-    packed,
+    pack_bits,
     token_log_prob,
-    unpacked,
+    unpack_bits,
 )
 
 SAMPLINGS = [
@@ -47,7 +47,7 @@ def reference(logits, sampling):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_the_distribution_is_the_truncated_one(sampling):
     logits = random_logits(6, 20)
-    filtered = sampling.filtered(logits)
+    filtered = sampling.filter(logits)
     for row, values in zip(filtered, logits, strict=True):
         expected = reference(values, sampling)
         assert set((row > -torch.inf).nonzero()[:, 0].tolist()) == set(expected)
@@ -59,9 +59,9 @@ def test_the_distribution_is_the_truncated_one(sampling):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_log_probs_are_of_the_distribution_that_was_drawn_from(sampling):
     logits = random_logits(2, 5, 20, seed=1)
-    filtered = sampling.filtered(logits.flatten(0, 1)).unflatten(0, (2, 5))
+    filtered = sampling.filter(logits.flatten(0, 1)).unflatten(0, (2, 5))
     kept = filtered > -torch.inf if sampling.is_truncated else None
-    ids = drawn(filtered.flatten(0, 1).log_softmax(1), torch.rand(10)).unflatten(0, (2, 5))
+    ids = draw_ids(filtered.flatten(0, 1).log_softmax(1), torch.rand(10)).unflatten(0, (2, 5))
     found = token_log_prob(logits, ids, kept, sampling.temperature)
     for row in range(2):
         for token in range(5):
@@ -73,10 +73,10 @@ def test_a_token_stays_in_the_support_it_was_drawn_from():
     """An updated policy may hold a drawn token for improbable: its ratio falls smoothly and keeps a gradient."""
     sampling = Sampling(top_p=0.6)
     before = random_logits(1, 20)
-    kept = sampling.filtered(before) > -torch.inf
+    kept = sampling.filter(before) > -torch.inf
     token = kept.nonzero()[0, 1]
     after = before.clone().index_fill(1, token, -9.0).requires_grad_(True)
-    assert sampling.filtered(after.detach())[0, token] == -torch.inf
+    assert sampling.filter(after.detach())[0, token] == -torch.inf
     found = token_log_prob(after[:, None], token.reshape(1, 1), kept[:, None], 1.0)
     support = kept[0].nonzero()[:, 0]
     expected = after.detach().double()[0, support].log_softmax(0)[support == token]
@@ -88,18 +88,18 @@ def test_a_token_stays_in_the_support_it_was_drawn_from():
 def test_draws_follow_the_probabilities():
     log_probs = torch.tensor([[0.5, 0.0, 0.3, 0.2]]).log()
     uniform = (torch.arange(1000) + 0.5) / 1000
-    ids = drawn(log_probs.expand(1000, 4), uniform)
+    ids = draw_ids(log_probs.expand(1000, 4), uniform)
     assert torch.bincount(ids, minlength=4).tolist() == [500, 0, 300, 200]
-    ends = drawn(log_probs.expand(2, 4), torch.tensor([0.0, 1.0]))  # 1 is what rounding may make of the largest
+    ends = draw_ids(log_probs.expand(2, 4), torch.tensor([0.0, 1.0]))  # 1 is what rounding may make of the largest
     assert ends.tolist() == [0, 3]
-    assert drawn(torch.tensor([[1.0, 0.0]]).log(), torch.tensor([1.0])).tolist() == [0]
+    assert draw_ids(torch.tensor([[1.0, 0.0]]).log(), torch.tensor([1.0])).tolist() == [0]
 
 
 @pytest.mark.parametrize("count", [8, 20, 64])
 def test_a_support_survives_packing(count):
     kept = random_logits(3, 4, count) > 0
-    bits = packed(kept)
-    assert bits.shape == (3, 4, math.ceil(count / 8)) and torch.equal(unpacked(bits, count), kept)
+    bits = pack_bits(kept)
+    assert bits.shape == (3, 4, math.ceil(count / 8)) and torch.equal(unpack_bits(bits, count), kept)
 
 
 def test_by_default_tokens_are_drawn_as_the_model_says():
