@@ -46,8 +46,8 @@ def unpack_samples(packet: Tensor, device: torch.device) -> tuple[list | None, l
     return tuple(own and [_sample(form, tensors, device) for form in own] for own in (samples, latents))
 
 
-def pack_columns(columns: dict[str, list], places: list[int]) -> bytes:
-    """Pack columns with one value for each of `places`; no columns give no bytes.
+def pack_columns(columns: dict[str, list], positions: list[int]) -> bytes:
+    """Pack columns with one value for each of `positions`; no columns give no bytes.
 
     Raises:
         pyarrow.ArrowInvalid: a table cannot hold the values.
@@ -55,7 +55,7 @@ def pack_columns(columns: dict[str, list], places: list[int]) -> bytes:
     if not columns:
         return b""
     sink = pyarrow.BufferOutputStream()
-    table = pyarrow.table(columns).replace_schema_metadata({"places": json.dumps(places)})
+    table = pyarrow.table(columns).replace_schema_metadata({"positions": json.dumps(positions)})
     with pyarrow.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     return sink.getvalue().to_pybytes()
@@ -66,7 +66,7 @@ def unpack_columns(content: bytes) -> tuple[dict[str, list], list[int]]:
     if not content:
         return {}, []
     table = pyarrow.ipc.open_stream(content).read_all()
-    return table.to_pydict(), json.loads(table.schema.metadata[b"places"])
+    return table.to_pydict(), json.loads(table.schema.metadata[b"positions"])
 
 
 def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class RewardError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """All samples of one scoring; each list has one value per sample. `places` number the samples for messages."""
+    """All samples of one scoring; each list has one value per sample. `indices` number the samples for messages."""
 
     kind: str
     samples: list
@@ -42,7 +42,7 @@ class Batch:
     prompts: list[str] | None
     columns: dict[str, list]
     groups: list[int]
-    places: list[int]
+    indices: list[int]
 
     def prompt(self, row: int) -> str | None:
         """Return the prompt of a sample, for messages."""
@@ -110,7 +110,7 @@ class Failure:
     def _save(self, what: str, index: int) -> Path:
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        sample, stem = self.batch.samples[index], f"{self.name}-{self.batch.places[index]}"
+        sample, stem = self.batch.samples[index], f"{self.name}-{self.batch.indices[index]}"
         path = folder / f"{stem}.png"
         if isinstance(sample, Image.Image):
             sample.save(path)
@@ -118,8 +118,8 @@ class Failure:
             path = folder / f"{stem}.npy"
             frames = sample.cpu() if torch.is_tensor(sample) else np.stack([np.asarray(frame) for frame in sample])
             np.save(path, np.asarray(frames))
-        place, prompt = self.batch.places[index], self.batch.prompt(index)
-        record = {"reward": self.name, "index": place, "prompt": prompt, "error": what}
+        number, prompt = self.batch.indices[index], self.batch.prompt(index)
+        record = {"reward": self.name, "index": number, "prompt": prompt, "error": what}
         (folder / f"{stem}.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
         return path
 

@@ -98,7 +98,7 @@ class Scoring:
     Args:
         reward_funcs, images, videos, latents, prompts, columns, groups, fps, sampling_rate, trainer_state: as in
             `score`.
-        places: the number of each sample in the rollout or evaluation that it belongs to, for error messages.
+        indices: the number of each sample in the rollout or evaluation that it belongs to, for error messages.
 
     Attributes:
         doing: name of the function being called, or names of those being awaited.
@@ -117,7 +117,7 @@ class Scoring:
         fps: float | None = None,
         sampling_rate: int | None = None,
         trainer_state: object | None = None,
-        places: list[int] | None = None,
+        indices: list[int] | None = None,
     ):
         if images is not None and videos is not None:
             raise ValueError("score needs exactly one of images and videos, not both.")
@@ -125,9 +125,9 @@ class Scoring:
         kind, samples = ("latents", latents) if samples is None else (kind, as_images(samples))
         if samples is None:
             raise ValueError("score needs exactly one of images and videos, or latents.")
-        places = list(range(len(samples))) if places is None else places
-        groups = groups or (places if prompts is None else _group_by_prompt(prompts))
-        self.batch = Batch(kind, samples, latents, prompts, columns or {}, groups, places)
+        indices = list(range(len(samples))) if indices is None else indices
+        groups = groups or (indices if prompts is None else _group_by_prompt(prompts))
+        self.batch = Batch(kind, samples, latents, prompts, columns or {}, groups, indices)
         self.shared = {"trainer_state": trainer_state} | ({"fps": fps} if kind == "videos" else {})
         self.shared |= {"sampling_rate": sampling_rate} if sampling_rate is not None else {}
         self.rewards = [func if isinstance(func, Reward) else Reward(func, reward_name(func)) for func in reward_funcs]

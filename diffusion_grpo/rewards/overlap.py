@@ -94,7 +94,7 @@ class Arrivals:
     """Collects samples as they are made, and tells which groups are complete.
 
     Args:
-        groups: the group of each sample, by its place.
+        groups: the group of each sample, by its index.
 
     Attributes:
         watch: called with the number of samples that have arrived.
@@ -107,22 +107,22 @@ class Arrivals:
         self.is_there, self.is_given = [False] * len(groups), [False] * len(groups)
         self.watch: Callable[[int], None] = lambda count: None
 
-    def add(self, places: list[int], samples: Any | None, latents: Any | None) -> list[int]:
-        """Take the samples made at these places; return the places of all groups that this completes."""
-        for number, place in enumerate(places):
-            self.samples[place] = None if samples is None else samples[number]
-            self.latents[place] = None if latents is None else latents[number]
-            self.is_there[place] = True
+    def add(self, indices: list[int], samples: Any | None, latents: Any | None) -> list[int]:
+        """Take the samples made at these indices; return the indices of all groups that this completes."""
+        for number, index in enumerate(indices):
+            self.samples[index] = None if samples is None else samples[number]
+            self.latents[index] = None if latents is None else latents[number]
+            self.is_there[index] = True
         unfinished = {group for group, is_there in zip(self.groups, self.is_there, strict=True) if not is_there}
         ready = [p for p, group in enumerate(self.groups) if group not in unfinished and not self.is_given[p]]
-        for place in ready:
-            self.is_given[place] = True
-        self.watch(len(places))
+        for index in ready:
+            self.is_given[index] = True
+        self.watch(len(indices))
         return ready
 
-    def get(self, places: list[int]) -> tuple[list | None, list[Tensor] | None]:
-        """Return samples and latents at these places, None for what was not made."""
-        samples, latents = ([kept[place] for place in places] for kept in (self.samples, self.latents))
+    def get(self, indices: list[int]) -> tuple[list | None, list[Tensor] | None]:
+        """Return samples and latents at these indices, None for what was not made."""
+        samples, latents = ([kept[index] for index in indices] for kept in (self.samples, self.latents))
         return None if samples[0] is None else samples, None if latents[0] is None else latents
 
 
@@ -132,7 +132,7 @@ class RolloutScoring:
     Args:
         rewards: those that are trained on.
         groups: the group of each sample.
-        begin: makes a scoring from rewards, places, samples (or None) and latents (or None).
+        begin: makes a scoring from rewards, indices, samples (or None) and latents (or None).
         overlap: of the run.
         announce: called with the names of the rewards that the rollout waits for, and with None when it goes on.
 
@@ -166,7 +166,7 @@ class RolloutScoring:
 
     @property
     def samples(self) -> list[Any]:
-        """The samples added so far, by their places."""
+        """The samples added so far, by their indices."""
         return self.arrivals.samples
 
     @property
@@ -174,15 +174,15 @@ class RolloutScoring:
         """How many samples the rollout has in the end."""
         return len(self.groups)
 
-    def add(self, places: list[int], samples: Any | None, latents: Any | None) -> None:
+    def add(self, indices: list[int], samples: Any | None, latents: Any | None) -> None:
         """Take the samples that a call of the pipeline made, and score the groups that they complete."""
-        ready = self.arrivals.add(places, samples, latents)
+        ready = self.arrivals.add(indices, samples, latents)
         if ready and self.early:
             self._hand_over(self.early, ready)
 
-    def _hand_over(self, numbers: list[int], places: list[int]) -> None:
-        scoring = self.begin([self.rewards[number] for number in numbers], places, *self.arrivals.get(places))
-        self.parts.append((places, numbers, scoring))
+    def _hand_over(self, numbers: list[int], indices: list[int]) -> None:
+        scoring = self.begin([self.rewards[number] for number in numbers], indices, *self.arrivals.get(indices))
+        self.parts.append((indices, numbers, scoring))
         if self.overlap.is_first and self.overlap.waits_for_rollout:
             return
         if self.overlap.is_first:
@@ -200,7 +200,7 @@ class RolloutScoring:
         """Wait for all rewards; `watch` is called with the number of samples that have just got all of theirs."""
         late = [number for number in range(len(self.rewards)) if number not in self.early]
         reported = 0
-        for (places, _, scoring), done in self.done:
+        for (indices, _, scoring), done in self.done:
             announced = None
             while not done.done():
                 if self.announce is not None and scoring.doing != announced:
@@ -209,8 +209,8 @@ class RolloutScoring:
                 wait([done], timeout=LOOK)
             done.result()
             if not late:
-                reported += len(places)
-                watch(len(places))
+                reported += len(indices)
+                watch(len(indices))
         if late:
             self._hand_over(late, list(range(len(self.groups))))
         with self.overlap.watch_generator() if self.overlap.is_first else contextlib.nullcontext():
@@ -225,14 +225,14 @@ class RolloutScoring:
         """
         values = torch.full((len(self.groups), len(self.rewards)), float("nan"), dtype=torch.float32)
         extras: dict[str, list] = {}
-        for places, numbers, scoring in self.parts:
+        for indices, numbers, scoring in self.parts:
 
-            def add_extra(name: str, column: list, places: list[int] = places) -> None:
+            def add_extra(name: str, column: list, indices: list[int] = indices) -> None:
                 whole = extras.setdefault(name, [None] * len(self.groups))
-                for place, value in zip(places, column, strict=True):
-                    whole[place] = value
+                for index, value in zip(indices, column, strict=True):
+                    whole[index] = value
 
-            values[torch.tensor(places)[:, None], torch.tensor(numbers)] = scoring.values(
+            values[torch.tensor(indices)[:, None], torch.tensor(numbers)] = scoring.values(
                 failure_dir, log_metric, add_extra
             )
         for name, column in extras.items():

@@ -65,19 +65,19 @@ class Assignment:
         return [position for positions in self.sources.values() for position in positions]
 
     def packets(
-        self, places: Iterable[int], samples: list | None, latents: list[Tensor] | None
+        self, indices: Iterable[int], samples: list | None, latents: list[Tensor] | None
     ) -> Iterator[tuple[int, Packet]]:
-        """Yield each scoring process and its packet, of the samples made here at `places`.
+        """Yield each scoring process and its packet, of the samples made here at `indices`.
 
         Args:
-            places: of the samples to send.
-            samples, latents: of this process, by place.
+            indices: of the samples to send.
+            samples, latents: of this process, by index.
         """
-        places = [place for place in places if self.scorers[place] is not None]
-        for process in dict.fromkeys(self.scorers[place] for place in places):
-            chosen = [place for place in places if self.scorers[place] == process]
-            parts = (kept and [kept[place] for place in chosen] for kept in (samples, latents))
-            yield process, ([self.own[place] for place in chosen], *parts)
+        indices = [index for index in indices if self.scorers[index] is not None]
+        for process in dict.fromkeys(self.scorers[index] for index in indices):
+            chosen = [index for index in indices if self.scorers[index] == process]
+            parts = (kept and [kept[index] for index in chosen] for kept in (samples, latents))
+            yield process, ([self.own[index] for index in chosen], *parts)
 
     @classmethod
     def of(cls, made: list[list[int]], group_size: int, count: int, rank: int, copies: int) -> Assignment:
@@ -184,7 +184,7 @@ class SubsetScoring:
         self.kept: collections.deque[Packet] = collections.deque()  # of this process's own samples
         self.owed = {source: len(positions) for source, positions in assignment.sources.items()}
         self.turns = collections.deque(self.owed)
-        self.place = {position: place for place, position in enumerate(assignment.taken)}
+        self.index = {position: index for index, position in enumerate(assignment.taken)}
 
     def __enter__(self) -> SubsetScoring:
         self.channel.open()
@@ -208,9 +208,9 @@ class SubsetScoring:
         """Seconds for which the run's first scoring held up the rollout."""
         return self.scoring.waited
 
-    def add(self, places: list[int], samples: Any | None, latents: Tensor | None) -> None:
+    def add(self, indices: list[int], samples: Any | None, latents: Tensor | None) -> None:
         """Take the samples that a call of the pipeline made; send groups of which all samples made here are there."""
-        ready = self.arrivals.add(places, samples, latents)
+        ready = self.arrivals.add(indices, samples, latents)
         kept = None if samples is None else self.arrivals.samples, None if latents is None else self.arrivals.latents
         for process, packet in self.assignment.packets(ready, *kept):
             if process == self.channel.own:
@@ -229,7 +229,7 @@ class SubsetScoring:
             if packet is None:
                 return
             positions, samples, latents = packet
-            self.scoring.add([self.place[position] for position in positions], samples, latents)
+            self.scoring.add([self.index[position] for position in positions], samples, latents)
             self.turns.popleft()
             self.owed[source] -= len(positions)
             if self.owed[source]:

@@ -220,7 +220,7 @@ class RewardScorer:
         rows: Rows,
         groups: list[int],
         latents: list[Tensor] | None,
-        places: list[int] | None = None,
+        indices: list[int] | None = None,
     ) -> Scoring:
         kinds = {} if samples is None else {"videos" if isinstance(samples[0], list) else "images": samples}
         return Scoring(
@@ -233,7 +233,7 @@ class RewardScorer:
             fps=self._fps,
             sampling_rate=self._sampling_rate,
             trainer_state=self._state(),
-            places=places,
+            indices=indices,
         )
 
     def _values(self, values: Callable, log_metric: Callable, extra: dict[str, list], count: int) -> Tensor:

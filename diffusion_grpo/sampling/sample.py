@@ -106,14 +106,14 @@ def write_samples(
     with tqdm(total=len(dataset) * count, initial=min(len(table), len(dataset) * count), unit="sample") as bar:
         for first in range(len(table) // count, len(dataset), step):
             prompts = range(first, min(first + step, len(dataset)))
-            places = [prompt * count + turn for prompt in prompts for turn in range(count)]
-            rows = make.inputs.rows(dataset, [place // count for place in places])
-            samples = make(rows, places)
-            scores = _scores(rewards + judges, samples, rows, places, settings, find_sampling_rate(pipe))
-            as_written = [dataset[place // count] for place in places]  # files by their names
-            table += _table_rows(samples, as_written, places, scores, settings, find_sampling_rate(pipe))
+            positions = [prompt * count + turn for prompt in prompts for turn in range(count)]
+            rows = make.inputs.rows(dataset, [position // count for position in positions])
+            samples = make(rows, positions)
+            scores = _scores(rewards + judges, samples, rows, positions, settings, find_sampling_rate(pipe))
+            as_written = [dataset[position // count] for position in positions]  # files by their names
+            table += _table_rows(samples, as_written, positions, scores, settings, find_sampling_rate(pipe))
             records.write_samples(path, _columns(table))
-            bar.update(len(places))
+            bar.update(len(positions))
     return _finish(table, rewards, judges, settings)
 
 
@@ -136,8 +136,8 @@ class Sampler:
             self.policy = make_policy(pipe, component, sde_type=settings.sde_type, sampling=sampling)
         pipe.set_progress_bar_config(disable=True)
 
-    def __call__(self, rows: list[dict[str, Any]], places: list[int]) -> list[Any]:
-        """The samples of `rows`; `places` says which of the whole job they are."""
+    def __call__(self, rows: list[dict[str, Any]], positions: list[int]) -> list[Any]:
+        """The samples of `rows`; `positions` says which of the whole job they are."""
         settings, samples = self.settings, [None] * len(rows)
         # tokens are drawn, whatever the noise of the steps after them
         is_drawn = settings.noise_level != 0 or (self.policy is not None and self.policy.draws_tokens)
@@ -149,22 +149,22 @@ class Sampler:
             for part in self.inputs.parts(rows[first : first + settings.batch_size]):
                 chosen = [first + number for number in part]
                 inputs = self.inputs([rows[row] for row in chosen], **self.given)
-                made = make(inputs, [places[row] for row in chosen])
+                made = make(inputs, [positions[row] for row in chosen])
                 check_count(made, len(chosen), self.pipe)
                 for row, sample in zip(chosen, made, strict=True):
                     samples[row] = sample
         return samples
 
-    def _plain(self, inputs: dict[str, Any], places: list[int]) -> Any:
-        seeds = torch.tensor([self.settings.seed + place for place in places])
+    def _plain(self, inputs: dict[str, Any], positions: list[int]) -> Any:
+        seeds = torch.tensor([self.settings.seed + position for position in positions])
         arguments = call_arguments(self.pipe, inputs, self.settings.num_inference_steps, seeds)
         with family_of(self.pipe).bridged(self.pipe):
             return extract_samples(self.pipe, self.pipe(**arguments))
 
-    def _noisy(self, inputs: dict[str, Any], places: list[int]) -> Any:
+    def _noisy(self, inputs: dict[str, Any], positions: list[int]) -> Any:
         settings, count = self.settings, self.settings.num_generations
-        seeds = [settings.seed + place for place in places]
-        shared = [settings.seed + place // count * count for place in places]
+        seeds = [settings.seed + position for position in positions]
+        shared = [settings.seed + position // count * count for position in positions]
         self.policy.prompts.clear()
         samples, _ = rollout(
             self.policy,
@@ -172,27 +172,27 @@ class Sampler:
             seeds=[sample_seed(seed, "noise") for seed in seeds],
             initial_seeds=shared if settings.same_initial_noise else seeds,
             num_inference_steps=settings.num_inference_steps,
-            steps=[[]] * len(places),
-            noise_steps=self._noise_steps(places[0]),
+            steps=[[]] * len(positions),
+            noise_steps=self._noise_steps(positions[0]),
             noise_in_last_step=settings.train is not None and settings.train.noise_in_last_step,
             noise_level=settings.noise_level,
         )
         return samples
 
-    def _noise_steps(self, place: int) -> range | None:
+    def _noise_steps(self, position: int) -> range | None:
         """The steps that draw noise; where the training's window moves, it does so after each of its rollouts."""
         train = self.settings.train
         if train is None or not train.deterministic_outside_window:
             return None
         per_rollout = self.settings.num_generations * train.batch_sizes.prompts_per_rollout
-        return range(*make_sampling_plan(train).draw_window(place // per_rollout))
+        return range(*make_sampling_plan(train).draw_window(position // per_rollout))
 
 
 def _scores(
     rewards: list[Reward],
     samples: list[Any],
     rows: list[dict],
-    places: list[int],
+    positions: list[int],
     settings: SampleSettings,
     rate: int | None,
 ) -> dict[str, list]:
@@ -206,7 +206,7 @@ def _scores(
         **{kind: samples},
         prompts=get_prompts(rows),
         columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
-        groups=[place // settings.num_generations for place in places],
+        groups=[position // settings.num_generations for position in positions],
         fps=settings.fps,
         sampling_rate=rate,
         log_extra=lambda name, column: extra.update({name: records.check_extra_column(name, column, len(rows))}),
@@ -218,15 +218,17 @@ def _scores(
 def _table_rows(
     samples: list[Any],
     rows: list[dict],
-    places: list[int],
+    positions: list[int],
     scores: dict[str, list],
     settings: SampleSettings,
     rate: int | None,
 ) -> list[dict[str, Any]]:
     """One row a sample: the dataset's plain columns, seed, files, scores. Writes the files."""
     folder = settings.output_dir
-    columns = records.write_files(samples, [folder / f"{place:04d}" for place in places], folder, settings.fps, rate)
-    columns |= {"seed": [settings.seed + place for place in places]} | scores
+    columns = records.write_files(
+        samples, [folder / f"{position:04d}" for position in positions], folder, settings.fps, rate
+    )
+    columns |= {"seed": [settings.seed + position for position in positions]} | scores
     made = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [_plain_columns(row, set(columns)) | one for row, one in zip(rows, made)]
 

@@ -54,7 +54,7 @@ class _Part:
 
     samples: list[Any]
     rows: list[dict]
-    places: list[int]
+    positions: list[int]
     rewards: Tensor
     extra: dict[str, list]
     every: Tensor
@@ -198,12 +198,12 @@ class Evaluator:
             return self._write_validation(prompts, step)
 
     def _write_validation(self, prompts: list[str], step: int) -> Path:
-        places, own = self._places(len(prompts))
-        rows = [{"prompt": prompts[place]} for place in places]
-        samples = self._run_passes(self._sample, rows, places, {})
+        positions, own = self._share_positions(len(prompts))
+        rows = [{"prompt": prompts[position]} for position in positions]
+        samples = self._run_passes(self._sample, rows, positions, {})
         number = own if self._backend.groups.is_first else 0
         folder = self._settings.folder / "validation" / f"step-{step:06d}"
-        stems = [folder / f"{place:04d}" for place in places[:number]]
+        stems = [folder / f"{position:04d}" for position in positions[:number]]
         write_files(samples[:number], stems, folder, self._settings.fps, self._settings.sampling_rate)
         self._backend.accelerator.wait_for_everyone()
         return folder
@@ -223,7 +223,7 @@ class Evaluator:
         accelerator = self._backend.accelerator
         return {"kl": accelerator.gather(local.to(accelerator.device)).mean().item()}
 
-    def _places(self, total: int) -> tuple[list[int], int]:
+    def _share_positions(self, total: int) -> tuple[list[int], int]:
         """Return which of all prompts this process samples, and how many are its own: the others keep it in step."""
         groups = self._backend.groups
         own = list(range(groups.index, total, groups.count))
@@ -233,7 +233,7 @@ class Evaluator:
     def _measure(self, dataset: Dataset, pipeline_kwargs: dict, own_metrics: dict[str, list[float]]) -> _Part:
         count, processes = self._settings.num_generations, self._backend.groups.count
         total = len(dataset) * count
-        prompts, own = self._places(len(dataset))
+        prompts, own = self._share_positions(len(dataset))
         mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples together
         made = [
             [prompt * count + turn for prompt in range(process, len(dataset), processes) for turn in range(count)]
@@ -243,17 +243,17 @@ class Evaluator:
         kind, points, local = None, {}, None
         # a process that fails here comes to no collective of the samples
         with self._monitor.barrier_after("reads rows for the evaluation"):
-            rows = self._inputs.rows(dataset, [place // count for place in mine])
+            rows = self._inputs.rows(dataset, [position // count for position in mine])
         with self._monitor.barrier_after("samples for the evaluation"):
             latents = [None] * len(rows) if any(map(takes_only_latents, funcs)) else None
             samples = self._run_passes(self._sample, rows, mine, pipeline_kwargs, latents)
             samples, rows, mine = (part[: own * count] for part in (samples, rows, mine))
             latents = latents and latents[: own * count]
-            places, scored, latents = self._scorer.exchange(made, count, samples, latents)
-            if places:
-                kind, groups = kind_of(scored), [place // count for place in places]
+            positions, scored, latents = self._scorer.exchange(made, count, samples, latents)
+            if positions:
+                kind, groups = kind_of(scored), [position // count for position in positions]
                 looked_at = funcs + load_watched_rewards(self._settings.watched, kind, funcs)
-                scored_rows = rows if places == mine else self._inputs.rows(dataset, groups)
+                scored_rows = rows if positions == mine else self._inputs.rows(dataset, groups)
                 log_metric = lambda name, value: own_metrics[name].append(value)  # noqa: E731
                 local = self._scorer.score(looked_at, scored, scored_rows, groups, log_metric, extra, latents)
                 points = _points(funcs, scored) if count > 1 and kind is not None else {}
@@ -262,17 +262,17 @@ class Evaluator:
         local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
         if self._scorer.channel is not None:
             self._scorer.channel.close()
-            extra = self._scorer.share_extra(extra, places, mine)
-        every = self._gather(local, places, total)
-        found = self._diversity(points, places, total)
+            extra = self._scorer.share_extra(extra, positions, mine)
+        every = self._gather(local, positions, total)
+        found = self._diversity(points, positions, total)
         return _Part(samples, rows, mine, every[mine], extra, every, watched, found)
 
-    def _diversity(self, points: dict[str, Tensor], places: list[int], total: int) -> dict[str, float]:
+    def _diversity(self, points: dict[str, Tensor], positions: list[int], total: int) -> dict[str, float]:
         """Return how different the samples of a prompt are, wherever they were made."""
         groups, found = torch.arange(total) // self._settings.num_generations, {}
         widths, *_ = self._backend.gather_json({key: own.shape[1] for key, own in points.items()})
         for key, width in widths.items():
-            every = self._gather(points.get(key, torch.empty(0, width)), places, total)
+            every = self._gather(points.get(key, torch.empty(0, width)), positions, total)
             found[key] = measure_diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)
         return found
 
@@ -288,7 +288,7 @@ class Evaluator:
     def _sample(
         self,
         rows: list[dict],
-        places: list[int],
+        positions: list[int],
         pipeline_kwargs: dict,
         latents: list[Tensor | None] | None = None,
     ) -> list[Any]:
@@ -304,7 +304,7 @@ class Evaluator:
                 images, _ = rollout(
                     self._policy,
                     self._inputs([rows[row] for row in chosen], **pipeline_kwargs),
-                    seeds=[sample_seed(settings.seed, "evaluation", places[row]) for row in chosen],
+                    seeds=[sample_seed(settings.seed, "evaluation", positions[row]) for row in chosen],
                     num_inference_steps=settings.num_inference_steps,
                     noise_level=0.0,
                     latents=own,
@@ -317,12 +317,12 @@ class Evaluator:
         self._policy.prompts.clear()  # what was encoded beside other prompts differs in the last bits
         return samples
 
-    def _gather(self, local: Tensor, places: list[int], total: int) -> Tensor:
-        """Return (total, ...) of all processes in the order of the samples; `local` (places, ...) is this one's."""
+    def _gather(self, local: Tensor, positions: list[int], total: int) -> Tensor:
+        """Return (total, ...) of all processes in the order of the samples; `local` (positions, ...) is this one's."""
         if self._backend.groups.processes == 1:
             return local
-        is_counted = self._scorer.channel is not None or self._backend.groups.is_first  # each place once
-        return self._scorer.gather_at(local if is_counted else local[:0], places if is_counted else [], total)
+        is_counted = self._scorer.channel is not None or self._backend.groups.is_first  # each position once
+        return self._scorer.gather_at(local if is_counted else local[:0], positions if is_counted else [], total)
 
     def _combine(self, rewards: Tensor) -> Tensor:
         """Return (samples,) the one number of the trained rewards, as in training; NaN where none scored."""
@@ -339,13 +339,16 @@ class Evaluator:
         columns: dict[str, list] = defaultdict(list)
         for dataset, part in parts.items():
             stem, count = f"{dataset}-" if len(parts) > 1 else "", len(part.rows)
-            stems = [folder / name_of_step / f"{stem}{place:04d}" if place < shown else None for place in part.places]
+            stems = [
+                folder / name_of_step / f"{stem}{position:04d}" if position < shown else None
+                for position in part.positions
+            ]
             files = write_files(part.samples, stems, folder.parent, settings.fps, settings.sampling_rate)
             table = {
                 "step": [step] * count,
                 "dataset": [dataset] * count,
                 "prompt": [row.get("prompt", "") for row in part.rows],
-                "seed": [sample_seed(settings.seed, "evaluation", place) for place in part.places],
+                "seed": [sample_seed(settings.seed, "evaluation", position) for position in part.positions],
                 **files,
                 **dict(zip(names, part.rewards.T.tolist(), strict=True)),
                 "reward": self._combine(part.rewards).tolist(),

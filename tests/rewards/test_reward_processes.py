@@ -176,7 +176,7 @@ def test_more_scoring_processes_than_processes_are_refused(monkeypatch):
     assert config(reward_processes=4).scores_on_some and not config().scores_on_some
     with pytest.raises(ValueError, match="reward_processes=5 is more than the 4 processes of this run; lower it"):
         config(reward_processes=5)
-    with pytest.raises(ValueError, match="more than the 2 context-parallel groups there are"):
+    with pytest.raises(ValueError, match="more than the 2 context-parallel groups of this run"):
         config(reward_processes=3, context_parallel_size=2)
 
 
