@@ -212,7 +212,7 @@ def ran(folder, processes, settings, rewards):
     """What it said, its log, its weights, and its tables without what depends on who wrote them."""
     ended = ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, rewards)
     log = json.loads((folder / "run" / "result.json").read_text())["log"]
-    times = re.compile("time|runtime|_per_second|total_flos")
+    times = re.compile("time|memory|_per_second|total_flos")
     log = [{key: value for key, value in entry.items() if not times.search(key)} for entry in log]
     tables = {}
     for path in sorted((folder / "run").glob("*/*.parquet")):
