@@ -6,11 +6,21 @@ import torch
 from torch import nn
 
 from diffusion_grpo.policy.rollout import DenoisingPolicy, predict, rollout
+from diffusion_grpo.policy.schedulers import step_kind
+from diffusion_grpo.policy.stochastic_steps import StochasticScheduler
 
-# flow matching, several networks and latents among it; DDIM for epsilon- and v-prediction; Heun; cosine; EDM
-KINDS = ["sd3", "flux", "wan", "wan_experts", "ltx2", "sdxl", "sd15", "sd2", "sd3_heun", "cascade_prior"]
-KINDS += ["cosmos", "cosmos2", "stable_audio", "pixart", "cogvideox"]
-STEPS = 4
+# flow matching by Euler, Heun, UniPC and DPM-Solver, also with several networks or latents
+KINDS = ["sd3", "flux", "sd3_heun", "wan", "wan_experts", "sana", "ltx2"]
+# variance-preserving: epsilon-, v- and sample-prediction, a learned variance, cosine
+KINDS += ["sd15", "sd15_heun", "sd2", "sdxl", "pixart", "cogvideox", "kandinsky_prior", "deepfloyd", "cascade_prior"]
+# latents written as data + sigma * noise: EDM, flows with sigmas above 1, Euler with continuous timesteps
+KINDS += ["cosmos", "cosmos2", "stable_audio", "svd"]
+STEPS, MIXINS = 4, "diffusion_grpo.policy.stochastic_steps"
+
+
+def test_there_is_a_pipeline_of_every_kind_of_scheduler():
+    covered = {step_kind(tiny_pipelines.build(name)[0].scheduler) for name in ("sd3", "sd15", "cascade_prior", "svd")}
+    assert covered == {kind for kind in StochasticScheduler.__subclasses__() if kind.__module__ == MIXINS}
 
 
 def recorded_predictions(policy, inputs):

@@ -109,7 +109,7 @@ def test_settings_of_denoising_steps_are_refused(painter, tmp_path):
     plain = {"noise_level": 0.7, "sde_window": [0, 2], "permute_steps": True, "sde_type": "cps", "kl_reward": 0.1}
     plain |= {"noise_in_last_step": True, "log_prob_type": "squared_error"}
     for setting in ({name: value} for name, value in plain.items()):
-        with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* is of denoising steps"):
+        with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* is for denoising steps"):
             trainer_of(make_painter(), tmp_path, **setting)
 
 
@@ -118,7 +118,7 @@ def test_the_clip_range_of_denoising_steps_is_warned_of(painter, tmp_path, caplo
     given = {} if epsilon is None else {"epsilon": epsilon}
     with caplog.at_level(logging.WARNING, "diffusion_grpo"):
         trainer_of(painter, tmp_path, **given)
-    assert ("epsilon=0.0001 is a clip range of denoising steps" in caplog.text) == (epsilon is None)
+    assert ("epsilon=0.0001 is a clip range for denoising steps" in caplog.text) == (epsilon is None)
 
 
 def test_settings_of_tokens_are_refused_where_there_are_none():
