@@ -1,8 +1,11 @@
 """The command line: what is refused, before a model is loaded, and what the four commands leave behind."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 
 import diffusers
@@ -335,6 +338,41 @@ def test_train_leaves_a_whole_run_folder(config, model, tmp_path, capsys):
     assert baseline["name"] == "guidance 2" and set(baseline["rewards"]) == set(summary["rewards"])
     assert "guidance 2" in (run / "report.html").read_text()
     assert str(run / "summary.json") in capsys.readouterr().out
+
+
+def interrupting(images, trainer_state, **columns):
+    """A reward during which somebody presses Ctrl-C, once there is a checkpoint."""
+    if trainer_state.global_step == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    return [0.0] * len(images)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_says_in_one_line_how_to_go_on(config, model, tmp_path, capsys, saves):
+    path = config(
+        model=model,
+        reward_funcs=[f"{__name__}.interrupting"],
+        pipeline_kwargs={"max_sequence_length": 8},
+        guidance_scale=1.0,
+        use_peft=True,
+        lora_r=2,
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=1 if saves else 2,
+        disable_tqdm=True,
+        **SIZE,
+    )
+    assert cli.main(["train", path]) == 130
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    newest = tmp_path / "run" / "checkpoint-1"
+    how = (
+        f"go on from {newest} with resume_from_checkpoint=True"
+        if saves
+        else "there is no checkpoint yet, so start it again as it was"
+    )
+    assert last == f"Interrupted after 1 updates; {how}."
+    assert "Traceback" not in last
 
 
 def test_sample_writes_pictures_and_rewards(model, tmp_path, capsys):
