@@ -4,16 +4,12 @@ In: the trainer's events, and where the running update is (`UpdateProgress`). Ou
 that is measured goes to the trackers alone.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import transformers.trainer
 from tqdm import tqdm
 from transformers import TrainerCallback
-from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
-from transformers.utils import is_in_notebook
 
 from ..config.settings import DiffusionGRPOConfig
 from ..run.folder import format_measured, format_updates
@@ -245,28 +241,3 @@ class BarsCallback(ShowingCallback):
         for bar in (self.inner, self.bar):
             if bar is not None:
                 bar.close()
-
-
-def replace_progress(
-    handler: CallbackHandler, args: DiffusionGRPOConfig, progress: UpdateProgress, prompts: str
-) -> None:
-    """Replace the callback with which transformers shows its progress by one that knows of rewards.
-
-    Args:
-        handler: of the trainer's callbacks; one in which the user has removed theirs is left without.
-        args: `disable_tqdm` asks for lines.
-        progress: of the running update.
-        prompts: what evaluations are on, "held-out" or "evaluation".
-    """
-    kinds = (ProgressCallback, PrinterCallback, transformers.trainer.DEFAULT_PROGRESS_CALLBACK)
-    removed = [handler.pop_callback(kind) for kind in kinds]
-    if not any(removed):
-        return
-    if args.disable_tqdm or not (is_in_notebook() or sys.stderr.isatty()):
-        handler.add_callback(LinesCallback(progress, prompts))
-    elif is_in_notebook():
-        from .notebook import NotebookCallback
-
-        handler.add_callback(NotebookCallback(progress, prompts))
-    else:
-        handler.add_callback(BarsCallback(progress, prompts))

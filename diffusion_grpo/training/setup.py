@@ -53,7 +53,8 @@ from .callbacks import (
 )
 from .evaluation import EvaluationSettings, Evaluator
 from .metrics import Metrics
-from .progress import UpdateProgress, replace_progress
+from .progress import UpdateProgress
+from .show_progress import replace_progress
 from .start import RunRewards
 
 AnyReference = AdapterReference | CopiedReference

@@ -151,7 +151,10 @@ def test_paths_in_a_file_are_relative_to_its_folder(folder):
     [
         ("gone.png", "train_dataset, row 1 .*column 'image': there is no file gone.png .paths are relative"),
         ("/gone.png", "column 'image': there is no file /gone.png\\.$"),
-        ("https://somewhere/a.png", "row 1 .*https://somewhere/a.png is a network address, and nothing is downloaded.*first"),
+        (
+            "https://somewhere/a.png",
+            "row 1 .*https://somewhere/a.png is a network address, and nothing is downloaded.*first",
+        ),
     ],
 )
 @pytest.mark.parametrize("feature", [None, IMAGE, datasets.Image(decode=False)], ids=str)

@@ -158,7 +158,7 @@ def notebook(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     monkeypatch.delitem(sys.modules, "diffusion_grpo.training.notebook", raising=False)
     monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback)
-    monkeypatch.setattr("diffusion_grpo.training.progress.is_in_notebook", lambda: True)
+    monkeypatch.setattr("diffusion_grpo.training.show_progress.is_in_notebook", lambda: True)
     yield fake
     sys.modules.pop("diffusion_grpo.training.notebook", None)
 
