@@ -1,1 +1,1 @@
-"""Rewards by networks with published weights."""
+"""Rewards computed by networks with published weights."""

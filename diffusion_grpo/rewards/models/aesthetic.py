@@ -1,4 +1,4 @@
-"""The reward `aesthetic`: LAION's aesthetic score, a small network on top of CLIP's embedding."""
+"""The reward `aesthetic`: LAION's aesthetic score, by a small network on top of CLIP's embedding."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .base import ModelReward, read_weights, weights_path
 from .pixels import CLIP_MEAN, CLIP_STD, crop_squares
 
 WIDTHS = (1024, 128, 64, 16, 1)
-DROPPED = (0, 1, 2)  # a dropout follows these layers, which counts in the names of the weights
+DROPPED = (0, 1, 2)  # layers followed by a dropout, which takes a number in the weights' names
 
 
 @dataclasses.dataclass(eq=False)
 class Aesthetic(ModelReward):
-    """LAION's improved aesthetic predictor: a linear chain on the normalised CLIP ViT-L/14 embedding of the image.
+    """LAION's improved aesthetic predictor: linear layers on the image's normalised CLIP ViT-L/14 embedding.
 
     https://github.com/christophschuhmann/improved-aesthetic-predictor. The default weights,
     `sac+logos+ava1-l14-linearMSE`, are those of DDPO (https://arxiv.org/abs/2305.13301) and Flow-GRPO.
 
     Args:
         model: Hub id or folder with the predictor's weights.
-        filename: of the weights there, `.pth` or `.safetensors`.
+        filename: the file with the weights, `.pth` or `.safetensors`.
         backbone: Hub id or folder of the CLIP model.
-        backbone_revision: branch, tag or commit of that Hub id.
+        backbone_revision: branch, tag or commit of `backbone`.
     """
 
     model: str = "trl-lib/ddpo-aesthetic-predictor"
@@ -46,7 +46,7 @@ class Aesthetic(ModelReward):
 
         revision = self.backbone_revision
         config = CLIPConfig.from_pretrained(self.backbone, revision=revision)
-        config.vision_config.projection_dim = config.projection_dim  # which some checkpoints give for both towers only
+        config.vision_config.projection_dim = config.projection_dim  # some checkpoints set only this one
         network = nn.Module()
         network.clip = CLIPVisionModelWithProjection.from_pretrained(
             self.backbone, revision=revision, config=config.vision_config, dtype=self.torch_dtype
@@ -57,7 +57,7 @@ class Aesthetic(ModelReward):
         return network
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float]:
-        """Return a score for each image."""
+        """Return one score per image."""
         return self.in_batches(self._scores, images)
 
     def _scores(self, network: nn.Module, images: list) -> Tensor:
@@ -68,7 +68,7 @@ class Aesthetic(ModelReward):
 
 
 def build_predictor(width: int) -> nn.Sequential:
-    """Linear layers from `width` to 1 with dropouts between, no activations; also ImageReward's last part."""
+    """Build linear layers from `width` to 1, with dropouts but no activations, as ImageReward uses them too."""
     layers: list[nn.Module] = []
     for place, (inner, outer) in enumerate(zip((width, *WIDTHS), WIDTHS)):
         layers.append(nn.Linear(inner, outer))

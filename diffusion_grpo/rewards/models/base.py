@@ -1,11 +1,11 @@
 """The base class of all rewards with weights.
 
-The network is loaded at the first call, frozen and in eval mode. It runs without gradients, keeps its own dtype and
-device whatever the policy trains in, leaves the run's random state alone, is whole on each process (ZeRO-3 would shard
-it), and can be kept in CPU memory between calls.
+The network is loaded at the first call, frozen and in eval mode. It runs without gradients, has its own dtype and
+device, and leaves the run's random state alone. Every process holds all of it, also under ZeRO-3, which would shard
+it. Between calls it can be kept in CPU memory.
 """
 
-# The annotations are read as they stand (contract.py checks options by them), in subclasses of other modules too.
+# No `from __future__ import annotations`: contract.py checks options by the annotations of this class and subclasses.
 import abc
 import contextlib
 import dataclasses
@@ -23,21 +23,22 @@ from ..needs import Source
 
 @dataclasses.dataclass(eq=False)
 class ModelReward(abc.ABC):
-    """A reward by a network. Subclasses are dataclasses too (`eq=False`): they add settings and a default model, name
-    in `sources` what they read in `load`, and score in `__call__` through `in_batches`.
+    """A reward computed by a network.
 
-    Two with equal settings are equal, so that a reward may be both trained on and evaluated.
+    Subclasses are dataclasses too (`eq=False`). They add settings and a default model, list in `sources` the files
+    that `load` reads, and score in `__call__` through `in_batches`. Rewards with equal settings are equal, so a reward
+    may be both trained on and evaluated.
 
     Args:
         model: Hub id or folder.
         device: where the network runs; by default this process's accelerator, if there is one.
-        dtype: of the network.
-        batch_size: samples at once.
+        dtype: dtype of the network.
+        batch_size: samples per forward pass.
         revision: branch, tag or commit of a Hub id.
-        offload: the network lies in the host's memory between calls.
+        offload: whether to keep the network in CPU memory between calls.
 
     Raises:
-        ValueError: `batch_size` is below 1, or `model` is written as a folder that there is not.
+        ValueError: `batch_size` is below 1, or `model` is a path to a folder that does not exist.
     """
 
     model: str
@@ -53,39 +54,39 @@ class ModelReward(abc.ABC):
         if self.model.startswith((".", "/", "~")) and not Path(self.model).expanduser().exists():
             raise ValueError(f"There is no folder {self.model} with a reward's weights; a Hub id is `owner/name`.")
         for name, value in self.settings().items():
-            if isinstance(value, str) and value.startswith("~"):  # which transformers would take for a Hub id
+            if isinstance(value, str) and value.startswith("~"):  # transformers would take it for a Hub id
                 setattr(self, name, str(Path(value).expanduser()))
         self._network: nn.Module | None = None
         self._lock = threading.Lock()  # calls may come from several threads; the network moves between devices
 
     @abc.abstractmethod
     def load(self) -> nn.Module:
-        """The network, on the CPU and in `torch_dtype`; whatever else is needed (a processor) is set on `self`.
+        """Return the network, on the CPU and in `torch_dtype`; set anything else, such as a processor, on `self`.
 
-        Called once, with the random state saved around it.
+        Called once, and the random state is restored afterwards.
         """
 
     @abc.abstractmethod
     def sources(self) -> list[Source]:
-        """What `load` reads and from where, so that what is missing is said before anything is loaded."""
+        """Return the files that `load` reads, so that missing ones are reported before anything is loaded."""
 
     def check_needs(self) -> None:
-        """Raise FileNotFoundError where a folder, or the cache when offline, lacks what `load` reads."""
+        """Raise FileNotFoundError if a folder, or the cache when offline, lacks a file that `load` reads."""
         for source in self.sources():
             source.check()
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The setting `dtype` as torch has it."""
+        """The setting `dtype` as a torch dtype."""
         return getattr(torch, self.dtype)
 
     @property
     def torch_device(self) -> torch.device:
-        """The setting `device`, or the accelerator of this process, or the CPU."""
+        """The setting `device`; if it is None, this process's accelerator or else the CPU."""
         return torch.device(self.device) if self.device is not None else default_device()
 
     def settings(self) -> dict[str, Any]:
-        """Every setting under its name."""
+        """Return all settings by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __eq__(self, other: object) -> bool:
@@ -96,7 +97,7 @@ class ModelReward(abc.ABC):
 
     @contextlib.contextmanager
     def network(self) -> Iterator[nn.Module]:
-        """The network for one call: on its device, without gradients or autocast; offloaded afterwards if so set."""
+        """Yield the network on its device, without gradients or autocast; then offload it if so set."""
         device = self.torch_device
         with self._lock, torch.no_grad(), torch.autocast(device.type, enabled=False):
             if self._network is None:
@@ -109,18 +110,18 @@ class ModelReward(abc.ABC):
                     self._network.to("cpu")
 
     def rest(self) -> None:
-        """Put the network into the host's memory, as `offload` does after each call."""
+        """Move the network to CPU memory, as `offload` does after each call."""
         with self._lock:
             if self._network is not None:
                 self._network.to("cpu")
 
     def in_batches(self, function: Callable[..., Any], *lists: list) -> list:
-        """`function(network, *parts)` for every `batch_size` entries of the lists, its answers as one list.
+        """Call `function(network, *parts)` on batches of the lists and return its answers as one list.
 
         Args:
-            function: returns one value an entry, as a list or as a tensor `(batch, ...)` (of which the rows, as floats
-                or nested lists, are taken).
-            lists: of equal lengths, at least one.
+            function: returns one value per entry, as a list or as a tensor `(batch, ...)`, whose rows become floats
+                or nested lists.
+            lists: at least one list, all of the same length.
 
         Raises:
             ValueError: the lists differ in length.
@@ -138,7 +139,7 @@ class ModelReward(abc.ABC):
 
 
 def default_device() -> torch.device:
-    """The accelerator of this process, or the CPU. With its index, for a thread of its own starts at the first."""
+    """Return this process's accelerator, or the CPU; with its index, because new threads start at the first device."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")
@@ -148,7 +149,7 @@ def default_device() -> torch.device:
 
 @contextlib.contextmanager
 def without_sharding() -> Iterator[None]:
-    """Inside, `from_pretrained` does not shard what it loads, though a run under DeepSpeed ZeRO-3 is going on."""
+    """Keep `from_pretrained` from sharding what it loads during a run with DeepSpeed ZeRO-3."""
     from transformers.integrations import deepspeed as integration
 
     config = integration._hf_deepspeed_config_weak_ref and integration._hf_deepspeed_config_weak_ref()
@@ -161,7 +162,7 @@ def without_sharding() -> Iterator[None]:
 
 
 def weights_path(model: str, filename: str, revision: str = "main") -> Path:
-    """The file `filename` in the folder `model`, or of the Hub id; downloaded where it is not in the cache.
+    """Return the path of `filename` in a folder or a Hub id; download it if it is not in the cache.
 
     Raises:
         FileNotFoundError: the folder has no such file.
@@ -177,10 +178,10 @@ def weights_path(model: str, filename: str, revision: str = "main") -> Path:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file, or of a pickled one read without running any code that it might hold.
+    """Read the tensors of a `.safetensors` file, or of a pickled one without running any code that it might contain.
 
     Raises:
-        ValueError: it holds something else than a mapping from names to tensors.
+        ValueError: the file does not hold a mapping from names to tensors.
     """
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -193,10 +194,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def build_model(cls: Any, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """A model of transformers with these weights, all of them and no others.
+    """Build a transformers model with exactly these weights.
 
     Raises:
-        ValueError: weights that the model lacks, or that lack to it.
+        ValueError: weights are missing, unexpected or of another shape.
     """
     model, found = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
     wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}

@@ -1,7 +1,7 @@
-"""Rewards by CLIP: does the image fit the prompt, or resemble another image?
+"""Rewards by CLIP: how well an image fits the prompt, or how closely it resembles another image.
 
-Preprocessing, tokens (truncated to the model's 77) and embeddings are those of transformers' port, with Pillow's
-resize: if torchvision is installed, transformers would use its resize, which gives other scores.
+Preprocessing, tokens (truncated to the model's 77) and embeddings are those of transformers' port, but always with
+Pillow's resize. If torchvision is installed, transformers would use its resize, which gives other scores.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class ClipReward(ModelReward):
-    """What all rewards by a transformers CLIP share: loading and the two embeddings.
+    """Base class of the rewards by a transformers CLIP: loads it, and embeds images and prompts.
 
     Args:
         model: Hub id or folder of a `CLIPModel`.
         processor: Hub id or folder of its processor; by default the model's own.
-        processor_revision: branch, tag or commit of that Hub id, where it is another one than the model's.
+        processor_revision: branch, tag or commit of `processor`, if that is given.
     """
 
     model: str = "openai/clip-vit-large-patch14"
@@ -54,17 +54,17 @@ class ClipReward(ModelReward):
         return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
-        """`(batch, features)` float32: embeddings of images, of length 1."""
+        """Return the unit embeddings of images, `(batch, features)` float32."""
         pixels = self.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
         pixels = pixels["pixel_values"].to(network.device, network.dtype)
         return normalize_features(network.visual_projection(network.vision_model(pixels).pooler_output))
 
     def embed(self, images: list[Image.Image]) -> list[list[float]]:
-        """The same of any number of images, as lists: how different they are is measured between these."""
+        """Return the embeddings of any number of images as lists, to measure how different the images are."""
         return self.in_batches(self.encode_images, images)
 
     def encode_prompts(self, network: CLIPModel, prompts: list[str]) -> Tensor:
-        """`(batch, features)` float32: embeddings of prompts, of length 1; each distinct prompt is encoded once."""
+        """Return the unit embeddings of prompts, `(batch, features)` float32; encode each distinct prompt once."""
         distinct = list(dict.fromkeys(prompts))
         length = network.config.text_config.max_position_embeddings
         tokens = self.tokenizer(distinct, padding=True, truncation=True, max_length=length, return_tensors="pt")
@@ -78,12 +78,12 @@ class ClipReward(ModelReward):
 class ClipScore(ClipReward):
     """CLIPScore: 100 max(cos(image, prompt), 0), as torchmetrics and diffusers' documentation compute it.
 
-    Hessel et al. 2021, https://arxiv.org/abs/2104.08718, scale by 2.5 in place of 100 and put "A photo depicts" before
-    a caption. The model matters more than the scale: scores by different ones cannot be compared.
+    Hessel et al. 2021, https://arxiv.org/abs/2104.08718, scale by 2.5 instead of 100 and put "A photo depicts" before
+    a caption. Scores by different models cannot be compared, even on the same scale.
     """
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """Return a score in [0, 100] for each image and its prompt."""
+        """Return one score in [0, 100] per image and its prompt."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
@@ -93,17 +93,17 @@ class ClipScore(ClipReward):
 
 @dataclasses.dataclass(eq=False)
 class PickScore(ClipReward):
-    """PickScore: exp(logit scale) cos(image, prompt), by a CLIP ViT-H/14 trained on choices of users.
+    """PickScore: exp(logit scale) cos(image, prompt), by a CLIP ViT-H/14 trained on users' choices.
 
     Kirstain et al. 2023, https://arxiv.org/abs/2305.01569, https://github.com/yuvalkirstain/PickScore. Good images
-    come to about 20 to 23. Flow-GRPO divides by 26 (https://github.com/yifan123/flow_grpo): `std: 26`.
+    score about 20 to 23. Flow-GRPO divides by 26 (https://github.com/yifan123/flow_grpo): `std: 26`.
     """
 
     model: str = "yuvalkirstain/PickScore_v1"
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """Return a score for each image and its prompt, to be compared within a prompt."""
+        """Return one score per image; compare only scores for the same prompt."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
@@ -113,17 +113,18 @@ class PickScore(ClipReward):
 
 @dataclasses.dataclass(eq=False)
 class ClipSimilarity(ClipReward):
-    """Cosine of the CLIP embeddings of the image and of the one in a column (CLIP-I of DreamBooth,
-    https://arxiv.org/abs/2208.12242).
+    """Cosine between the CLIP embeddings of an image and of its target in a column.
+
+    This is CLIP-I of DreamBooth (https://arxiv.org/abs/2208.12242).
 
     Args:
-        target_column: column with PIL images or paths.
+        target_column: column with the targets, PIL images or paths.
     """
 
     target_column: str = "target"
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """Return a cosine in [-1, 1] for each image, 1 for equal ones; None where the column holds nothing."""
+        """Return one cosine in [-1, 1] per image: 1 if it equals its target, None if it has none."""
         return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
 
     def _cosines(self, network: CLIPModel, images: list, others: list) -> Tensor:
@@ -131,5 +132,5 @@ class ClipSimilarity(ClipReward):
 
 
 def normalize_features(embeddings: Tensor) -> Tensor:
-    """`(batch, features)` in float32, of length 1."""
+    """Scale embeddings `(batch, features)` to length 1, in float32."""
     return torch.nn.functional.normalize(embeddings.float(), dim=-1)

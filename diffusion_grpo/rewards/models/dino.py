@@ -1,4 +1,4 @@
-"""The reward `dino_similarity`: how closely an image resembles another one in DINO's embeddings."""
+"""The reward `dino_similarity`: how closely an image resembles another one, by DINO's embeddings."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..needs import CONFIG, WEIGHTS, Source
 from .base import ModelReward
 from .pixels import IMAGENET_MEAN, IMAGENET_STD, compare, crop_squares
 
-RESIZE, CROP = 256, 224  # of both DINO's and DINOv2's evaluations
+RESIZE, CROP = 256, 224  # as in the evaluations of both DINO and DINOv2
 
 
 @dataclasses.dataclass(eq=False)
 class DinoSimilarity(ModelReward):
-    """Cosine of the DINO [CLS] embeddings of the image and of the one in a column (DINO of DreamBooth,
-    https://arxiv.org/abs/2208.12242, which is measured with the default model).
+    """Cosine between the DINO [CLS] embeddings of an image and of its target in a column.
 
-    Images are brought to a shorter side of 256 pixels (bicubic), cropped to 224 and normalised with ImageNet's mean
-    and standard deviation, as DINO (https://arxiv.org/abs/2104.14294) evaluates its features.
+    This is the metric DINO of DreamBooth (https://arxiv.org/abs/2208.12242), which uses the default model. Images are
+    resized to a shorter side of 256 pixels (bicubic), cropped to 224 and normalised with ImageNet's mean and standard
+    deviation, as in DINO's own evaluation (https://arxiv.org/abs/2104.14294).
 
     Args:
         model: Hub id or folder of a DINO, DINOv2 or other ViT (`facebook/dinov2-base`).
-        target_column: column with PIL images or paths.
+        target_column: column with the targets, PIL images or paths.
     """
 
     model: str = "facebook/dino-vits16"
@@ -40,7 +40,7 @@ class DinoSimilarity(ModelReward):
         return AutoModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """Return a cosine in [-1, 1] for each image, 1 for equal ones; None where the column holds nothing."""
+        """Return one cosine in [-1, 1] per image: 1 if it equals its target, None if it has none."""
         return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
 
     def _cosines(self, network: nn.Module, images: list, others: list) -> Tensor:

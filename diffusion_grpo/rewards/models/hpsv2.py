@@ -1,6 +1,6 @@
 """The reward `hpsv2`: Human Preference Score v2.
 
-Unlike transformers' CLIP, its checkpoint has open_clip's names, and its preprocessing pads images to squares.
+Unlike those of transformers' CLIP, its weights have open_clip's names and its preprocessing pads images to squares.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "te
 
 @dataclasses.dataclass(eq=False)
 class HPSv2(ClipReward):
-    """HPSv2.1: cos(image, prompt) of a CLIP ViT-H/14 trained on 798k choices of people.
+    """HPSv2.1: cos(image, prompt) by a CLIP ViT-H/14 trained on 798k human choices.
 
     Wu et al. 2023, https://arxiv.org/abs/2306.09341, https://github.com/tgxs002/HPSv2. Prompts are cleaned as
-    open_clip cleans them; images are resized so that the longer side fits, and padded with black.
+    in open_clip. Images are resized so that the longer side fits, and padded with black.
 
     Args:
         model: Hub id or folder with the checkpoint.
-        filename: of open_clip's checkpoint there (`HPS_v2_compressed.pt` for v2.0); null if `model` is a transformers
-            `CLIPModel` with the same weights.
-        processor: Hub id or folder of the transformers CLIP of the same architecture: configuration and tokenizer;
-            `processor_revision` of it.
-        antialias: whether images are antialiased when they are resized. Current versions of torchvision do, those
-            of the time of the paper did not.
+        filename: open_clip's checkpoint in `model` (`HPS_v2_compressed.pt` for v2.0); null if `model` is a
+            transformers `CLIPModel` with the same weights.
+        processor: Hub id or folder of a transformers CLIP of the same architecture, for its configuration and
+            tokenizer. `processor_revision` is its branch, tag or commit.
+        antialias: whether to antialias when resizing images. Current versions of torchvision do; those at the time
+            of the paper did not.
     """
 
     model: str = "xswu/HPSv2"
@@ -92,11 +92,11 @@ class HPSv2(ClipReward):
         return build_model(CLIPModel, config, weights, self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """Return a cosine for each image and its prompt, about 0.2 to 0.35; to be compared within a prompt."""
+        """Return one cosine per image, about 0.2 to 0.35; compare only scores for the same prompt."""
         return self.in_batches(self._scores, images, [clean_prompt(prompt) for prompt in prompts])
 
     def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
-        """`(batch, features)` float32: embeddings of images, padded to squares, of length 1."""
+        """Pad images to squares and return their unit embeddings, `(batch, features)` float32."""
         size = network.config.vision_config.image_size
         pixels = torch.cat([self._padded(image, size) for image in images])
         pixels = normalize(pixels, CLIP_MEAN, CLIP_STD).to(network.device, network.dtype)
@@ -106,7 +106,7 @@ class HPSv2(ClipReward):
         return (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
 
     def _padded(self, image: Image.Image, size: int) -> Tensor:
-        """`(1, 3, size, size)`: resized as a tensor of floats, which may leave [0, 1], and padded with 0 around."""
+        """Resize as a float tensor, which may leave [0, 1], and pad with 0 to `(1, 3, size, size)`."""
         pixels = as_pixels([image])
         scale = size / max(image.size)
         if scale == 1.0:
@@ -121,17 +121,17 @@ class HPSv2(ClipReward):
 
 
 def clean_prompt(prompt: str) -> str:
-    """A prompt as open_clip hands it to its tokenizer: broken Unicode and HTML mended, blanks single."""
+    """Clean a prompt as open_clip does before tokenizing: repair Unicode, unescape HTML, collapse whitespace."""
     import ftfy
 
     return re.sub(r"\s+", " ", html.unescape(html.unescape(ftfy.fix_text(prompt)))).strip()
 
 
 def convert_open_clip(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of an open_clip ViT under the names of transformers' `CLIPModel`.
+    """Rename the weights of an open_clip ViT to the names of transformers' `CLIPModel`.
 
     Raises:
-        ValueError: a name that no such model has.
+        ValueError: a name that does not occur in an open_clip ViT.
     """
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -150,7 +150,7 @@ def convert_open_clip(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _block(prefix: str, part: str, weight: Tensor) -> dict[str, Tensor]:
-    """One weight of a transformer block; that of queries, keys and values is taken apart."""
+    """Rename one weight of a transformer block; split the joint one of queries, keys and values."""
     if part.startswith("attn.in_proj_"):
         kind = part.removeprefix("attn.in_proj_")
         return {f"{prefix}.self_attn.{n}_proj.{kind}": own for n, own in zip("qkv", weight.chunk(3))}

@@ -1,6 +1,6 @@
 """The reward `hpsv3`: a score of human preference by a vision-language model.
 
-Qwen2-VL 7B reads the image, an instruction and the prompt; a small head at the token <|Reward|> gives the mean of
+Qwen2-VL 7B reads the image, an instruction and the prompt. A small head at the token <|Reward|> gives the mean of
 the score and the logarithm of its standard deviation. https://huggingface.co/papers/2508.03789
 """
 
@@ -28,24 +28,24 @@ from .qwen_vl import (
 
 FILE = "HPSv3.safetensors"
 MARKS = ["<|Reward|>"]
-PIXELS = 256 * 28 * 28  # every image is brought near to this many
-LAYERS = ("0", "3", "5")  # of the head that have weights; between them are ReLU and dropout
+PIXELS = 256 * 28 * 28  # every image is resized to about this many
+LAYERS = ("0", "3", "5")  # the head's layers with weights; ReLU and dropout lie between them
 
 
 @dataclasses.dataclass(eq=False)
 class HPSv3(ModelReward):
-    """HPSv3's score of an image; about 0 to 15, the higher the better.
+    """HPSv3's score of an image: about 0 to 15, higher is better.
 
-    `log_metric` gets the mean standard deviation as `hpsv3/sigma`.
+    The mean standard deviation is logged as `hpsv3/sigma`.
 
     Args:
         model: Hub id or folder with `HPSv3.safetensors`.
-        base: Hub id or folder of the Qwen2-VL it was made from: configuration and tokenizer are read from it.
+        base: Hub id or folder of the Qwen2-VL that it was trained from, for the configuration and tokenizer.
         base_revision: branch, tag or commit of `base`.
-        output: `mean`, the published score, or `sigma`, its standard deviation.
+        output: `mean` for the published score, or `sigma` for its standard deviation.
 
     Raises:
-        ValueError: an unknown output.
+        ValueError: `output` is unknown.
     """
 
     model: str = "MizzenAI/HPSv3"
@@ -67,7 +67,7 @@ class HPSv3(ModelReward):
         ]
 
     def load(self) -> RewardNetwork:
-        """The weights of the file alone: those of `base` are not needed."""
+        """Load the network from `HPSv3.safetensors` alone; the weights of `base` are not needed."""
         from transformers import AutoConfig
 
         path = weights_path(self.model, FILE, self.revision)
@@ -87,7 +87,7 @@ class HPSv3(ModelReward):
         return means if self.output == "mean" else sigmas
 
     def _score(self, network: RewardNetwork, images: list[Image.Image], prompts: list[str]) -> Tensor:
-        """`(batch, 2)`: mean and standard deviation."""
+        """Return mean and standard deviation, `(batch, 2)`."""
         frames = [as_frame(_resized(image))[None] for image in images]
         texts = [read_template("hpsv3").format(text_prompt=prompt) for prompt in prompts]
         inputs = build_batch(texts, frames, "image", network.backbone.config, self._tokenizer)
@@ -101,7 +101,7 @@ def _resized(image: Image.Image) -> Image.Image:
 
 
 def _head(weights: dict[str, Tensor], source: str) -> nn.Module:
-    """Three layers, of the sizes that the weights have."""
+    """Build the reward head of three layers with the sizes of its weights."""
     missing = [f"rm_head.{layer}.weight" for layer in LAYERS if f"{layer}.weight" not in weights]
     if missing:
         raise ValueError(f"{source} holds no {missing[0]}: it is no checkpoint of HPSv3.")

@@ -1,4 +1,4 @@
-"""The reward `imagereward`: a BLIP, whose original checkpoint is converted to transformers' port here."""
+"""The reward `imagereward`: a BLIP, converted here from the original checkpoint to transformers' port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the 
 TOKENS = 35
 HEAD_WIDTH = 64
 VISION_EPS = 1e-6
-VISION = {  # BLIP's names, and transformers'
+VISION = {  # from BLIP's names to transformers'
     "cls_token": "embeddings.class_embedding",
     "pos_embed": "embeddings.position_embedding",
     "patch_embed.proj": "embeddings.patch_embedding",
@@ -36,15 +36,15 @@ VISION = {  # BLIP's names, and transformers'
 
 @dataclasses.dataclass(eq=False)
 class ImageReward(ModelReward):
-    """ImageReward v1.0: BLIP reads the prompt (35 tokens) with the image before its eyes, and a linear chain scores.
+    """ImageReward v1.0: BLIP reads the image and the prompt (35 tokens), and linear layers give the score.
 
     Xu et al. 2023, https://arxiv.org/abs/2304.05977, https://github.com/THUDM/ImageReward.
 
     Args:
         model: Hub id or folder with the checkpoint and `med_config.json`.
-        filename: of the checkpoint.
+        filename: the checkpoint's file.
         tokenizer: Hub id or folder of BERT's tokenizer.
-        tokenizer_revision: branch, tag or commit of that Hub id.
+        tokenizer_revision: branch, tag or commit of `tokenizer`.
     """
 
     model: str = "THUDM/ImageReward"
@@ -65,7 +65,7 @@ class ImageReward(ModelReward):
         written = json.loads(weights_path(self.model, "med_config.json", self.revision).read_text(encoding="utf-8"))
         seeing = vision_weights(_under(weights, "blip.visual_encoder."))
         reading = _under(weights, "blip.text_encoder.")
-        reading.pop("embeddings.position_ids", None)  # counts from 0, in older checkpoints
+        reading.pop("embeddings.position_ids", None)  # a plain count from 0, only in older checkpoints
         vision = BlipVisionConfig(**vision_sizes(seeing))
         text = BlipTextConfig(**text_sizes(written), encoder_hidden_size=vision.hidden_size, is_decoder=True)
         self.text_tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, revision=self.tokenizer_revision)
@@ -77,7 +77,7 @@ class ImageReward(ModelReward):
         return network
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
-        """Return a score for each image and its prompt, about -2 to 2."""
+        """Return one score per image, about -2 to 2."""
         return self.in_batches(self._scores, images, prompts)
 
     def _scores(self, network: nn.Module, images: list, prompts: list) -> Tensor:
@@ -97,7 +97,7 @@ class ImageReward(ModelReward):
 
 
 def vision_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of BLIP's visual encoder under the names of transformers' `BlipVisionModel`."""
+    """Rename the weights of BLIP's visual encoder to the names of transformers' `BlipVisionModel`."""
     found = {}
     for name, weight in weights.items():
         layer, module, kind = re.fullmatch(r"(blocks\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups(default="")
@@ -106,7 +106,7 @@ def vision_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def vision_sizes(weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Arguments of `BlipVisionConfig`, read from the weights; heads are 64 wide, as in all of BLIP's."""
+    """Read the arguments of `BlipVisionConfig` off the weights; heads are 64 wide, as in every BLIP."""
     width, _, patch, _ = weights["embeddings.patch_embedding.weight"].shape
     places = weights["embeddings.position_embedding"].shape[1] - 1
     return {
@@ -122,7 +122,7 @@ def vision_sizes(weights: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def text_sizes(written: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `BlipTextConfig` from BLIP's `med_config.json`."""
+    """Return the arguments of `BlipTextConfig` from BLIP's `med_config.json`."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     names += ("max_position_embeddings", "hidden_act", "layer_norm_eps", "pad_token_id")
     return {name: written[name] for name in names}
@@ -133,7 +133,7 @@ def _under(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _without_pooling(cls: type) -> type:
-    """The text model without the pooling layer, for which the checkpoint has no weights."""
+    """Return the text model's class without its pooling layer, for which the checkpoint has no weights."""
 
     class Unpooled(cls):
         def __init__(self, config: Any):

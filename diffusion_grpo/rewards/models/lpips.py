@@ -1,6 +1,6 @@
 """The reward `lpips`: 1 - the perceptual distance to an image in a column.
 
-The features are those of torchvision's AlexNet or VGG-16, whose layers are written here under torchvision's names, so
+The features are those of torchvision's AlexNet or VGG-16. The layers are rebuilt here under torchvision's names, so
 that the official weights load without torchvision.
 """
 
@@ -20,7 +20,7 @@ from .base import ModelReward, read_weights, weights_path
 from .pixels import as_pixels, compare
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
-SMALLEST = 32  # pixels: below, a network's last maps are empty
+SMALLEST = 32  # pixels; on smaller images, a network's last feature maps are empty
 FEATURES = {"alex": "alexnet-owt-7be5be79.pth", "vgg": "vgg16-397923af.pth"}
 OFFICIAL = {
     "features": "https://download.pytorch.org/models/{}",
@@ -31,17 +31,17 @@ VGG = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 @dataclasses.dataclass(eq=False)
 class LPIPS(ModelReward):
-    """1 - LPIPS (v0.1) to the image in a column: 1 for equal images; higher is more alike, as of a reward.
+    """1 - LPIPS (v0.1) between an image and its target in a column: higher is more alike, 1 means equal.
 
-    Zhang et al. 2018, https://arxiv.org/abs/1801.03924, https://github.com/richzhang/PerceptualSimilarity. An image
-    of another size is resized (Lanczos) to the sample's.
+    Zhang et al. 2018, https://arxiv.org/abs/1801.03924, https://github.com/richzhang/PerceptualSimilarity. A target
+    of another size is resized (Lanczos) to the image's.
 
     Args:
-        model: `official` (PyTorch's and the authors' own files, downloaded once), or a folder or Hub id with both:
+        model: `official` (PyTorch's and the authors' own files, downloaded once), or a folder or Hub id with both
             the features (`alexnet-owt-7be5be79.pth` or `vgg16-397923af.pth`) and the linear layers (`alex.pth` or
             `vgg.pth`).
-        net: `alex` is the authors' choice for comparing, `vgg` for optimising.
-        target_column: column with PIL images or paths.
+        net: the authors recommend `alex` for comparing images and `vgg` for optimising them.
+        target_column: column with the targets, PIL images or paths.
     """
 
     model: str = "official"
@@ -57,7 +57,7 @@ class LPIPS(ModelReward):
         return [] if self.model == "official" else [Source("model", self.model, files, self.revision)]
 
     def check_needs(self) -> None:
-        """Raise FileNotFoundError also where the official files are not there and may not be downloaded."""
+        """Raise FileNotFoundError also if the official files are missing and may not be downloaded."""
         super().check_needs()
         from huggingface_hub import constants
 
@@ -83,11 +83,11 @@ class LPIPS(ModelReward):
         return read_weights(path)
 
     def _official(self, filename: str) -> Path:
-        """Where the official file lies once it is downloaded."""
+        """Return the path at which the official file lies once downloaded."""
         return Path(torch.hub.get_dir()) / "checkpoints" / f"lpips-{self.net}-{filename}"
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """1 - distance for each image, at most 1; None where the column holds nothing.
+        """Return 1 - distance per image, at most 1; None for an image without a target.
 
         Raises:
             ValueError: an image is smaller than 32 x 32 pixels.
@@ -95,7 +95,7 @@ class LPIPS(ModelReward):
         return compare(self._pairs, images, columns[self.target_column])
 
     def _pairs(self, images: list, others: list) -> list[float]:
-        """Images of one size in common batches."""
+        """Score the images, those of one size together in batches."""
         values: dict[int, float] = {}
         for size in {image.size for image in images}:
             if min(size) < SMALLEST:
@@ -124,7 +124,7 @@ def _refuse_offline(url: str, path: Path) -> None:
 
 
 def _download(url: str, path: Path) -> None:
-    """Not where `HF_HUB_OFFLINE` is set, though the file is not of the Hub: a run without internet says so at once."""
+    """Download a file; refuse if `HF_HUB_OFFLINE` is set, though it is not on the Hub, to fail at once offline."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -140,7 +140,7 @@ def _download(url: str, path: Path) -> None:
 
 
 class Features(nn.Module):
-    """LPIPS' network: images in [-1, 1] go in, their distance leaves.
+    """LPIPS' network, which computes the distance between images in [-1, 1].
 
     Args:
         net: `alex` or `vgg`.
@@ -154,7 +154,7 @@ class Features(nn.Module):
         self.register_buffer("scale", torch.tensor(SCALE)[:, None, None], persistent=False)
 
     def forward(self, one: Tensor, two: Tensor) -> Tensor:
-        """`(batch,)`: over the tapped layers, the mean over places of the weighted squared differences."""
+        """Return distances `(batch,)`: weighted squared differences, averaged over places and summed over layers."""
         distance = 0
         for layer, seen, expected in zip(self.linear, self._maps(one), self._maps(two), strict=True):
             squares = (seen - expected) ** 2
@@ -162,18 +162,18 @@ class Features(nn.Module):
         return distance
 
     def _maps(self, pixels: Tensor) -> list[Tensor]:
-        """The maps behind the tapped layers, of length 1 over channels, float32."""
+        """Return the maps after the tapped layers in float32, scaled to length 1 over channels."""
         states, maps = (pixels - self.shift) / self.scale, []
         for place, layer in enumerate(self.features):
             states = layer(states)
             if place in self.taps:
-                seen = states.float()  # in float16 the sum of squares is infinite, and 1e-10 is 0
+                seen = states.float()  # in float16, the sum of squares would be infinite and 1e-10 would be 0
                 maps.append(seen / (seen.square().sum(1, keepdim=True).sqrt() + 1e-10))
         return maps
 
 
 def _alexnet() -> tuple[nn.Sequential, tuple[int, ...], tuple[int, ...]]:
-    """torchvision's `alexnet().features`, the places of the tapped layers and their widths."""
+    """Return torchvision's `alexnet().features`, the indices of the tapped layers and their widths."""
     layers = [nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)]
     layers += [nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)]
     for inner, outer in ((192, 384), (384, 256), (256, 256)):
@@ -182,7 +182,7 @@ def _alexnet() -> tuple[nn.Sequential, tuple[int, ...], tuple[int, ...]]:
 
 
 def _vgg16() -> tuple[nn.Sequential, tuple[int, ...], tuple[int, ...]]:
-    """torchvision's `vgg16().features` up to the last tapped layer, the places of those and their widths."""
+    """Return torchvision's `vgg16().features` up to the last tapped layer, the tapped indices and their widths."""
     layers: list[nn.Module] = []
     taps, inner = [], 3
     for stage in VGG:

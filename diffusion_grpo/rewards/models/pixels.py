@@ -1,6 +1,6 @@
-"""Preprocess PIL images as networks were trained on them, to tensors `(batch, 3, height, width)`.
+"""Turn PIL images into tensors `(batch, 3, height, width)` with the preprocessing that networks were trained with.
 
-Scorers were trained with torchvision's transforms. Their rounding is reproduced here with Pillow alone: another
+Scorers were trained with torchvision's transforms. This module reproduces their rounding with Pillow alone: another
 resize, or a crop that is off by one pixel, gives another score.
 """
 
@@ -19,12 +19,12 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def open_image(image: Image.Image | str | Path) -> Image.Image:
-    """An image, or the one in a file."""
+    """Return an image as it is, or open the file of a path."""
     return Image.open(image) if isinstance(image, (str, Path)) else image
 
 
 def resize_short_side(image: Image.Image, size: int) -> Image.Image:
-    """Resized (bicubic, antialiased) so that the shorter side is `size`; the longer is rounded down."""
+    """Resize (bicubic, antialiased) so that the shorter side is `size`; round the longer one down."""
     width, height = image.size
     if min(width, height) == size:
         return image
@@ -33,26 +33,26 @@ def resize_short_side(image: Image.Image, size: int) -> Image.Image:
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """The square in the middle; a half pixel is rounded to the even one."""
+    """Cut out the square in the middle; round half a pixel to even."""
     left, top = round((image.width - size) / 2), round((image.height - size) / 2)
     return image.crop((left, top, left + size, top + size))
 
 
 def as_pixels(images: list[Image.Image]) -> Tensor:
-    """`(batch, 3, height, width)` float32 in [0, 1] of images of one size."""
+    """Convert images of one size to `(batch, 3, height, width)` float32 in [0, 1]."""
     pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
 
 
 def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """`(pixels - mean) / std`, a number a channel."""
+    """Return `(pixels - mean) / std`, with one mean and one standard deviation per channel."""
     return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
 
 def crop_squares(
     images: list[Image.Image], resize: int, crop: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Tensor:
-    """`(batch, 3, crop, crop)`: the shorter side brought to `resize`, the middle cut out, normalised."""
+    """Resize the shorter side to `resize`, cut out the middle and normalise, to `(batch, 3, crop, crop)`."""
     cut = [center_crop(resize_short_side(image.convert("RGB"), resize), crop) for image in images]
     return normalize(as_pixels(cut), mean, std)
 
@@ -60,7 +60,7 @@ def crop_squares(
 def compare(
     similarity: Callable[[list, list], list[float]], images: list[Image.Image], targets: list
 ) -> list[float | None]:
-    """`similarity(images, others)` of the images that have another to be compared with, None for the rest."""
+    """Return the similarity of each image to its target; None for an image without one."""
     pairs = [(image, open_image(target)) for image, target in zip(images, targets, strict=True) if target is not None]
     found = iter(similarity([image for image, _ in pairs], [other for _, other in pairs]))
     return [None if target is None else next(found) for target in targets]

@@ -1,7 +1,8 @@
 """Qwen2-VL with a reward head at marked tokens: the network of HPSv3 and VideoAlign.
 
-Both were trained with plain positions 0, 1, 2, ... for all tokens instead of Qwen2-VL's three-dimensional ones: their
-code calls the language model with embeddings, which leaves the positions at their default. So does this module.
+Both were trained with plain positions 0, 1, 2, ... for all tokens instead of Qwen2-VL's three-dimensional ones,
+because their code calls the language model with embeddings and leaves the positions at their default. This module uses
+the same positions.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2VLConfig
 
-# what Qwen2-VL's chat template makes of one user turn with one image or video before the text
+# Qwen2-VL's chat template, filled in for one user turn with one image or video before the text
 CHAT = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n<|vision_start|>{vision}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
 )
 PAD = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 MARK = re.compile(r"<\|\w+\|>")
-LONGEST_SIDE = 200  # times the shortest
+LONGEST_SIDE = 200  # times the shorter side
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of Qwen2-VL's pixels
 
 
 class RewardNetwork(nn.Module):
-    """A Qwen2-VL without its language head, and the reward head over the hidden states of the tokens `marks`.
+    """A Qwen2-VL with a reward head on the hidden states of the tokens `marks` instead of its language head.
 
-    The head computes in float32, whatever the rest does.
+    The head always computes in float32.
 
     Args:
         backbone: a transformers `Qwen2VLModel`.
-        head: from hidden states `(..., hidden_size)` to `(..., outputs)`.
-        marks: ids of the tokens that are read; each stands once in every text.
+        head: maps hidden states `(..., hidden_size)` to `(..., outputs)`.
+        marks: ids of these tokens; each occurs once in every text.
     """
 
     def __init__(self, backbone: nn.Module, head: nn.Module, marks: list[int]):
@@ -46,7 +47,7 @@ class RewardNetwork(nn.Module):
         self.backbone, self.head, self.marks = backbone, head.float(), marks
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **vision: Tensor) -> Tensor:
-        """`(batch, marks, outputs)` float32, for texts that are padded on the right."""
+        """Return `(batch, marks, outputs)` float32 for texts padded on the right."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(3, len(input_ids), -1)
         hidden = self.backbone(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False, **vision
@@ -58,12 +59,12 @@ class RewardNetwork(nn.Module):
 
 @functools.cache
 def read_template(name: str) -> str:
-    """The text in `templates/`, as its authors wrote it."""
+    """Read a text in `templates/`, as its authors wrote it."""
     return (Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def load_tokenizer(base: str, marks: list[str], revision: str) -> PreTrainedTokenizerBase:
-    """Qwen2-VL's tokenizer, with the tokens of the reward added after its own."""
+    """Load Qwen2-VL's tokenizer and add the reward's tokens after its own."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
@@ -73,9 +74,9 @@ def load_tokenizer(base: str, marks: list[str], revision: str) -> PreTrainedToke
 
 
 def rename_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A checkpoint's tensors under the names of today's `Qwen2VLModel`, and those of the reward head.
+    """Split a checkpoint into the weights of today's `Qwen2VLModel` and those of the reward head.
 
-    Takes the names of every transformers since 4.45, with PEFT's in front or not; the language head is left out.
+    Accepts the names of every transformers since 4.45, with or without PEFT's prefix. Drops the language head.
     """
     body, head = {}, {}
     for key, value in weights.items():
@@ -90,7 +91,7 @@ def rename_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def build_empty_backbone(config: Qwen2VLConfig, vocabulary: int) -> nn.Module:
-    """A `Qwen2VLModel` without memory for its weights, which are assigned afterwards."""
+    """Build a `Qwen2VLModel` without allocating its weights, which are assigned afterwards."""
     from accelerate import init_empty_weights
     from transformers import Qwen2VLModel
 
@@ -103,7 +104,7 @@ def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
     """Give `network` exactly these weights.
 
     Raises:
-        ValueError: names are missing or too many, or shapes differ.
+        ValueError: names are missing or unexpected, or shapes differ.
     """
     try:
         network.load_state_dict(weights, assign=True)
@@ -112,10 +113,10 @@ def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
 
 
 def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: int = 28) -> tuple[int, int]:
-    """Round width and height to multiples of `factor`, keeping the number of pixels within limits and the ratio near.
+    """Round width and height to multiples of `factor`, with the pixels within limits and about the same ratio.
 
-    The rule of qwen-vl-utils' `smart_resize`, operation by operation: where a side lands on a multiple of `factor`, as
-    272 x 272 for HPSv3 does, another order of the same operations rounds to another size.
+    Follows `smart_resize` of qwen-vl-utils operation by operation: for a side that lands on a multiple of `factor`, as
+    with 272 x 272 for HPSv3, another order of the same operations rounds to another size.
 
     Raises:
         ValueError: one side is more than 200 times the other.
@@ -133,14 +134,14 @@ def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: 
 
 
 def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
-    """Frames cut into the patches that Qwen2-VL reads, those that are merged into one token beside each other.
+    """Cut frames into the patches that Qwen2-VL reads; patches that become one token are neighbours.
 
     Args:
-        frames: (frames, 3, height, width), whole numbers in [0, 255]; one frame counts as two of the same.
-        config: of the model; the sides are multiples of patch times merge.
+        frames: `(frames, 3, height, width)`, integers in [0, 255]; the last frame is repeated to fill a patch.
+        config: the model's configuration; the sides are multiples of patch times merge.
 
     Returns:
-        patches `(count, 3 * temporal_patch * patch ** 2)` float32, and the grid `(frames, rows, columns)`.
+        Patches `(count, 3 * temporal_patch * patch ** 2)` float32, and the grid `(frames, rows, columns)`.
     """
     size, time = config.vision_config.patch_size, config.vision_config.temporal_patch_size
     merge = config.vision_config.spatial_merge_size
@@ -158,11 +159,11 @@ def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
 def build_batch(
     texts: list[str], frames: list[Tensor], kind: str, config: Qwen2VLConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Tensor]:
-    """What `RewardNetwork` is called with, for one image or video a text.
+    """Build the arguments of `RewardNetwork` for texts with one image or video each.
 
     Args:
-        texts: what the user says.
-        frames: (frames, 3, height, width) each, see `patches`.
+        texts: the user's messages.
+        frames: `(frames, 3, height, width)` per text, see `cut_patches`.
         kind: "image" or "video".
     """
     cut = [cut_patches(own, config) for own in frames]
@@ -183,10 +184,10 @@ def build_batch(
 
 
 def check_prompts(prompts: list[str]) -> list[str]:
-    """The prompts, checked: one that holds a token of the model's own would be read as something else than text.
+    """Return the prompts if none contains a special token, which the model would not read as text.
 
     Raises:
-        ValueError: such a prompt.
+        ValueError: a prompt contains one.
     """
     for prompt in prompts:
         if found := MARK.search(prompt):
@@ -195,7 +196,7 @@ def check_prompts(prompts: list[str]) -> list[str]:
 
 
 def as_frame(image: Image.Image) -> Tensor:
-    """(3, height, width) uint8."""
+    """Convert an image to `(3, height, width)` uint8."""
     rgb = image.convert("RGB")
     pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)

@@ -1,4 +1,4 @@
-"""The reward `nsfw_filter`: is the image safe to show? One reward among others, or a mask on all of them."""
+"""The reward `nsfw_filter`: whether an image is safe to show; one reward among others, or a mask on all of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .base import ModelReward
 class NsfwFilter(ModelReward):
     """1 - the probability of the unsafe classes, by an image classifier of transformers.
 
-    As a mask, `multi_objective_aggregation: product_then_normalize` with `threshold: 0.5` here: the product of all
-    rewards is then 0 for an unsafe image.
+    To use it as a mask, set `threshold: 0.5` here and `multi_objective_aggregation: product_then_normalize`: the
+    product of all rewards is then 0 for an unsafe image.
 
     Args:
         model: Hub id or folder.
-        unsafe_labels: names of the classes that count as unsafe, their probabilities added up.
+        unsafe_labels: names of the unsafe classes; their probabilities are added up.
     """
 
     model: str = "Falconsai/nsfw_image_detection"
@@ -46,10 +46,10 @@ class NsfwFilter(ModelReward):
         return network
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float]:
-        """1 for a safe image, 0 for one that is not.
+        """Return one score per image, from 0 (unsafe) to 1 (safe).
 
         Raises:
-            ValueError: the model has no class of a name in `unsafe_labels`.
+            ValueError: the model lacks a class named in `unsafe_labels`.
         """
         return self.in_batches(self._scores, images)
 

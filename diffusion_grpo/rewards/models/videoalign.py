@@ -1,8 +1,8 @@
-"""The reward `videoalign`: VideoAlign's VideoReward, how well videos look, move and fit the prompt.
+"""The reward `videoalign`: VideoAlign's VideoReward, which scores how well videos look, move and fit the prompt.
 
 Qwen2-VL 2B with a LoRA reads two frames per second, an instruction and the prompt. A linear head at the tokens
 <|VQ_reward|>, <|MQ_reward|> and <|TA_reward|> gives visual quality, motion quality and text alignment, which are then
-normalised with numbers from the checkpoint. https://huggingface.co/papers/2501.13918
+normalised with constants from the checkpoint. https://huggingface.co/papers/2501.13918
 """
 
 import collections
@@ -37,29 +37,29 @@ from .qwen_vl import (
 DIMENSIONS = ("VQ", "MQ", "TA")
 MARKS = [f"<|{dimension}_reward|>" for dimension in DIMENSIONS]
 ADAPTER = "adapter_model.safetensors"
-MIN_PIXELS = 128 * 28 * 28  # of a frame; the most stand in the checkpoint
+MIN_PIXELS = 128 * 28 * 28  # of a frame; the checkpoint sets the maximum
 MIN_FRAMES, MAX_FRAMES = 4, 768
-REMEMBERED = 4096  # videos whose three scores are kept
+REMEMBERED = 4096  # videos whose three scores are cached
 LORA = re.compile(r"\.lora_([AB])\.(?!default\.)")
 _loaded: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(eq=False)
 class VideoAlign(ModelReward):
-    """One dimension of VideoAlign's reward, in the checkpoint's own normalisation.
+    """One dimension of VideoAlign's reward, normalised as the checkpoint sets it.
 
-    Rewards that differ in the dimension alone share one model, and one pass over each video.
+    Rewards that differ only in their dimension share one model and one pass over each video.
 
     Args:
-        model: Hub id, or folder with `model_config.json` and the folder `checkpoint`: as published, or as the
-            original's training leaves it (`adapter_model.safetensors` and `non_lora_state_dict.pth`).
-        base: Hub id or folder of the Qwen2-VL it was made from.
+        model: Hub id, or folder with `model_config.json` and the folder `checkpoint`, either as published or as the
+            authors' training code saves it (`adapter_model.safetensors` and `non_lora_state_dict.pth`).
+        base: Hub id or folder of the Qwen2-VL that it was trained from.
         base_revision: branch, tag or commit of `base`.
-        checkpoint: the folder with the weights.
+        checkpoint: name of the folder with the weights.
         dimension: VQ (visual quality), MQ (motion quality), TA (text alignment), or Overall, the sum of the three.
 
     Raises:
-        ValueError: an unknown dimension.
+        ValueError: `dimension` is unknown.
     """
 
     model: str = "KwaiVGI/VideoReward"
@@ -80,14 +80,14 @@ class VideoAlign(ModelReward):
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, videos: list[list[Image.Image]], prompts: list[str], fps: float) -> list[float]:
-        """Return one score per video, shown at `fps` frames a second."""
+        """Return one score per video of `fps` frames per second."""
         scores = self._scorer.all_dimensions(videos, prompts, fps)
         if self.dimension == "Overall":
             return [sum(own) for own in scores]
         return [own[DIMENSIONS.index(self.dimension)] for own in scores]
 
     def all_dimensions(self, videos: list[list[Image.Image]], prompts: list[str], fps: float) -> list[list[float]]:
-        """VQ, MQ and TA of each video; those scored lately (same frames, same prompt) are not scored again."""
+        """Return VQ, MQ and TA of each video; reuse recent scores of the same frames and prompt."""
         with self._one_at_a_time:
             settings = self._settings()
             chosen = [[video[place] for place in _positions(len(video), fps, settings)] for video in videos]
@@ -111,7 +111,7 @@ class VideoAlign(ModelReward):
         ]
 
     def load(self) -> RewardNetwork:
-        """The checkpoint's weights on the architecture of `base`, the LoRA beside them and not merged in."""
+        """Load the checkpoint's weights into the architecture of `base`, without merging the LoRA."""
         from transformers import AutoConfig
 
         settings = self._settings()
@@ -121,10 +121,10 @@ class VideoAlign(ModelReward):
         backbone = build_empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
         if any(".lora_A." in name for name in body):
             _add_lora(backbone, body, settings["peft_lora_config"])
-        # PEFT keeps adapters in float32 beside a network in half precision, and so did the original
+        # like PEFT and the authors' code, keep adapters in float32 beside a network in half precision
         dtypes = {name: torch.float32 if ".lora_" in name else self.torch_dtype for name in body}
         assign(backbone, {name: value.to(dtypes[name]) for name, value in body.items()}, self.model)
-        outputs = len(head.get("weight", DIMENSIONS))  # 3, or 1 that stands for what its token asks
+        outputs = len(head.get("weight", DIMENSIONS))  # 3, or 1 whose meaning depends on its token
         linear = nn.Linear(config.text_config.hidden_size, outputs, bias=False)
         assign(linear, {name: value.float() for name, value in head.items()}, self.model)
         return RewardNetwork(backbone, linear, self._tokenizer.convert_tokens_to_ids(MARKS))
@@ -137,7 +137,7 @@ class VideoAlign(ModelReward):
 
     @property
     def _has_adapter(self) -> bool:
-        """Whether the weights are in a folder as the original's training leaves them."""
+        """Whether the weights are in a folder as the authors' training code saves them."""
         return (Path(self.model).expanduser() / self.checkpoint / ADAPTER).is_file()
 
     def _weights(self) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ class VideoAlign(ModelReward):
         return placed | adapter | {f"rm_head.{name}": value for name, value in trained[1].items()}
 
     def _score(self, network: RewardNetwork, videos: list, prompts: list[str]) -> list[list[float]]:
-        """Normalised VQ, MQ and TA; of three outputs a token, the first counts at the first token, and so on."""
+        """Return normalised VQ, MQ and TA; of three outputs per token, the first is read at the first token, etc."""
         settings = self._settings()
         frames = [_resized(video, settings["data_config"]["max_frame_pixels"]) for video in videos]
         texts = [read_template("videoalign").format(text_prompt=prompt) for prompt in prompts]
@@ -171,10 +171,10 @@ class VideoAlign(ModelReward):
 
 
 def _checked(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The checkpoint's settings, with what this file does of the original's many ways.
+    """Return the checkpoint's settings, checked and with a neutral normalisation if they have none.
 
     Raises:
-        ValueError: the checkpoint was trained another way.
+        ValueError: the checkpoint was trained in a way that is not supported here.
     """
     expected = {
         ("data_config", "prompt_template_type"): "detailed_special",
@@ -190,10 +190,10 @@ def _checked(settings: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _positions(length: int, fps: float, settings: dict[str, Any]) -> list[int]:
-    """The frames of a video that are read: evenly spaced, an even number, as many as the checkpoint's rate asks for.
+    """Choose the frames to read: an even number, evenly spaced, as many as the checkpoint's rate asks for.
 
     Raises:
-        ValueError: the video has one frame.
+        ValueError: the video has only one frame.
     """
     if length < 2:
         raise ValueError("videoalign scores motion, but a video has one frame only.")
@@ -207,7 +207,7 @@ def _positions(length: int, fps: float, settings: dict[str, Any]) -> list[int]:
 
 
 def _resized(video: list[Image.Image], max_pixels: int) -> Tensor:
-    """(frames, 3, height, width), resized as torchvision does it: bicubic with antialiasing, rounded."""
+    """Resize as torchvision does (bicubic, antialiased, rounded), to `(frames, 3, height, width)`."""
     frames = torch.stack([as_frame(image) for image in video]).float()
     width, height = fit_size(*video[0].size, min_pixels=MIN_PIXELS, max_pixels=max_pixels)
     resized = nn.functional.interpolate(frames, (height, width), mode="bicubic", antialias=True)
@@ -215,7 +215,7 @@ def _resized(video: list[Image.Image], max_pixels: int) -> Tensor:
 
 
 def _key(video: list[Image.Image], prompt: str) -> bytes:
-    """What tells videos apart: their pixels and the prompt."""
+    """Return a hash of a video's pixels and its prompt."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=16)
     for image in video:
         digest.update(repr((image.mode, image.size)).encode())
@@ -224,13 +224,13 @@ def _key(video: list[Image.Image], prompt: str) -> bytes:
 
 
 def _under_lora(name: str, targets: set[str]) -> str:
-    """Where PEFT puts a weight of a layer that it wraps."""
+    """Return the name of a weight once PEFT has wrapped the target layers."""
     layer, _, kind = name.rpartition(".")
     return f"{layer}.base_layer.{kind}" if layer in targets else name
 
 
 def _add_lora(backbone: nn.Module, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """Adapters at the layers that have them in `weights`."""
+    """Add adapters to the layers that have them in `weights`."""
     from accelerate import init_empty_weights
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -1,4 +1,4 @@
-"""The reward `text_by_model`: like `text`, but read by a transformers model."""
+"""The reward `text_by_model`: like `text`, but a transformers model reads the image."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ TURN_END = "<|im_end|>"
 
 @dataclasses.dataclass(eq=False)
 class ModelText(ModelReward):
-    """How well what an image-to-text model of transformers reads agrees with the quoted text, or that of a column.
+    """How well the reading of a transformers image-to-text model agrees with the quoted text, or that of a column.
 
     TrOCR (https://arxiv.org/abs/2109.10282) reads an image of one line, GOT-OCR 2.0
     (`stepfun-ai/GOT-OCR-2.0-hf`, https://arxiv.org/abs/2409.01704) whole images. Decoding is greedy.
 
     Args:
         model: Hub id or folder.
-        max_new_tokens: longest reading.
-        target_column, match, ignore_case, ignore_spaces: as of the reward `text`.
+        max_new_tokens: maximum length of a reading.
+        target_column, match, ignore_case, ignore_spaces: as in the reward `text`.
     """
 
     model: str = "microsoft/trocr-base-printed"
@@ -44,14 +44,14 @@ class ModelText(ModelReward):
         return AutoModelForImageTextToText.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
-        """Return a score in [0, 1]; None for a prompt without a quoted text, or an empty column."""
+        """Return one score in [0, 1] per image; None if its prompt quotes no text or its column is empty."""
         column = self.target_column
         wanted = columns[column] if column else [find_quoted(prompt) for prompt in prompts]
         readings = self.in_batches(self.read, images)
         return score_spelling(readings, wanted, self.match, self.ignore_case, self.ignore_spaces)
 
     def read(self, network: nn.Module, images: list[Image.Image]) -> list[str]:
-        """What the model reads on each image, lines joined with blanks."""
+        """Read each image; join its lines with spaces."""
         inputs = self.processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
         inputs = inputs.to(network.device, network.dtype)
         tokens = network.generate(
@@ -61,13 +61,13 @@ class ModelText(ModelReward):
             num_beams=1,
             eos_token_id=self._ends(network),
         )
-        if not network.config.is_encoder_decoder:  # what goes in comes out again in front
+        if not network.config.is_encoder_decoder:  # the output starts with the input tokens
             tokens = tokens[:, inputs["input_ids"].shape[1] :]
         readings = self.processor.batch_decode(tokens, skip_special_tokens=True)
         return [" ".join(reading.split()) for reading in readings]
 
     def _ends(self, network: nn.Module) -> int | list[int] | None:
-        """What ends a reading; GOT-OCR's own configuration lacks the end of its turn."""
+        """Return the ids of the tokens that end a reading; GOT-OCR's own configuration lacks its end of turn."""
         ends = network.generation_config.eos_token_id
         turn = self.processor.tokenizer.get_vocab().get(TURN_END)
         return (

