@@ -17,6 +17,7 @@ import transformers.trainer
 from tiny_runs import first_frame_brightness, trainer_for
 from transformers import TrainerCallback
 
+from diffusion_grpo.config.batch_sizes import BatchSizes
 from diffusion_grpo.training.progress import BarsCallback, LinesCallback, UpdateProgress, format_seconds, update_line
 
 
@@ -69,10 +70,8 @@ def test_a_long_update_says_once_a_minute_where_it_is(capsys):
     now = [0.0]
     progress = UpdateProgress()
     callback = LinesCallback(progress, "held-out", clock=lambda: now[0])
-    args = SimpleNamespace(
-        rollout_size=128, data_processes=1, prompts_per_generation=8, num_generations=16, num_inference_steps=10,
-        steps_per_generation=32, num_iterations=1, gradient_accumulation_steps=32,
-    )  # fmt: skip
+    sizes = BatchSizes(16, None, micro_batch=4, accumulation=32, steps_per_generation=32, num_iterations=1)
+    args = SimpleNamespace(batch_sizes=sizes, num_generations=16, num_inference_steps=10)
     state = SimpleNamespace(global_step=0, max_steps=3, is_world_process_zero=True)
     callback.on_train_begin(args, state, None)
     progress.begin("rollout", 128)
