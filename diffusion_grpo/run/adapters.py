@@ -1,8 +1,7 @@
 """LoRAs that a pipeline carries, and the one that is trained.
 
-In: a pipeline, with or without adapters, and settings. Out: the `PeftModel` to train, in which other adapters stay as
-they are; what takes the part of its reference; and networks that can still be saved with what their adapters add. What
-would lose an adapter is refused before anything is changed.
+Other adapters stay as they are, and networks can still be saved with what their adapters add. What would lose an
+adapter is refused before anything is changed.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ TRAINED = "default"  # peft's name
 
 
 def list_adapters(pipe: DiffusionPipeline) -> dict[str, list[str]]:
-    """List the adapters in each of the pipeline's modules that has any, without references of a training."""
+    """List the adapters in each of the pipeline's modules that has any, without references of an earlier run."""
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     found = {name: [a for a in getattr(part, "peft_config", {}) if a != REFERENCE] for name, part in modules.items()}
     return {name: adapters for name, adapters in found.items() if adapters}
@@ -79,7 +78,7 @@ def check_adapters(
     keep_adapters: bool,
     is_full_training: bool,
 ) -> None:
-    """Refuse adapters that the training would drop, switch off, or save in a form that does not load.
+    """Refuse adapters that training would drop, switch off, or save in a form that does not load.
 
     Args:
         pipe: nothing in it has been changed yet.
@@ -231,7 +230,7 @@ def choose_adapter_name(pipe: DiffusionPipeline) -> str:
 
 
 def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> PeftModel:
-    """Wrap a network for the training of one LoRA; adapters that were active stay so, and are frozen.
+    """Wrap a network to train one LoRA; adapters that were active stay so, and are frozen.
 
     Args:
         network: with all parameters frozen.
@@ -239,7 +238,7 @@ def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> 
         name: of the adapter.
 
     Raises:
-        ValueError: no module of the network is meant by one of the config's `target_modules`.
+        ValueError: one of the config's `target_modules` matches no module of the network.
     """
     _drop_reference(network)
     active = [adapter for adapter in _active_adapters(network) if adapter != name]
@@ -271,14 +270,14 @@ def _drop_reference(network: nn.Module) -> None:
 
 
 def copy_config(network: nn.Module, name: str) -> PeftConfig:
-    """Copy the config of an adapter for its further training, without dropout, which a replay could not repeat."""
+    """Copy the config of an adapter to train it further, without dropout, which a replay could not repeat."""
     peft_config = copy.deepcopy(network.peft_config[name])
     peft_config.lora_dropout, peft_config.inference_mode = 0.0, False
     return peft_config
 
 
 def _add_reference(model: PeftModel, state: dict[str, Any], name: str) -> None:
-    """Give the adapter its weights back, which peft has made anew, and keep a copy of it."""
+    """Give the adapter its weights back, which peft has initialised anew, and keep a copy of it."""
     network = model.get_base_model()
     set_state(network, state, adapter_name=name)
     model.add_adapter(REFERENCE, copy.deepcopy(model.peft_config[name]))
@@ -325,7 +324,7 @@ def _is_target(names: tuple[str, ...], target: str) -> bool:
 
 
 def _linear_names(network: nn.Module) -> str:
-    """The ends of the names of layers that a LoRA can be put on, without the numbers of blocks."""
+    """List the ends of the names of layers that can have a LoRA, without the numbers of blocks."""
     layers = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding, BaseTunerLayer)
     paths = [name.split(".") for name, module in network.named_modules() if isinstance(module, layers) and name]
     ends = [path[-2:] if path[-1].isdigit() else path[-1:] for path in paths if not {"lora_A", "lora_B"} & set(path)]
@@ -337,9 +336,9 @@ def _linear_names(network: nn.Module) -> str:
 
 @contextlib.contextmanager
 def reference_adapters(model: PeftModel) -> Iterator[None]:
-    """Context in which the network is what it was before training: adapters that are kept stay active.
+    """Make the network what it was before training inside; adapters that are kept stay active.
 
-    A new LoRA is switched off; of one that is trained further the copy from the start takes its place.
+    A new LoRA is switched off; one that is trained further is replaced by its copy from the start.
     """
     name = model.active_adapter
     if list(model.peft_config) == [name]:
@@ -366,7 +365,7 @@ def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def merge_adapters(network: nn.Module) -> Iterator[None]:
-    """Context in which a network has plain layers, active adapters merged; bit for bit as before afterwards."""
+    """Give a network plain layers inside, with active adapters merged; afterwards it is as before, bit for bit."""
     layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, BaseTunerLayer)]
     with contextlib.ExitStack() as stack:
         for name, layer in layers:

@@ -22,10 +22,10 @@ def write_model_card(
     updates: int,
     repository: str | None = None,
 ) -> None:
-    """Writes `README.md` with base model, rewards, settings, curve and sample pictures.
+    """Write `README.md` with base model, rewards, settings, curve and sample images.
 
     Args:
-        folder: the run's output folder; pictures in it are shown.
+        folder: the run's output folder; images in it are shown.
         run: contents of `run.json`.
         history: the trainer's `log_history`.
         name: title; by default that of the repository, or the folder's.
@@ -54,7 +54,7 @@ def write_model_card(
         *_adapters_note(run),
         "## Rewards",
         _reward_table(run, history),
-        *[f"![{title}]({file})" for title, file in _pictures(folder)],
+        *[f"![{title}]({file})" for title, file in _list_images(folder)],
         "## Settings",
         f"```json\n{json.dumps(run['settings'], indent=2)}\n```",
         f"Versions: {', '.join(f'{package} {version}' for package, version in run['versions'].items())}.",
@@ -65,7 +65,7 @@ def write_model_card(
 
 
 def _base_model(model: str, lora: bool) -> dict[str, str]:
-    """The Hub's link to the base model, for models that came from the Hub."""
+    """Return the Hub's link to the base model, for models that came from the Hub."""
     if model.count("/") != 1 or Path(model).exists() or not _is_repo_id(model):
         return {}
     return {"base_model": model, "base_model_relation": "adapter" if lora else "finetune"}
@@ -138,6 +138,6 @@ def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _pictures(folder: Path) -> list[tuple[str, str]]:
+def _list_images(folder: Path) -> list[tuple[str, str]]:
     pictures = [("reward", "curve.png"), ("the same prompts and seeds over the training", "grid.png")]
     return [(title, file) for title, file in pictures if (folder / file).is_file()]

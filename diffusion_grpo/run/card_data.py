@@ -1,7 +1,6 @@
-"""What a model card's header says of a run, and which of a run's files are published.
+"""The model card's header, and which of a run's files are published.
 
-In: the pipeline and the base model's name. Out: names without this machine's folders, a pipeline tag, a licence, and
-the patterns by which a folder is uploaded.
+Names stand there without this machine's folders.
 """
 
 import inspect
@@ -17,14 +16,14 @@ from huggingface_hub import metadata_load, try_to_load_from_cache
 logger = logging.getLogger(__name__)
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*"]  # in every push
-# in one without push_samples: weights, what diffusers needs beside them, the card and the pictures that it shows
+# in one without push_samples: weights, what diffusers needs beside them, the card and the images that it shows
 PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]
 PUBLISHED += ["model_index.json"]
 SAMPLES = ["samples/*", "evaluations/*", "validation/*", "failures/*", "runs/*"]
 
 
 def public_model_name(model: str) -> str:
-    """A model's name for people elsewhere: a Hub id as it is, of a local folder the last part of its path."""
+    """Return a model's name for people elsewhere: a Hub id as it is, of a local folder the last part of its path."""
     path = Path(model).expanduser()
     if not (path.is_absolute() or path.exists()):
         return model
@@ -34,7 +33,7 @@ def public_model_name(model: str) -> str:
 
 
 def strip_folders(value: Any) -> Any:
-    """Settings as they can be shown elsewhere: of an absolute path only the last part is left."""
+    """Strip settings for readers elsewhere: of an absolute path only the last part is left."""
     if isinstance(value, dict):
         return {name: strip_folders(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -43,7 +42,7 @@ def strip_folders(value: Any) -> Any:
 
 
 def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str | None:
-    """The Hub's name of what a pipeline does, as it was trained; None where the Hub has none.
+    """Return the Hub's name of the task that a pipeline was trained on; None where the Hub has none.
 
     Args:
         pipeline: its class.
@@ -61,7 +60,7 @@ def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str
 
 
 def find_license(model: str) -> dict[str, str]:
-    """The licence fields of the base model's card, where that card lies on this machine; nothing is downloaded."""
+    """Read the licence fields of the base model's card, if that card is on this machine; nothing is downloaded."""
     if model == "tiny":
         return {"license": "apache-2.0"}
     card = Path(model).expanduser() / "README.md"
@@ -79,7 +78,7 @@ def find_license(model: str) -> dict[str, str]:
 
 
 def list_upload_patterns(components: Collection[str], push_samples: bool) -> dict[str, list[str] | None]:
-    """`allow_patterns` and `ignore_patterns` of `upload_folder` for a run's folder.
+    """Return `allow_patterns` and `ignore_patterns` of `upload_folder` for a run's folder.
 
     Args:
         components: of the pipeline; their folders are weights.

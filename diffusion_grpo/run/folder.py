@@ -1,9 +1,4 @@
-"""
-What a run left in its folder: JSON, parquet and pictures enter, one `Run` leaves.
-
-A module of its own because the report, the summary and the model card read the same folder, without a model, and must
-agree on what is "before" and "after".
-"""
+"""What a run left in its folder, as one `Run`: the report, the summary and the model card agree on it here."""
 
 import itertools
 import json
@@ -20,12 +15,12 @@ AT_MOST_ONE = ("text", "color", "tesseract", "brightness")
 
 
 def format_updates(step: int) -> str:
-    """When something was measured: `before training`, `after 1 update`, `after 20 updates`."""
+    """Say when something was measured: `before training`, `after 1 update`, `after 20 updates`."""
     return "before training" if step == 0 else f"after {step} update{'s' if step > 1 else ''}"
 
 
 def format_measured(mean: float, error: float | None) -> str:
-    """A mean with its standard error, where that is known."""
+    """Write a mean with its standard error, where that is known."""
     return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
 
 
@@ -42,7 +37,7 @@ class Run:
         baselines: the untrained model used in other ways, `[{"name", "rewards": {name: {"mean", "std_error"}}, ...}]`.
         samples: held-out samples of each evaluation, by step: dicts with prompt, seed, image, rewards.
         rollouts: samples of training that were kept as files, by the updates done when they were made.
-        seconds: wall time of the training, evaluations included.
+        seconds: wall time of the run, evaluations included.
         updates: optimizer updates done.
     """
 
@@ -78,11 +73,11 @@ class Run:
 
     @property
     def weights(self) -> list[float]:
-        """One weight a trained reward."""
+        """One weight per trained reward."""
         return self.info.get("reward_weights") or [1.0] * len(self.info["reward_funcs"])
 
     def maximum(self, name: str) -> float | None:
-        """The most that a reward (or `reward`, what they come to together) can be, where that is known."""
+        """Return the most that a reward (or `reward`, what they come to together) can be, where that is known."""
         if name != "reward":
             is_changed = self.info.get("reward_options", {}).get(name, {}).keys() & {"mean", "std", "clip"}
             return 1.0 if name in AT_MOST_ONE and not is_changed else None
@@ -94,7 +89,7 @@ class Run:
         )
 
     def held_out(self, name: str, index: int) -> tuple[float | None, float | None]:
-        """Mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last)."""
+        """Return mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last)."""
         if not self.evaluations:
             return None, None
         entry = self.evaluations[index]
@@ -103,7 +98,7 @@ class Run:
         return entry.get(f"eval_rewards/{name}/mean"), entry.get(f"eval_rewards/{name}/std_error")
 
     def baseline_cells(self, name: str) -> dict[str, tuple[float | None, float | None]]:
-        """Mean and standard error of `reward` or a reward function in each baseline, by the baseline's name."""
+        """Return mean and standard error of `reward` or a reward function in each baseline, by the baseline's name."""
         cells = {}
         for line in self.baselines:
             cell = line["reward"] if name == "reward" else line["rewards"].get(name, {})
@@ -112,8 +107,7 @@ class Run:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """
-    Reads the folder of a finished, stopped or running training.
+    """Read the folder of a finished, stopped or running run.
 
     Raises:
         ValueError: `run_dir` is not such a folder.
@@ -144,14 +138,14 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def read_log_history(path: Path) -> list[dict[str, float]]:
-    """The longest log there is: of the finished run, or of its newest checkpoint."""
+    """Return the longest log there is: of the finished run, or of its newest checkpoint."""
     states = [path / "trainer_state.json", *path.glob("checkpoint-*/trainer_state.json")]
     histories = [json.loads(state.read_text(encoding="utf-8"))["log_history"] for state in states if state.is_file()]
     return max(histories, key=lambda history: max((entry["step"] for entry in history), default=-1), default=[])
 
 
 def read_rollouts(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Samples of training that were kept as files, by step, in the order of their positions in the rollout."""
+    """Read samples of training that were kept as files, by step, in the order of their positions in the rollout."""
     found = {}
     for folder in sorted(path.glob("samples/step-*/")):
         files = path.glob(f"samples/{folder.name}*.parquet")  # one of each process
@@ -163,7 +157,7 @@ def read_rollouts(path: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Samples of every evaluation that left a table, by step, in the order of the evaluation's prompts."""
+    """Read samples of every evaluation that left a table, by step, in the order of the evaluation's prompts."""
     tables: dict[int, list[list[dict]]] = {}
     for file in sorted(path.glob("evaluations/step-*.parquet"), key=lambda file: (len(file.stem), file.stem)):
         tables.setdefault(int(file.stem.split("-")[1]), []).append(pyarrow.parquet.read_table(file).to_pylist())
@@ -187,7 +181,7 @@ def evaluation_of(step: int, rows: list[dict[str, Any]], names: list[str]) -> di
 
 
 def run_seconds(history: list[dict[str, float]]) -> float:
-    """Wall time: what the trainer measured, or (it counts from the last resume) the sum of the logged parts."""
+    """Return the wall time: the trainer's, or (as that counts from the last resume) the sum of the logged parts."""
     measured = max((entry["train_runtime"] for entry in history if "train_runtime" in entry), default=0.0)
     parts, last = 0.0, 0
     for entry in history:
@@ -200,7 +194,7 @@ def run_seconds(history: list[dict[str, float]]) -> float:
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """What summary.json holds; None where nothing was measured.
+    """Return what summary.json holds; None where nothing was measured.
 
     `before` is measured before the first update and nothing else is called so; `first` is what the first of several
     evaluations gave, whenever that was; `after` is what the last one gave that came after an update.
@@ -222,7 +216,7 @@ def summarise(run: Run) -> dict[str, Any]:
 
 
 def describe_change(run: Run, name: str) -> str | None:
-    """What evaluations gave, in words: `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`, or one."""
+    """Say what evaluations gave, such as `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`, or one."""
     values = [run.held_out(name, at) for at in (0, -1)[-len(run.times) :]]
     if not run.times or any(mean is None for mean, _ in values):
         return None
@@ -230,7 +224,7 @@ def describe_change(run: Run, name: str) -> str | None:
 
 
 def compare(run: Run, name: str) -> dict[str, float | None]:
-    """`before`, `first`, `after` (see `summarise`) and the standard error of the last evaluation."""
+    """Return `before`, `first`, `after` (see `summarise`) and the standard error of the last evaluation."""
     steps = [entry["step"] for entry in run.evaluations]
     first, (last, error) = run.held_out(name, 0)[0], run.held_out(name, -1)
     return {

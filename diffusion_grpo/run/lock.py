@@ -1,7 +1,7 @@
 """One run at a time in an output folder.
 
-In: the folder. Out: a lock that the operating system gives back when the process ends, however it ends: what a killed
-run leaves behind is never in the way.
+The operating system gives the lock back when the process ends, however it ends: what a killed run leaves behind is
+never in the way.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _holder(folder: Path) -> str:
-    """Who says that it holds the folder, in words."""
+    """Say who holds the folder, if that is known."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be writing this just now
         said = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
         return f" (process {said['process']} on {said['host']})"

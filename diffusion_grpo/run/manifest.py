@@ -1,7 +1,4 @@
-"""Tell whether a checkpoint is what was written: a list of its files with sizes and hashes, written last.
-
-In: a checkpoint's folder. Out: `manifest.json` in it, or the first file that is missing or differs.
-"""
+"""Tell whether a checkpoint is what was written, by a list of its files with sizes and hashes, written last."""
 
 import hashlib
 import json
@@ -33,7 +30,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Whether its files can be checked; versions before this one wrote none."""
+    """Tell whether its files can be checked; versions before this one wrote none."""
     return (folder / MANIFEST).is_file()
 
 

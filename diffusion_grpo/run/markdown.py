@@ -1,4 +1,4 @@
-"""Text that others chose (names, prompts, paths) as Markdown shows it: literally, and in one line."""
+"""Show text that others chose (names, prompts, paths) literally and in one line of Markdown."""
 
 import re
 
@@ -24,5 +24,5 @@ def code(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Put a blank for line breaks and whatever else cannot be printed."""
+    """Replace line breaks and whatever else cannot be printed by a blank."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

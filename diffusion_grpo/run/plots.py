@@ -1,9 +1,4 @@
-"""
-Curves of a run as pictures: numbers enter, SVG data URIs leave.
-
-A module of its own so that matplotlib is imported only where a report is written, and so that report.py holds no
-drawing.
-"""
+"""Curves of a run as images: SVG data URIs for the report, a PNG for the model card. Only this imports matplotlib."""
 
 import base64
 import io
@@ -42,7 +37,7 @@ STYLE = {
 
 @dataclass
 class Curve:
-    """One reward over the training; every list may be empty.
+    """One reward over the run; every list may be empty.
 
     Attributes:
         name: title of the axes.
@@ -65,13 +60,13 @@ class Curve:
 
 
 def draw_curve(curve: Curve, width: float = 10.0, height: float = 3.7, legend: bool = True) -> str:
-    """A reward over the training with held-out points, their standard errors and the baselines, as a data URI."""
+    """Draw a reward over the run with held-out points, their standard errors and the baselines, as a data URI."""
     with rc_context(STYLE):
         return _data_uri(_curve_figure(curve, width, height, legend), f"{curve.name} over the training")
 
 
 def save_curve(curve: Curve, path: Path) -> None:
-    """The same as a PNG of its own, for the model card."""
+    """Save the same as a PNG, for the model card."""
     with rc_context(STYLE):
         _curve_figure(curve, width=8.0, height=3.4, legend=True).savefig(path, dpi=120, metadata={"Software": None})
 
@@ -96,7 +91,7 @@ def _curve_figure(curve: Curve, width: float, height: float, legend: bool) -> Fi
 
 
 def _draw_baselines(axes: Axes, baselines: dict[str, float]) -> None:
-    """Dashed lines named in the right margin, the names pushed apart where the lines lie close together."""
+    """Draw dashed lines named in the right margin, the names pushed apart where the lines lie close together."""
     low, high = axes.get_ylim()
     low, high = min([low, *baselines.values()]), max([high, *baselines.values()])
     axes.set_ylim(low, high + 0.02 * (high - low))
@@ -111,7 +106,7 @@ def _draw_baselines(axes: Axes, baselines: dict[str, float]) -> None:
 
 
 def draw_series(name: str, steps: list[int], values: list[float]) -> str:
-    """A small plot of one diagnostic, as a data URI."""
+    """Draw one diagnostic in a small plot, as a data URI."""
     with rc_context(STYLE):
         figure = Figure(figsize=(3.3, 1.7), layout="constrained")
         axes = figure.add_subplot()
@@ -124,7 +119,7 @@ def draw_series(name: str, steps: list[int], values: list[float]) -> str:
 
 
 def draw_times(steps: list[int], times: dict[str, list[float]]) -> str:
-    """Seconds of every update, stacked by stage, as a data URI."""
+    """Draw the seconds of every update, stacked by stage, as a data URI."""
     with rc_context(STYLE):
         figure = Figure(figsize=(10, 2.3), layout="constrained")
         axes = figure.add_subplot()

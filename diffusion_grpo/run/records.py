@@ -1,7 +1,4 @@
-"""What a run writes about itself: `run.json` and tables of samples.
-
-In: settings and rows. Out: files that the report, the model card and a user's own analysis read.
-"""
+"""What a run writes about itself: `run.json` and tables of samples."""
 
 import dataclasses
 import importlib.metadata
@@ -57,7 +54,7 @@ def make_record(
     eval_reward_funcs: list[str],
     reward_weights: list[float],
 ) -> dict[str, Any]:
-    """Contents of `run.json`, as far as they are known before the model is loaded."""
+    """Return the contents of `run.json`, as far as they are known before the model is loaded."""
     return {
         "model": public_model_name(model),
         "trains_by": _trains_by(args, peft_config),
@@ -80,7 +77,7 @@ def _trains_by(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str
 
 
 def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
-    """The settings that differ from their defaults, without paths and secrets."""
+    """Return the settings that differ from their defaults, without paths and secrets."""
     defaults = DiffusionGRPOConfig(output_dir=args.output_dir, use_cpu=args.use_cpu)
     changed = {}
     for setting in dataclasses.fields(args):
@@ -93,12 +90,12 @@ def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
 
 
 def has_result(output_dir: str | Path) -> bool:
-    """Whether a run has ended in this folder, or its weights were saved at the top of it."""
+    """Tell whether a run has ended in this folder, or its weights were saved at the top of it."""
     return any((Path(output_dir) / name).is_file() for name in RESULTS)
 
 
 def holds_run(output_dir: str | Path) -> bool:
-    """Whether this folder holds what a run should not overwrite: a checkpoint or a result.
+    """Tell whether this folder holds what a run should not overwrite: a checkpoint or a result.
 
     A run that was interrupted before its first checkpoint leaves neither, and is simply started again.
     """
@@ -188,7 +185,7 @@ def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON aside and renames it into place."""
+    """Write JSON aside and renames it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"tmp-{path.name}")
     aside.write_text(json.dumps(content, indent=2), encoding="utf-8")
@@ -196,19 +193,21 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
-    """What a reward gives `log_extra`: one value a sample.
+    """Return what a reward gave `log_extra`, one value per sample.
 
     Raises:
         ValueError: another number of values.
     """
     values = values.tolist() if hasattr(values, "tolist") else list(values)
     if len(values) != count:
-        raise ValueError(f"log_extra({name!r}, ...) got {len(values)} values for {count} samples; give one a sample.")
+        raise ValueError(
+            f"log_extra({name!r}, ...) got {len(values)} values for {count} samples; give one per sample."
+        )
     return values
 
 
 def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:
-    """Writes one parquet table, aside first, and renames it into place."""
+    """Write one parquet table, aside first, and renames it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"tmp-{path.name}")
     pyarrow.parquet.write_table(pyarrow.table(columns), aside)
@@ -218,14 +217,14 @@ def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:
 def write_files(
     samples: Iterable[Any], stems: Iterable[Path | None], root: Path, fps: float, sampling_rate: int | None
 ) -> dict[str, list[str | None]]:
-    """Writes samples as pictures, videos and sound ([`~media.write_sample`]).
+    """Write samples as images, videos and sound ([`~media.write_sample`]).
 
     Args:
         stems: where each sample's files lie, without their endings; None where it is not kept.
         root: folder that the names in the table are relative to.
 
     Returns:
-        two columns of a table: `image`, the picture that stands for a sample, and `file`, the sample itself.
+        two columns of a table: `image`, which stands for a sample, and `file`, the sample itself.
     """
     columns: dict[str, list[str | None]] = {"image": [], "file": []}
     for sample, stem in zip(samples, stems, strict=True):

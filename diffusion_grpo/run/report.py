@@ -1,9 +1,4 @@
-"""
-The page a run leaves behind: a run folder enters, one self-contained report.html (and summary.json) leaves.
-
-A module of its own because it needs no model: it can be written again at any time, also for a run that is still going
-or was stopped.
-"""
+"""The page that a run leaves behind, `report.html`, and `summary.json`; both can be written again at any time."""
 
 import base64
 import importlib.util
@@ -28,7 +23,7 @@ SHOWN = 8  # evaluation prompts shown in order
 EXTREMES = 4  # of the most and of the least improved
 ROLLOUTS, ROLLOUT_SAMPLES = 3, 8  # rollouts of training, and samples of each
 FILM_ROWS, FILM_COLUMNS = 6, 8  # prompts and evaluations in the strip
-WIDEST = 384  # pixels of an embedded picture or video
+WIDEST = 384  # pixels of an embedded image or video
 SMALL_VIDEO = 100_000  # bytes up to which one is embedded as it is
 KINDS = {".mp4": "video", ".wav": "audio"}
 
@@ -47,8 +42,7 @@ DIAGNOSTICS = {
 
 
 def write_summary(run_dir: str | Path) -> dict[str, Any]:
-    """
-    Writes `summary.json` of a run and returns what it holds.
+    """Write `summary.json` of a run and returns what it holds.
 
     Raises:
         ValueError: `run_dir` is not the output folder of a run.
@@ -60,13 +54,12 @@ def write_summary(run_dir: str | Path) -> dict[str, Any]:
 
 
 def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> Path:
-    """
-    Writes `report.html` of a run, with every plot, picture, video and sound inside it.
+    """Write `report.html` of a run, with every plot, image, video and sound inside it.
 
     Args:
         run_dir: output folder of a run.
         experiment: JSON of an earlier experiment to show as a table: `title`, `note`, `columns`, `rows` (each `name`
-            and `values`, one a column, None allowed), `command`, `machine`.
+            and `values`, one per column, None allowed), `command`, `machine`.
 
     Returns:
         Path of the page.
@@ -110,12 +103,12 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
 
 
 def missing_packages() -> list[str]:
-    """What the report needs and is not installed: a training must not end in an error for want of it."""
+    """List what the report needs and is not installed: a run must not end in an error for want of it."""
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def write_curve(run_dir: str | Path) -> None:
-    """Writes `curve.png`, the reward over the training, where there is any and matplotlib is installed."""
+    """Write `curve.png`, the reward over the run, where there is any and matplotlib is installed."""
     run = read_run(run_dir)
     curve = None if missing_packages() else make_reward_curve(run, "reward")
     if curve is not None:
@@ -125,7 +118,7 @@ def write_curve(run_dir: str | Path) -> None:
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """A number for people: `–` where there is none, no more digits than say something."""
+    """Write a number for people: `–` where there is none, no more digits than say something."""
     if value is None or value != value:
         return "–"
     if value == 0:
@@ -136,7 +129,7 @@ def format_number(value: float | None, digits: int = 3) -> str:
 
 
 def measure_gain(run: Run, name: str) -> float | None:
-    """Share of what was missing to the reward's maximum that was gained in evaluations.
+    """Return the share of what was missing to the reward's maximum that was gained in evaluations.
 
     None where it is unknown, and where the reward did not change beyond its noise.
     """
@@ -147,7 +140,7 @@ def measure_gain(run: Run, name: str) -> float | None:
 
 
 def has_changed(run: Run, name: str) -> bool | None:
-    """Whether a reward differs by more than twice the standard error between the first and the last evaluation.
+    """Tell whether a reward differs by more than twice the standard error between the first and the last evaluation.
 
     None where that cannot be told: with fewer than two evaluations, or on a single sample.
     """
@@ -159,7 +152,7 @@ def has_changed(run: Run, name: str) -> bool | None:
 
 
 def make_results_table(run: Run) -> list[dict[str, Any]]:
-    """Rows of the evaluations' table: untrained, baselines, trained; each cell (mean, standard error)."""
+    """Return the rows of the evaluations' table: untrained, baselines, trained; each cell (mean, standard error)."""
     names = ["reward", *run.reward_names]
     if not run.evaluations:
         return []
@@ -173,7 +166,7 @@ def make_results_table(run: Run) -> list[dict[str, Any]]:
 
 
 def make_watched_table(run: Run) -> list[tuple[str, float, float | None, float, float | None]]:
-    """Name, mean and standard error before and after of each reward that was only looked at, and the diversity."""
+    """Return name, mean and standard error before and after of each reward that was only watched."""
     if len(run.evaluations) < 2:
         return []
     first, last = run.evaluations[0], run.evaluations[-1]
@@ -187,7 +180,7 @@ def make_watched_table(run: Run) -> list[tuple[str, float, float | None, float, 
 
 
 def list_findings(run: Run) -> list[str]:
-    """What a careful reader would notice, in words: replay errors, groups without signal, a judge that disagrees."""
+    """List what a careful reader would notice: replay errors, groups without signal, a reward that fell."""
     found = []
     errors = [entry["ratio/max_error"] for entry in run.train if "ratio/max_error" in entry]
     if errors and max(errors) > 1e-5:
@@ -213,7 +206,7 @@ def list_findings(run: Run) -> list[str]:
 
 
 def describe_finding(run: Run, name: str) -> str | None:
-    """A sentence on a reward that fell in evaluations or did not change beyond its noise; None where it rose."""
+    """Describe a reward that fell in evaluations or did not change beyond its noise; None where it rose."""
     before, after = (run.held_out(name, at)[0] for at in (0, -1))
     if None in (before, after):
         return None
@@ -230,7 +223,7 @@ def describe_finding(run: Run, name: str) -> str | None:
 
 
 def draw_curves(run: Run) -> dict[str, str]:
-    """Plot of the weighted reward and of each reward function, by name."""
+    """Draw the weighted reward and of each reward function, by name."""
     from .plots import draw_curve
 
     plots = {}
@@ -242,7 +235,7 @@ def draw_curves(run: Run) -> dict[str, str]:
 
 
 def make_reward_curve(run: Run, name: str) -> "Curve | None":
-    """Points of `reward` (the weighted sum) or of a reward function over the training; None without any."""
+    """Return the points of `reward` (the weighted sum) or of a reward function over the run; None without any."""
     from .plots import Curve
 
     train_key = "reward" if name == "reward" else f"rewards/{name}/mean"
@@ -266,7 +259,7 @@ def make_reward_curve(run: Run, name: str) -> "Curve | None":
 
 
 def summarise_times(run: Run) -> dict[str, Any] | None:
-    """Mean seconds of each stage of an update, their shares, and the plot over the training."""
+    """Return mean seconds of each stage of an update, their shares, and the plot over the run."""
     from .plots import STAGES, draw_times
 
     entries = [entry for entry in run.train if all(f"time/{stage}" in entry for stage in STAGES)]
@@ -284,7 +277,7 @@ def summarise_times(run: Run) -> dict[str, Any] | None:
 
 
 def draw_diagnostics(run: Run) -> list[dict[str, str]]:
-    """A small plot and a sentence for each diagnostic that was logged."""
+    """Return a small plot and a sentence for each diagnostic that was logged."""
     from .plots import draw_series
 
     plots = []
@@ -298,7 +291,7 @@ def draw_diagnostics(run: Run) -> list[dict[str, str]]:
 
 
 def pair_samples(run: Run) -> list[dict[str, Any]]:
-    """Samples of the first and the last evaluation side by side: same prompt, same seed."""
+    """Pair samples of the first and the last evaluation side by side: same prompt, same seed."""
     if len(run.samples) < 2:
         return []
     first, last = run.samples[min(run.samples)], run.samples[max(run.samples)]
@@ -308,7 +301,7 @@ def pair_samples(run: Run) -> list[dict[str, Any]]:
 
 
 def make_cards(run: Run) -> dict[str, Any] | None:
-    """Cards with a picture before and after: the first prompts in order, then the extremes; and how many improved."""
+    """Return cards with an image before and after: the first prompts in order, then the extremes; count what improved."""
     pairs = pair_samples(run)
     if not pairs:
         return None
@@ -337,13 +330,13 @@ def make_cards(run: Run) -> dict[str, Any] | None:
 
 
 def has_images(run: Run, pair: dict[str, Any]) -> bool:
-    """Whether both pictures of a pair were kept; a run saves the first few only."""
+    """Tell whether both images of a pair were kept; a run saves the first few only."""
     files = [pair["before"].get("image"), pair["after"].get("image")]
     return all(file and find_image(run, file) is not None for file in files)
 
 
 def find_image(run: Run, file: str) -> Path | None:
-    """A sample's picture; its path is written relative to the run or to its evaluations folder."""
+    """Find a sample's image; its path is written relative to the run or to its evaluations folder."""
     for folder in (run.path, run.path / "evaluations"):
         if (folder / file).is_file():
             return folder / file
@@ -351,14 +344,14 @@ def find_image(run: Run, file: str) -> Path | None:
 
 
 def make_card(run: Run, pair: dict[str, Any]) -> dict[str, Any]:
-    """What the template shows of one prompt."""
+    """Return what the template shows of one prompt."""
     rewards = [(name, pair["before"].get(name), pair["after"].get(name)) for name in run.reward_names]
     samples = {when: embed_sample(run, pair[when]) for when in ("before", "after")}
     return {"prompt": pair["prompt"], "seed": pair["after"]["seed"], "rewards": rewards, **samples}
 
 
 def embed_sample(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
-    """A sample's picture, and of a video or sound its file and kind, as data URIs."""
+    """Embed a sample's image, and of a video or sound its file and kind, as data URIs."""
     picture = embed_image(find_image(run, sample["image"]))
     path = find_image(run, sample.get("file") or sample["image"])
     kind = None if path is None else KINDS.get(path.suffix)
@@ -366,7 +359,7 @@ def embed_sample(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
 
 
 def show_rollouts(run: Run) -> list[dict[str, Any]]:
-    """Some samples of training, of the first, the last and a few rollouts between: prompt, picture, reward."""
+    """Return some samples of training, of the first, the last and a few rollouts between: prompt, image, reward."""
     steps = sorted(run.rollouts)
     count = min(ROLLOUTS, len(steps))
     chosen = dict.fromkeys(steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count))
@@ -382,7 +375,7 @@ def show_rollouts(run: Run) -> list[dict[str, Any]]:
 
 
 def make_film(run: Run) -> dict[str, Any] | None:
-    """The same prompts and seeds in evaluations over the whole training: steps, and for each prompt its pictures."""
+    """Return the same prompts and seeds in evaluations over the whole run: steps, and each prompt's images."""
     steps = sorted(run.samples)
     if len(steps) < 3:
         return None
@@ -399,7 +392,7 @@ def make_film(run: Run) -> dict[str, Any] | None:
 
 
 def embed_media(path: Path) -> str:
-    """A video or sound as a data URI: as it is where it is small, else compressed, videos to at most 384 pixels."""
+    """Embed a video or sound as a data URI: as it is if it is small, else compressed, videos to 384 pixels at most."""
     from ..media.files import compress_sound, shrink_video
 
     if path.suffix == ".wav":
@@ -409,7 +402,7 @@ def embed_media(path: Path) -> str:
 
 
 def embed_image(path: Path) -> str:
-    """A picture as a data URI: as it is where it is small, else at most 384 pixels wide."""
+    """Embed an image as a data URI: as it is where it is small, else at most 384 pixels wide."""
     with PIL.Image.open(path) as image:
         if image.width <= WIDEST:
             return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

@@ -1,7 +1,6 @@
 """Find the checkpoint that a run goes on from: the newest whole one, or the one that is named.
 
-In: an output folder and what was asked for. Out: a checkpoint, or None where a run starts; and one sentence where
-files are damaged, hold code or are not there.
+Damaged and missing files, and files that hold code, are refused in one sentence.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in an output folder, the newest first."""
+    """List the checkpoints in an output folder, the newest first."""
     found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
     numbered = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
     return [path for _, path in sorted(numbered, reverse=True)]
@@ -39,7 +38,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def find_newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint whose files are those that were written; says which newer ones are passed over.
+    """Find the newest checkpoint whose files are those that were written; log which newer ones are skipped.
 
     Raises:
         DamagedCheckpoint: there are checkpoints, and none is whole.
@@ -76,7 +75,7 @@ def check_named(checkpoint: Path) -> None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether `check` accepts it."""
+    """Tell whether `check` accepts it."""
     try:
         check(checkpoint)
     except DamagedCheckpoint:
@@ -105,7 +104,7 @@ def check(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def refuse_unreadable(checkpoint: Path) -> Iterator[None]:
-    """Say in a sentence what a file that cannot be read, or that holds code, ends in otherwise.
+    """Turn errors of files that cannot be read, or that hold code, into one sentence.
 
     Raises:
         ResumeError: one was read inside.
@@ -136,7 +135,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def explain_interrupt(folder: Path, updates: Callable[[], int]) -> Iterator[None]:
-    """Ctrl-C inside ends in one line that says what there is to go on from.
+    """Make Ctrl-C inside end in one line that says what there is to go on from.
 
     Args:
         folder: the run's.

@@ -60,7 +60,7 @@ def save_policy(
     folder: str | Path,
     whole_pipeline: bool = False,
 ) -> None:
-    """Writes the trained weights to `folder`.
+    """Write the trained weights to `folder`.
 
     Args:
         model: the trained model, unwrapped: a `PeftModel` around the pipeline's network, or that network.
@@ -71,7 +71,7 @@ def save_policy(
             Full training: `folder/<component>`.
         whole_pipeline: for full training, write the other parts too, for `DiffusionPipeline.from_pretrained(folder)`.
 
-    Of several networks that share the steps out, the LoRA of the first goes to `folder` and that of any other to
+    Where several networks share the steps, the LoRA of the first goes to `folder` and that of any other to
     `folder/<component>`: `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
     """
     folder = Path(folder)
@@ -88,12 +88,12 @@ def save_policy(
 
 
 def _first(model: nn.Module, component: tuple[str, ...]) -> tuple[nn.Module, str]:
-    """The model itself, or the first of several."""
+    """Return the model itself, or the first of several."""
     return (model[component[0]] if isinstance(model, nn.ModuleDict) else model), component[0]
 
 
 def _others(model: nn.Module, component: tuple[str, ...], folder: Path) -> Iterator[tuple[nn.Module, str, Path]]:
-    """The models beside the first, their names, and where their weights lie."""
+    """Yield the models beside the first, their names, and where their weights lie."""
     for name in component[1:]:
         yield model[name], name, folder / name if isinstance(model[name], PeftModel) else folder
 
@@ -124,7 +124,7 @@ def _lora_arguments(pipe: DiffusionPipeline) -> Mapping[str, Any]:
 
 
 def lora_loader(pipe: DiffusionPipeline, name: str) -> str:
-    """What puts a LoRA of this network into a new pipeline.
+    """Tell what puts a LoRA of this network into a new pipeline.
 
     Returns:
         "load_lora_weights", a method of the pipeline; "load_lora_adapter", a method of the network, where the pipeline
@@ -136,7 +136,7 @@ def lora_loader(pipe: DiffusionPipeline, name: str) -> str:
 
 
 def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str | None = None) -> None:
-    """Puts trained weights into a pipeline, in place.
+    """Put trained weights into a pipeline, in place.
 
     Args:
         pipe: of the model that was trained.
@@ -183,7 +183,7 @@ def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> 
 
 
 def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path) -> None:
-    """Puts what `save_policy` wrote back into the model, in place and bit for bit.
+    """Put what `save_policy` wrote back into the model, in place and bit for bit.
 
     Raises:
         ValueError: the folder holds no weights of this kind of model.
@@ -210,7 +210,7 @@ def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path
 
 
 def copy_weights(checkpoint: str | Path, folder: str | Path, component: tuple[str, ...]) -> None:
-    """Copies what `save_policy` wrote into a checkpoint, and nothing of the training state, to another folder."""
+    """Copy what `save_policy` wrote into a checkpoint, and nothing of the training state, to another folder."""
     checkpoint, folder = Path(checkpoint), Path(folder)
     for name in (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS):
         if (checkpoint / name).is_file():

@@ -1,7 +1,6 @@
-"""The moving average of the policy: kept during training, evaluated with, and published.
+"""The moving average of the policy: kept during training, evaluated, and published.
 
-In: the trained weights after each update. Out: their average, in the network's place where samples are measured or
-weights are written for others. The policy itself goes on from its own weights.
+While it is shown, it stands in the network in place of the policy's own weights, from which training goes on.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyAverage(TrainerCallback):
-    """Moving average of the trained parameters: decay as given, `(1 + n) / (10 + n)` while that is smaller.
+    """Moving average of the trained parameters, with the given decay or `(1 + n) / (10 + n)` while that is smaller.
 
     n counts updates, as in Flow-GRPO, not steps of the average: 0.9 is reached after 80 updates.
 
@@ -48,7 +47,7 @@ class PolicyAverage(TrainerCallback):
 
     @property
     def shares(self) -> list[Tensor]:
-        """What this process has of the average, one tensor per parameter."""
+        """This process's shares of the average, one tensor per parameter."""
         return self.average.shadow_params
 
     def take(self, values: list[Tensor]) -> None:
@@ -57,7 +56,7 @@ class PolicyAverage(TrainerCallback):
             average.data.copy_(value)
 
     def show(self) -> None:
-        """Put the average in the place of the policy's weights, which wait in CPU memory."""
+        """Put the average in place of the policy's weights, which wait in CPU memory."""
         if self.is_shown:
             return
         used = self.weights.used()
@@ -76,7 +75,7 @@ class PolicyAverage(TrainerCallback):
 
     @contextlib.contextmanager
     def place(self, is_shown: bool) -> Iterator[None]:
-        """Context in which the network has the average's weights, or the policy's own."""
+        """Give the network the average's weights inside, or the policy's own."""
         was_shown = self.is_shown
         self.show() if is_shown else self.hide()
         try:

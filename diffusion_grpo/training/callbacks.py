@@ -1,7 +1,6 @@
-"""What happens beside the training: reference weights, grid of samples, report.
+"""What happens beside the updates: the moving reference, grids of samples, warnings and the report.
 
-In: the trainer's events. Out: files in the run's folder, pictures, videos and sound for whatever `report_to` names, a
-line in the terminal.
+Files go to the run's folder; images, videos and sound also to the trackers that `report_to` names.
 """
 
 import warnings
@@ -22,16 +21,19 @@ from ..media.files import read_sound, read_video
 from ..media.samples import frame_positions
 from ..run.watch import find_collapse
 
-GRID_CELL = 256  # pixels, the longest side of a picture in the grid
-STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in a picture that shows its motion
+GRID_CELL = 256  # pixels, the longest side of an image in the grid
+STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in an image that shows its motion
 
 
 class SyncRefModelCallback(TrainerCallback):
-    """Moves the reference towards the policy, as TRL's callback of that name (https://huggingface.co/papers/2404.09656).
+    """Moves the reference towards the policy (https://huggingface.co/papers/2404.09656).
+
+    TRL's callback of this name gathers both models whole and reads half-precision copies; ours moves each process's
+    shares by the optimizer's 32-bit weights, under FSDP2 and with an offloaded reference too.
 
     Args:
         weights: of the policy.
-        ref_weights: gives those of the reference, as they are kept by then.
+        ref_weights: returns those of the reference.
         alpha: share of the policy in the new reference.
         interval: updates between two synchronisations.
     """
@@ -53,16 +55,16 @@ class SyncRefModelCallback(TrainerCallback):
 
 
 class PipelineTensorBoardCallback(TensorBoardCallback):
-    """transformers' callback expects a transformers config on the model; diffusers' networks have another kind."""
+    """transformers' callback, which expects a transformers config on the model, without the model."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **{**kwargs, "model": None})
 
 
 class SampleGridCallback(TrainerCallback):
-    """After each evaluation: one picture with a row an evaluation and a column a prompt, sent to `report_to` too.
+    """Draws one image after each evaluation, with a row per evaluation and a column per prompt.
 
-    Videos and sound are sent beside it.
+    The trackers get it too, with videos and sound.
 
     Args:
         handler: knows the active trackers.
@@ -77,7 +79,7 @@ class SampleGridCallback(TrainerCallback):
 
 
 class ValidationCallback(TrainerCallback):
-    """Before the first update and after every `validation_steps`: samples of the fixed prompts, sent to `report_to`.
+    """Samples the fixed prompts before the first update and every `validation_steps` updates.
 
     Args:
         write: samples and writes the files.
@@ -100,7 +102,7 @@ class ValidationCallback(TrainerCallback):
 
 
 def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int) -> None:
-    """Draws the grid of all steps in a folder, and sends it with the videos and sounds of the last one."""
+    """Draw the grid of all steps in a folder, and send it with the videos and sounds of the last one."""
     folders = sorted(path for path in (run / folder).glob("step-*") if path.is_dir())
     if not folders:
         return
@@ -112,28 +114,28 @@ def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str
 
 
 def draw_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
-    """Pictures by row, each row with a label on its left; pictures are scaled to fit `cell` pixels."""
-    loaded = {label: [_fit(picture, cell) for picture in pictures] for label, pictures in rows.items()}
-    width = max((picture.width for pictures in loaded.values() for picture in pictures), default=1)
-    height = max((picture.height for pictures in loaded.values() for picture in pictures), default=1)
-    columns, margin, gap = max((len(pictures) for pictures in loaded.values()), default=0), 64, 4
+    """Draw images in rows, each with a label on its left; images are scaled down to `cell` pixels."""
+    loaded = {label: [_fit(image, cell) for image in images] for label, images in rows.items()}
+    width = max((image.width for images in loaded.values() for image in images), default=1)
+    height = max((image.height for images in loaded.values() for image in images), default=1)
+    columns, margin, gap = max((len(images) for images in loaded.values()), default=0), 64, 4
     grid = Image.new("RGB", (margin + columns * (width + gap), len(loaded) * (height + gap)), "white")
     draw = ImageDraw.Draw(grid)
-    for row, (label, pictures) in enumerate(loaded.items()):
+    for row, (label, images) in enumerate(loaded.items()):
         draw.text((4, row * (height + gap) + 4), label, fill="black")
-        for column, picture in enumerate(pictures):
-            grid.paste(picture, (margin + column * (width + gap), row * (height + gap)))
+        for column, image in enumerate(images):
+            grid.paste(image, (margin + column * (width + gap), row * (height + gap)))
     return grid
 
 
-def _fit(picture: Path | Image.Image, cell: int) -> Image.Image:
-    picture = (Image.open(picture) if isinstance(picture, Path) else picture).convert("RGB")
-    scale = cell / max(picture.size)
-    return picture if scale >= 1 else picture.resize([max(1, round(side * scale)) for side in picture.size])
+def _fit(image: Path | Image.Image, cell: int) -> Image.Image:
+    image = (Image.open(image) if isinstance(image, Path) else image).convert("RGB")
+    scale = cell / max(image.size)
+    return image if scale >= 1 else image.resize([max(1, round(side * scale)) for side in image.size])
 
 
 def draw_film_strips(videos: list[Path]) -> Image.Image:
-    """A row of evenly spaced frames a video, the first and the last among them: motion as one picture."""
+    """Draw a row of evenly spaced frames per video, the first and the last among them: motion as one image."""
     rows = {}
     for path in videos:
         frames = read_video(path)
@@ -141,21 +143,21 @@ def draw_film_strips(videos: list[Path]) -> Image.Image:
     return draw_grid(rows, STRIP_CELL)
 
 
-def log_image(callbacks: list[TrainerCallback], name: str, picture: Image.Image, step: int) -> None:
-    """Sends a picture to each active tracker that shows pictures: tensorboard, wandb, trackio."""
+def log_image(callbacks: list[TrainerCallback], name: str, image: Image.Image, step: int) -> None:
+    """Send an image to each active tracker that shows images: tensorboard, wandb, trackio."""
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            callback.tb_writer.add_image(name, np.asarray(picture), step, dataformats="HWC")
+            callback.tb_writer.add_image(name, np.asarray(image), step, dataformats="HWC")
         elif isinstance(callback, WandbCallback):
-            callback._wandb.log({name: callback._wandb.Image(picture), "train/global_step": step})
+            callback._wandb.log({name: callback._wandb.Image(image), "train/global_step": step})
         elif isinstance(callback, TrackioCallback):
-            callback._trackio.log({name: callback._trackio.Image(picture), "train/global_step": step})
+            callback._trackio.log({name: callback._trackio.Image(image), "train/global_step": step})
 
 
 def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], step: int) -> None:
-    """Sends videos (MP4) and sounds (WAV) to each active tracker, each under its own name, so that it has a history.
+    """Send videos (MP4) and sounds (WAV) to each active tracker, each under its own name, so that it has a history.
 
-    tensorboard shows no MP4: it gets a picture with frames of each video, and sounds as they are.
+    tensorboard shows no MP4: it gets an image with frames of each video, and sounds as they are.
     """
     videos = [path for path in files if path.suffix == ".mp4"]
     for callback in callbacks if files else []:
@@ -176,7 +178,7 @@ def _log_to_tensorboard(writer: Any, name: str, videos: list[Path], sounds: list
 
 
 class CollapseCallback(TrainerCallback):
-    """Warns, once a run, when the trained reward rises while the samples of a prompt become alike."""
+    """Warns once per run when the trained reward rises while the samples of a prompt become alike."""
 
     def __init__(self):
         self.is_said = False
@@ -189,7 +191,7 @@ class CollapseCallback(TrainerCallback):
 
 
 class ReportCallback(TrainerCallback):
-    """At the end: `report.html` and `summary.json`, and a line that says where they are and what was gained."""
+    """Writes `report.html` and `summary.json` at the end, and prints where they are and what was gained."""
 
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:

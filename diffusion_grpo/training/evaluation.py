@@ -1,7 +1,7 @@
 """Held-out evaluation: the same prompts and seeds each time, no noise in the steps.
 
-A dataset goes in; metrics come out, and for the main evaluation images (or videos, or sound) and a table in the run's
-folder. Fixed prompts that are only looked at go the same way without rewards.
+The main evaluation also leaves images (or videos, or sound) and a table in the run's folder. Validation prompts are
+sampled in the same way and never scored.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ import torch
 
 
 def measure_peak_memory(device: torch.device | str) -> float:
-    """Peak of tensors on the GPU in GiB, or without a GPU of the whole process in main memory."""
+    """Return the peak of tensors on the GPU in GiB, or without a GPU of the whole process in main memory."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30

@@ -63,7 +63,7 @@ class Metrics:
             self._logged_step = step
 
     def reset(self) -> None:
-        """Forget everything: another training begins."""
+        """Forget everything: another run begins."""
         self._values.clear()
         self._logged_step = None
 

@@ -1,6 +1,6 @@
 """From what the user names to a pipeline ready to train.
 
-In: a Hub id, a folder, "tiny" or a pipeline. Out: the pipeline with everything frozen and in eval mode, and the model
+A Hub id, a folder, "tiny" or a pipeline becomes a pipeline with everything frozen and in eval mode, and the model
 that is trained: its network, or a LoRA around it.
 """
 
@@ -59,12 +59,12 @@ def check_args(args: Any) -> None:
 
 
 def model_name(model: str | DiffusionPipeline) -> str:
-    """What the user called the model, or where the pipeline came from."""
+    """Return what the user called the model, or where the pipeline came from."""
     return model if isinstance(model, str) else str(model.config.get("_name_or_path") or type(model).__name__)
 
 
 def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> type[DiffusionPipeline] | None:
-    """The class that `load_pipeline` gives, told from `model_index.json` alone; None for code from elsewhere."""
+    """Read the class of the pipeline from `model_index.json` alone; None for code from elsewhere."""
     if isinstance(model, DiffusionPipeline):
         return type(model)
     given = args.model_init_kwargs or {}
@@ -100,7 +100,7 @@ def check_scheduler(
 def load_pipeline(
     model: str | DiffusionPipeline, args: DiffusionGRPOConfig, is_full_training: bool
 ) -> DiffusionPipeline:
-    """The pipeline itself; a name is loaded with `model_init_kwargs`.
+    """Load a pipeline by its name, with `model_init_kwargs`; one that is given is returned.
 
     In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
     float32 weights, as the optimizer needs them.
@@ -114,7 +114,7 @@ def load_pipeline(
 
 
 def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:
-    """The `torch_dtype` that `load_pipeline` asks for; None where it leaves it to diffusers."""
+    """Return the `torch_dtype` that `load_pipeline` asks for; None where it leaves that to diffusers."""
     kwargs = args.model_init_kwargs or {}
     if "torch_dtype" in kwargs:
         dtype = kwargs["torch_dtype"]
@@ -127,7 +127,7 @@ def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dty
 
 
 def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
-    """The pipeline of a Hub id, a folder or `tiny` as it is, by default in float32 and on the accelerator there is.
+    """Load a Hub id, a folder or `tiny` unchanged, by default in float32 and on the accelerator if there is one.
 
     Raises:
         ValueError: torch has no such dtype, or no such device.
@@ -146,7 +146,7 @@ def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None
 
 
 def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
-    """The pipeline with some settings of its scheduler changed, e.g. `{"shift": 3.0}`; without, as it was.
+    """Change some settings of the pipeline's scheduler, e.g. `{"shift": 3.0}`.
 
     Raises:
         ValueError: see [`~diffusion_grpo.training.scheduler_settings.change_scheduler`].
@@ -160,7 +160,7 @@ def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> D
 def prepare_model(
     pipe: DiffusionPipeline, args: DiffusionGRPOConfig, peft_config: PeftConfig | None
 ) -> tuple[tuple[str, ...], nn.Module]:
-    """Freezes all that is not trained.
+    """Freeze all that is not trained.
 
     Returns:
         the names of the trained networks, and the model to optimise: the network, or the `PeftModel` around it; where
@@ -217,7 +217,7 @@ def _find_adapter(
 def _prepare_network(
     network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, adapter: str | None
 ) -> nn.Module:
-    """One network with what is trained of it: a LoRA around it, or all its weights."""
+    """Return a network with what is trained of it: a LoRA around it, or all its weights."""
     if args.activation_checkpointing:
         _enable_checkpointing(network, args.activation_checkpointing_kwargs or {}, args.selective_checkpointing)
     if adapter is not None:
@@ -230,7 +230,7 @@ def _prepare_network(
 
 
 def _require_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.Module:
-    """An optimizer's small steps vanish in half-precision weights."""
+    """Return the network with float32 weights: an optimizer's small steps vanish in half precision."""
     if network.dtype == torch.float32:
         return network
     if not (args.bf16 or args.fp16):
@@ -264,7 +264,7 @@ def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any], share: flo
 
 
 def checkpoint_share(checkpoint: Callable, share: float) -> Callable:
-    """Checkpointing of a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing`."""
+    """Checkpoint a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing` does."""
     places: dict[Callable, int] = {}  # in the order in which the network calls them
 
     def checkpointed(block: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ def _is_chosen(place: int, share: float) -> bool:
 
 
 def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:
-    """Regional compilation: the blocks that repeat share one graph, and the network around them stays replaceable."""
+    """Compile the blocks that repeat, which share one graph; the network around them stays replaceable."""
     names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
     blocks = [module for module in network.modules() if type(module).__name__ in names]
     if not blocks:

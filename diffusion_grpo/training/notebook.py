@@ -1,7 +1,4 @@
-"""A run in a notebook: bars, a table with a row per update, and the images of the last evaluation.
-
-In: the trainer's events. Out: HTML and images in the cell's output, by IPython, which every notebook has.
-"""
+"""A run in a notebook: bars, a table with a row per update, and the images of the last evaluation."""
 
 import html
 from pathlib import Path

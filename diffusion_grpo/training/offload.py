@@ -1,4 +1,4 @@
-"""Frozen parts of a pipeline off the accelerator while the trained network works.
+"""Keep frozen parts of a pipeline off the accelerator while the trained network works.
 
 Text encoders, image encoders and the VAE wait in CPU memory, come when they are called, and leave when the network is.
 diffusers knows which ones may move (`model_cpu_offload_seq`) and how to call them back.
@@ -19,7 +19,7 @@ def place_pipeline(
     offload_frozen: str | None,
     leaves_networks: bool,
 ) -> "FrozenOffload | None":
-    """Move the pipeline to the device of the training; with `offload_frozen` its frozen parts only when needed.
+    """Move the pipeline to the training device; with `offload_frozen` its frozen parts only when needed.
 
     Args:
         pipe: the pipeline.
@@ -40,7 +40,7 @@ def place_pipeline(
 
 
 class FrozenOffload:
-    """Keeps a pipeline's frozen parts in CPU memory, but for the time in which they are used.
+    """Keeps a pipeline's frozen parts in CPU memory except while they are used.
 
     What the pipeline calls beside the network at every step (a ControlNet) is in no such sequence and stays.
 

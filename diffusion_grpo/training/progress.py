@@ -1,7 +1,6 @@
-"""What a user sees of a running training: bars in a terminal, a table in a notebook, elsewhere one line per update.
+"""What a user sees of a run: bars in a terminal, a table in a notebook, elsewhere one line per update.
 
-In: the trainer's events, and where the running update is (`UpdateProgress`). Out: text for people. Everything else
-that is measured goes to the trackers alone.
+Everything else that is measured goes to the trackers alone.
 """
 
 import time
@@ -60,7 +59,7 @@ class UpdateProgress:
 
 
 def describe_rollout(args: DiffusionGRPOConfig) -> str:
-    """One line about how many samples an update makes."""
+    """Say in one line how many samples an update makes."""
     sizes = args.batch_sizes
     samples, updates = sizes.samples_per_rollout, sizes.updates_per_rollout
     made = f"{samples} samples ({sizes.prompts_per_rollout} prompts x {args.num_generations}"
@@ -69,7 +68,7 @@ def describe_rollout(args: DiffusionGRPOConfig) -> str:
 
 
 def update_values(logs: dict[str, float]) -> dict[str, str]:
-    """What people are shown of an update's log entry, by its title."""
+    """Return what people are shown of an update's log entry, by its title."""
     shown = {}
     if "reward" in logs:
         shown["reward"] = f"{logs['reward']:.3f} ± {logs.get('reward_std', 0.0):.3f}"
@@ -84,7 +83,7 @@ def update_values(logs: dict[str, float]) -> dict[str, str]:
 
 
 def update_line(step: int, total: int, logs: dict[str, float], left: float | None = None) -> str:
-    """One line about an update, for instance `update 2/64: reward 0.312 ± 0.120, grad norm 0.21, 4.1 s/update`."""
+    """Describe an update in one line, such as `update 2/64: reward 0.312 ± 0.120, grad norm 0.21, 4.1 s/update`."""
     values = update_values(logs)
     parts = [f"{value} {name}" if name == "s/update" else f"{name} {value}" for name, value in values.items()]
     parts += [] if left is None else [f"{format_seconds(left)} left"]
@@ -92,13 +91,13 @@ def update_line(step: int, total: int, logs: dict[str, float], left: float | Non
 
 
 def evaluation_line(step: int, logs: dict[str, float], prompts: str) -> str:
-    """One line about an evaluation; `prompts` says of which kind its prompts are."""
+    """Describe an evaluation in one line; `prompts` says of which kind its prompts are."""
     value = format_measured(logs["eval_reward"], logs.get("eval_reward_std_error"))
     return f"{format_updates(step)}: {prompts} reward {value}"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as people say it: `45 s`, `12 min`, `3.5 h`."""
+    """Write a duration as people say it: `45 s`, `12 min`, `3.5 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"

@@ -1,7 +1,7 @@
 """Settings of a pipeline's scheduler: change them, and refuse one that changes nothing.
 
 Whether a setting changes something is measured. The scheduler is built with and without it, set to a few steps as the
-pipeline would set it, and stepped on the same tensors by the class that a training steps with.
+pipeline would set it, and stepped on the same tensors by the class that training steps with.
 """
 
 import difflib
@@ -63,7 +63,7 @@ def change_scheduler(
 
 
 def _refusal(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[DiffusionPipeline]) -> str:
-    """One sentence, with the switch that would make the setting count where there is one."""
+    """Write one sentence, with the switch that would make the setting count where there is one."""
     config = scheduler.config
     found = f"scheduler_kwargs: {name}={config[name]} changes no step of {pipeline.__name__}"
     for switch, advised in SWITCHES.items():
@@ -79,7 +79,7 @@ def _refusal(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[D
 
 
 def _acts(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[DiffusionPipeline]) -> bool:
-    """Whether a setting of `scheduler` makes another step than the value `before` does."""
+    """Tell whether a setting of `scheduler` makes another step than the value `before` does."""
     value = scheduler.config[name]
     if value == before:
         if not isinstance(before, float):
@@ -97,7 +97,7 @@ def _acts(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[Diff
 
 
 def _is_read(name: str, pipeline: type[DiffusionPipeline]) -> bool:
-    """Whether the pipeline itself reads this setting of its scheduler."""
+    """Tell whether the pipeline itself reads this setting of its scheduler."""
     pattern = re.compile(rf"scheduler\.config(\.|\[[\"']|\.get\([\"']){name}\b")
     classes = pipeline.__mro__[: pipeline.__mro__.index(DiffusionPipeline)]
     try:
@@ -107,7 +107,7 @@ def _is_read(name: str, pipeline: type[DiffusionPipeline]) -> bool:
 
 
 def _steps(scheduler: SchedulerMixin, pipeline: type[DiffusionPipeline]) -> list[Tensor]:
-    """What a call of the pipeline takes from the scheduler, for each way of setting its timesteps."""
+    """Return what a call of the pipeline takes from the scheduler, for each way of setting its timesteps."""
     seen = []
     for arguments in _ways(scheduler, pipeline):
         stochastic = stochastic_scheduler(scheduler)
@@ -120,7 +120,7 @@ def _steps(scheduler: SchedulerMixin, pipeline: type[DiffusionPipeline]) -> list
 
 
 def _ways(scheduler: SchedulerMixin, pipeline: type[DiffusionPipeline]) -> list[dict[str, Any]]:
-    """Arguments of `set_timesteps` as the pipeline would give them."""
+    """Return arguments of `set_timesteps` as the pipeline would give them."""
     ways: list[dict[str, Any]] = [{"num_inference_steps": STEPS}]
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         ways.append({"sigmas": np.linspace(1.0, 1 / STEPS, STEPS).tolist()})  # FLUX's and most others'
@@ -135,7 +135,7 @@ def _ways(scheduler: SchedulerMixin, pipeline: type[DiffusionPipeline]) -> list[
 
 
 def _walk(scheduler: StochasticScheduler) -> list[Tensor]:
-    """The latents' scales, and of each step the mean and std and the step without noise."""
+    """Return the latents' scales, and of each step the mean, the std and the step without noise."""
     noise = torch.Generator().manual_seed(0)
     latents, prediction = (
         30 * torch.randn(1, 4, 4, 4, generator=noise) for _ in range(2)
@@ -143,7 +143,7 @@ def _walk(scheduler: StochasticScheduler) -> list[Tensor]:
     scheduler.driver = walked = _Walk()
     walked.seen.append(torch.as_tensor(getattr(scheduler, "init_noise_sigma", 1.0)))
     timesteps = scheduler.timesteps
-    if isinstance(scheduler, CosineSteps):  # whose pipeline gives one a sample, and leaves out the last
+    if isinstance(scheduler, CosineSteps):  # whose pipeline gives one per sample, and leaves out the last
         timesteps = timesteps[:-1, None]
     for timestep in timesteps:
         walked.seen.append(scheduler.scale_model_input(latents, timestep))
