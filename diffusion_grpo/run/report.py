@@ -301,7 +301,7 @@ def pair_samples(run: Run) -> list[dict[str, Any]]:
 
 
 def make_cards(run: Run) -> dict[str, Any] | None:
-    """Return cards with an image before and after: the first prompts in order, then the extremes; count what improved."""
+    """Return cards with an image before and after: the first prompts in order, then the extremes; and counts."""
     pairs = pair_samples(run)
     if not pairs:
         return None

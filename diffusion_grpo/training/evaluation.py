@@ -106,7 +106,7 @@ class Evaluator:
         reward_weights: of the trained rewards.
         backend, monitor: the processes.
         run_passes: runs a method that passes the network.
-        settings: how evaluations are made.
+        settings: returns how evaluations are made, which a user may change between two of them.
         has_reference: whether there is one to measure a distance to; none for tokens, and none in full training with
             beta=0, which would need a second copy of the weights for it.
     """
@@ -126,13 +126,13 @@ class Evaluator:
         backend: DistributedBackend,
         monitor: ProcessGroupMonitor,
         run_passes: Callable,
-        settings: EvaluationSettings,
+        settings: Callable[[], EvaluationSettings],
         has_reference: bool,
     ):
         self._policy, self._inputs, self._scorer, self._generator = policy, inputs, scorer, generator
         self._rewards, self._weights = scorer.rewards + eval_rewards, torch.tensor(reward_weights)
         self._feed, self._replays, self._average, self._has_reference = feed, replays, average, has_reference
-        self._backend, self._monitor, self._run_passes, self._settings = backend, monitor, run_passes, settings
+        self._backend, self._monitor, self._run_passes, self._read_settings = backend, monitor, run_passes, settings
 
     @torch.no_grad()
     def evaluate(
@@ -207,6 +207,10 @@ class Evaluator:
         write_files(samples[:number], stems, folder, self._settings.fps, self._settings.sampling_rate)
         self._backend.accelerator.wait_for_everyone()
         return folder
+
+    @property
+    def _settings(self) -> EvaluationSettings:
+        return self._read_settings()
 
     def _averaged_weights(self) -> contextlib.AbstractContextManager:
         """Have the moving average in place of the policy's weights inside, where there is one."""

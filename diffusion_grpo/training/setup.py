@@ -317,7 +317,7 @@ def make_evaluator(
         backend=backend,
         monitor=monitor,
         run_passes=run_passes,
-        settings=evaluation_settings(args, find_sampling_rate(policy.pipe)),
+        settings=lambda: evaluation_settings(args, find_sampling_rate(policy.pipe)),
         has_reference=reference is not None and not policy.draws_tokens,
     )
 

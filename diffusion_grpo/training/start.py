@@ -58,7 +58,8 @@ def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) 
         ValueError: an adapter that cannot be trained here, or a moving reference without full training.
     """
     check_peft_config(peft_config, args.beta or args.kl_reward)
-    is_full_training = peft_config is None and not continues_lora(args.lora_path, args.lora_adapter, peft_config)
+    continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)  # refuses a peft_config beside a LoRA
+    is_full_training = peft_config is None and not continues
     if args.sync_ref_model and not is_full_training:
         raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
     if args.learning_rate is None:

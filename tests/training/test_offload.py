@@ -5,8 +5,8 @@ import tiny_pipelines
 import torch
 from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
 
+from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
-from diffusion_grpo.trainer import DiffusionGRPOTrainer
 from diffusion_grpo.training import offload
 from diffusion_grpo.training.offload import FrozenOffload
 
@@ -84,15 +84,15 @@ def test_training_is_the_same_to_the_last_bit(tmp_path, monkeypatch, name):
         return real(hook, *args, **kwargs)
 
     monkeypatch.setattr(offload._OnDemand, "pre_forward", came)
-    step = DiffusionGRPOTrainer._step_loss
+    step = GRPO.loss
 
-    def watched(trainer, *args):
+    def watched(algorithm, *args):
         calls.clear()
-        result = step(trainer, *args)
-        present.append((list(trainer.offload.present), len(calls)))
+        result = step(algorithm, *args)
+        present.append((list(spared.offload.present), len(calls)))
         return result
 
-    monkeypatch.setattr(DiffusionGRPOTrainer, "_step_loss", watched)
+    monkeypatch.setattr(GRPO, "loss", watched)
     spared = trainer_for(tmp_path / "spared", offload_frozen="cpu", **settings)
     spared.train()
     assert spared.offload.hooks and present and all(state == ([], 0) for state in present)

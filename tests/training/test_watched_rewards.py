@@ -42,7 +42,6 @@ def test_evaluations_of_a_training_watch(tmp_path) -> None:
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0] and logged(trainer, "frac_advantage_clipped") == [0.0, 0.0]
     page = write_report(tmp_path).read_text()
     assert "Watched, never trained on" in page and "colorfulness" in page
-    assert not [key for key in trainer.evaluate(metric_key_prefix="test") if "kl" in key]
-    settings = {"watch_rewards": None, "num_generations_eval": 1, "num_inference_steps": 3}
-    plain = trainer_for(tmp_path / "plain", rewards=["brightness", Embeds()], **settings)
-    assert not [key for key in plain.evaluate(metric_key_prefix="test") if "watch" in key or "diversity" in key]
+    trainer.args.watch_rewards, trainer.args.num_generations_eval = None, 1
+    metrics = trainer.evaluate(metric_key_prefix="test")
+    assert not [key for key in metrics if "watch" in key or "diversity" in key or "kl" in key]
