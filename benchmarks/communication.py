@@ -1,9 +1,9 @@
 """
-What processes send each other in one update: counted in a run of two, and by formula for hundreds.
+What processes send each other in one update: counted in a run on two processes, by formula for hundreds.
 
 `python benchmarks/communication.py` prints the table of docs/scaling.md. `--count ddp` trains the embedded model on
 two CPU processes and counts the bytes that each hands to each collective in its second update, rollout included, as
-torch's profiler records them. tests/test_communication.py holds DDP's formula against that count.
+torch's profiler records them. tests/distributed/test_communication.py compares DDP's formula with that count.
 """
 
 import argparse
@@ -37,7 +37,7 @@ THUMBNAIL = 3 * SIDE**2
 
 @dataclass
 class Update:
-    """One update with its share of a rollout, as one process sees it.
+    """One update and its share of a rollout, from the view of one process.
 
     Attributes:
         weights: number of the network's.
@@ -66,7 +66,7 @@ def reward_bytes(update: Update) -> int:
 
 
 def gather_bytes(update: Update, numbers: int = THUMBNAIL) -> int:
-    """Handed to gathers by all processes together for a rollout: rewards, and an int64 and a uint8 thumbnail a sample.
+    """Return what all processes hand to gathers in a rollout: rewards, and an int64 and a uint8 thumbnail per sample.
 
     Args:
         numbers: of a thumbnail, by which `diversity` compares samples: 32 x 32 x 3, of a video four times as many.
@@ -89,7 +89,7 @@ def zero2(update: Update, processes: int) -> dict[str, float]:
 
 
 def zero3(update: Update, processes: int, gathers_once: bool = True) -> dict[str, float]:
-    """All weights are gathered for each forward and each backward pass; in the rollout once, or for each call."""
+    """Count ZeRO-3: weights are gathered for each pass, forward and backward; in the rollout once or for each call."""
     share, whole = (processes - 1) / processes, update.width * (update.weights + update.trained)
     rollout = 1 if gathers_once else update.rollout_calls
     return {

@@ -31,7 +31,7 @@ def rank():
 
 
 def kill_in(module, name, calls_before=0):
-    """The process dies inside the call number `calls_before` + 1 of `module.name`, after it has begun its work."""
+    """Kill this process in call number `calls_before` + 1 of `module.name`, once the work is done."""
     real, calls = getattr(module, name), []
 
     def deadly(*args, **kwargs):
@@ -45,7 +45,7 @@ def kill_in(module, name, calls_before=0):
 
 
 def uneven(images, log_metric, **columns):
-    """A reward that logs a metric of dark pictures only, so perhaps on one process alone."""
+    """A reward that logs a metric of dark images only, so perhaps on one process alone."""
     values = brightness(images)
     for value in values:
         if value < 0.5:
@@ -88,7 +88,7 @@ async def ranked(images, prompts, log_metric, log_extra):
 
 @batchwise
 def shared(images):
-    """What it says of a sample depends on all that it is shown."""
+    """A reward of each sample that depends on all samples it is given."""
     shades = brightness(images)
     return [shade / sum(shades) for shade in shades]
 
@@ -109,8 +109,8 @@ WHOLE_GROUPS = [ranked, shared]
 
 
 def built(folder, settings, rewards=brightness):
-    """A trainer; sizes in `settings` are as for one process, `rows` the columns of the dataset; `mode` is "zero3",
-    "layered3", "fsdp2", or DDP by default."""
+    """Build a trainer; sizes in `settings` are given for one process, `rows` are the columns of the dataset; `mode` is
+    "zero3", "layered3", "fsdp2", or DDP by default."""
     settings = dict(settings)
     processes = int(os.environ.get("WORLD_SIZE", 1)) // settings.get("context_parallel_size", 1)
     mode = settings.pop("mode", "ddp")
@@ -135,7 +135,7 @@ def built(folder, settings, rewards=brightness):
 
 
 def train(folder, settings, rewards="brightness", resume=None):
-    """One training; process 0 writes what it logged and the weights it ended with."""
+    """Train; process 0 writes what it logged and the final weights."""
     own = built(folder, settings, globals()[rewards])
     own.train(resume_from_checkpoint=resume)
     own.save_model()
@@ -156,13 +156,13 @@ def train_in_rings(folder, settings):
 
 
 def first_weights(settings):
-    """The trained weights before any update."""
+    """Return the trained weights before any update."""
     with tempfile.TemporaryDirectory() as folder:
         return trained_weights(built(folder, settings))
 
 
 def fail_of_subset(folder, settings, where):
-    """Process 0 scores what both make; one of them goes wrong."""
+    """Let process 0 score what both make, and make one of them fail."""
     real, calls = generation.rollout, []
 
     def rolled_out(*args, **kwargs):
@@ -170,7 +170,7 @@ def fail_of_subset(folder, settings, where):
         if rank() == 1 and where == "killed" and len(calls) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank() == 1 and where == "rollout" and len(calls) == 4:
-            raise ValueError("no pictures today")
+            raise ValueError("no images today")
         return real(*args, **kwargs)
 
     def scorer(images, **columns):
@@ -186,7 +186,7 @@ def fail_of_subset(folder, settings, where):
 
 
 def fail(folder, settings, where):
-    """Process 1 goes wrong; `where` says how."""
+    """Make process 1 fail; `where` says how."""
 
     def judge(images, **columns):
         if rank() == 1 and where == "reward" and own.state.global_step == 1:
@@ -227,7 +227,7 @@ def fail(folder, settings, where):
 
 
 def catch(folder, settings):
-    """Both fail, catch that, and go on."""
+    """Fail on both processes, catch the error, and go on."""
     failure.GRACE_PERIOD = 0.5
     own = built(folder, settings)
     with contextlib.suppress(ValueError), own.monitor.propagate_errors():
@@ -238,7 +238,7 @@ def catch(folder, settings):
 
 
 def die(folder, settings, moment, calls):
-    """Process 1 is killed in a rollout, a reward, an update or while a checkpoint is written."""
+    """Kill a process in a rollout, a reward, an update or while a checkpoint is written."""
     if moment == "reward":
         return fail(folder, settings, "dead")
     if rank() == (0 if moment == "checkpoint" else 1):  # process 0 is the one that writes
@@ -249,7 +249,7 @@ def die(folder, settings, moment, calls):
 
 
 def evaluate(folder, settings):
-    """An evaluation without training, by a reward that logs."""
+    """Evaluate without training, by a reward that logs."""
     own = built(folder, settings, uneven)
     metrics = own.evaluate()
     if own.is_world_process_zero():

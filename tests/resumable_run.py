@@ -1,4 +1,4 @@
-"""A training that can be killed, as a process of `ranks_server.py` runs it for test_resume.py."""
+"""A run that can be killed, as a process of `ranks_server.py` runs it for test_resume.py."""
 
 from rank_runs import kill_in
 from tiny_runs import trainer_for
@@ -9,10 +9,10 @@ from diffusion_grpo.run import weights as hub
 
 
 def run(folder, settings, kill_at=None, calls_before=0):
-    """Resumes where `folder` has a whole checkpoint.
+    """Train, from the whole checkpoint in `folder` if there is one.
 
-    Where `kill_at` says `rollout`, `update` or `checkpoint`, the process kills itself with SIGKILL in the middle of
-    one, after so many calls of it.
+    If `kill_at` is `rollout`, `update` or `checkpoint`, the process kills itself with SIGKILL in the middle of one,
+    after `calls_before` calls of it.
     """
     own = trainer_for(folder, **settings)
     places = {"rollout": (generation, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
