@@ -24,6 +24,7 @@ from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
 
 KONTEXT = inspect.unwrap(FluxKontextPipeline.__call__)
 FIXED = {"max_area": 256, "_auto_resize": False}
+UNUSED = types.SimpleNamespace(draws_tokens=False)  # a policy that is not called
 
 
 def picture(seed=0, size=(16, 16), mode="RGB"):
@@ -94,7 +95,7 @@ def learned(cls, folder, row=None, **changes):
 def test_the_pipeline_is_asked_once(tmp_path, caplog, cls, form):
     with caplog.at_level(logging.WARNING, "diffusion_grpo"):
         inputs, row = learned(cls, tmp_path)
-        inputs.learn(None, [row], noise_level=0.7)  # known: the pipeline is not called again
+        inputs.learn(UNUSED, [row], noise_level=0.7)  # known: the pipeline is not called again
     assert inputs.forms == {frozenset({"prompt", "image"}): form}
     said = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
     assert len(said) == (form.reason is not None) and all(cls.__name__ in x and form.reason in x for x in said)
@@ -241,7 +242,7 @@ def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_pa
     monkeypatch.setattr(module, "broadcast_bytes", lambda _, mine, process: mine if process == 0 else sent[process])
     asked = []
     monkeypatch.setattr(module, "find_form", lambda policy, row, *rest, **more: asked.append(row) or Form("listed"))
-    given.learn(None, [own, dict(own)], noise_level=0.7, accelerator=types.SimpleNamespace(process_index=0))
+    given.learn(UNUSED, [own, dict(own)], noise_level=0.7, accelerator=types.SimpleNamespace(process_index=0))
     assert asked == [{"prompt": "a cat"}, others]
     assert given.parts([others, others]) == [[0], [1]]
 
