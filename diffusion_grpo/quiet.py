@@ -2,10 +2,12 @@
 
 import logging
 
-# logger, and what its message says. torchvision is not needed for what diffusers asks of these processors, and a
-# machine without a GPU is nothing to be told by DeepSpeed, which is only looked for.
+# logger, and what its message says. torchvision is not needed for what diffusers asks of these processors, a machine
+# without a GPU is nothing to be told by DeepSpeed, which is only looked for, and a LoRA of a denoiser has no keys for
+# text encoders.
 MESSAGES = {
     "transformers.utils.import_utils": "requires torchvision (not installed); falling back to",
+    "diffusers.loaders.lora_base": "No LoRA keys associated to",
     "DeepSpeed": "Setting accelerator to CPU",
 }
 

@@ -6,7 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import DeepSpeedSchedulerWrapper, broadcast
@@ -264,6 +264,17 @@ class DiffusersTrainer(Trainer):
         """Write the model card, `README.md`, into the output folder."""
         if self.is_world_process_zero():
             self.write_card(model_name)
+
+    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse what has no meaning without labels.
+
+        Raises:
+            NotImplementedError: always; the message says what to call instead.
+        """
+        raise NotImplementedError(
+            "predict() has no labels to compare with here; call evaluate(dataset, metric_key_prefix='test') to sample "
+            "and score a dataset, or trainer.pipe(...) for samples."
+        )
 
     def push_to_hub(
         self,
