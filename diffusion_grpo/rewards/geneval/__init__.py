@@ -1,1 +1,1 @@
-"""GenEval: are the objects there that the prompt asks for?"""
+"""GenEval: whether an image shows the objects that its prompt asks for."""

@@ -1,4 +1,4 @@
-"""Detectors of transformers, and CLIP for colours, as GenEval uses them: the part of the reward with weights."""
+"""GenEval's models: object detectors from transformers, and CLIP for colours."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source, check_p
 from .scoring import NAMED, Detection
 
 PHRASES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
-NEED_SCIPY = ("owlv2", "maskformer", "mask2former")  # in transformers, when they are loaded or called
-GREY = "#999999"  # what lies outside an object's mask
+NEED_SCIPY = ("owlv2", "maskformer", "mask2former")  # transformers needs it to load or call these
+GREY = "#999999"  # fills the area outside an object's mask
 
 
 @dataclasses.dataclass(eq=False)
 class TransformersDetector(ModelReward):
-    """Finds objects with a model of transformers. No reward by itself, but loaded and kept as one.
+    """An object detector from transformers; not a reward itself, but loaded and offloaded like one.
 
-    Zero-shot detectors (OWL-ViT, OWLv2, Grounding DINO, MM Grounding DINO) are asked for the classes; detectors (DETR
-    and its kin) and segmenters (Mask2Former, MaskFormer) report those of their `id2label`
-    that were asked for.
+    Zero-shot detectors (OWL-ViT, OWLv2, Grounding DINO, MM Grounding DINO) are asked for the classes. Of the objects
+    that other detectors (DETR and similar) and segmenters (Mask2Former, MaskFormer) report, those are kept whose class
+    in `id2label` was asked for.
 
     Args:
         model: Hub id or folder.
-        min_score: detections below it are not reported.
+        min_score: detections with a lower score are dropped.
 
     Raises:
-        ValueError: when called: the model is of no such family.
+        ValueError: when first called, if the model is of none of these families.
     """
 
     batch_size: int = 8
@@ -43,9 +43,9 @@ class TransformersDetector(ModelReward):
         return [Source("detector", self.model, CONFIG + WEIGHTS + IMAGE_PROCESSOR, self.revision)]
 
     def check_needs(self) -> None:
-        """Raise ValueError and ImportError too: for what is no detector, or lacks a package, as its config.json says.
+        """Also raise ValueError if the model is no detector, and ImportError if it needs a missing package.
 
-        A config.json that is not on this machine yet says nothing.
+        Both are read from `config.json`, and not checked if that is not on this machine yet.
         """
         super().check_needs()
         (source,) = self.sources()
@@ -69,7 +69,7 @@ class TransformersDetector(ModelReward):
             "segmenter": auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING,
             "detector": auto.MODEL_FOR_OBJECT_DETECTION_MAPPING,
         }
-        if config.model_type == "detr":  # in both families, and its boxes are what it was trained on
+        if config.model_type == "detr":  # it is in both families, but was trained on boxes
             del families["segmenter"]
         known = [name for name, mapping in families.items() if type(config) in mapping]
         if not known or config.model_type in ("omdet-turbo", "oneformer"):
@@ -94,7 +94,7 @@ class TransformersDetector(ModelReward):
         return cls.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, images: list[Image.Image], labels: list[str]) -> list[list[Detection]]:
-        """The objects of the classes `labels` in each image."""
+        """Return the objects of the classes `labels` in each image."""
         return self.in_batches(lambda network, part: self._found(network, part, labels), images)
 
     def _found(self, network: nn.Module, images: list, labels: list[str]) -> list[list[Detection]]:
@@ -104,7 +104,7 @@ class TransformersDetector(ModelReward):
         return [[d for d in own if d.label in labels] for own in read(network, chunk, sizes, labels)]
 
     def _asked(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
-        # one image a call: the texts are the same for all, and padding would change what an image gets
+        # one image per call: all have the same texts, and padding would change an image's result
         results = []
         for image, size in zip(images, sizes, strict=True):
             inputs = self.processor(images=image, text=[labels], return_tensors="pt", padding=True)
@@ -146,7 +146,9 @@ class TransformersDetector(ModelReward):
 
 @dataclasses.dataclass(eq=False)
 class ClipColors(ModelReward):
-    """Names an object's colour by CLIP, as GenEval does: the crop, grey outside the mask, against phrases a colour.
+    """Names the colour of objects with CLIP as GenEval does, by comparing their crops with phrases for each colour.
+
+    Outside an object's mask, its crop is grey.
 
     Args:
         model: Hub id or folder of a CLIP model; GenEval's is `openai/clip-vit-large-patch14`.
@@ -163,7 +165,7 @@ class ClipColors(ModelReward):
         return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, image: Image.Image, objects: list[Detection], label: str) -> list[str]:
-        """One of the ten colours for each object."""
+        """Return one of the ten colours per object."""
         crops = [_crop(image.convert("RGB"), detection) for detection in objects]
         return self.in_batches(lambda network, part: self._named(network, part, label), crops)
 
@@ -174,7 +176,7 @@ class ClipColors(ModelReward):
         return [list(NAMED)[index] for index in nearest]
 
     def _classes(self, network: nn.Module, label: str) -> torch.Tensor:
-        """`(10, features)` float32: the mean of the normalised embeddings of a colour's phrases, normalised."""
+        """Return `(10, features)` float32: per colour, the normalised mean of its phrases' unit embeddings."""
         phrases = [phrase.format(color=color, label=label) for color in NAMED for phrase in PHRASES]
         tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(network.device)
         said = network.text_projection(network.text_model(**tokens).pooler_output)
@@ -183,7 +185,7 @@ class ClipColors(ModelReward):
 
 
 def _outputs(network: nn.Module, inputs: Any) -> Any:
-    """The network's, in float32, which boxes and masks are read from."""
+    """Call the network, and return its outputs in float32 for boxes and masks."""
     for name, value in inputs.items():
         kind = network.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
         inputs[name] = value.to(network.device, kind) if isinstance(value, torch.Tensor) else value
@@ -206,7 +208,7 @@ def _detections(names: list[str], scores: torch.Tensor, boxes: torch.Tensor) -> 
 
 
 def _nearest(text: str, labels: list[str]) -> str:
-    """The class that a phrase read off the prompt stands for: the longest that it holds, else the phrase itself."""
+    """Return the longest class name that a detected phrase contains, or else the phrase itself."""
     held = [label for label in labels if label.lower() in text.lower()]
     return max(held, key=len) if held else text
 

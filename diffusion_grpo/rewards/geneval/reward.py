@@ -1,4 +1,4 @@
-"""The reward `geneval`: does the image show what a GenEval prompt asks for?"""
+"""The reward `geneval`: whether an image shows what a GenEval prompt asks for."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from ..models.base import ModelReward
 from .detectors import ClipColors, TransformersDetector
 from .scoring import Detection, Verdict, dense_score, group_by_class, judge, name_pixel_colors, read_requirements
 
-COUNTING = "counting"  # the task for which a detector must be surer
+COUNTING = "counting"  # the task that requires a higher score of detections
 
 
 class GenEval:
-    """The reward: 1 where an image holds everything that its prompt requires, else 0.
+    """GenEval's reward: 1 if an image shows everything that its prompt requires, else 0.
 
     The dataset has GenEval's columns `include`, `exclude` and `tag` (lists, or the same as JSON), or one column
     `metadata` with a mapping of them. `include` is a list of `{"class", "count"}`, with `"color"` and `"position":
-    [relation, index of the other entry]` where asked for; `exclude` a list of `{"class", "count"}`: fewer than that.
-    A row without requirements gets `None`.
+    [relation, index of the other entry]` where required. `exclude` is a list of `{"class", "count"}`: there must be
+    fewer than that. A row without requirements gets `None`. Rewards with equal settings are equal, so a reward may be
+    both trained on and evaluated.
 
     Args:
-        detector: Hub id or folder of a detector for transformers (`detectors.TransformersDetector`), or, from Python,
-            a callable from images and labels to a list of `Detection`s each.
-        colors: "pixels" compares the object's median colour with ten named ones; otherwise the Hub id or folder of a
-            CLIP model that names it, as GenEval does with ViT-L/14.
-        score: of an image that lacks something: "correct" is 0, "partial" the share of the requirements that hold,
-            "dense" what Flow-GRPO trains on (`dense_score`).
+        detector: Hub id or folder of a detector for transformers (`detectors.TransformersDetector`); from Python, also
+            a callable that takes images and labels and returns a list of `Detection`s per image.
+        colors: "pixels" to compare the object's median colour with ten named ones; otherwise the Hub id or folder of
+            a CLIP model that names the colour, as GenEval does with ViT-L/14.
+        score: the score of an image that lacks something: "correct" gives 0, "partial" the share of the requirements
+            that hold, "dense" the reward that Flow-GRPO trains on (`dense_score`).
         partial: the same as `score="partial"`.
-        min_score: detections below it do not count; `min_score_counting` in the task "counting". GenEval's numbers are
-            for its Mask2Former; other detectors are calibrated otherwise.
-        max_objects: of one class.
-        max_overlap: of two boxes of a class with a higher intersection over union the surer counts; 1 keeps all.
-        margin: how far apart centres must be, in shares of the summed sizes, to count as left, right, above or below.
-        device: of the models; by default the accelerator, if there is one.
-        dtype: of the models.
-        revision: branch, tag or commit of the detector's Hub id; `colors_revision` of that of `colors`.
-        offload: the models lie in the host's memory between calls.
-
-    Two with equal settings are equal, so that a reward may be trained on and named as a judge.
+        min_score: smallest score of a detection that counts; `min_score_counting` replaces it in the task "counting".
+            GenEval's numbers are for its Mask2Former; other detectors are calibrated differently.
+        max_objects: most objects of one class.
+        max_overlap: of two boxes of one class with a higher intersection over union, only the one with the higher
+            score counts; 1 keeps all.
+        margin: how far apart centres must be, as a share of the summed sizes, to count as left, right, above or below.
+        device: device of the models; by default the accelerator, if there is one.
+        dtype: dtype of the models.
+        revision: branch, tag or commit of the detector's Hub id; `colors_revision` is that of `colors`.
+        offload: whether to keep the models in CPU memory between calls.
 
     Raises:
-        ValueError: `min_score`, `min_score_counting` or `max_overlap` outside [0, 1], an unknown `score`, or `partial`
-            beside another one.
+        ValueError: `min_score`, `min_score_counting` or `max_overlap` is outside [0, 1], `score` is unknown, or
+            `partial` is set together with `score="dense"`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GenEval:
         self.dtype, self.revision, self.colors_revision, self.offload = dtype, revision, colors_revision, offload
 
     def settings(self) -> dict[str, Any]:
-        """What it was made with, under its names."""
+        """Return all settings by name."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __eq__(self, other: object) -> bool:
@@ -93,7 +93,7 @@ class GenEval:
         return hash((type(self), self.colors))
 
     def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
-        """One score an image; see the class."""
+        """Return one score per image; see the class."""
         rows = [read_requirements(columns, row) for row in range(len(images))]
         labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
         scores: list[float | None] = [None] * len(images)
@@ -104,13 +104,13 @@ class GenEval:
         return scores
 
     def check_needs(self) -> None:
-        """Raises FileNotFoundError or ImportError where the detector, or CLIP for colours, cannot be loaded."""
+        """Raise FileNotFoundError or ImportError if the detector, or CLIP for colours, cannot be loaded."""
         for model in (self._detect, self._name):
             if isinstance(model, ModelReward):
                 model.check_needs()
 
     def _judge(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
-        # a detector that is asked by name sees the classes of its own prompt alone, whatever else is in the batch
+        # ask a zero-shot detector only for the classes of the image's own prompt, whatever else is in the batch
         for asked in sorted(set(labels) - {()}):
             places = [row for row, own in enumerate(labels) if own == asked]
             found = self._detect([images[row] for row in places], list(asked))
@@ -125,13 +125,13 @@ class GenEval:
         return verdict.share if self.score == "partial" else float(verdict.is_correct)
 
     def _rest(self) -> None:
-        """Not after each of the many calls of a model, but after the last."""
+        """Offload the models once, after the last of their many calls."""
         for model in (vars(self).get(name) for name in ("_detect", "_name")):
             if self.offload and isinstance(model, ModelReward):
                 model.rest()
 
     def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
-        """Judges one image by its detections and requirements."""
+        """Check one image's detections against its requirements."""
         objects = self._objects(detections, wanted)
         return judge(
             objects, wanted["include"], wanted["exclude"], lambda *what: self._name(image, *what), self.margin

@@ -1,4 +1,4 @@
-"""GenEval's rules: do the detected objects meet the requirements of a prompt, and if not, why?
+"""GenEval's rules: whether the detected objects meet the requirements of a prompt, and if not, why.
 
 After Ghosh et al. 2023, "GenEval: an object-focused framework for evaluating text-to-image alignment"
 (https://huggingface.co/papers/2310.11513): its six tasks (single object, two objects, counting, colours, position,
@@ -22,10 +22,10 @@ class Detection:
     """One object that a detector found.
 
     Attributes:
-        label: its class, as the requirements name it.
+        label: class, as the requirements name it.
         score: confidence in [0, 1].
         box: (left, top, right, bottom) in pixels.
-        mask: `(height, width)` bool of the whole image, or None.
+        mask: bool array `(height, width)` over the whole image, or None.
     """
 
     label: str
@@ -36,17 +36,17 @@ class Detection:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What an image comes to.
+    """The result for one image.
 
     Attributes:
-        checks: one (held, sentence) for each single requirement: an object's count, its colour, its position.
+        checks: one (held, sentence) per requirement: an object's count, its colour or its position.
     """
 
     checks: list[tuple[bool, str]]
 
     @property
     def is_correct(self) -> bool:
-        """Whether everything held: GenEval's score."""
+        """Whether all requirements held: GenEval's score."""
         return all(held for held, _ in self.checks)
 
     @property
@@ -56,15 +56,15 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """What did not hold."""
+        """The sentences of the requirements that did not hold."""
         return "; ".join(sentence for held, sentence in self.checks if not held)
 
 
 def read_requirements(columns: dict[str, list], row: int) -> dict[str, Any]:
-    """`{"include", "exclude", "tag"}` of a row, from columns that hold lists or JSON; empty where there is nothing.
+    """Read a row's `{"include", "exclude", "tag"}` from columns with lists or JSON; empty if there are none.
 
     Raises:
-        ValueError: an entry is not of GenEval's form.
+        ValueError: an entry is not in GenEval's format.
     """
     values = {name: columns[name][row] for name in ("include", "exclude", "tag") if name in columns}
     if "metadata" in columns:
@@ -92,7 +92,7 @@ def _parsed(value: Any) -> Any:
 def group_by_class(
     detections: list[Detection], min_score: float, max_objects: int, max_overlap: float
 ) -> dict[str, list[Detection]]:
-    """The detections above `min_score` by label, the surest first, at most `max_objects` of one label."""
+    """Group detections above `min_score` by label, highest score first, at most `max_objects` per label."""
     objects: dict[str, list[Detection]] = {}
     sure = sorted((d for d in detections if d.score > min_score), key=lambda detection: -detection.score)
     for label in {detection.label for detection in sure}:
@@ -105,7 +105,7 @@ def group_by_class(
 
 
 def iou(a: tuple, b: tuple) -> float:
-    """Intersection over union of two boxes (left, top, right, bottom)."""
+    """Return the intersection over union of two boxes (left, top, right, bottom)."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     shared = max(width, 0) * max(height, 0)
     area = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))
@@ -113,10 +113,10 @@ def iou(a: tuple, b: tuple) -> float:
 
 
 def find_relations(a: Detection, b: Detection, margin: float = 0.1) -> set[str]:
-    """Where A lies as seen from B: any of "left of", "right of", "above", "below"; none where they are too near.
+    """Return where A lies relative to B: any of "left of", "right of", "above", "below"; none if they are too close.
 
-    The offset of the centres is shortened along each axis by `margin` times the summed sizes; a side counts where what
-    is left is more than half of the whole offset.
+    The offset between the centres is shortened along each axis by `margin` times the summed sizes. A side counts if
+    the rest is more than half of the whole offset.
     """
     offset, rest = [], []
     for low, high in ((0, 2), (1, 3)):
@@ -140,13 +140,15 @@ def judge(
 ) -> Verdict:
     """Check every requirement against the objects that were found.
 
-    Of each class the surest `count` objects are looked at. A colour must be that of all of them; a position must hold
-    between each of them and each of the other entry's, and fails where that entry's own requirements did.
+    Of each class in `include`, the `count` objects with the highest scores are checked. All of them must have the
+    required colour. A position must hold between each of them and each object of the other entry; it fails if that
+    entry failed.
 
     Args:
-        objects: by class, the surest first (`group_by_class`).
-        include, exclude: see `GenEval`.
-        name_colors: from objects and their class to one colour's name each.
+        objects: objects by class, highest score first (`group_by_class`).
+        include, exclude: requirements, see `GenEval`.
+        name_colors: takes objects and their class, and returns one colour name per object.
+        margin: see `GenEval`.
     """
     checks: list[tuple[bool, str]] = []
     matched: list[list[Detection] | None] = []
@@ -179,20 +181,21 @@ def dense_score(
     name_colors: Callable[[list[Detection], str], list[str]],
     margin: float = 0.1,
 ) -> float:
-    """The reward that Flow-GRPO trains on with GenEval's prompts: how far off the counts are, in (-inf, 1].
+    """Return the reward that Flow-GRPO trains on with GenEval's prompts, in (-inf, 1]: how far off the counts are.
 
-    The mean over the parts of all entries in `include`. Of an entry with `count` c, and n objects found:
+    It is the mean over the parts of all entries in `include`. An entry with `count` c and n objects found has the
+    parts:
 
-    * 1 - |c - n| / c, also where there are too many, so below 0 for n > 2c;
-    * where n differs from c, 0 once more if a colour or a position is asked for;
+    * 1 - |c - n| / c, also if there are too many, so below 0 for n > 2c;
+    * if n differs from c, another 0 if a colour or a position is required;
     * otherwise, for a colour that m of them have, 1 - |c - m| / c;
-    * and for a position, if the colour held: 1 where it holds for all pairs; 0 where the other entry failed; 0 and 1
-      where it does not hold (its server adds the 1 in either case, so that a wrong position counts a half).
+    * and for a position, if the colour held: 1 if it holds for all pairs; 0 if the other entry failed; 0 and 1 if it
+      does not hold (Flow-GRPO's server adds the 1 in either case, so a wrong position counts half).
 
-    `exclude` has no say. After `evaluate_reward` of https://github.com/yifan123/reward-server.
+    `exclude` is ignored. After `evaluate_reward` of https://github.com/yifan123/reward-server.
 
     Args:
-        objects, include, name_colors, margin: as of `judge`; all objects of a class count, not the surest alone.
+        objects, include, name_colors, margin: as in `judge`, but all objects of a class count.
     """
     parts: list[float] = []
     matched: list[list[Detection] | None] = []
@@ -215,7 +218,7 @@ def dense_score(
     return sum(parts) / len(parts) if parts else 0.0
 
 
-# Colours as pixels have them: sRGB of what people call so
+# typical sRGB values of the named colours
 NAMED = {
     "red": (215, 30, 35),
     "orange": (245, 140, 20),
@@ -231,8 +234,10 @@ NAMED = {
 
 
 def name_pixel_colors(image: Image.Image, objects: list[Detection], label: str) -> list[str]:
-    """The named colour nearest (in CIELAB) to each object's median: in its mask, or the middle of its box; "" where
-    that lies outside of the image."""
+    """Return the named colour nearest (in CIELAB) to the median colour of each object.
+
+    The median is taken in the object's mask, or else in the middle of its box; "" if that lies outside the image.
+    """
     pixels, names = np.asarray(image.convert("RGB")), list(NAMED)
     known = _lab(np.array(list(NAMED.values())))
     found = []
@@ -250,12 +255,12 @@ def name_pixel_colors(image: Image.Image, objects: list[Detection], label: str) 
 
 
 def _pixels_between(low: float, high: float) -> slice:
-    """At least one pixel; none where they lie before the first."""
+    """Return the slice from `low` to `high`: at least one pixel, but none that lies before the first."""
     return slice(max(0, int(low)), max(0, int(low) + 1, math.ceil(high)))
 
 
 def _lab(rgb: np.ndarray) -> np.ndarray:
-    """sRGB in 0 to 255, `(..., 3)`, to CIELAB under D65 (IEC 61966-2-1, CIE 15)."""
+    """Convert sRGB in 0 to 255, `(..., 3)`, to CIELAB under D65 (IEC 61966-2-1, CIE 15)."""
     linear = rgb / 255
     linear = np.where(linear <= 0.04045, linear / 12.92, ((linear + 0.055) / 1.055) ** 2.4)
     to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]

@@ -1,4 +1,4 @@
-"""The reward `brightness`, the simplest one, for first runs."""
+"""The reward `brightness`: the simplest one, for a first run."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from PIL import Image
 
 
 def brightness(images: list[Image.Image], **columns) -> list[float]:
-    """Mean luma (ITU-R 601) of each image: 0 for black, 1 for white."""
+    """Return the mean luma (ITU-R 601) per image: 0 for black, 1 for white."""
     return [float(np.asarray(image.convert("L"), dtype=np.float64).mean()) / 255 for image in images]

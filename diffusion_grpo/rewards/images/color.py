@@ -1,7 +1,7 @@
-"""The reward `color`: is the writing in the colour that the prompt names?
+"""The reward `color`: whether the writing has the colour that the prompt names.
 
-For images of something drawn on a plain background, and prompts that name one of the six colours of `tiny.COLORS`. It
-accompanies the OCR rewards because a model trained on spelling alone forgets the colour.
+It is for images of something drawn on a plain background, with prompts that name one of the six colours of
+`tiny.COLORS`. Use it with the OCR rewards, because a model trained on spelling alone forgets the colour.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from PIL import Image
 from ...tiny import COLORS
 
 SCALE = 80.0  # RGB distance at which the score is 1/e; the two nearest named colours are 112 apart
-FAINT = 40.0  # RGB distance to the ground below which nothing counts as ink
+FAINT = 40.0  # RGB distance to the background below which nothing counts as ink
 
 
 def color(images: list[Image.Image], prompts: list[str], **columns) -> list[float | None]:
-    """exp(-(d / 80)^2), d the RGB distance (0 to 442) of the ink's mean colour to the colour named in the prompt.
+    """Return exp(-(d / 80)^2), where d is the RGB distance (0 to 442) from the ink's mean colour to the named one.
 
-    The ground is the median pixel; ink is every pixel whose distance to the ground is at least 0.7 of the largest
-    (98th percentile). An image without ink scores 0. `None` for a prompt that names no known colour outside quotes.
+    The background is the median pixel. Ink is every pixel whose distance to it is at least 0.7 of the largest (98th
+    percentile). An image without ink scores 0. A prompt that names no known colour outside quotes gives `None`.
     """
     scores: list[float | None] = []
     for image, prompt in zip(images, prompts, strict=True):
@@ -35,7 +35,7 @@ def color(images: list[Image.Image], prompts: list[str], **columns) -> list[floa
 
 
 def find_color_name(prompt: str) -> str | None:
-    """The first colour name outside double quotes, or `None`."""
+    """Return the first colour name outside double quotes, or `None`."""
     for found in re.findall(r"[a-z]+", re.sub(r'"[^"]*"', " ", prompt).lower()):
         if found in COLORS:
             return found
@@ -43,7 +43,7 @@ def find_color_name(prompt: str) -> str | None:
 
 
 def ink_color(image: Image.Image) -> tuple[float, float, float] | None:
-    """Mean RGB (0 to 255) of the pixels that stand out from the ground, or `None` where none does."""
+    """Return the mean RGB (0 to 255) of the pixels that stand out from the background, or `None` if none does."""
     pixels = np.asarray(image.convert("RGB"), dtype=np.float64).reshape(-1, 3)
     contrast = np.linalg.norm(pixels - np.median(pixels, axis=0), axis=1)
     strongest = np.quantile(contrast, 0.98)
@@ -53,6 +53,6 @@ def ink_color(image: Image.Image) -> tuple[float, float, float] | None:
 
 
 def nearest_color(image: Image.Image) -> str | None:
-    """The name of the colour nearest to the ink's, or `None` where there is no ink."""
+    """Return the name of the colour nearest to the ink's, or `None` if there is no ink."""
     ink = ink_color(image)
     return None if ink is None else min(COLORS, key=lambda name: math.dist(ink, COLORS[name]))

@@ -1,4 +1,4 @@
-"""Rewards computed from an image's pixels: sharpness and colourfulness."""
+"""The rewards `sharpness` and `colorfulness`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from PIL import Image
 
 
 def sharpness(images: list[Image.Image], **columns) -> list[float]:
-    """Variance of the Laplacian (four neighbours, inside the border) of the luma in [0, 1]: 0 flat, at most 16.
+    """Return the variance of the Laplacian of the luma in [0, 1] per image: 0 if flat, at most 16.
+
+    The Laplacian has four neighbours and is taken inside the border.
 
     Pech-Pacheco et al. 2000, "Diatom autofocusing in brightfield microscopy: a comparative study",
-    https://doi.org/10.1109/ICPR.2000.903548. Noise counts as sharp, and a scene has less at a higher resolution.
+    https://doi.org/10.1109/ICPR.2000.903548. Noise counts as sharp. A scene scores lower at a higher resolution.
     """
     return [_laplacian_variance(np.asarray(image.convert("L"), dtype=np.float64) / 255) for image in images]
 
@@ -23,10 +25,10 @@ def _laplacian_variance(luma: np.ndarray) -> float:
 
 
 def colorfulness(images: list[Image.Image], **columns) -> list[float]:
-    """The measure M3 of Hasler and Suesstrunk on RGB in 0 to 255: 0 grey, 15 slightly, 59 quite, 109 extremely so.
+    """Return Hasler and Suesstrunk's M3 per image: 0 is grey, 15 slightly, 59 quite, 109 extremely colourful.
 
-    With rg = R - G and yb = (R + G) / 2 - B: sqrt(var(rg) + var(yb)) + 0.3 sqrt(mean(rg)^2 + mean(yb)^2). "Measuring
-    colourfulness in natural images", 2003, https://doi.org/10.1117/12.477378.
+    With RGB in 0 to 255, rg = R - G and yb = (R + G) / 2 - B, M3 is sqrt(var(rg) + var(yb)) + 0.3 sqrt(mean(rg)^2 +
+    mean(yb)^2). "Measuring colourfulness in natural images", 2003, https://doi.org/10.1117/12.477378.
     """
     return [_colorfulness(np.asarray(image.convert("RGB"), dtype=np.float64)) for image in images]
 

@@ -1,6 +1,6 @@
-"""Rewards for how closely an image resembles one in a dataset column: SSIM and PSNR.
+"""The rewards `ssim` and `psnr`: how closely an image resembles a target in a dataset column.
 
-The other image is a PIL image or a path. If its size differs, it is resized (Lanczos) to the sample's.
+The target is a PIL image or a path. If its size differs, it is resized (Lanczos) to the sample's.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ K1, K2 = 0.01, 0.03
 
 
 def ssim(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
-    """Mean structural similarity of the lumas in 0 to 255, in [-1, 1], 1 for equal images.
+    """Return the mean structural similarity of the lumas in 0 to 255 per image: in [-1, 1], 1 if equal to its target.
 
-    The formula of Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity",
-    https://doi.org/10.1109/TIP.2003.819861: window of 11 x 11 pixels, Gaussian of standard deviation 1.5, K1 = 0.01,
-    K2 = 0.03, where the window lies inside, without the authors' optional downsampling. `None` where the column holds
-    nothing.
+    Follows Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity",
+    https://doi.org/10.1109/TIP.2003.819861: windows of 11 x 11 pixels that lie inside the image, Gaussian of standard
+    deviation 1.5, K1 = 0.01, K2 = 0.03, without the authors' optional downsampling. `None` for an image without a
+    target.
 
     Raises:
         KeyError: there is no such column.
@@ -31,9 +31,9 @@ def ssim(images: list[Image.Image], target_column: str = "target", **columns) ->
 
 
 def psnr(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
-    """Peak signal-to-noise ratio in dB over RGB in 0 to 255: 10 log10(255^2 / MSE), at most 100 (equal images).
+    """Return the peak signal-to-noise ratio per image, in dB: 10 log10(255^2 / MSE) over RGB in 0 to 255.
 
-    `None` where the column holds nothing.
+    It is at most 100, the value for equal images. `None` for an image without a target.
 
     Raises:
         KeyError: there is no such column.
@@ -72,7 +72,7 @@ def _ssim(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _smooth(pixels: np.ndarray) -> np.ndarray:
-    """Gaussian means of all windows that lie inside; the window is separable."""
+    """Return the Gaussian means of all windows that lie inside, one axis after the other."""
     offsets = np.arange(WINDOW) - WINDOW // 2
     weights = np.exp(-(offsets**2) / (2 * SIGMA**2))
     weights /= weights.sum()

@@ -1,6 +1,6 @@
-"""Rewards for how a video changes over time, computed from pixels: flicker, smoothness and motion.
+"""The rewards `flicker`, `smoothness` and `motion`: how the pixels of a video change over time.
 
-A still video is perfectly steady and smooth, so train on these together with a reward for motion.
+A still video is perfectly steady and smooth, so combine the first two with a reward for motion.
 """
 
 from __future__ import annotations
@@ -8,38 +8,39 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-LONG_SIDE = 128  # pixels to which frames are reduced before motion is searched
-BLOCK, REACH = 8, 8  # side of a block and farthest displacement that is searched, in those pixels
+LONG_SIDE = 128  # pixels to which frames are reduced before the search for motion
+BLOCK, REACH = 8, 8  # side of a block and largest displacement to try, in those pixels
 
 
 def flicker(videos: list[list[Image.Image]], **columns) -> list[float | None]:
-    """1 - mean |x[t+1] - x[t]| / 255 over RGB: 1 for a still video. `None` for fewer than two frames.
+    """Return 1 - mean |x[t+1] - x[t]| / 255 over RGB per video: 1 if it is still, `None` for fewer than two frames.
 
-    The temporal flickering of VBench (https://huggingface.co/papers/2311.17982), as a share of 1: high is steady.
+    This is VBench's temporal flickering (https://huggingface.co/papers/2311.17982) in [0, 1]; high means steady.
     """
     return [None if len(video) < 2 else 1 - float(np.abs(np.diff(_rgb(video), axis=0)).mean()) for video in videos]
 
 
 def smoothness(videos: list[list[Image.Image]], **columns) -> list[float | None]:
-    """1 - mean |x[t] - (x[t-1] + x[t+1]) / 2| / 255 over RGB: how well each frame is what its neighbours imply.
+    """Return 1 - mean |x[t] - (x[t-1] + x[t+1]) / 2| / 255 over RGB per video: how well neighbours predict a frame.
 
-    1 for a video that is still or fades evenly. `None` for fewer than three frames.
+    It is 1 for a video that is still or fades evenly, and `None` for fewer than three frames.
     """
     return [None if len(video) < 3 else 1 - _unevenness(_rgb(video)) for video in videos]
 
 
 def motion(videos: list[list[Image.Image]], **columns) -> list[float | None]:
-    """Mean displacement from frame to frame, in percent of the longer side: 0 still, at most 9. `None` for one frame.
+    """Return the mean displacement between frames per video, in percent of the longer side; `None` for one frame.
 
-    Exhaustive block matching (least absolute difference of luma, the shortest displacement among equals) on frames
-    reduced to 128 pixels, blocks of 8, up to 8 pixels each way. Each frame's mean luma is taken off, and a block
-    is still unless another place fits better by 1/255: light and faint noise are no motion, strong noise is.
+    It is 0 for a still video and at most 9. Displacements are found by exhaustive block matching (smallest absolute
+    difference of luma, of equal ones the shortest displacement) on frames reduced to 128 pixels, with blocks of 8
+    pixels and up to 8 pixels each way. Each frame's mean luma is subtracted, and a block counts as still unless
+    another place fits better by 1/255. So changes of light and faint noise are not motion, but strong noise is.
     """
     return [None if len(video) < 2 else _motion(video) for video in videos]
 
 
 def _rgb(video: list[Image.Image]) -> np.ndarray:
-    """`(frames, height, width, 3)` float32 in [0, 1]."""
+    """Convert a video to `(frames, height, width, 3)` float32 in [0, 1]."""
     return np.stack([np.asarray(frame.convert("RGB"), dtype=np.float32) for frame in video]) / 255
 
 
@@ -57,7 +58,7 @@ def _motion(video: list[Image.Image]) -> float:
 
 
 def _displacements(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Length of each block's displacement from `before` to `after`, in pixels."""
+    """Return the length of each block's displacement from `before` to `after`, in pixels."""
     rows, cols = (side // BLOCK for side in after.shape)
     after = after[: rows * BLOCK, : cols * BLOCK]
     padded = np.pad(before, REACH, mode="edge")

@@ -1,1 +1,1 @@
-"""Rewards that another process or machine computes."""
+"""Rewards computed by another process or machine."""

@@ -1,4 +1,4 @@
-"""HTTP requests to servers, shared by the rewards that ask one: limits, time-outs, and checked JSON."""
+"""HTTP requests to servers, with limits, time-outs and checked JSON, for the rewards that ask a server."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ if TYPE_CHECKING:
     import httpx2
 
 CONNECT_SECONDS = 5.0
-LONGEST_WAIT = 10.0  # seconds that a server may ask to be left alone
-MAX_ANSWER = 2**22  # bytes: no server of scores has more to say
+LONGEST_WAIT = 10.0  # longest Retry-After, in seconds, that is respected
+MAX_ANSWER = 2**22  # bytes; scores need far less
 
 
 class FailedRequest(Exception):
-    """One request did not give a usable answer; the next may."""
+    """One request did not give a usable answer, but the next may."""
 
 
 class Slots:
-    """How many requests of a reward are under way at once, over all its calls that are awaited together.
+    """A limit on a reward's concurrent requests, over all of its calls that are awaited together.
 
     Args:
-        count: at one server.
+        count: most requests at one server.
     """
 
     def __init__(self, count: int):
         self.count = count
-        self._own: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # a semaphore belongs to one loop
+        self._own: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # a semaphore belongs to one event loop
 
     def __call__(self, url: str) -> asyncio.Semaphore:
-        """To be held during a request to `url`."""
+        """Return the semaphore to hold during a request to `url`."""
         own = self._own.setdefault(asyncio.get_running_loop(), {})
         return own.setdefault(url, asyncio.Semaphore(self.count))
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a server sent back."""
+    """A server's answer."""
 
     status: int
     headers: dict[str, str]
@@ -49,12 +49,12 @@ class Answer:
 
 
 async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float, **request: Any) -> Answer:
-    """One request, of which the answer must be there, whole, within `timeout` seconds.
+    """Send one request and return its answer, which must be complete within `timeout` seconds.
 
-    httpx's own time-outs are of silence: a server that sends a byte now and then would hold up a run for ever.
+    httpx's own time-outs limit only silence: a server that sends a byte now and then could hold up a run forever.
 
     Raises:
-        FailedRequest: it was not, or it is longer than `MAX_ANSWER`.
+        FailedRequest: the answer is not complete in time, or is longer than `MAX_ANSWER`.
     """
     import httpx2
 
@@ -71,7 +71,7 @@ async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float,
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a url names this machine itself."""
+    """Whether a URL names this machine itself."""
     host = urllib.parse.urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -80,14 +80,14 @@ def is_loopback(url: str) -> bool:
 
 
 def transport_errors() -> tuple:
-    """What httpx raises where no answer came, or none that can be read."""
+    """Return the exceptions that httpx raises if there is no answer, or none that can be read."""
     import httpx2
 
     return (httpx2.TransportError, httpx2.DecodingError, httpx2.InvalidURL)
 
 
 def read_object(answer: Answer) -> dict[str, Any]:
-    """The object that an answer holds; FailedRequest where there is none."""
+    """Read the JSON object in an answer; raise FailedRequest if there is none."""
     try:
         content = json.loads(answer.text)
     except (ValueError, RecursionError) as error:
@@ -98,7 +98,7 @@ def read_object(answer: Answer) -> dict[str, Any]:
 
 
 def read_error(answer: Answer) -> str:
-    """What a server says about its refusal or failure."""
+    """Return the reason that a server gives for a refusal or failure."""
     try:
         said = read_object(answer)["error"]
     except (FailedRequest, KeyError):
@@ -107,7 +107,7 @@ def read_error(answer: Answer) -> str:
 
 
 def seconds_to_wait(text: str | None, default: float) -> float:
-    """The seconds of a Retry-After header, at most 10, or `default` where there are none."""
+    """Return the seconds of a Retry-After header, at most 10, or `default` if it has none."""
     try:
         return min(LONGEST_WAIT, max(0.0, float(text)))
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""The reward `remote`: whatever `diffusion-grpo rewards serve` serves, in another process or on another machine.
+"""The reward `remote`: any reward that `diffusion-grpo rewards serve` serves in another process or on another machine.
 
-Each server takes the next batch when it is free. A server that fails is taken out with a warning, and asked again at
+Each server takes the next batch when it is free. A server that fails is taken out with a warning, and tried again at
 the next scoring.
 """
 
@@ -25,10 +25,10 @@ from .wire import CONTENT_TYPES, Body, write_request
 if TYPE_CHECKING:
     import httpx2
 
-HEALTH_SECONDS = 5.0  # for an answer that needs no scoring
-POLL_SECONDS = 2.0  # between looks for a server that is back
+HEALTH_SECONDS = 5.0  # time limit of an answer that needs no scoring
+POLL_SECONDS = 2.0  # between checks whether a server is back
 BUSY = (429, 503)
-REFUSALS = (400, 401, 403, 404, 413)  # asking again would not help
+REFUSALS = (400, 401, 403, 404, 413)  # a retry would not help
 
 
 class _Broken(Exception):
@@ -45,30 +45,31 @@ class _Server:
 class RemoteReward:
     """A reward computed by servers; async, so that several are asked at the same time.
 
+    Rewards with equal settings are equal, so a reward may be both trained on and evaluated.
+
     Args:
-        url: of a server, such as `http://127.0.0.1:8000`, or a list of these.
-        reward: its name there; may be left out where the server has one only.
-        columns: dataset columns to send along: images, or what JSON has. None are sent otherwise.
-        batch_size: samples in one request.
-        concurrency: requests under way at one server.
-        timeout: seconds for one request, and for a server whose queue is full to take it.
-        retries: how often a failed request is made again at the same server before it is taken out.
+        url: URL of a server, such as `http://127.0.0.1:8000`, or a list of these.
+        reward: name of the reward at the server; may be left out if the server has only one.
+        columns: dataset columns to send too, with images or JSON values; none by default.
+        batch_size: samples per request.
+        concurrency: concurrent requests per server.
+        timeout: seconds for one request, and for a server with a full queue to accept it.
+        retries: how often a failed request is sent again to the same server before that is taken out.
         backoff: seconds before the first retry; doubled for each further one.
         wait: seconds to wait for a server to come back when all are gone; 0 stops the run.
-        token_env: name of the environment variable with the token that the servers ask for.
-        groupwise: the reward there compares the samples of a prompt: they are sent together, one prompt a request.
-        body: how samples are sent. `png` and `mp4` (lossless) and `safetensors` (as they are, also sound and tensors)
-            give the scores of the same pixels, `mp4_lossy` those of videos as a player shows them, in few bytes.
-        latents: what the last denoising step left is sent in place of images, for a reward that takes latents; with
+        token_env: name of the environment variable with the token that the servers require.
+        groupwise: whether the reward compares the samples of a prompt; each request then holds all samples of one
+            prompt.
+        body: how samples are sent. With `png`, `mp4` (lossless) and `safetensors` (raw, also sound and tensors), the
+            server scores the same pixels. `mp4_lossy` sends videos as a player shows them, in few bytes.
+        latents: whether to send latents, the result of the last denoising step, instead of images; needs
             `body: safetensors`.
-        num_frames: of each video, evenly spaced with the first and the last, for a reward of images; 1 sends the
-            first alone. All by default.
-
-    Two with equal settings are equal, so that a reward may be both trained on and evaluated.
+        num_frames: frames to send of each video, evenly spaced and including the first and last, for a reward on
+            images; 1 sends only the first. All by default.
 
     Raises:
-        ValueError: no url, or a number out of its range.
-        RewardError: when called: all servers are gone, or one refuses the request.
+        ValueError: there is no URL, or a number is out of range.
+        RewardError: when called, if all servers are gone or one refuses the request.
     """
 
     def __init__(
@@ -115,15 +116,15 @@ class RemoteReward:
         self.reward, self.columns, self.token_env = reward, list(columns or []), token_env
         self.batch_size, self.concurrency, self._slots = batch_size, concurrency, Slots(concurrency)
         self.timeout, self.retries, self.backoff, self.wait = timeout, retries, backoff, wait
-        self.is_groupwise, self.takes_latents = groupwise, latents  # marks that contract.py reads
+        self.is_groupwise, self.takes_latents = groupwise, latents  # contract.py reads these marks
         self.body, self.num_frames = body, num_frames
 
     def check_needs(self) -> None:
-        """Raise ImportError where the client is missing; servers are asked at the first scoring alone."""
+        """Raise ImportError if the HTTP client is missing; servers are not asked before the first scoring."""
         check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
 
     def settings(self) -> dict[str, Any]:
-        """What it was made with; all but what changes while it runs."""
+        """Return all settings by name, without the state of the servers."""
         kept = {name: value for name, value in vars(self).items() if name not in ("servers", "_slots")}
         return kept | {"url": [server.url for server in self.servers]}
 
@@ -141,7 +142,7 @@ class RemoteReward:
         sampling_rate: int | None = None,
         **columns,
     ) -> list[float | None]:
-        """Scores images, videos, sounds or latents; see the class."""
+        """Score images, videos, sounds or latents; see the class."""
         import httpx2
 
         for name in self.columns:
@@ -149,7 +150,7 @@ class RemoteReward:
                 raise RewardError(f"is to send the column {name!r}, which the dataset lacks")
         size = len(completions) if self.is_groupwise else self.batch_size
         pending = [range(start, min(start + size, len(completions))) for start in range(0, len(completions), size)]
-        pending.reverse()  # taken from the end
+        pending.reverse()  # workers take batches from the end
         left, gone = len(pending), None  # since when no server has scored anything
         scores: list[float | None] = [None] * len(completions)
 
@@ -165,7 +166,7 @@ class RemoteReward:
             while pending:
                 alive = [server for server in self.servers if server.is_alive]
                 if not alive:
-                    # a server whose /health is fine may fail every batch: only a scored one renews the patience
+                    # a server with a good /health may fail every batch, so only a scored batch restarts the wait
                     gone = time.monotonic() if gone is None or len(pending) < left else gone
                     left = len(pending)
                     await self._wait_for_any(client, gone + self.wait)
@@ -179,7 +180,7 @@ class RemoteReward:
         return {"Content-Type": CONTENT_TYPES[self.body], "Accept-Encoding": "identity", **token}
 
     def _chosen(self, sample: Any) -> Any:
-        """The frames of a video that are sent; an image as it is."""
+        """Choose the frames of a video to send; return an image as it is."""
         if self.num_frames is None or not isinstance(sample, list):
             return sample
         return [sample[place] for place in frame_positions(self.num_frames, len(sample))]
@@ -206,7 +207,7 @@ class RemoteReward:
             warnings.warn(f"The reward server {server.url} is taken out: {reason}.", stacklevel=2)
 
     async def _ask(self, client: httpx2.AsyncClient, server: _Server, body: bytes, count: int) -> list[float | None]:
-        """One batch, with retries; `_Broken` when the server is to be given up."""
+        """Score one batch, with retries; raise `_Broken` to give up the server."""
         attempt, patience = 0, time.monotonic() + self.timeout
         while True:
             try:
@@ -239,7 +240,7 @@ class RemoteReward:
         return str(names[0])
 
     async def _look(self, client: httpx2.AsyncClient, server: _Server) -> None:
-        """Take a server in again that answers."""
+        """Take a server back in if it answers."""
         try:
             answer = await ask(client, "GET", f"{server.url}/health", HEALTH_SECONDS)
         except (FailedRequest, *transport_errors()):
@@ -247,7 +248,7 @@ class RemoteReward:
         server.is_alive = answer.status == 200
 
     async def _wait_for_any(self, client: httpx2.AsyncClient, end: float) -> None:
-        """Return when a server is back, at the earliest after one poll; RewardError when none is at `end`."""
+        """Wait until a server is back, for at least one poll; raise RewardError if none is at `end`."""
         reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
         if self.wait > 0:
             warnings.warn(f"All reward servers are gone, waiting up to {self.wait:g} s ({reasons}).", stacklevel=2)
@@ -270,7 +271,7 @@ async def _all_or_first_error(workers: list) -> None:
 
 
 def _scores(answer: Answer, count: int, url: str) -> list[float | None]:
-    """The checked scores of an answer; RewardError for a refusal, `FailedRequest` for everything else that is none."""
+    """Return the checked scores of an answer; raise RewardError if refused, `FailedRequest` for any other failure."""
     if answer.status in REFUSALS:
         raise RewardError(f"was refused by {url} ({answer.status}): {read_error(answer)}")
     if answer.status != 200:

@@ -1,8 +1,8 @@
-"""The reward server, `diffusion-grpo rewards serve NAME`: images and prompts come in over HTTP, scores go out.
+"""The reward server, `diffusion-grpo rewards serve NAME`: receives samples and prompts over HTTP, returns scores.
 
-For scorers that are too heavy for the training process, or need other packages. Bodies are JSON with PNGs and MP4s
-in base64, or safetensors: nothing that arrives is executed or unpickled. One thread scores, one request at a time.
-A limited number of requests may wait; any more are refused at once (503), and the client tries again. `remote.py` is
+It is for scorers that are too heavy for the training process, or need other packages. Bodies are JSON with PNGs and
+MP4s in base64, or safetensors; nothing that arrives is executed or unpickled. One thread scores one request at a time.
+A limited number of requests may wait. Any more are refused at once (503), and the client tries again. `remote.py` is
 the client.
 """
 
@@ -26,7 +26,7 @@ from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
 
 MAX_BYTES = 256 * 2**20
 BODY_SECONDS = 120.0
-FPS = 16.0  # of videos that come without
+FPS = 16.0  # of videos sent without a rate
 
 
 def create_app(
@@ -37,21 +37,21 @@ def create_app(
     max_pixels: int = MAX_PIXELS,
     body_seconds: float = BODY_SECONDS,
 ) -> FastAPI:
-    """The server as an ASGI application.
+    """Create the server as an ASGI application.
 
     `GET /health` answers `{"status": "ok", "rewards": [names], "waiting": n, "max_waiting": n}`. `POST /score/NAME`
-    takes what `wire.write_request` makes and answers `{"scores": [float | null, ...]}`. Refusals and failures answer
-    `{"error": "one sentence"}`: 400 not of the form, 401 wrong token, 404 unknown reward, 408 the body did not
-    come, 413 too large, 500 the reward failed, 503 the queue is full. What its client no longer waits for leaves the
+    takes the bodies of `wire.write_request` and answers `{"scores": [float | null, ...]}`. Refusals and failures
+    answer `{"error": "one sentence"}`: 400 malformed, 401 wrong token, 404 unknown reward, 408 the body did not arrive
+    in time, 413 too large, 500 the reward failed, 503 the queue is full. If a client goes away, its request leaves the
     queue and is not scored.
 
     Args:
-        rewards: what is served, under their names.
+        rewards: rewards to serve under their names.
         token: if given, requests must carry `Authorization: Bearer token`.
-        max_waiting: requests that wait or are scored; the next one gets 503.
-        max_bytes: of a request's body.
-        max_pixels: of all images of a request together.
-        body_seconds: in which a request's body must have come, for it holds a place in the queue meanwhile.
+        max_waiting: most requests that wait or are scored; the next one gets 503.
+        max_bytes: largest body of a request.
+        max_pixels: most pixels of all images in a request together.
+        body_seconds: seconds within which a body must arrive, because it holds a place in the queue meanwhile.
     """
     app = FastAPI(title="diffusion-grpo rewards", docs_url=None, redoc_url=None, openapi_url=None)
     served = {reward.name: reward for reward in rewards}
@@ -94,7 +94,7 @@ def create_app(
 
 
 class _Queue:
-    """Counts the requests inside."""
+    """A counter of the requests that wait or are scored, with a limit."""
 
     def __init__(self, limit: int):
         self.limit, self.waiting, self.lock = limit, 0, threading.Lock()
@@ -112,7 +112,7 @@ class _Queue:
 
 @contextlib.asynccontextmanager
 async def _turn(request: Request, one_at_a_time: asyncio.Semaphore) -> AsyncIterator[bool]:
-    """Wait until it is the turn of a request whose body is read: True; False where its client went away before."""
+    """Wait for a request's turn, once its body is read; yield whether its client is still there."""
     turn, gone = asyncio.ensure_future(one_at_a_time.acquire()), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +135,7 @@ def _refusal(status: int, sentence: str, headers: dict[str, str] | None = None) 
 
 
 async def _body(request: Request, max_bytes: int) -> bytes | None:
-    """The request's body, or None as soon as it is too large."""
+    """Read the request's body; return None as soon as it is too large."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
         return None
@@ -149,7 +149,7 @@ async def _body(request: Request, max_bytes: int) -> bytes | None:
 
 
 def _scored(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) -> JSONResponse:
-    """In the scoring thread: decode, score, answer."""
+    """Decode, score and answer a request, in the scoring thread."""
     try:
         samples = read_request(body, max_pixels, is_safetensors)
     except WireError as error:
@@ -162,7 +162,7 @@ def _scored(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) 
 
 
 def score_request(reward: Reward, samples: dict[str, Any]) -> list[float | None]:
-    """The scores of one decoded request, None where the reward leaves a sample out."""
+    """Score one decoded request, with None for a sample that the reward leaves out."""
     kind = "videos" if isinstance(samples["samples"][0], list) else "images"
     kind = "latents" if samples["are_latents"] else kind
     values = score(

@@ -1,7 +1,7 @@
-"""The rewards `vlm_judge` and `unified_reward`: ask a vision-language model about each sample, and read a number.
+"""The rewards `vlm_judge` and `unified_reward`: numbers in a vision-language model's replies about each sample.
 
-Works with any server that speaks OpenAI's chat completions (vLLM, SGLang, llama.cpp, OpenAI itself). Failed requests
-are retried; a reply without a readable number gives no reward for that sample.
+They work with any server for OpenAI's chat completions (vLLM, SGLang, llama.cpp, OpenAI itself). Failed requests are
+retried. A reply without a readable number gives no reward for that sample.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from .http import (
 if TYPE_CHECKING:
     import httpx2
 
-PASSING = (408, 409, 425, 429)  # statuses below 500 after which the same request may do
-ALTERNATIVES = 20  # likeliest first tokens that are asked for; the most that OpenAI gives
-# the 8 of "8/10", "8 / 10", "8 out of 10" and "8 of 10", but also that of "a score of 8"
+PASSING = (408, 409, 425, 429)  # statuses below 500 after which a retry may succeed
+ALTERNATIVES = 20  # likeliest first tokens to request; OpenAI's maximum
+# finds the 8 in "8/10", "8 / 10", "8 out of 10" and "8 of 10", but also in "a score of 8"
 NUMBER = r"(?<![\d./])(?<!/ )(?<!out of )(?<!\d of )([-+]?(?:\d+(?:\.\d+)?|\.\d+))"
 
 
 @dataclasses.dataclass
 class VlmJudge:
-    """Asks a vision-language model about each sample; async, so that many questions are under way at once.
+    """A reward that asks a vision-language model about each sample; async, to ask many questions at once.
 
     Args:
-        url: of the server up to the version, such as `http://127.0.0.1:8000/v1`.
-        model: its name there.
-        template: the question. `{prompt}` stands for the prompt, `{name}` for the dataset column of that name, doubled
-            braces for braces. It comes after the images.
-        answer: `score` reads a number from the reply. `yes_no` is the probability that the reply begins with yes,
-            against that it begins with no, from the log-probabilities of its first token.
-        pattern: a regular expression; its first group is the number, at the last place in the reply where it fits.
-        score_range: [lowest, highest] number that is one; others give None.
-        video_template: the question about videos, where it is another one.
-        video_score_range: of videos, where it is another one.
-        num_frames: of a video, shown in one question: evenly spaced with the first and the last.
-        max_tokens: of the reply.
-        concurrency: questions under way.
-        timeout: seconds for one.
-        retries: how often one is asked again after a failure of the connection or the server.
+        url: URL of the server up to the version, such as `http://127.0.0.1:8000/v1`.
+        model: name of the model at the server.
+        template: the question, which comes after the images. `{prompt}` stands for the prompt, `{name}` for the
+            dataset column of that name; double other braces.
+        answer: `score` reads a number from the reply. `yes_no` gives P(yes) / (P(yes) + P(no)) from the
+            log-probabilities of the reply's first token.
+        pattern: a regular expression whose first group is the number; its last match in the reply counts.
+        score_range: [lowest, highest] valid number; others give None.
+        video_template: the question about videos, if it differs.
+        video_score_range: the range for videos, if it differs.
+        num_frames: frames of a video to show, evenly spaced and including the first and last.
+        max_tokens: maximum length of a reply.
+        concurrency: concurrent requests.
+        timeout: seconds for one request.
+        retries: how often a request is repeated after a failure of the connection or the server.
         backoff: seconds before the first retry; doubled for each further one.
-        api_key_env: name of the environment variable with the key; the key itself is sent and written nowhere else.
-        extra: further fields of the request, such as `{"seed": 0}`; None takes one out that this server refuses.
+        api_key_env: name of the environment variable with the key. The key is sent to the server, and never written.
+        extra: further fields of the request, such as `{"seed": 0}`; None removes a field that this server refuses.
 
     Raises:
-        ValueError: an argument is out of its range, or the variable is not set.
-        RewardError: when called: a refusal, or no answer after all retries.
+        ValueError: an argument is out of range, or the variable is not set.
+        RewardError: when called, if a request is refused or gets no answer after all retries.
     """
 
     url: str
@@ -112,7 +112,7 @@ class VlmJudge:
         self._fields = _fields(self.template) | _fields(self.video_template or "")
 
     def check_needs(self) -> None:
-        """Raise ImportError where the client is missing; the server is asked at the first scoring alone."""
+        """Raise ImportError if the HTTP client is missing; the server is not asked before the first scoring."""
         check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
 
     def __hash__(self) -> int:
@@ -121,7 +121,7 @@ class VlmJudge:
     async def __call__(
         self, completions: list, prompts: list[str], log_metric: Callable | None = None, **columns
     ) -> list[float | None]:
-        """Return one number per image or video, None where the reply holds none."""
+        """Return one number per image or video; None if the reply has none."""
         import httpx2
 
         if missing := sorted(self._fields - {"prompt", *columns}):
@@ -135,7 +135,7 @@ class VlmJudge:
                 body = await asyncio.to_thread(self._body, completions[row], {**values, "prompt": prompts[row]})
                 return await self._ask(client, body)
 
-        # a proxy of the environment leads outside, where this machine's own server is not
+        # a proxy set in the environment cannot reach a server on this machine
         async with httpx2.AsyncClient(headers=headers, trust_env=not is_loopback(self.url)) as client:
             tasks = [asyncio.ensure_future(judged(row)) for row in range(len(completions))]
             try:
@@ -149,7 +149,7 @@ class VlmJudge:
         return found
 
     def _body(self, sample: Any, values: dict[str, Any]) -> dict[str, Any]:
-        """The request about one sample, and what `_read` is to know about it."""
+        """Build the request about one sample, with what `_read` needs to know about it."""
         frames = sample if isinstance(sample, list) else [sample]
         strange = [frame for frame in frames if not isinstance(frame, Image.Image)]
         if strange:
@@ -166,7 +166,7 @@ class VlmJudge:
         return {"request": {k: v for k, v in request.items() if v is not None}, "is_video": is_video}
 
     async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> float | None:
-        """One question, with retries."""
+        """Ask one question, with retries."""
         for attempt in range(self.retries + 1):
             wait = self.backoff * 2**attempt
             try:
@@ -185,7 +185,7 @@ class VlmJudge:
         raise RewardError(f"got no answer from {self.url} in {self.retries + 1} requests, the last with: {reason}")
 
     def _read(self, choice: dict[str, Any], is_video: bool) -> float | None:
-        """The number in a reply."""
+        """Read the number in a reply."""
         if self.answer == "yes_no":
             return _yes(choice)
         text = (choice.get("message") or {}).get("content")
@@ -203,9 +203,9 @@ class VlmJudge:
 
 @dataclasses.dataclass
 class UnifiedReward(VlmJudge):
-    """UnifiedReward's score of an image (1 to 5) or a video (1 to 10), asked with its own texts.
+    """UnifiedReward's score of an image (1 to 5) or a video (1 to 10), with its own questions.
 
-    The model is served by vLLM or SGLang, for instance CodeGoat24/UnifiedReward-qwen-7b; `model` is the name under
+    Serve the model, for instance CodeGoat24/UnifiedReward-qwen-7b, with vLLM or SGLang; `model` is the name under
     which it is served. https://huggingface.co/papers/2503.05236
     """
 
@@ -223,7 +223,7 @@ class UnifiedReward(VlmJudge):
 def _check_url(url: str) -> None:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"vlm_judge: url is {url!r}; give http://host:port/v1.")
-    if "@" in url:  # it would stand in run.json and in messages
+    if "@" in url:  # it would be written to run.json and into messages
         raise ValueError("vlm_judge: url holds a name or key; put it into an environment variable, see api_key_env.")
 
 
@@ -237,7 +237,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _fields(template: str) -> set[str]:
-    """The names in a template's braces."""
+    """Return the names in a template's braces."""
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
@@ -254,7 +254,7 @@ def _data_url(image: Image.Image) -> str:
 
 
 def _choice(answer: Answer) -> dict[str, Any]:
-    """The first reply of an answer; FailedRequest where there is none."""
+    """Return the first reply in an answer; raise FailedRequest if there is none."""
     choices = read_object(answer).get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise FailedRequest(f"it answered {answer.text[:200]!r}, expected choices")
@@ -262,7 +262,7 @@ def _choice(answer: Answer) -> dict[str, Any]:
 
 
 def _yes(choice: dict[str, Any]) -> float | None:
-    """P(yes) / (P(yes) + P(no)) of the first token, whatever the case and spaces around; None where neither is likely.
+    """Return P(yes) / (P(yes) + P(no)) of the first token, ignoring case and spaces; None if neither is likely.
 
     Raises:
         RewardError: the server gives no log-probabilities.

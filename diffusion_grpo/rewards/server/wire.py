@@ -1,8 +1,7 @@
 """The wire format between `remote.py` and `serve.py`.
 
-A body is JSON, with PNGs or MP4s in base64, or a safetensors file that holds the same JSON as one of its tensors. What
-arrives from outside is checked here: sizes, types, formats, and how many pixels a few bytes expand to. Nothing is
-unpickled.
+A body is JSON with PNGs or MP4s in base64, or a safetensors file with the same JSON in one of its tensors. Data from
+outside is checked here: sizes, types, formats, and how many pixels a few bytes expand to. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-MAX_PIXELS = 2**28  # of all pictures of a request: 64 of 2048 x 2048
+MAX_PIXELS = 2**28  # of all images in a request: 64 of 2048 x 2048
 Body = Literal["png", "mp4", "mp4_lossy", "safetensors"]
 CONTENT_TYPES = {"png": "application/json", "mp4": "application/json", "mp4_lossy": "application/json"}
 CONTENT_TYPES |= {"safetensors": "application/safetensors"}
 
 
 class WireError(ValueError):
-    """A body that is not of the form, or too large (`is_too_large`)."""
+    """A body is malformed, or too large (`is_too_large`)."""
 
     def __init__(self, sentence: str, is_too_large: bool = False):
         super().__init__(sentence)
@@ -40,23 +39,24 @@ def write_request(
     sampling_rate: int | None = None,
     are_latents: bool = False,
 ) -> bytes:
-    """A request's body.
+    """Write the body of a request.
 
     Args:
-        samples: PIL pictures, or lists of PIL frames (with their sound, if they are `VideoWithSound`), or with
-            safetensors arrays and tensors of any kind: sound, embeddings, latents.
+        samples: PIL images, or lists of PIL frames (with their sound, if they are `VideoWithSound`); with safetensors
+            also arrays and tensors of any kind, such as sound, embeddings or latents.
         prompts: one per sample.
-        columns: each with one value per sample: PIL pictures, or what JSON has.
+        columns: columns with one value per sample, PIL images or JSON values.
         groups: the group of each sample, or None.
-        fps: of videos, or None.
-        body: `png`: JSON with PNGs. `mp4`: JSON with lossless H.264 for videos: the same pixels. `mp4_lossy`: as
-            players have it, a fiftieth of the bytes and other pixels. `safetensors`: pixels and numbers as they are.
-        sampling_rate: of samples that are sound, or None.
-        are_latents: the samples are tensors that no autoencoder has decoded yet.
+        fps: frames per second of videos, or None.
+        body: `png` for JSON with PNGs; `mp4` for JSON with lossless H.264 videos, which keep the pixels; `mp4_lossy`
+            for videos as players get them, with a fiftieth of the bytes and other pixels; `safetensors` for raw pixels
+            and numbers.
+        sampling_rate: sampling rate of samples that are sound, or None.
+        are_latents: whether the samples are latents, not yet decoded by an autoencoder.
 
     Raises:
-        TypeError: a column holds something that JSON does not have.
-        WireError: a sample is no picture or video, and the body is not safetensors.
+        TypeError: a column holds a value that JSON cannot represent.
+        WireError: a sample is neither image nor video, and the body is not safetensors.
     """
     tensors: dict[str, torch.Tensor] = {}
     content = {
@@ -81,10 +81,12 @@ def write_request(
 
 
 def read_request(body: bytes, max_pixels: int = MAX_PIXELS, is_safetensors: bool = False) -> dict[str, Any]:
-    """What `write_request` was given, with PIL pictures in RGB, or tensors where it was given arrays; all of one kind.
+    """Return the arguments of `write_request`, with PIL images in RGB, and tensors for arrays.
+
+    All samples are of one kind.
 
     Raises:
-        WireError: the body is not of the form, or holds more than `max_pixels`.
+        WireError: the body is malformed, or holds more than `max_pixels`.
     """
     tensors = _read_tensors(body) if is_safetensors else {}
     try:
@@ -112,7 +114,7 @@ def read_request(body: bytes, max_pixels: int = MAX_PIXELS, is_safetensors: bool
 
 
 class _Source:
-    """The tensors of a request, and how many more pixels it may hold."""
+    """The tensors of a request, and how many more pixels it may contain."""
 
     def __init__(self, left: int, tensors: dict[str, torch.Tensor]):
         self.left, self.tensors = left, tensors
@@ -123,7 +125,7 @@ class _Source:
             raise WireError("The pictures have too many pixels in all; send fewer at once.", is_too_large=True)
 
     def tensor(self, name: Any) -> torch.Tensor:
-        """Each serves once: many names of one would become many copies of it."""
+        """Return a tensor, each only once, because many references to one would become many copies."""
         if not isinstance(name, str) or name not in self.tensors:
             raise WireError(
                 f"A sample or column names the tensor {name!r}, which the body does not hold, or not twice."
@@ -166,7 +168,7 @@ def _write_sample(sample: Any, name: str, body: Body, tensors: dict[str, torch.T
 
 
 def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Tensor]) -> Any:
-    """A column's value: a picture, or what JSON has."""
+    """Write a column's value, an image or a JSON value."""
     if not isinstance(value, Image.Image):
         return value
     if body != "safetensors":
@@ -176,7 +178,7 @@ def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Ten
 
 
 def _kind(sample: Any) -> str | None:
-    """What a sample is, by the form it is written in; None where it is in no known one."""
+    """Return the kind of a written sample, or None if its form is unknown."""
     if isinstance(sample, str):
         return "picture"
     if isinstance(sample, list):
@@ -208,17 +210,17 @@ def _read_value(value: Any, source: _Source) -> Any:
 
 
 def _read_tensors(body: bytes) -> dict[str, torch.Tensor]:
-    """safetensors checks sizes and offsets itself, and holds numbers alone."""
+    """Read the tensors of a safetensors file; the library checks sizes and offsets, and reads only numbers."""
     import safetensors.torch
 
     try:
         return safetensors.torch.load(body)
-    except Exception as error:  # it has errors of its own, and KeyError for a type of numbers that torch lacks
+    except Exception as error:  # the library's own errors, and KeyError for a dtype that torch lacks
         raise WireError(f"The body is no file of safetensors ({type(error).__name__}: {error}).") from error
 
 
 def _read_pixels(pixels: torch.Tensor, dimensions: int, source: _Source) -> list[Image.Image]:
-    """(height, width, 3) or (frames, height, width, 3) uint8."""
+    """Read images from `(height, width, 3)` or `(frames, height, width, 3)` uint8."""
     if pixels.dtype != torch.uint8 or pixels.ndim != dimensions or pixels.shape[-1] != 3 or not pixels.numel():
         raise WireError(f"Pixels are {pixels.dtype} {tuple(pixels.shape)}, expected bytes (..., height, width, 3).")
     source.take(pixels.numel() // 3)
@@ -232,14 +234,14 @@ def _write_picture(image: Image.Image) -> str:
 
 
 def _read_picture(text: Any, source: _Source) -> Image.Image:
-    """The size is read from the header before any pixel is decoded."""
+    """Read a PNG in base64; check its size in the header before decoding any pixel."""
     try:
         image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
         source.take(image.width * image.height)
         return image.convert("RGB")
     except WireError:
         raise
-    except Exception as error:  # PIL has no one class for what a broken file raises
+    except Exception as error:  # PIL has no common class for the errors of broken files
         raise WireError(f"A picture is no PNG in base64 ({type(error).__name__}: {error}).") from error
 
 
@@ -247,12 +249,12 @@ def _write_mp4(frames: list[Image.Image], body: Body) -> str:
     from ...media.files import write_video
 
     buffer = io.BytesIO()
-    write_video(list(frames), buffer, fps=1, is_lossless=body == "mp4")  # the rate goes beside it
+    write_video(list(frames), buffer, fps=1, is_lossless=body == "mp4")  # the true rate is sent separately
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _read_mp4(text: Any, source: _Source) -> list[Image.Image]:
-    """Decoded frame by frame, so that many frames in few bytes are refused when they are too many."""
+    """Read an MP4 in base64 frame by frame, to stop early if a few bytes expand to too many frames."""
     import av
 
     try:
@@ -263,14 +265,14 @@ def _read_mp4(text: Any, source: _Source) -> list[Image.Image]:
                 raise WireError(f"A video is {stream.codec_context.name}, expected h264.")
             stream.codec_context.options = {
                 "max_pixels": str(max(1, source.left))
-            }  # of one frame, before it is decoded
+            }  # limit per frame, checked before decoding
             frames = []
             for frame in file.decode(stream):
                 source.take(frame.width * frame.height)
                 frames.append(frame.to_image())
     except WireError:
         raise
-    except Exception as error:  # of base64, of PyAV, and IndexError without a stream
+    except Exception as error:  # from base64 or PyAV, and IndexError without a stream
         raise WireError(f"A video is no MP4 in base64 ({type(error).__name__}: {error}).") from error
     if not frames:
         raise WireError("A video holds no frames, or larger ones than are taken.")
@@ -278,7 +280,7 @@ def _read_mp4(text: Any, source: _Source) -> list[Image.Image]:
 
 
 def _write_sounds(samples: list) -> list | None:
-    """The sound of videos that have one, as it is."""
+    """Write the raw sound of videos that have one."""
     from ...media.files import VideoWithSound
 
     sounds = [sample if isinstance(sample, VideoWithSound) else None for sample in samples]
@@ -308,6 +310,6 @@ def _with_sounds(samples: list, sounds: Any) -> list:
             data = sound and np.frombuffer(base64.b64decode(sound["float32"], validate=True), dtype="<f4")
             shape = sound and (int(sound["channels"]), -1)
             whole.append(VideoWithSound(sample, data.reshape(shape), int(sound["rate"])) if sound else sample)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:  # int() of infinity
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # OverflowError: int() of infinity
             raise WireError(f"A sound is not of the form ({type(error).__name__}: {error}).") from error
     return whole
