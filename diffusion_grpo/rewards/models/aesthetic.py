@@ -46,7 +46,7 @@ class Aesthetic(ModelReward):
 
         revision = self.backbone_revision
         config = CLIPConfig.from_pretrained(self.backbone, revision=revision)
-        config.vision_config.projection_dim = config.projection_dim  # some checkpoints set only this one
+        config.vision_config.projection_dim = config.projection_dim  # some checkpoints set only the joint one
         network = nn.Module()
         network.clip = CLIPVisionModelWithProjection.from_pretrained(
             self.backbone, revision=revision, config=config.vision_config, dtype=self.torch_dtype
