@@ -150,4 +150,5 @@ def explain_interrupt(folder: Path, updates: Callable[[], int]) -> Iterator[None
             if newest
             else "there is no checkpoint yet, so start it again as it was"
         )
-        raise KeyboardInterrupt(f"Interrupted after {updates()} updates; {how}.") from None
+        done = updates()
+        raise KeyboardInterrupt(f"Interrupted after {done} update{'s' if done != 1 else ''}; {how}.") from None

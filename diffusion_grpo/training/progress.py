@@ -62,7 +62,8 @@ def describe_rollout(args: DiffusionGRPOConfig) -> str:
     """Say in one line how many samples an update makes."""
     sizes = args.batch_sizes
     samples, updates = sizes.samples_per_rollout, sizes.updates_per_rollout
-    made = f"{samples} samples ({sizes.prompts_per_rollout} prompts x {args.num_generations}"
+    prompts = sizes.prompts_per_rollout
+    made = f"{samples} samples ({prompts} prompt{'s' if prompts > 1 else ''} x {args.num_generations}"
     made += f", {args.num_inference_steps} steps each)"
     return f"Each update makes {made}." if updates == 1 else f"Each rollout makes {made} for {updates} updates."
 

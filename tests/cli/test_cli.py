@@ -371,7 +371,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(config, model, tmp_path, capsys, s
         if saves
         else "there is no checkpoint yet, so start it again as it was"
     )
-    assert last == f"Interrupted after 1 updates; {how}."
+    assert last == f"Interrupted after 1 update; {how}."
     assert "Traceback" not in last
 
 

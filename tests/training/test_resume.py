@@ -185,7 +185,7 @@ class Interrupt(TrainerCallback):
 def test_a_run_that_was_interrupted_before_its_first_checkpoint_is_started_again(tmp_path):
     """Also with other settings, without the other run's samples."""
     settings = {"save_strategy": "steps", "save_steps": 2}
-    with pytest.raises(KeyboardInterrupt, match="Interrupted after 1 updates; there is no checkpoint yet, so start"):
+    with pytest.raises(KeyboardInterrupt, match="Interrupted after 1 update; there is no checkpoint yet, so start"):
         trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
     assert (tmp_path / "run.json").is_file() and list(tmp_path.glob("samples/step-*"))
     stale = tmp_path / "samples" / "step-000077.parquet"
@@ -201,7 +201,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, caplog):
     with pytest.raises(KeyboardInterrupt) as caught:
         trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
     newest = tmp_path / "checkpoint-1"
-    assert str(caught.value) == f"Interrupted after 1 updates; go on from {newest} with resume_from_checkpoint=True."
+    assert str(caught.value) == f"Interrupted after 1 update; go on from {newest} with resume_from_checkpoint=True."
     again = trainer_for(tmp_path, **settings)
     assert "was interrupted (newest: checkpoint-1)" in caplog.text
     with pytest.raises(ValueError, match="holds a run already .newest: checkpoint-1.; pass resume_from_checkpoint=Tr"):
