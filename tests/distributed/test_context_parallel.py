@@ -20,9 +20,9 @@ from tests.distributed.test_processes import result
 
 SETTINGS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 2}
 
-
 LORA = {"name": "wan", "gradient_checkpointing": True, "num_iterations": 2, "epsilon": 0.2}
-FULL = {"name": "flux", "lora": False, "beta": 0.1, "learning_rate": 1e-4}
+# SGD: AdamW would make whole steps of the rounding of gradients that are 0 but for it
+FULL = {"name": "flux", "lora": False, "beta": 0.1, "optim": "sgd", "learning_rate": 1e-2}
 
 
 @pytest.mark.parametrize(
