@@ -1,10 +1,9 @@
-"""Messages of other libraries that tell a user of this one nothing: they are dropped, and nothing else is."""
+"""Log messages of other libraries that are of no use to our users, and the filter that drops them."""
 
 import logging
 
-# logger, and what its message says. torchvision is not needed for what diffusers asks of these processors, a machine
-# without a GPU is nothing to be told by DeepSpeed, which is only looked for, and a LoRA of a denoiser has no keys for
-# text encoders.
+# Logger: text in the message. diffusers uses these processors in ways that do not need torchvision. A denoiser's LoRA
+# has no keys for text encoders. DeepSpeed logs the missing GPU although it is only looked up.
 MESSAGES = {
     "transformers.utils.import_utils": "requires torchvision (not installed); falling back to",
     "diffusers.loaders.lora_base": "No LoRA keys associated to",
@@ -12,8 +11,8 @@ MESSAGES = {
 }
 
 
-class _Without(logging.Filter):
-    """Drop records whose message holds a text."""
+class _DropText(logging.Filter):
+    """A filter that drops the records whose message contains a text."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -24,6 +23,6 @@ class _Without(logging.Filter):
 
 
 def quiet_imports() -> None:
-    """Drop `MESSAGES`; called before the libraries are imported that log them."""
+    """Drop `MESSAGES`. Call this before importing the libraries that log them."""
     for name, text in MESSAGES.items():
-        logging.getLogger(name).addFilter(_Without(text))
+        logging.getLogger(name).addFilter(_DropText(text))

@@ -1,9 +1,7 @@
-"""
-The command `diffusion-grpo`: words of a command line go in, an exit code comes out.
+"""The command line `diffusion-grpo`: parse the arguments, run one command, return an exit code.
 
-A module of its own so that the library never reads arguments or prints; what a command takes and does is in
-`commands/`. Nothing heavy is imported before it is needed, so `--help` answers at once; and everything that can be
-refused is refused, as one line `error: ...` with exit code 2, before a model is loaded.
+Each command is a module in this package. Heavy libraries are imported only when a command needs them, so `--help`
+answers at once. Invalid input is refused before a model is loaded, with one line `error: ...` and exit code 2.
 """
 
 import argparse
@@ -16,14 +14,21 @@ from .inputs import Refusal
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns 0; 1 where a check fails (a pipeline does not train, a score is not the
-    published one); 2 where input is refused; 130 after Ctrl-C."""
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments; `sys.argv[1:]` by default.
+
+    Returns:
+        0 on success. 1 if a check fails, because a pipeline cannot be trained or a score differs from the published
+        one. 2 if input is refused. 130 after Ctrl-C.
+    """
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:
-        sys.path.append("")  # rewards and losses named by dotted path may lie in the working directory
+        sys.path.append("")  # dotted paths may name rewards and losses in the working directory
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(words)
-    if unknown and arguments.command not in ("sample", "plan"):  # which take settings of a training too
+    if unknown and arguments.command not in ("sample", "plan"):  # these two also accept the settings of `train`
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.overrides = [*overrides, *unknown]
     try:
@@ -34,13 +39,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        if os.environ.get("RANK", "0") == "0":  # of several processes the first says it
+        if os.environ.get("RANK", "0") == "0":  # only the first process prints it
             print(f"\n{interrupt or 'Interrupted.'}", file=sys.stderr)
         return 130
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """`train config.yaml --beta 0.1` -> what argparse reads, and the overrides that follow."""
+    """Split the arguments of `train` into those that argparse reads and the overrides, e.g. `--beta 0.1`."""
     if "train" not in words[:2]:
         return words, []
     start = words.index("train") + 1
@@ -52,7 +57,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each sets `run`, a function of the parsed arguments."""
+    """Build the parser of all commands. Each command sets `run`, a function of the parsed arguments."""
     parser = argparse.ArgumentParser(
         prog="diffusion-grpo", description="Post-train any diffusers pipeline with GRPO on any reward."
     )
@@ -61,11 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,check,sample,report,rewards}")
     for command, name, purpose in (
         (train, "train", "train from a YAML file"),
-        (plan, "plan", "tell what a training will ask for, in samples, updates and memory, before anything is loaded"),
-        (check, "check", "tell in seconds whether a pipeline can be trained, and how exactly it replays"),
-        (sample, "sample", "make pictures, videos or sound and score them, without training"),
-        (report, "report", "write report.html and summary.json of a run again"),
-        (rewards, "rewards", "list rewards, verify their weights, serve them to trainings elsewhere"),
+        (plan, "plan", "show how many samples, updates and bytes a run will need, without loading anything"),
+        (check, "check", "check in seconds whether a pipeline can be trained, and how exactly it replays"),
+        (sample, "sample", "generate images, videos or sound and score them, without training"),
+        (report, "report", "rewrite report.html and summary.json of a run"),
+        (rewards, "rewards", "list rewards, verify their weights, or serve them to other machines"),
     ):
         description = f"{purpose[0].upper()}{purpose[1:]}."
         formatter = argparse.RawDescriptionHelpFormatter

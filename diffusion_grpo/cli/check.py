@@ -1,27 +1,31 @@
-"""`diffusion-grpo check`: a pipeline's name goes in; a table says whether it trains, and how exactly it replays."""
+"""`diffusion-grpo check`: show whether a pipeline can be trained, and how exactly it replays."""
 
 import argparse
 from dataclasses import fields
 
 from ..config.source import process_names
 from ..sampling import settings as sample_settings
-from .inputs import Refusal, check_model_name, hide_loading_bars, refusing
+from .inputs import Refusal, call_or_refuse, check_model_name, hide_loading_bars
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Options of `check`."""
+    """Add the options of `check`."""
     command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
     command.add_argument("--prompt", default="a photo of a cat", help="default: %(default)s")
     sample_settings.add_call_options(command, steps_default=4)
-    command.add_argument("--sde_type", default="auto", help="process put on the scheduler; default: %(default)s")
-    command.add_argument("--noise_level", type=float, default=None, help="noise of the process")
+    command.add_argument(
+        "--sde_type", default="auto", help="stochastic process to put on the scheduler; default: %(default)s"
+    )
+    command.add_argument(
+        "--noise_level", type=float, default=None, help="noise level of the process; default: the process's own"
+    )
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the replay report as a table. Returns 0 where the pipeline trains, else 1."""
-    inputs = {"prompt": arguments.prompt, **refusing(sample_settings.call_options, arguments)}
-    refusing(check_model_name, arguments.model)
+    """Print the replay report as a table. Return 0 if the pipeline can be trained, else 1."""
+    inputs = {"prompt": arguments.prompt, **call_or_refuse(sample_settings.read_call_options, arguments)}
+    call_or_refuse(check_model_name, arguments.model)
     if arguments.sde_type not in (known := ["auto", *process_names()]):
         raise Refusal(f"--sde_type {arguments.sde_type} is unknown; choose one of {', '.join(known)}.")
     from rich.console import Console
@@ -31,9 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..training.model import load_plain_pipeline
 
     hide_loading_bars(arguments.model)
-    pipe = refusing(load_plain_pipeline, arguments.model, arguments.dtype, arguments.device)
+    pipe = call_or_refuse(load_plain_pipeline, arguments.model, arguments.dtype, arguments.device)
     steps = inputs.pop("num_inference_steps")
-    replay = refusing(
+    replay = call_or_refuse(
         check_pipeline,
         pipe,
         inputs,

@@ -1,7 +1,4 @@
-"""What a user typed goes in; a dataset, a checked name or a `Refusal` leaves.
-
-A module of its own because every command refuses input in the same way: one sentence, before a model is loaded.
-"""
+"""How commands check and load user input, and refuse it with a one-sentence message before a model is loaded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +9,15 @@ if TYPE_CHECKING:
 
 
 class Refusal(Exception):
-    """Input that cannot be used; the message is one sentence that says what to change."""
+    """Raised for input that cannot be used. The message is one line that says what to change."""
 
 
-def refusing(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Calls what checks or loads a user's input, and turns its errors into a Refusal."""
+def call_or_refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that checks or loads user input, and turn its errors into a `Refusal`.
+
+    Raises:
+        Refusal: the function raised `ValueError`, `OSError` or `ImportError`.
+    """
     try:
         return function(*args, **kwargs)
     except (ValueError, OSError, ImportError) as error:
@@ -24,7 +25,11 @@ def refusing(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def load_checked(source: str, split: str, name: str) -> "Dataset":
-    """Prompts of a file, folder, Hub id or `tiny`; ValueError that names the setting where they cannot be used."""
+    """Load and check the prompts of a file, folder, Hub id or `tiny`.
+
+    Raises:
+        ValueError: the prompts cannot be used; the message names the setting `name`.
+    """
     from ..data.prompts import check_dataset, load_prompts
 
     dataset = load_prompts(source, split=split)
@@ -33,7 +38,11 @@ def load_checked(source: str, split: str, name: str) -> "Dataset":
 
 
 def check_model_name(model: str) -> None:
-    """Raises ValueError where `model` is meant as a local folder but is none of a pipeline."""
+    """Check that `model`, if it is a local folder, holds a pipeline.
+
+    Raises:
+        ValueError: there is no such folder, or it holds no pipeline.
+    """
     folder = Path(model).expanduser()
     if model == "tiny":
         return
@@ -44,7 +53,7 @@ def check_model_name(model: str) -> None:
 
 
 def hide_loading_bars(model: str) -> None:
-    """The embedded model loads at once; bars for that would bury what matters."""
+    """Hide the loading bars for the embedded model, which loads at once."""
     if model == "tiny":
         import diffusers
         import transformers

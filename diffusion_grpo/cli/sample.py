@@ -1,41 +1,41 @@
-"""`diffusion-grpo sample`: prompts and a pipeline go in; samples and their scores leave, without training."""
+"""`diffusion-grpo sample`: sample from a pipeline and score the samples, without training."""
 
 import argparse
 
 from ..config.early_checks import check_prompts_file, check_reward_names
 from ..sampling import settings as sample_settings
-from .inputs import check_model_name, hide_loading_bars, load_checked, refusing
+from .inputs import call_or_refuse, check_model_name, hide_loading_bars, load_checked
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Options of `sample`."""
+    """Add the options of `sample`."""
     sample_settings.add_sample_options(command)
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes samples, scores and a table, without training. Returns the exit code."""
-    settings = refusing(sample_settings.read_settings, arguments, arguments.overrides)
-    refusing(check_reward_names, settings.reward_funcs)
-    refusing(check_prompts_file, settings.prompts, "--prompts")
-    refusing(check_model_name, settings.model)
+    """Write samples and a table of their scores, print the mean scores, and return the exit code."""
+    settings = call_or_refuse(sample_settings.read_settings, arguments, arguments.overrides)
+    call_or_refuse(check_reward_names, settings.reward_funcs)
+    call_or_refuse(check_prompts_file, settings.prompts, "--prompts")
+    call_or_refuse(check_model_name, settings.model)
 
     from ..rewards import check_columns, check_needs, load_rewards
 
-    rewards = refusing(load_rewards, settings.reward_funcs)
-    judges = refusing(load_rewards, settings.eval_reward_funcs, "eval_reward_funcs")
-    judges = [judge for judge in judges if judge.name not in {reward.name for reward in rewards}]
-    dataset = refusing(load_checked, settings.prompts, settings.split, "--prompts")
-    refusing(check_columns, rewards + judges, dataset.column_names, "--prompts")
-    refusing(check_needs, rewards + judges)
+    rewards = call_or_refuse(load_rewards, settings.reward_funcs)
+    eval_rewards = call_or_refuse(load_rewards, settings.eval_reward_funcs, "eval_reward_funcs")
+    eval_rewards = [reward for reward in eval_rewards if reward.name not in {trained.name for trained in rewards}]
+    dataset = call_or_refuse(load_checked, settings.prompts, settings.split, "--prompts")
+    call_or_refuse(check_columns, rewards + eval_rewards, dataset.column_names, "--prompts")
+    call_or_refuse(check_needs, rewards + eval_rewards)
     dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
 
-    from ..sampling.sample import check_folder, load_sampled, write_samples
+    from ..sampling.sample import check_folder, load_pipeline_to_sample, write_samples
 
-    refusing(check_folder, settings)
+    call_or_refuse(check_folder, settings)
     hide_loading_bars(settings.model)
-    pipe = refusing(load_sampled, settings)
-    summary = refusing(write_samples, pipe, dataset, rewards, judges, settings)
+    pipe = call_or_refuse(load_pipeline_to_sample, settings)
+    summary = call_or_refuse(write_samples, pipe, dataset, rewards, eval_rewards, settings)
     for name, (mean, error) in summary.items():
         print(f"{name:<16} {mean:.3f} ± {error:.3f}")
     made = len(dataset) * settings.num_generations

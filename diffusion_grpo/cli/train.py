@@ -1,23 +1,26 @@
-"""`diffusion-grpo train`: a YAML file of settings goes in; weights, pictures and a report leave."""
+"""`diffusion-grpo train`: train from a YAML file of settings and write weights, samples and a report."""
 
 import argparse
 import os
 import textwrap
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.early_checks import check_names, check_values, processes_here
-from .inputs import Refusal, check_model_name, hide_loading_bars, load_checked, refusing
+from .inputs import Refusal, call_or_refuse, check_model_name, hide_loading_bars, load_checked
 
 if TYPE_CHECKING:
+    from transformers import TrainerState
+
     from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
     from ..config.settings import DiffusionGRPOConfig
     from ..trainer import DiffusionGRPOTrainer
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Options of `train`: a file and whatever is overridden; `parse_train_arguments` reads the rest."""
+    """Add the options of `train`. `parse_train_arguments` reads the YAML file and the overrides."""
     from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
 
     command.add_argument("config", nargs="?", help="YAML file of settings; overrides on the command line win")
@@ -36,7 +39,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def describe_settings(settings: type) -> str:
-    """One paragraph for each field of a dataclass: name, default, help text."""
+    """Describe each field of a dataclass in one paragraph: name, default, help text."""
     lines = []
     for field in fields(settings):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -48,7 +51,7 @@ def describe_settings(settings: type) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, saves, pushes where asked, and writes the report. Returns the exit code."""
+    """Train, save, push to the Hub if requested, write the report, and return the exit code."""
     from ..config.parse import parse_launch_arguments, parse_train_arguments, read_values
 
     if arguments.list_settings:
@@ -56,16 +59,20 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(describe_settings(DiffusionGRPOConfig))
         return 0
-    processes, overrides = refusing(parse_launch_arguments, arguments.config, arguments.overrides)
-    is_launcher = not processes.is_empty and "LOCAL_RANK" not in os.environ  # else one has started this one already
-    values = refusing(read_values, arguments.config, arguments.overrides)
-    refusing(check_before_imports, values, processes.num_processes if is_launcher else processes_here())
+    processes, overrides = call_or_refuse(parse_launch_arguments, arguments.config, arguments.overrides)
+    is_launcher = (
+        not processes.is_empty and "LOCAL_RANK" not in os.environ
+    )  # otherwise a launcher started this process
+    values = call_or_refuse(read_values, arguments.config, arguments.overrides)
+    call_or_refuse(check_before_imports, values, processes.num_processes if is_launcher else processes_here())
     if is_launcher:
         return start_processes(processes, arguments, overrides, str(values.get("use_cpu", False)).lower() == "true")
-    script, lora, config = refusing(parse_train_arguments, arguments.config, overrides)
+    script, lora, config = call_or_refuse(parse_train_arguments, arguments.config, overrides)
     trainer = build_trainer(script, lora, config)
     if script.baseline_guidance_scales:
-        refusing(measure_baselines, trainer, script.baseline_guidance_scales)
+        path = Path(config.output_dir) / "baselines.json"
+        if not (config.resume_from_checkpoint and path.is_file()):
+            call_or_refuse(measure_baselines, trainer.evaluate, trainer.state, script.baseline_guidance_scales, path)
     from ..policy.base import UntrainedStepError
     from ..run.manifest import ResumeError
 
@@ -82,10 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_before_imports(values: dict[str, Any], world_size: int | None) -> None:
-    """Refuse what can be refused by names and numbers alone, in the two seconds before torch would be imported.
+    """Check names and numbers that need no torch, so that mistakes show before its slow import.
 
     Raises:
-        ValueError: see [`~diffusion_grpo.config.early_checks`].
+        ValueError: a name or a value cannot be used; see [`~diffusion_grpo.config.early_checks`].
     """
     check_values(values, world_size)
     check_names(values)
@@ -95,10 +102,10 @@ def check_before_imports(values: dict[str, Any], world_size: int | None) -> None
 def start_processes(
     processes: "LaunchArguments", arguments: argparse.Namespace, overrides: list[str], use_cpu: bool
 ) -> int:
-    """Starts this command in each process, and waits. Returns the exit code."""
+    """Start this command in each process, wait, and return the exit code."""
     from ..distributed.launch import launch, make_launch_settings
 
-    settings = refusing(make_launch_settings, processes)
+    settings = call_or_refuse(make_launch_settings, processes)
     words = ["--traceback"] if arguments.traceback else []
     words += ["train", *([arguments.config] if arguments.config else []), *overrides]
     return launch(settings, words, use_cpu=use_cpu)
@@ -107,50 +114,60 @@ def start_processes(
 def build_trainer(
     script: "ScriptArguments", lora: "LoraArguments", config: "DiffusionGRPOConfig"
 ) -> "DiffusionGRPOTrainer":
-    """Refuses unusable prompts and rewards first; only then is the model loaded."""
+    """Build the trainer. Check prompts and rewards before the model is loaded.
+
+    Raises:
+        Refusal: the prompts, the rewards, the model or the settings cannot be used.
+    """
     from ..rewards import check_columns, load_rewards
 
-    train_dataset = refusing(load_checked, script.dataset, script.dataset_train_split, "dataset")
+    train_dataset = call_or_refuse(load_checked, script.dataset, script.dataset_train_split, "dataset")
     eval_dataset = None
     if script.eval_dataset is not None:
-        eval_dataset = refusing(load_checked, script.eval_dataset, script.dataset_test_split, "eval_dataset")
+        eval_dataset = call_or_refuse(load_checked, script.eval_dataset, script.dataset_test_split, "eval_dataset")
         if script.eval_max_prompts is not None:
             eval_dataset = eval_dataset.select(range(min(script.eval_max_prompts, len(eval_dataset))))
-    reward_funcs = refusing(load_rewards, script.reward_funcs)
-    eval_reward_funcs = refusing(load_rewards, script.eval_reward_funcs, "eval_reward_funcs")
-    refusing(check_columns, reward_funcs, train_dataset.column_names, "dataset")
-    refusing(check_model_name, script.model)
+    reward_funcs = call_or_refuse(load_rewards, script.reward_funcs)
+    eval_reward_funcs = call_or_refuse(load_rewards, script.eval_reward_funcs, "eval_reward_funcs")
+    call_or_refuse(check_columns, reward_funcs, train_dataset.column_names, "dataset")
+    call_or_refuse(check_model_name, script.model)
     if not config.resume_from_checkpoint:
         from ..run.records import refuse_used_folder
 
-        refusing(refuse_used_folder, config.output_dir, "add --resume_from_checkpoint true")
+        call_or_refuse(refuse_used_folder, config.output_dir, "add --resume_from_checkpoint true")
 
     from ..trainer import DiffusionGRPOTrainer
 
     hide_loading_bars(script.model)
-    return refusing(
+    return call_or_refuse(
         DiffusionGRPOTrainer,
         model=script.model,
         reward_funcs=reward_funcs,
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        peft_config=refusing(lora.peft_config, config.lora_path),
+        peft_config=call_or_refuse(lora.peft_config, config.lora_path),
         eval_reward_funcs=eval_reward_funcs,
     )
 
 
-def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[float]) -> None:
-    """Evaluates the untrained model at other guidance scales, and writes baselines.json into the run's folder."""
+def measure_baselines(
+    evaluate: Callable[..., dict[str, float]], state: "TrainerState", guidance_scales: list[float], path: Path
+) -> None:
+    """Evaluate the untrained model at several guidance scales, and write the rewards to a file.
+
+    Args:
+        evaluate: the trainer's `evaluate`. Every process calls it.
+        state: the trainer's state, which tells the first process from the others.
+        guidance_scales: scales to evaluate at.
+        path: JSON file to write.
+    """
     from ..run.folder import format_measured
     from ..run.records import write_json
 
-    path = Path(trainer.args.output_dir) / "baselines.json"
-    if trainer.args.resume_from_checkpoint and path.is_file():
-        return
     baselines = []
     for scale in guidance_scales:
-        metrics = trainer.evaluate(metric_key_prefix="baseline", pipeline_kwargs={"guidance_scale": scale})
+        metrics = evaluate(metric_key_prefix="baseline", pipeline_kwargs={"guidance_scale": scale})
         names = [key.split("/")[1] for key in metrics if key.startswith("baseline_rewards/") and key.endswith("/mean")]
         rewards = {
             name: {key: metrics.get(f"baseline_rewards/{name}/{key}") for key in ("mean", "std_error")}
@@ -158,14 +175,14 @@ def measure_baselines(trainer: "DiffusionGRPOTrainer", guidance_scales: list[flo
         }
         reward = {"mean": metrics["baseline_reward"], "std_error": metrics.get("baseline_reward_std_error")}
         baselines.append({"name": f"guidance {scale:g}", "rewards": rewards, "reward": reward})
-        if trainer.is_world_process_zero():
+        if state.is_world_process_zero:
             print(f"before training, guidance {scale:g}: reward {format_measured(*reward.values())}")
-    if trainer.is_world_process_zero():
+    if state.is_world_process_zero:
         write_json(path, baselines)
 
 
 def finish_run(run_dir: Path, experiment: str | None) -> None:
-    """Shows the earlier experiment in the report the trainer wrote, and says what lies where."""
+    """Add the earlier experiment to the report, write the summary, and print where the results are."""
     from ..run.folder import describe_change, read_run
     from ..run.report import missing_packages, write_report, write_summary
 
@@ -183,5 +200,5 @@ def finish_run(run_dir: Path, experiment: str | None) -> None:
         ("Evaluations", run_dir / "evaluations"),
         ("Samples", run_dir / "samples"),
     ):
-        if where.exists():  # without an eval_dataset, or with log_completions: false, there are none
+        if where.exists():  # some need an eval_dataset or log_completions
             print(f"{what}: {where}")

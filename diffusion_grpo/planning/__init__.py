@@ -1,1 +1,1 @@
-"""`diffusion-grpo plan`: what a run will ask for, before anything is loaded."""
+"""Plans of the batches, network evaluations and memory of a run, made before anything is loaded."""

@@ -1,7 +1,4 @@
-"""How many prompts, samples and updates a training has: settings enter, counts leave.
-
-A module of its own because nothing but settings is asked; `plan.py` adds the bytes.
-"""
+"""Counts of prompts, samples and updates, computed from the settings alone. `plan.py` adds the memory."""
 
 import math
 from dataclasses import dataclass
@@ -13,21 +10,23 @@ from ..rollout.order import RolloutOrder
 
 @dataclass
 class Batches:
-    """How prompts, samples and updates relate. Samples and prompts are those of all processes together.
+    """Counts of prompts, samples and updates of a run, over all processes unless a field says otherwise.
 
     Attributes:
-        processes: of all machines.
-        prompts_per_rollout, samples_per_prompt, samples_per_rollout: what is generated and scored.
-        trained_per_prompt: samples of a prompt that are trained on: the group, or `best_of_n`.
-        samples_per_process: rolled out by one process.
-        reward_processes: those that compute rewards.
-        samples_per_reward_process: scored by the one of them that scores the most.
-        pipeline_calls: of one process for that.
-        micro_batch: samples in one forward and backward pass.
-        micro_batches_per_update, updates_per_rollout: for one process.
-        samples_per_update: trained on in one update.
-        trained_steps: of a sample, of `num_inference_steps`.
-        rollouts_per_epoch, updates_per_epoch: None where the dataset's size is not known.
+        processes: number of processes on all machines.
+        prompts_per_rollout, samples_per_prompt, samples_per_rollout: counts of what is generated and scored.
+        trained_per_prompt: samples per prompt that are trained on: the whole group, or `best_of_n` of it.
+        samples_per_process: samples that one process generates per rollout.
+        reward_processes: number of processes that compute rewards.
+        samples_per_reward_process: most samples that one of them scores per rollout.
+        pipeline_calls: pipeline calls of one process per rollout.
+        micro_batch: samples in one forward and backward pass of one process.
+        micro_batches_per_update: micro-batches of one process in an update.
+        updates_per_rollout: updates between two rollouts.
+        samples_per_update: samples that one update trains on.
+        trained_steps: steps trained per sample.
+        num_inference_steps: denoising steps per sample.
+        rollouts_per_epoch, updates_per_epoch: counts per epoch; None if the size of the dataset is unknown.
     """
 
     processes: int
@@ -50,13 +49,18 @@ class Batches:
 
     @classmethod
     def of(cls, args: DiffusionGRPOConfig, prompts: int | None) -> "Batches":
-        """Of settings, and the number of rows in the dataset."""
+        """Compute the counts.
+
+        Args:
+            args: the settings.
+            prompts: number of rows in the dataset, None if unknown.
+        """
         start, stop = args.window
         window = args.sde_window_size or stop - start
         updates = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
         rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)
         size = args.rollout_batch_size or args.per_device_train_batch_size
-        scored = _scored(args)
+        scored = _count_scored(args)
         accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return cls(
             processes=args.world_size,
@@ -79,8 +83,8 @@ class Batches:
         )
 
 
-def _scored(args: DiffusionGRPOConfig) -> list[int]:
-    """How many samples of a rollout each process scores that computes rewards."""
+def _count_scored(args: DiffusionGRPOConfig) -> list[int]:
+    """Count the samples per rollout that each reward process scores."""
     if not args.scores_on_some:
         return [args.batch_sizes.rollout_share] * args.world_size
     order, copies = RolloutOrder(args.batch_sizes, args.seed, 0), args.context_parallel_size

@@ -1,8 +1,8 @@
-"""What a training will ask for, before anything of it is loaded: settings go in, counts and bytes leave.
+"""Plan of a run: the counts and the memory that it will need, computed before anything is loaded.
 
-A module of its own because nothing here trains. Counts come from the settings' own properties; bytes from the pipeline
-built without weights (`weightless.py`), prepared by the code that prepares the real one, and stepped by the real
-optimizer's class. What DeepSpeed and FSDP2 then divide follows what those engines document.
+The counts come from the settings. The memory is measured on a pipeline without weights (`weightless.py`), which is
+prepared by the same code as the real one and updated by the real optimizer's class. DeepSpeed and FSDP2 are taken to
+divide it as they document.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from ..policy.token import make_policy
 from ..run import adapters
 from ..training.model import check_peft_config, prepare_model
 from .batches import Batches
-from .weightless import Measured, configuration_folder, measure, run_on_cpu, weightless_pipeline
+from .weightless import Measurement, build_weightless_pipeline, find_configuration, measure, move_to_cpu
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-OPTIMIZER_BLOCK = 256  # values that share a scale in bitsandbytes' 8-bit states
-OPTIMIZER_SMALL = 4096  # smaller tensors keep 32-bit states there
+OPTIMIZER_BLOCK = 256  # values that share a scale in the 8-bit states of bitsandbytes
+OPTIMIZER_SMALL = 4096  # bitsandbytes keeps 32-bit states of smaller tensors
 
 
-def settings_for(processes: int) -> type[DiffusionGRPOConfig]:
-    """Return the settings' class as that many processes with accelerators read it, whatever this machine has."""
+def make_planned_config(processes: int) -> type[DiffusionGRPOConfig]:
+    """Return a settings class for that many processes with accelerators, whatever this machine has."""
 
     class PlannedConfig(DiffusionGRPOConfig):
         world_size: ClassVar[int] = processes
@@ -46,33 +46,33 @@ def settings_for(processes: int) -> type[DiffusionGRPOConfig]:
         def __post_init__(self):
             if self.bf16 is None:
                 self.bf16 = not self.fp16 and not self.use_cpu
-            # only looked up on this machine, and set on it
+            # TrainingArguments would check tf32 on this machine and switch it on
             tf32, self.tf32 = self.tf32, None
             super().__post_init__()
             self.tf32 = tf32
 
         def _validate_args(self) -> None:
-            use_cpu, self.use_cpu = self.use_cpu, True  # or bf16 would be refused where the planning machine lacks it
+            use_cpu, self.use_cpu = self.use_cpu, True  # otherwise bf16 is refused if this machine lacks it
             try:
                 super()._validate_args()
             finally:
                 self.use_cpu = use_cpu
 
         def check_machine(self) -> None:
-            """The machine of the plan is another one."""
+            """Do nothing: the run is planned for another machine."""
 
     return PlannedConfig
 
 
 @dataclass
 class Sharding:
-    """What of the training's state each process holds only a part of.
+    """How the training state is divided among the processes.
 
     Attributes:
         name: ddp, zero1, zero2, zero3, fsdp2 or one process.
-        processes: among which it is divided.
-        optimizer, gradients, parameters: whether these are divided.
-        offload_optimizer, offload_parameters: whether they lie in CPU memory.
+        processes: number of processes that share the state.
+        optimizer, gradients, parameters: whether each is divided.
+        offload_optimizer, offload_parameters: whether each is kept in CPU memory.
     """
 
     name: str
@@ -85,10 +85,10 @@ class Sharding:
 
     @classmethod
     def of(cls, launch: dict[str, Any]) -> "Sharding":
-        """Of what `accelerate launch` is told.
+        """Read the sharding from the settings of `accelerate launch`.
 
         Raises:
-            ValueError: another kind of distribution.
+            ValueError: this kind of distribution cannot be planned.
         """
         kind, processes = launch["distributed_type"], launch["num_processes"]
         if kind == "DEEPSPEED":
@@ -107,17 +107,23 @@ class Sharding:
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed keeps the weights."""
+        """Whether DeepSpeed trains the model."""
         return self.name.startswith("zero")
 
     def share(self, count: int, is_divided: bool) -> int:
-        """Bytes on one process."""
+        """Return the bytes on one process, out of `count` in all."""
         return math.ceil(count / self.processes) if is_divided else count
 
 
 @dataclass
 class Memory:
-    """Bytes of one kind on one process, on the accelerator and in CPU memory, and where the number comes from."""
+    """Bytes of one kind on one process.
+
+    Attributes:
+        name: the kind.
+        accelerator, cpu: bytes on the accelerator and in CPU memory.
+        basis: where the numbers come from.
+    """
 
     name: str
     accelerator: int = 0
@@ -127,15 +133,16 @@ class Memory:
 
 @dataclass
 class Plan:
-    """Counts and bytes of a training.
+    """Counts and bytes of a run.
 
     Attributes:
-        batches: how prompts, samples and updates relate.
-        model: what is trained: `pipeline`, `network`, `weights` and `trained` (numbers of parameters); empty where
-            the model's configuration is not here.
-        evaluations: forward passes of the network, by what they are for; of one sample.
-        memory: bytes a process, by kind; empty where the model's configuration is not here.
-        notes: sentences about what could not be told.
+        batches: counts of prompts, samples and updates.
+        sharding: how the training state is divided.
+        model: `pipeline`, `network`, `weights` and `trained` (numbers of parameters); empty if the model's
+            configuration files are not found.
+        evaluations: forward passes of the network per sample, by purpose.
+        memory: bytes per process, by kind; empty if the model's configuration files are not found.
+        notes: sentences about what could not be planned.
     """
 
     batches: Batches
@@ -147,53 +154,53 @@ class Plan:
 
     @property
     def total(self) -> Memory:
-        """All bytes together."""
+        """Sum of all kinds."""
         sums = (sum(getattr(item, where) for item in self.memory) for where in ("accelerator", "cpu"))
-        return Memory("all of these", *sums)
+        return Memory("total", *sums)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the plan as a dictionary for JSON."""
         return asdict(self) | {"total": asdict(self.total)}
 
 
 def plan(config_file: str | None, overrides: list[str], launch: LaunchArguments | None = None) -> Plan:
-    """Plans the training of a YAML file and overrides.
+    """Plan the run that a YAML file and overrides describe.
 
     Args:
-        config_file: as for `diffusion-grpo train`.
-        overrides: `--key value` words over it.
-        launch: what processes are to be started; one by default. What this machine has does not count.
+        config_file: YAML file, as for `diffusion-grpo train`.
+        overrides: words `--key value` that override the file.
+        launch: processes to plan for, by default one. The hardware of this machine does not matter.
 
     Raises:
-        ValueError: settings that the training would refuse, too.
+        ValueError: the run would refuse these settings too.
     """
-    told = read_settings(launch or LaunchArguments())
-    is_counted = "num_processes" in told
-    told.setdefault("num_processes", told["num_machines"])
-    check_processes(told)
-    sharding = Sharding.of(told)
-    script, lora, args = parse_train_arguments(config_file, overrides, settings_for(sharding.processes))
+    launch_settings = read_settings(launch or LaunchArguments())
+    is_counted = "num_processes" in launch_settings
+    launch_settings.setdefault("num_processes", launch_settings["num_machines"])
+    check_processes(launch_settings)
+    sharding = Sharding.of(launch_settings)
+    script, lora, args = parse_train_arguments(config_file, overrides, make_planned_config(sharding.processes))
     made = Plan(Batches.of(args, None), sharding)
-    if not is_counted and told["distributed_type"] != "NO":
-        made.notes.append("num_processes is not given, so one process a machine is planned; add --num_processes N.")
-    rows = _rows(script, made.notes)
+    if not is_counted and launch_settings["distributed_type"] != "NO":
+        made.notes.append("num_processes is not given, so one process per machine is planned; add --num_processes N.")
+    rows = _load_rows(script, made.notes)
     made.batches = Batches.of(args, None if rows is None else len(rows))
     try:
-        folder = tiny.PATH if script.model == "tiny" else configuration_folder(script.model)
+        folder = tiny.PATH if script.model == "tiny" else find_configuration(script.model)
     except OSError as error:
         made.notes.append(
             f"The model {script.model} is not here ({type(error).__name__}), so its memory is not planned; with its "
             "configuration files in a folder: --model FOLDER. One evaluation of the network in a step is assumed; "
             "with guidance it is two in most pipelines."
         )
-        made.evaluations = _evaluations(args, made.batches, None)
+        made.evaluations = _count_evaluations(args, made.batches, None)
         return made
     with torch.random.fork_rng(devices=[]):
         _plan_model(made, folder, args, lora, rows)
     return made
 
 
-def _rows(script: ScriptArguments, notes: list[str]) -> "Dataset | None":
+def _load_rows(script: ScriptArguments, notes: list[str]) -> "Dataset | None":
     from ..data.prompts import load_prompts
 
     try:
@@ -210,21 +217,21 @@ def _plan_model(
         made.notes.append("model_init_kwargs: quantization_config is not planned; memory is left out.")
         return
     peft_config = lora.peft_config(args.lora_path)
-    if args.lora_path is not None:  # a new one of its rank is as large
+    if args.lora_path is not None:  # a new adapter of the same rank is as large
         peft_config, args.lora_path = adapters.read_config(args.lora_path), None
     check_peft_config(peft_config, args.beta or args.kl_reward)
-    pipe, mode = weightless_pipeline(folder, args, peft_config is None)
+    pipe, mode = build_weightless_pipeline(folder, args, peft_config is None)
     component, model = prepare_model(pipe, args, peft_config)
-    run_on_cpu(pipe, mode)
+    move_to_cpu(pipe, mode)
     counted, is_mixed = None, args.bf16 or args.fp16
     try:
-        access = NetworkAccess(forward_context=lambda: _autocast(args), casts_outputs=is_mixed)
+        access = NetworkAccess(forward_context=lambda: _make_autocast(args), casts_outputs=is_mixed)
         policy = make_policy(pipe, component, sde_type=args.sde_type, sampling=args.token_sampling, access=access)
         inputs = PipelineInputs(pipe, args)
         row = {"prompt": "a photo of a cat"} if rows is None else inputs.rows(rows, [0])[0]
         samples = args.per_device_train_batch_size
         counted = measure(policy, mode, inputs([row] * samples), samples, args)
-    except Exception as error:  # whatever a pipeline does with tensors that hold no values
+    except Exception as error:  # a pipeline may fail in any way on tensors without values
         made.notes.append(
             f"{type(pipe).__name__} does not run without weights, so trajectory and activations are not planned "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
@@ -236,24 +243,24 @@ def _plan_model(
         "weights": sum(p.numel() for p in every),
         "trained": sum(p.numel() for p in trained),
     }
-    made.evaluations = _evaluations(args, made.batches, counted)
-    frozen = _bytes(p for _, part in _other_parts(pipe, component) for p in part.parameters())
-    made.memory = memory(model, frozen, args, peft_config, made.sharding, counted, made.batches)
+    made.evaluations = _count_evaluations(args, made.batches, counted)
+    frozen = _count_bytes(p for _, part in _find_other_parts(pipe, component) for p in part.parameters())
+    made.memory = estimate_memory(model, frozen, args, peft_config, made.sharding, counted, made.batches)
 
 
-def _other_parts(pipe: Any, component: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+def _find_other_parts(pipe: Any, component: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     return [(name, part) for name, part in parts.items() if name not in component]
 
 
-def _autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManager:
+def _make_autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManager:
     if not (args.bf16 or args.fp16):
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype=torch.bfloat16 if args.bf16 else torch.float16)
 
 
-def _evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measured | None) -> dict[str, float]:
-    """Forward passes a sample, in units of the network's evaluations in one step where these are not known."""
+def _count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measurement | None) -> dict[str, float]:
+    """Count forward passes per sample, assuming one in each step if `counted` is None."""
     one = 1.0 if counted is None else counted.evaluations
     steps, iterations = batches.trained_steps, args.num_iterations
     found = {"rollout": one * batches.num_inference_steps, "update, with gradient": one * steps * iterations}
@@ -267,30 +274,34 @@ def _evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measured 
     return {"in one step": one, **found}
 
 
-def memory(
+def estimate_memory(
     model: nn.Module,
     frozen: int,
     args: DiffusionGRPOConfig,
     peft_config: PeftConfig | None,
     sharding: Sharding,
-    counted: Measured | None,
+    counted: Measurement | None,
     batches: Batches,
 ) -> list[Memory]:
-    """Bytes on one process, by kind.
+    """Estimate the bytes on one process, by kind.
 
     Args:
-        model: prepared for training, its tensors real or fake.
+        model: the model as prepared for training, with real or fake tensors.
         frozen: bytes of the pipeline's other parts.
-        args, peft_config: of the training.
-        sharding: what is divided.
-        counted: on the pipeline without weights; None leaves trajectory and activations out.
-        batches: of the training.
+        args, peft_config: settings of the run.
+        sharding: how the training state is divided.
+        counted: measurement on the pipeline without weights. None leaves out trajectory and activations.
+        batches: counts of the run.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    whole, grads, states = _bytes(model.parameters()), _bytes(trained), optimizer_bytes(trained, args)
+    whole, grads, states = (
+        _count_bytes(model.parameters()),
+        _count_bytes(trained),
+        count_optimizer_bytes(trained, args),
+    )
     masters = 0
     if sharding.is_deepspeed:
-        masters = 4 * sum(p.numel() for p in trained)  # its optimizer steps float32 copies, whatever the weights are
+        masters = 4 * sum(p.numel() for p in trained)  # it optimizes float32 copies whatever the dtype of the weights
         if args.bf16 or args.fp16:
             whole = sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in model.parameters())
             grads = masters // 2
@@ -298,42 +309,46 @@ def memory(
     engine = "FSDP2 divides each tensor" if sharding.name == "fsdp2" else engine
     away, away_optimizer = sharding.offload_parameters, sharding.offload_optimizer
     found = [
-        _placed("parameters", sharding.share(whole, sharding.parameters), away, engine),
-        _placed("gradients", sharding.share(grads, sharding.gradients), away_optimizer, engine),
-        _placed("optimizer", sharding.share(states + masters, sharding.optimizer), away_optimizer, engine),
+        _place("parameters", sharding.share(whole, sharding.parameters), away, engine),
+        _place("gradients", sharding.share(grads, sharding.gradients), away_optimizer, engine),
+        _place("optimizer", sharding.share(states + masters, sharding.optimizer), away_optimizer, engine),
     ]
     if sharding.name == "ddp":
         found.append(Memory("gradient buckets", grads, basis="DDP's copies for the all-reduce"))
     if sharding.parameters and sharding.processes > 1:
-        found.append(Memory("gathered block", _largest_block(model), basis="the largest block, while it is used"))
-    found.append(_placed("frozen parts", frozen, args.offload_frozen is not None, "text encoders, VAE and the like"))
+        found.append(
+            Memory("gathered block", _measure_largest_block(model), basis="the largest block, while it is used")
+        )
+    found.append(_place("frozen parts", frozen, args.offload_frozen is not None, "text encoders, VAE and the like"))
     if args.needs_reference and peft_config is None:
-        found.append(_placed("reference", whole, args.offload_ref_model, "a copy of the network"))
+        found.append(_place("reference", whole, args.offload_ref_model, "a copy of the network"))
     if args.ema_decay is not None:
-        found.append(Memory("moving average", sharding.share(_bytes(trained), sharding.parameters), basis=engine))
+        found.append(
+            Memory("moving average", sharding.share(_count_bytes(trained), sharding.parameters), basis=engine)
+        )
     if counted is None:
         return found
     trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)
-    found.append(_placed("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
+    found.append(_place("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
     found.append(Memory("activations", counted.activations, basis="what autograd keeps of one micro-batch's step"))
     return found
 
 
-def _placed(name: str, count: int, is_on_cpu: bool, basis: str) -> Memory:
+def _place(name: str, count: int, is_on_cpu: bool, basis: str) -> Memory:
     return Memory(name, 0 if is_on_cpu else count, count if is_on_cpu else 0, basis)
 
 
-def _largest_block(model: nn.Module) -> int:
-    """Bytes of the largest of the blocks that repeat in the network."""
+def _measure_largest_block(model: nn.Module) -> int:
+    """Return the bytes of the largest repeated block of the network."""
     lists = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-    return max((_bytes(block.parameters()) for block in lists), default=0)
+    return max((_count_bytes(block.parameters()) for block in lists), default=0)
 
 
-def optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> int:
-    """Bytes that the optimizer of the settings keeps after a step.
+def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> int:
+    """Count the bytes that the configured optimizer keeps after a step.
 
-    One step is taken by its own class on tensors without values; of bitsandbytes' 8-bit states, which need a GPU for
-    that, the arithmetic is done here: a byte a value and a float32 a block of 256.
+    The optimizer's own class takes one step on tensors without values. The 8-bit optimizers of bitsandbytes need a GPU
+    for a step, so their bytes are computed here: one per value and a float32 per block of 256.
     """
     name = OptimizerNames(args.optim).value
     if "8bit" in name:
@@ -344,14 +359,16 @@ def optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> i
         return count * (small + large)
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     copies = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in trained]
-    kwargs = {name: value for name, value in kwargs.items() if name != "fused"}  # a kernel, which needs a device
+    kwargs = {name: value for name, value in kwargs.items() if name != "fused"}  # fused kernels need a device
     optimizer = cls(copies, **kwargs | {"lr": kwargs["lr"] or 0.0})
     for copy in copies:
         copy.grad = torch.empty_like(copy)
     optimizer.step()
-    return _bytes(value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+    return _count_bytes(
+        value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+    )
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, each once."""
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of tensors, each tensor once."""
     return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}.values())

@@ -1,8 +1,8 @@
-"""A pipeline without its weights: a folder's configuration files go in; sizes, latents and network calls leave.
+"""Pipelines without weights, built from configuration files, and measurements of their rollouts.
 
-A module of its own because it answers what can be known before 24 GB are loaded. The pipeline is diffusers' own class
-around networks of fake tensors (torch's `FakeTensorMode`: every shape and dtype, no memory), and what is asked of it
-is asked by the code that trains: the same loading rules, the same rollout. Nothing is estimated by family.
+The pipeline is of diffusers' own class. Its networks hold fake tensors (torch's `FakeTensorMode`), which have a shape
+and a dtype but no memory. It is loaded by the rules of training and rolled out by the same code, so nothing is
+estimated per family.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from ..training.model import checkpoint_share, choose_dtype, set_scheduler
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
 
 
-def configuration_folder(model: str) -> Path:
-    """Where the configuration files of a pipeline are: its folder, or the Hub's files without the weights.
+def find_configuration(model: str) -> Path:
+    """Find the folder with the configuration files of a pipeline, downloading them from the Hub if needed.
 
     Raises:
-        OSError: it is no folder, and the Hub is not reached or has no such pipeline.
+        OSError: `model` is not a folder, and the Hub cannot be reached or has no such pipeline.
     """
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
@@ -41,13 +41,13 @@ def configuration_folder(model: str) -> Path:
     return Path(snapshot_download(model, ignore_patterns=[*WEIGHTS, "*.png", "*.jpg", "*.gif", "*.mp4"]))
 
 
-def weightless_pipeline(
+def build_weightless_pipeline(
     folder: Path, args: DiffusionGRPOConfig, is_full_training: bool
 ) -> tuple[DiffusionPipeline, FakeTensorMode]:
-    """The pipeline of a folder as `load_pipeline` gives it, with fake tensors in place of weights.
+    """Build the pipeline of a folder as `load_pipeline` does, but with fake tensors instead of weights.
 
     Raises:
-        ValueError: it has a part that neither diffusers nor transformers has a class for.
+        ValueError: neither diffusers nor transformers has the class of one of its parts.
     """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -60,12 +60,12 @@ def weightless_pipeline(
             parts[name] = None if isinstance(entry, list) else entry
             continue
         own = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
-        parts[name] = _part(folder / name, entry, own, mode)
+        parts[name] = _build_part(folder / name, entry, own, mode)
     pipe = getattr(diffusers, index["_class_name"])(**parts)
     return set_scheduler(pipe, args.scheduler_kwargs), mode
 
 
-def _part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeTensorMode) -> Any:
+def _build_part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeTensorMode) -> Any:
     library, name = entry
     cls = getattr(diffusers, name, None) or getattr(transformers, name, None)
     if cls is None:
@@ -76,7 +76,7 @@ def _part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeT
         config = cls.config_class.from_pretrained(folder)
         with mode:
             part = cls(config)
-        own = dtype or getattr(config, "dtype", None)  # transformers keeps the checkpoint's where none is asked for
+        own = dtype or getattr(config, "dtype", None)  # as transformers does by default
         kept = set(part._keep_in_fp32_modules_strict or ())
         kept |= set(part._keep_in_fp32_modules or ()) if own == torch.float16 else set()
     else:
@@ -87,7 +87,7 @@ def _part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeT
 
 
 def _cast(part: nn.Module, dtype: torch.dtype, kept: set[str]) -> nn.Module:
-    """The part in a dtype, but for what its class keeps in float32; on the meta device, where weights can be moved."""
+    """Cast the part, except for what its class keeps in float32, and move it to the meta device."""
 
     def cast(name: str, tensor: Tensor) -> Tensor:
         is_kept = kept & set(name.split(".")) and dtype != torch.float32
@@ -98,8 +98,8 @@ def _cast(part: nn.Module, dtype: torch.dtype, kept: set[str]) -> nn.Module:
     return part
 
 
-def run_on_cpu(pipe: DiffusionPipeline, mode: FakeTensorMode) -> None:
-    """Turns the weights of a prepared pipeline into fake ones on the CPU, where it can be called."""
+def move_to_cpu(pipe: DiffusionPipeline, mode: FakeTensorMode) -> None:
+    """Replace the weights of a prepared pipeline by fake tensors on the CPU, so that it can be called."""
 
     def fake(name: str, tensor: Tensor) -> Tensor:
         with mode:
@@ -111,7 +111,7 @@ def run_on_cpu(pipe: DiffusionPipeline, mode: FakeTensorMode) -> None:
 
 
 def _replace(part: nn.Module, new: Callable[[str, Tensor], Tensor]) -> None:
-    """Puts another tensor in place of each weight and buffer; tied ones stay one."""
+    """Replace each weight and buffer. Tied tensors stay tied."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for prefix, module in part.named_modules():
         own = {"recurse": False, "remove_duplicate": False}
@@ -125,16 +125,16 @@ def _replace(part: nn.Module, new: Callable[[str, Tensor], Tensor]) -> None:
 
 
 @dataclass
-class Measured:
-    """What one micro-batch of a rollout is made of, counted on a pipeline without weights.
+class Measurement:
+    """Sizes of one micro-batch of a rollout, measured on a pipeline without weights.
 
     Attributes:
-        samples: in the micro-batch.
-        step_bytes: of one recorded step of one sample, latents before and after it and what belongs to it.
-        sample_bytes: of one sample, whatever the number of its trained steps: seeds and tokens.
-        evaluations: forward passes of the trained network in one step, a sample: 2 with guidance in most pipelines.
+        samples: number of samples in the micro-batch.
+        step_bytes: bytes per recorded step and sample: latents before and after the step, log-probability, step index.
+        sample_bytes: bytes per sample that do not depend on the number of trained steps, such as seeds and tokens.
+        evaluations: forward passes of the trained network per step and sample; 2 with guidance in most pipelines.
         activations: bytes that autograd keeps for the backward pass of one step of the micro-batch.
-        recomputed: of these, bytes of the largest block that gradient checkpointing recomputes.
+        recomputed: the part of `activations` in the largest block that gradient checkpointing recomputes.
     """
 
     samples: int
@@ -147,18 +147,18 @@ class Measured:
 
 def measure(
     policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], samples: int, args: DiffusionGRPOConfig
-) -> Measured:
-    """Rolls out the first step of one micro-batch and runs the network's calls in it once more, with gradient.
+) -> Measurement:
+    """Roll out the first step of one micro-batch, then repeat its network calls with gradient.
 
     Args:
-        policy: of a pipeline of `weightless_pipeline`, prepared as for the training.
-        mode: its.
-        inputs: keyword arguments of the pipeline's call for that many samples.
-        samples: in the micro-batch.
-        args: of the training.
+        policy: policy of a pipeline from `build_weightless_pipeline` that is prepared for training.
+        mode: the fake tensor mode of that pipeline.
+        inputs: keyword arguments of the pipeline's call for the micro-batch.
+        samples: number of samples in the micro-batch.
+        args: settings of the run.
     """
     calls: list[tuple[nn.Module, tuple, dict]] = []
-    with _noted(policy, calls):
+    with _record_calls(policy, calls):
         _, trajectory = rollout(
             policy,
             inputs,
@@ -168,38 +168,38 @@ def measure(
             is_complete=False,
         )
     rows = [next(x for x in pytree.tree_leaves(call[1:]) if torch.is_tensor(x) and x.ndim > 1) for call in calls]
-    activations, recomputed = kept_for_backward(policy, mode, calls, args)
-    per_step, per_sample = trajectory_bytes(trajectory)
-    return Measured(samples, per_step, per_sample, sum(map(len, rows)) / samples, activations, recomputed)
+    activations, recomputed = count_kept_bytes(policy, mode, calls, args)
+    per_step, per_sample = count_trajectory_bytes(trajectory)
+    return Measurement(samples, per_step, per_sample, sum(map(len, rows)) / samples, activations, recomputed)
 
 
-def trajectory_bytes(trajectory: Trajectory) -> tuple[int, int]:
-    """Bytes of one step of one sample, and of what a sample has beside its steps."""
+def count_trajectory_bytes(trajectory: Trajectory) -> tuple[int, int]:
+    """Count the bytes per step and sample, and the bytes per sample outside its steps."""
     tensors = trajectory.tensors()
     by_step = [tensors.pop(name) for name in ("latents", "next_latents", "log_probs", "steps")]
-    per_step = sum(_bytes(tensor) for tensor in by_step) // trajectory.steps.numel()
-    return per_step, sum(_bytes(tensor) for tensor in tensors.values()) // len(trajectory)
+    per_step = sum(_count_bytes(tensor) for tensor in by_step) // trajectory.steps.numel()
+    return per_step, sum(_count_bytes(tensor) for tensor in tensors.values()) // len(trajectory)
 
 
-def _bytes(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 @contextlib.contextmanager
-def _noted(policy: Policy, calls: list) -> Iterator[None]:
-    """Notes the calls of the trained networks in the first step of a rollout."""
+def _record_calls(policy: Policy, calls: list) -> Iterator[None]:
+    """Append the calls of the trained networks in the first step of a rollout to `calls`."""
     real = [network.forward for network in policy.networks]
 
-    def noting(network: nn.Module, forward: Callable) -> Callable:
-        def noted(*args: Any, **kwargs: Any) -> Any:
+    def wrap(network: nn.Module, forward: Callable) -> Callable:
+        def record_and_call(*args: Any, **kwargs: Any) -> Any:
             if policy.scheduler.driver.current == 0:
                 calls.append((network, args, kwargs))
             return forward(*args, **kwargs)
 
-        return functools.wraps(forward)(noted)
+        return functools.wraps(forward)(record_and_call)
 
     for network, forward in zip(policy.networks, real, strict=True):
-        network.forward = noting(network, forward)
+        network.forward = wrap(network, forward)
     try:
         yield
     finally:
@@ -207,19 +207,19 @@ def _noted(policy: Policy, calls: list) -> Iterator[None]:
             del network.forward
 
 
-def kept_for_backward(
+def count_kept_bytes(
     policy: Policy, mode: FakeTensorMode, calls: list[tuple[nn.Module, tuple, dict]], args: DiffusionGRPOConfig
 ) -> tuple[int, int]:
-    """Bytes that autograd keeps of the calls, without the weights, and of these those of the largest recomputed block.
+    """Count the bytes besides the weights that autograd keeps, in all and in the largest recomputed block.
 
-    What a block of gradient checkpointing keeps is its inputs; while it is recomputed, all that it would keep.
+    A checkpointed block keeps only its inputs. During its recomputation it keeps everything.
     """
-    weights = {_storage(x) for network in policy.networks for x in [*network.parameters(), *network.buffers()]}
-    outside, largest = _Kept(weights), 0
+    weights = {identify_storage(x) for network in policy.networks for x in [*network.parameters(), *network.buffers()]}
+    outside, largest = KeptStorages(weights), 0
 
-    def checkpointed(block: Callable, *inputs: Any) -> Any:
+    def run_block(block: Callable, *inputs: Any) -> Any:
         nonlocal largest
-        inside = _Kept(weights)
+        inside = KeptStorages(weights)
         for tensor in inputs:
             if torch.is_tensor(tensor):
                 outside.add(tensor)
@@ -231,7 +231,7 @@ def kept_for_backward(
     if args.activation_checkpointing:
         for network in policy.networks:
             share = args.selective_checkpointing
-            network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(checkpointed, share))
+            network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(run_block, share))
     with torch.enable_grad(), outside:
         for network, positional, named in calls:
             with policy.access.forward_context():
@@ -239,24 +239,26 @@ def kept_for_backward(
     return outside.bytes + largest, largest
 
 
-class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the storages that autograd keeps, each once, but for those in `known`."""
+class KeptStorages(torch.autograd.graph.saved_tensors_hooks):
+    """Counter of the bytes that autograd keeps. Each storage counts once; those in `known` do not count."""
 
     def __init__(self, known: set[int]):
         super().__init__(self._pack, lambda tensor: tensor)
         self.known, self.bytes = set(known), 0
-        self.alive: list[Tensor] = []  # a storage that is freed would give its address to the next
+        self.alive: list[Tensor] = []  # keeps addresses from being reused
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.add(tensor)
         return tensor
 
     def add(self, tensor: Tensor) -> None:
-        if _storage(tensor) not in self.known:
-            self.known.add(_storage(tensor))
+        """Count the storage of a tensor."""
+        if identify_storage(tensor) not in self.known:
+            self.known.add(identify_storage(tensor))
             self.alive.append(tensor)
             self.bytes += tensor.untyped_storage().nbytes()
 
 
-def _storage(tensor: Tensor) -> int:
+def identify_storage(tensor: Tensor) -> int:
+    """Return a number that identifies the tensor's storage, even without memory."""
     return tensor.untyped_storage()._cdata

@@ -1,8 +1,7 @@
-"""
-Samples of a pipeline for a dataset of prompts, and what the rewards say of them; files in a folder leave.
+"""Sampling of a dataset of prompts without training: files, a table and scores in a folder.
 
-A module of its own because it needs no training: the pipeline's own scheduler, or the noise of a rollout without its
-trajectory. A job may take days, so what is done is never done again.
+Samples come from the pipeline's own scheduler or carry the noise of a rollout. A job may take days, so an interrupted
+job continues with the samples that are missing.
 """
 
 import json
@@ -37,10 +36,10 @@ TABLE, JOB = "samples.parquet", "sample.json"
 
 
 def check_folder(settings: SampleSettings) -> None:
-    """Refuses an output folder with samples of another job; in one with a part of the same job it goes on.
+    """Check that the output folder holds no samples of another job. A part of the same job is fine.
 
     Raises:
-        ValueError: it holds samples of another job.
+        ValueError: the folder holds samples of another job.
     """
     folder, identity = settings.output_dir, settings.identity
     if (folder / TABLE).is_file():
@@ -53,11 +52,11 @@ def check_folder(settings: SampleSettings) -> None:
                 )
 
 
-def load_sampled(settings: SampleSettings) -> "DiffusionPipeline":
-    """The pipeline to sample from, with its LoRA or weights; as the training would load it where there is one.
+def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
+    """Load the pipeline with its LoRA or trained weights, as training would if there are training settings.
 
     Raises:
-        ValueError: what is named cannot be loaded.
+        ValueError: the model, the LoRA or the weights cannot be loaded.
     """
     if settings.train is None or settings.dtype is not None:
         pipe = load_plain_pipeline(settings.model, settings.dtype, settings.device)
@@ -73,27 +72,28 @@ def write_samples(
     pipe: "DiffusionPipeline",
     dataset: Dataset,
     rewards: list[Reward],
-    judges: list[Reward],
+    eval_rewards: list[Reward],
     settings: SampleSettings,
 ) -> dict[str, tuple[float, float]]:
-    """
-    Samples `num_generations` of each row, and writes `0000.png` (`.mp4`, `.wav`), ... and `samples.parquet`.
+    """Generate and score `num_generations` samples per row, and write their files and `samples.parquet`.
 
-    Sample i has the seed `settings.seed + i`, so that batches and interruptions change nothing visible. The table is
-    written after each batch; rows that it holds are not made again.
+    Sample i has the seed `settings.seed + i`, so its result does not depend on batches or interruptions. The files are
+    named `0000.png` (`.mp4`, `.wav`) and so on. The table is written after each batch, and samples that it lists are
+    not made again.
 
     Args:
-        pipe: on its device.
-        dataset: with a column `prompt`; see [`~inputs.PipelineInputs`] for the others.
-        rewards, judges: what scores the samples; only `rewards` make up `reward` and `advantage`.
-        settings: how; [`check_folder`] has accepted it.
+        pipe: the pipeline, on its device.
+        dataset: rows with a column `prompt`; see [`~diffusion_grpo.data.inputs.PipelineInputs`] for other columns.
+        rewards: rewards that make up the columns `reward` and `advantage`.
+        eval_rewards: evaluation-only rewards, which do not.
+        settings: settings that [`check_folder`] accepted.
 
     Returns:
-        mean and standard error of each reward over the samples it scored, by name; with several trained ones also of
-        `reward`, what they come to together.
+        Mean and standard error of each reward over the samples that it scored, by name. With several `rewards` also of
+        `reward`, their combination.
 
     Raises:
-        ValueError: the table there holds other prompts, or the pipeline does not take an argument.
+        ValueError: the table in the folder holds other prompts, or the pipeline does not accept an argument.
     """
     path, count = settings.output_dir / TABLE, settings.num_generations
     table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
@@ -102,23 +102,24 @@ def write_samples(
             raise ValueError(f"{path} holds samples of {row['prompt']!r} where the prompts say {prompt!r}.")
     make = Sampler(pipe, settings)
     records.write_json(settings.output_dir / JOB, settings.identity)
-    step = max(1, settings.batch_size // count)  # prompts between two writes
+    step = max(1, settings.batch_size // count)  # prompts between two writes of the table
     with tqdm(total=len(dataset) * count, initial=min(len(table), len(dataset) * count), unit="sample") as bar:
         for first in range(len(table) // count, len(dataset), step):
             prompts = range(first, min(first + step, len(dataset)))
             positions = [prompt * count + turn for prompt in prompts for turn in range(count)]
             rows = make.inputs.rows(dataset, [position // count for position in positions])
             samples = make(rows, positions)
-            scores = _scores(rewards + judges, samples, rows, positions, settings, find_sampling_rate(pipe))
-            as_written = [dataset[position // count] for position in positions]  # files by their names
-            table += _table_rows(samples, as_written, positions, scores, settings, find_sampling_rate(pipe))
-            records.write_samples(path, _columns(table))
+            scores = _score(rewards + eval_rewards, samples, rows, positions, settings, find_sampling_rate(pipe))
+            # the dataset's own rows, where media are file names
+            as_written = [dataset[position // count] for position in positions]
+            table += _make_rows(samples, as_written, positions, scores, settings, find_sampling_rate(pipe))
+            records.write_samples(path, _make_columns(table))
             bar.update(len(positions))
-    return _finish(table, rewards, judges, settings)
+    return _finish(table, rewards, eval_rewards, settings)
 
 
 class Sampler:
-    """Samples of dataset rows: by the pipeline's own scheduler, or with the noise of a training's rollout.
+    """A sampler of dataset rows, with the pipeline's own scheduler or with the noise of a training rollout.
 
     Args:
         pipe: the pipeline.
@@ -128,7 +129,7 @@ class Sampler:
     def __init__(self, pipe: "DiffusionPipeline", settings: SampleSettings):
         self.pipe, self.settings, train = pipe, settings, settings.train
         self.inputs = PipelineInputs(pipe, settings)
-        self.given = {} if train else self.inputs.fixed  # what was given on the command line wins over columns
+        self.given = {} if train else self.inputs.fixed  # command-line values override columns
         component = train.train_component if train else None
         self.policy = None
         if train or settings.noise_level != 0:
@@ -137,11 +138,11 @@ class Sampler:
         pipe.set_progress_bar_config(disable=True)
 
     def __call__(self, rows: list[dict[str, Any]], positions: list[int]) -> list[Any]:
-        """The samples of `rows`; `positions` says which of the whole job they are."""
+        """Generate the samples of `rows`. `positions` are their positions in the whole job."""
         settings, samples = self.settings, [None] * len(rows)
-        # tokens are drawn, whatever the noise of the steps after them
+        # tokens are drawn at random even if the steps after them are noiseless
         is_drawn = settings.noise_level != 0 or (self.policy is not None and self.policy.draws_tokens)
-        make = self._noisy if is_drawn else self._plain
+        make = self._sample_with_noise if is_drawn else self._sample_plainly
         if settings.train is not None:
             level = settings.train.noise_level or self.policy.default_noise_level
             self.inputs.learn(self.policy, rows, level, settings.train)
@@ -155,13 +156,13 @@ class Sampler:
                     samples[row] = sample
         return samples
 
-    def _plain(self, inputs: dict[str, Any], positions: list[int]) -> Any:
+    def _sample_plainly(self, inputs: dict[str, Any], positions: list[int]) -> Any:
         seeds = torch.tensor([self.settings.seed + position for position in positions])
         arguments = call_arguments(self.pipe, inputs, self.settings.num_inference_steps, seeds)
         with family_of(self.pipe).bridged(self.pipe):
             return extract_samples(self.pipe, self.pipe(**arguments))
 
-    def _noisy(self, inputs: dict[str, Any], positions: list[int]) -> Any:
+    def _sample_with_noise(self, inputs: dict[str, Any], positions: list[int]) -> Any:
         settings, count = self.settings, self.settings.num_generations
         seeds = [settings.seed + position for position in positions]
         shared = [settings.seed + position // count * count for position in positions]
@@ -173,14 +174,17 @@ class Sampler:
             initial_seeds=shared if settings.same_initial_noise else seeds,
             num_inference_steps=settings.num_inference_steps,
             steps=[[]] * len(positions),
-            noise_steps=self._noise_steps(positions[0]),
+            noise_steps=self.choose_noise_steps(positions[0]),
             noise_in_last_step=settings.train is not None and settings.train.noise_in_last_step,
             noise_level=settings.noise_level,
         )
         return samples
 
-    def _noise_steps(self, position: int) -> range | None:
-        """The steps that draw noise; where the training's window moves, it does so after each of its rollouts."""
+    def choose_noise_steps(self, position: int) -> range | None:
+        """Choose the steps that draw noise for the sample at `position`, None for all.
+
+        If the training window moves, it moves after as many samples as a training rollout has.
+        """
         train = self.settings.train
         if train is None or not train.deterministic_outside_window:
             return None
@@ -188,7 +192,7 @@ class Sampler:
         return range(*make_sampling_plan(train).draw_window(position // per_rollout))
 
 
-def _scores(
+def _score(
     rewards: list[Reward],
     samples: list[Any],
     rows: list[dict],
@@ -196,7 +200,7 @@ def _scores(
     settings: SampleSettings,
     rate: int | None,
 ) -> dict[str, list]:
-    """A column a reward, and the columns that rewards add."""
+    """Score the samples. Return one column per reward, and the columns that rewards add."""
     if not rewards:
         return {}
     extra: dict[str, list] = {}
@@ -215,7 +219,7 @@ def _scores(
     return extra | {reward.name: column for reward, column in zip(rewards, values.T.tolist(), strict=True)}
 
 
-def _table_rows(
+def _make_rows(
     samples: list[Any],
     rows: list[dict],
     positions: list[int],
@@ -223,33 +227,35 @@ def _table_rows(
     settings: SampleSettings,
     rate: int | None,
 ) -> list[dict[str, Any]]:
-    """One row a sample: the dataset's plain columns, seed, files, scores. Writes the files."""
+    """Write the files, and make one row per sample: plain columns of the dataset, files, seed, scores."""
     folder = settings.output_dir
     columns = records.write_files(
         samples, [folder / f"{position:04d}" for position in positions], folder, settings.fps, rate
     )
     columns |= {"seed": [settings.seed + position for position in positions]} | scores
     made = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    return [_plain_columns(row, set(columns)) | one for row, one in zip(rows, made)]
+    return [_keep_plain_columns(row, set(columns)) | one for row, one in zip(rows, made)]
 
 
-def _plain_columns(row: dict[str, Any], taken: set[str]) -> dict[str, Any]:
-    """What a table can hold of a dataset's row; `image`, say, is the sample's, so an input of that name is renamed."""
+def _keep_plain_columns(row: dict[str, Any], taken: set[str]) -> dict[str, Any]:
+    """Keep the values of a dataset row that a table can hold. Prefix names in `taken`, e.g. `image`."""
     plain = {name: value for name, value in row.items() if isinstance(value, (str, int, float, bool, type(None)))}
     return {f"input_{name}" if name in taken else name: value for name, value in plain.items()}
 
 
-def _columns(table: list[dict[str, Any]]) -> dict[str, list]:
+def _make_columns(table: list[dict[str, Any]]) -> dict[str, list]:
     names = dict.fromkeys(name for row in table for name in row)
     return {name: [row.get(name) for row in table] for name in names}
 
 
 def _finish(
-    table: list[dict[str, Any]], rewards: list[Reward], judges: list[Reward], settings: SampleSettings
+    table: list[dict[str, Any]], rewards: list[Reward], eval_rewards: list[Reward], settings: SampleSettings
 ) -> dict[str, tuple[float, float]]:
-    """Adds what the rewards come to, and advantages where there are groups, to the table; returns the summary."""
-    columns = _columns(table)
-    summary = {reward.name: _mean_and_error(torch.tensor(columns[reward.name])) for reward in rewards + judges}
+    """Add the combined reward and, if there are groups, the advantage to the table. Return the summary."""
+    columns = _make_columns(table)
+    summary = {
+        reward.name: _compute_mean_and_error(torch.tensor(columns[reward.name])) for reward in rewards + eval_rewards
+    }
     if not rewards:
         return summary
     values = torch.tensor([columns[reward.name] for reward in rewards]).T
@@ -265,11 +271,11 @@ def _finish(
         columns["reward"] = together.tolist()
     records.write_samples(settings.output_dir / TABLE, columns)
     if len(rewards) > 1:
-        summary["reward"] = _mean_and_error(torch.tensor(columns["reward"]))
+        summary["reward"] = _compute_mean_and_error(torch.tensor(columns["reward"]))
     return summary
 
 
-def _mean_and_error(values: Tensor) -> tuple[float, float]:
+def _compute_mean_and_error(values: Tensor) -> tuple[float, float]:
     values = values[~values.isnan()].double()
     error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return values.mean().item(), error

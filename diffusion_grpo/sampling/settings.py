@@ -1,8 +1,6 @@
-"""
-What `diffusion-grpo sample` is asked for: words of a command line go in, one `SampleSettings` comes out.
+"""Options and settings of `diffusion-grpo sample`, given as a model with options or as the YAML file of a run.
 
-A module of its own because the same samples can be asked for in two ways, a model with options or the YAML file of a
-training, and because all of it can be refused before torch is imported.
+This module does not import torch, so that invalid options are refused at once.
 """
 
 import argparse
@@ -28,21 +26,21 @@ OPTIONS = (
 )
 OPTIONS += ("noise_level", "seed", "fps", "dtype", "device", "guidance_scale", "height", "width", "num_frames")
 WINDOW = ("sde_window", "sde_window_size", "deterministic_outside_window")
-CALL = ("guidance_scale", "height", "width", "num_frames")  # of a pipeline's call, where they are given
+CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the pipeline's call, if given
 
 
 @dataclass
 class SampleSettings:
-    """One job of sampling without training.
+    """Settings of one sampling job.
 
     Attributes:
         model: Hub id or folder of a pipeline, or `tiny`.
-        prompts, split, max_prompts: the dataset, its split, and how many of its rows (None: all).
-        reward_funcs: as a training takes them, `eval_reward_funcs`: judges beside them.
-        num_generations: samples of each prompt.
-        noise_level: of the process put on the scheduler (None: its usual one); 0 leaves the scheduler as it is.
+        prompts, split, max_prompts: dataset, split, and number of rows to use (None: all).
+        reward_funcs, eval_reward_funcs, reward_weights: as in `DiffusionGRPOConfig` and `train`.
+        num_generations: samples per prompt.
+        noise_level: noise level of the stochastic process (None: its default); 0 keeps the pipeline's own scheduler.
         guidance_scale, height, width, num_frames, pipeline_kwargs: arguments of the pipeline's call.
-        train: the settings of the training that these were taken from, None without one.
+        train: settings of the run that these were read from, None without one.
     """
 
     model: str
@@ -83,16 +81,16 @@ class SampleSettings:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What two jobs must share for their samples to belong to one table."""
+        """Values that two jobs must share for their samples to belong in one table."""
         names = ("model", "lora", "num_generations", "num_inference_steps", "sde_type", "noise_level")
         names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
         values = {name: getattr(self, name) for name in names}
         values |= {name: getattr(self.train, name, None) for name in ("scheduler_kwargs", *WINDOW)}
-        return json.loads(json.dumps(values, default=repr))  # as it comes back from a file
+        return json.loads(json.dumps(values, default=repr))  # the form in which a file returns them
 
 
 def add_call_options(command: argparse.ArgumentParser, steps_default: int | None) -> None:
-    """What `check` and `sample` share; what is not given is the pipeline's default."""
+    """Add the options that `check` and `sample` share. Those not given keep the pipeline's default."""
     command.add_argument("--num_inference_steps", type=int, default=steps_default, help="denoising steps")
     command.add_argument("--guidance_scale", type=float, help="classifier-free guidance")
     command.add_argument("--height", type=int, help="pixels")
@@ -105,51 +103,53 @@ def add_call_options(command: argparse.ArgumentParser, steps_default: int | None
 
 
 def add_sample_options(command: argparse.ArgumentParser) -> None:
-    """Options of `sample`."""
+    """Add the options of `sample`."""
     command.add_argument(
         "source", metavar="model", help="Hub id or folder of a pipeline, `tiny`, or a YAML file of `train`"
     )
-    command.add_argument("--prompts", help=f"{PROMPTS_HELP}; with a YAML file its dataset")
+    command.add_argument("--prompts", help=f"{PROMPTS_HELP}; default: the YAML file's dataset")
     command.add_argument("--split", help="split of the prompts; default: test, or the YAML file's")
-    command.add_argument("--max_prompts", type=int, help="use the first so many; default: 16, with a YAML file all")
-    command.add_argument("--lora", help="LoRA or weights of a run: its output folder or a checkpoint")
+    command.add_argument(
+        "--max_prompts", type=int, help="use only the first N prompts; default: 16, or all with a YAML file"
+    )
+    command.add_argument("--lora", help="LoRA or weights of a run: its output folder or one of its checkpoints")
     command.add_argument(
         "--reward_funcs", nargs="+", help="rewards that score the samples: names, dotted paths, or one YAML mapping"
     )
-    command.add_argument("--num_generations", type=int, help="samples of each prompt; default: 1, or the YAML file's")
+    command.add_argument("--num_generations", type=int, help="samples per prompt; default: 1, or the YAML file's")
     command.add_argument(
         "--noise_level",
         type=float,
-        help="noise in the steps, as in training; default: 0, the pipeline's own scheduler, or the YAML file's",
+        help="noise in the steps, as in training; default: 0 (the pipeline's own scheduler), or the YAML file's",
     )
-    command.add_argument("--sde_type", help="process of that noise; default: auto, or the YAML file's")
-    command.add_argument("--batch_size", type=int, help="samples a call; default: 16, or the YAML file's")
-    command.add_argument("--fps", type=float, help="frames a second of videos; default: 16, or the YAML file's")
+    command.add_argument("--sde_type", help="stochastic process of that noise; default: auto, or the YAML file's")
+    command.add_argument("--batch_size", type=int, help="samples per pipeline call; default: 16, or the YAML file's")
+    command.add_argument("--fps", type=float, help="frames per second of videos; default: 16, or the YAML file's")
     command.add_argument("--output_dir", default="samples", help="default: %(default)s")
     add_call_options(command, steps_default=None)
     command.epilog = (
-        "With a YAML file of `train` the samples are those of its rollouts: dataset, rewards, group size, sizes, "
-        "guidance and noise are its own, options given here win, and any other setting of it can be given as\n"
-        "--key value. A job that was stopped goes on: samples that are in --output_dir are not made again."
+        "With a YAML file of `train` the samples are like those of its rollouts: dataset, rewards, group size, image\n"
+        "size, guidance and noise come from the file. Options given here override it, and so does any other setting\n"
+        "given as --key value. An interrupted job continues: samples in --output_dir are not made again."
     )
 
 
-def call_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given ones of `add_call_options` as keyword arguments of a pipeline's call.
+def read_call_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Read the options of `add_call_options` that were given, as keyword arguments of a pipeline's call.
 
     Raises:
         ValueError: `--pipeline_kwargs` is not a JSON object.
     """
     given = {name: getattr(arguments, name) for name in ("num_inference_steps", *CALL)}
     given = {name: value for name, value in given.items() if value is not None}
-    return given | json_object(arguments.pipeline_kwargs)
+    return given | parse_json_object(arguments.pipeline_kwargs)
 
 
-def json_object(text: str | None) -> dict[str, Any]:
-    """What `--pipeline_kwargs` holds, {} where it was not given.
+def parse_json_object(text: str | None) -> dict[str, Any]:
+    """Parse the value of `--pipeline_kwargs`; return {} if it was not given.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: the value is not a JSON object.
     """
     values = json.loads(text) if text else {}
     if not isinstance(values, dict):
@@ -158,17 +158,20 @@ def json_object(text: str | None) -> dict[str, Any]:
 
 
 def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> SampleSettings:
-    """The job that a command line describes.
+    """Read the settings of a job from the command line.
 
     Args:
-        arguments: of `add_sample_options`, None where an option was not given.
-        overrides: what the parser did not know, settings of a training where there is a YAML file.
+        arguments: parsed options of `add_sample_options`; None for those not given.
+        overrides: words that the parser did not know. With a YAML file they override its settings.
 
     Raises:
-        ValueError: something that cannot be used.
+        ValueError: an option or a setting cannot be used.
     """
     given = {name: value for name, value in vars(arguments).items() if name in OPTIONS and value is not None}
-    given |= {"output_dir": Path(arguments.output_dir), "pipeline_kwargs": json_object(arguments.pipeline_kwargs)}
+    given |= {
+        "output_dir": Path(arguments.output_dir),
+        "pipeline_kwargs": parse_json_object(arguments.pipeline_kwargs),
+    }
     if arguments.reward_funcs:
         given |= {
             "reward_funcs": read_rewards(arguments.reward_funcs),
@@ -176,20 +179,20 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
             "reward_weights": None,
         }
     if Path(arguments.source).suffix in (".yaml", ".yml"):
-        return _from_yaml(arguments, list(overrides), given)
+        return _read_yaml(arguments, list(overrides), given)
     if overrides:
         raise ValueError(f"unknown option {overrides[0]}; see diffusion-grpo sample --help.")
     if "prompts" not in given:
-        raise ValueError("--prompts is missing; give the prompts, or a YAML file of a training in place of the model.")
+        raise ValueError("--prompts is missing; give the prompts, or a YAML file of a run in place of the model.")
     given = {"model": arguments.source, "split": "test", "max_prompts": 16, "dtype": "float32"} | given
     return SampleSettings(**given)
 
 
-def _from_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[str, Any]) -> SampleSettings:
+def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[str, Any]) -> SampleSettings:
     from ..config.parse import parse_train_arguments
 
     overrides = [*overrides, f"--output_dir={arguments.output_dir}"]
-    if arguments.num_inference_steps is not None:  # the window of the noise depends on it
+    if arguments.num_inference_steps is not None:  # the noise window depends on it
         overrides.append(f"--num_inference_steps={arguments.num_inference_steps}")
     script, _, train = parse_train_arguments(arguments.source, overrides)
     names = ("num_generations", "num_inference_steps", "sde_type", "noise_level", "same_initial_noise", "seed", "fps")
@@ -208,7 +211,7 @@ def _from_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
 
 
 def read_rewards(words: list[str]) -> Any:
-    """Names as they are; a single word that starts as a YAML mapping or list is read as one."""
+    """Read rewards from words: names or dotted paths, or a single word that is a YAML mapping or list."""
     from ..config.parse import read_overrides
 
     return read_overrides(["--reward_funcs", *words])["reward_funcs"]

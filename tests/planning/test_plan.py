@@ -15,8 +15,8 @@ from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.planning.batches import Batches
-from diffusion_grpo.planning.plan import Sharding, optimizer_bytes, plan, settings_for
-from diffusion_grpo.planning.weightless import _Kept, _storage
+from diffusion_grpo.planning.plan import Sharding, count_optimizer_bytes, make_planned_config, plan
+from diffusion_grpo.planning.weightless import KeptStorages, identify_storage
 from tests.cli.test_cli import refusal
 
 SETTINGS = {
@@ -152,7 +152,7 @@ def test_evaluations_and_activations_are_those_of_the_real_network(name, evaluat
         if not torch.is_grad_enabled():
             return real(*positional, **named)
         if not kept:
-            kept.append(_Kept({_storage(x) for x in [*network.parameters(), *network.buffers()]}))
+            kept.append(KeptStorages({identify_storage(x) for x in [*network.parameters(), *network.buffers()]}))
         with kept[0]:
             return real(*positional, **named)
 
@@ -182,7 +182,7 @@ def test_checkpointing_keeps_less(tmp_path):
 @pytest.mark.parametrize("processes", [1, 2, 8])
 def test_batches_are_the_trainers(processes, tmp_path):
     config = write(tmp_path, "sd3", num_generations=4, steps_per_generation=4, num_iterations=3, rollout_batch_size=1)
-    _, _, args = parse_train_arguments(config, [], settings_for(processes))
+    _, _, args = parse_train_arguments(config, [], make_planned_config(processes))
     batches = Batches.of(args, prompts=100)
     assert batches.samples_per_rollout == 2 * processes * 4 == batches.prompts_per_rollout * 4
     assert batches.samples_per_process * processes == batches.samples_per_rollout
@@ -241,7 +241,7 @@ def test_offloads_move_bytes_to_the_cpu(tmp_path):
 def test_eight_bit_states_are_a_byte_a_value_and_a_scale_a_block():
     _, _, args = parse_train_arguments(None, "--model a/b --dataset x --reward_funcs y --optim adamw_8bit".split())
     large, small = torch.nn.Parameter(torch.empty(64, 100)), torch.nn.Parameter(torch.empty(10))
-    assert optimizer_bytes([large, small], args) == 2 * (6400 + 4 * 25) + 2 * 4 * 10
+    assert count_optimizer_bytes([large, small], args) == 2 * (6400 + 4 * 25) + 2 * 4 * 10
 
 
 def test_a_distribution_that_is_not_known_is_refused():
@@ -253,7 +253,7 @@ def test_the_command_prints_tables_and_json(tmp_path, capsys):
     config = write(tmp_path, "sd3", num_processes=4, accelerate_config="fsdp2")
     assert cli.main(["plan", config, "--num_generations", "8"]) == 0
     out = capsys.readouterr().out
-    assert "samples a rollout" in out and "fsdp2" in out and "trajectory" in out
+    assert "samples per rollout" in out and "fsdp2" in out and "trajectory" in out
     assert cli.main(["plan", config, "--json", "--accelerate_config", "zero2"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["batches"]["processes"] == 4 and made["sharding"]["name"] == "zero2"
@@ -271,7 +271,7 @@ def test_a_model_that_is_not_here_leaves_the_batches(capsys):
     words = ["plan", "examples/sd35_ocr.yaml", "--num_processes", "8"]
     assert cli.main(words) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "prompts a rollout │ 48" in out
+    assert "prompts per rollout │ 48" in out
     assert "stable-diffusion-3.5-medium is not here" in out and "--model FOLDER" in out
 
 
@@ -296,11 +296,13 @@ def test_every_example_is_planned_on_a_machine_without_an_accelerator(file, tmp_
     ("words", "bf16"), [("--bf16 true --tf32 true", True), ("--fp16 true", False), ("--bf16 false", False), ("", True)]
 )
 def test_the_precision_is_that_of_the_target(words, bf16):
-    args = parse_train_arguments(str(EXAMPLES / "demo.yaml"), words.split(), settings_for(2))[2]
+    args = parse_train_arguments(str(EXAMPLES / "demo.yaml"), words.split(), make_planned_config(2))[2]
     assert (args.bf16, args.fp16, args.tf32) == (bf16, "fp16" in words, True if "tf32" in words else None)
     assert not args.use_cpu
     with pytest.raises(ValueError, match="At most one of fp16 and bf16"):
-        parse_train_arguments(str(EXAMPLES / "demo.yaml"), ["--bf16", "true", "--fp16", "true"], settings_for(2))
+        parse_train_arguments(
+            str(EXAMPLES / "demo.yaml"), ["--bf16", "true", "--fp16", "true"], make_planned_config(2)
+        )
 
 
 def test_what_this_machine_has_does_not_count(monkeypatch):

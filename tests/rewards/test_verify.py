@@ -66,7 +66,7 @@ def test_the_drawn_pictures_are_scored_by_the_weights_that_were_compared(tmp_pat
     published(monkeypatch, "clip_score", options={"model": str(tmp_path)}, scores=(0.0,), tolerance=100.0)
     assert cli.main(["rewards", "verify", "clip_score"]) == 0  # and needs no weights of another model
     written = capsys.readouterr().out
-    assert "Pictures drawn here, by the same weights:" in written
+    assert "Images drawn here, scored by the same weights:" in written
     assert "not the reward's own weights: model: openai/clip-vit-large-patch14, its default, was not comp" in written
     assert cli.main(["rewards", "verify", "clip_score", "--model", str(tmp_path)]) == 0
     assert "not the reward's own weights" not in capsys.readouterr().out

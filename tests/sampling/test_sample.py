@@ -175,7 +175,7 @@ def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
     rollout = settings.train.batch_sizes.prompts_per_rollout * settings.num_generations
     expected = [range(*make_sampling_plan(settings.train).draw_window(generation)) for generation in range(8)]
-    assert [sampler._noise_steps(generation * rollout) for generation in range(8)] == expected
+    assert [sampler.choose_noise_steps(generation * rollout) for generation in range(8)] == expected
     assert len(set(expected)) > 1 and all(len(steps) == 2 for steps in expected)
 
 
@@ -260,7 +260,7 @@ def test_pictures_of_several_sizes_are_read_and_told_apart(tmp_path, training):
 def test_what_a_pipeline_needs_in_these_versions_is_there_without_a_training(tmp_path, monkeypatch):
     """GLM-Image's image-to-image, whose plain call fails in diffusers 0.42."""
     pipe, inputs = tiny_pipelines.build("glm_image_edit")
-    monkeypatch.setattr(sample, "load_sampled", lambda settings: pipe)
+    monkeypatch.setattr(sample, "load_pipeline_to_sample", lambda settings: pipe)
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "GlmImagePipeline"}))
     inputs["image"][0][0].save(tmp_path / "a.png")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a fox", "image": "a.png"}))
