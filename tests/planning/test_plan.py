@@ -307,7 +307,7 @@ def test_the_precision_is_that_of_the_target(words, bf16):
 
 def test_what_this_machine_has_does_not_count(monkeypatch):
     config = str(EXAMPLES / "sd35_ocr.yaml")
-    monkeypatch.setattr("diffusion_grpo.distributed.launch.accelerators", lambda: 8)
+    monkeypatch.setattr("diffusion_grpo.distributed.launch.count_accelerators", lambda: 8)
     monkeypatch.setattr("accelerate.utils.is_deepspeed_available", lambda: False)
     made = plan(config, [], LaunchArguments("zero3"))
     assert made.batches.processes == 1 and "add --num_processes N" in made.notes[0]
