@@ -40,7 +40,7 @@ def pytest_collection_finish():
 # Several workers
 
 # What takes longest begins first, or one worker would still be at it when the other has nothing left.
-FIRST = ["test_" + name for name in "deepspeed learning fsdp resume launch distributed ranks".split()]
+FIRST = ["test_" + name for name in "deepspeed every_setting learning fsdp resume launch failure processes".split()]
 
 
 def pytest_collection_modifyitems(items):
