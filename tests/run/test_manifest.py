@@ -15,7 +15,7 @@ SETTINGS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "steps_pe
 
 
 @pytest.fixture(scope="module")
-def show_whole(tmp_path_factory):
+def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     trainer = trainer_for(folder / "run", **SETTINGS)
     trainer.train()
