@@ -1,4 +1,4 @@
-# Every target works alone on a bare clone: what it needs, it makes.
+# Every target works on a fresh clone and creates what it needs.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PATHS  := diffusion_grpo tests examples benchmarks docs
 ARGS   ?=
 
-# Tests and demo use what is in the package, never the network; one thread a test process, two processes.
+# Tests and the demo need only the package, never the network. Tests run in two processes with one thread each.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
@@ -15,7 +15,7 @@ PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format bench bench-distributed bench-gpu bench-rewards sweep docs tiny-model clean
 
-help: ## print this list
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## create .venv with the tested versions and install the package into it
@@ -25,45 +25,45 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,ocr,report]"
 	@touch $@
 
-demo: setup ## teach the embedded model to spell and colour on the CPU, into outputs/demo
+demo: setup ## teach the embedded model to spell and colour on the CPU, and write the run to outputs/demo
 	@rm -rf outputs/demo
 	@$(OFFLINE) $(QUIET) $(BIN)/diffusion-grpo train examples/demo.yaml $(ARGS)
 
-test: setup ## run the tests (ARGS="-k losses" for some of them)
+test: setup ## run the tests (ARGS="-k losses" selects some)
 	@$(PYTEST) -n 2 $(ARGS)
 
-test-all: setup ## run every test, also slow, demo and distributed ones
+test-all: setup ## run every test, including slow, demo and distributed ones
 	@$(PYTEST) -m "" $(ARGS)
 
 lint: setup ## check style with ruff
 	@$(BIN)/ruff check --quiet $(wildcard $(PATHS))
 	@$(BIN)/ruff format --quiet --check $(wildcard $(PATHS))
 
-format: setup ## rewrite the sources in the project's style
+format: setup ## format the sources with ruff
 	@$(BIN)/ruff check --quiet --fix $(wildcard $(PATHS))
 	@$(BIN)/ruff format --quiet $(wildcard $(PATHS))
 
-bench: setup ## time one GRPO step against the bare network, then two processes against one
+bench: setup ## time a GRPO step against the bare network, then two processes against one
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/step.py $(ARGS)
 	@$(MAKE) --no-print-directory bench-distributed ARGS=
 
 bench-distributed: setup ## time DDP, ZeRO-3 and FSDP2 on two CPU processes against one process
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/distributed.py $(ARGS)
 
-bench-gpu: setup ## time networks of SD3.5-M's and FLUX's size with random weights, on a GPU
+bench-gpu: setup ## time networks the size of SD3.5-M and FLUX with random weights on a GPU
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/gpu.py $(ARGS)
 
-bench-rewards: setup ## images a second of each reward, and the share of an update that the demo waits for its own
+bench-rewards: setup ## time each reward, and the demo's wait for its rewards
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/rewards.py $(ARGS)
 
-sweep: setup ## ask every pipeline of a diffusers checkout whether it trains (ARGS="--diffusers PATH")
+sweep: setup ## check every pipeline of a diffusers checkout (ARGS="--diffusers PATH")
 	@$(OFFLINE) $(QUIET) OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py $(ARGS)
 
-docs: setup ## regenerate docs/config.md from the settings' help texts and check every link in the docs
+docs: setup ## regenerate docs/config.md from the help texts of the settings, and check every link in the docs
 	@$(BIN)/python docs/build.py $(ARGS)
 
-tiny-model: setup ## make the embedded model again from packages alone (within half an hour on two cores)
-	@$(OFFLINE) $(BIN)/python -m diffusion_grpo.tiny.train $(ARGS)
+tiny-model: setup ## train the embedded model again (up to half an hour on two cores)
+	@$(OFFLINE) $(BIN)/python -m benchmarks.tiny_model.train $(ARGS)
 
 clean: ## remove the environment, caches and build products (outputs/ is kept)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,9 +1,9 @@
 """
-What processes send each other in one update: counted in a run of two, and by formula for hundreds.
+What processes send each other in one update: counted in a run on two processes, by formula for hundreds.
 
 `python benchmarks/communication.py` prints the table of docs/scaling.md. `--count ddp` trains the embedded model on
 two CPU processes and counts the bytes that each hands to each collective in its second update, rollout included, as
-torch's profiler records them. tests/test_communication.py holds DDP's formula against that count.
+torch's profiler records them. tests/distributed/test_communication.py compares DDP's formula with that count.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.watch import SIDE
+from diffusion_grpo.rollout.diversity import SIDE
 
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 MACHINE = 8  # GPUs
@@ -37,7 +37,7 @@ THUMBNAIL = 3 * SIDE**2
 
 @dataclass
 class Update:
-    """One update with its share of a rollout, as one process sees it.
+    """One update and its share of a rollout, from the view of one process.
 
     Attributes:
         weights: number of the network's.
@@ -65,8 +65,8 @@ def reward_bytes(update: Update) -> int:
     return 4 * update.samples * update.rewards
 
 
-def gathered_bytes(update: Update, numbers: int = THUMBNAIL) -> int:
-    """Handed to gathers by all processes together for a rollout: rewards, and an int64 and a uint8 thumbnail a sample.
+def gather_bytes(update: Update, numbers: int = THUMBNAIL) -> int:
+    """Return what all processes hand to gathers in a rollout: rewards, and an int64 and a uint8 thumbnail per sample.
 
     Args:
         numbers: of a thumbnail, by which `diversity` compares samples: 32 x 32 x 3, of a video four times as many.
@@ -89,7 +89,7 @@ def zero2(update: Update, processes: int) -> dict[str, float]:
 
 
 def zero3(update: Update, processes: int, gathers_once: bool = True) -> dict[str, float]:
-    """All weights are gathered for each forward and each backward pass; in the rollout once, or for each call."""
+    """Count ZeRO-3: weights are gathered for each pass, forward and backward; in the rollout once or for each call."""
     share, whole = (processes - 1) / processes, update.width * (update.weights + update.trained)
     rollout = 1 if gathers_once else update.rollout_calls
     return {
@@ -151,7 +151,7 @@ def seconds(sent: float, processes: int) -> float:
 
 def print_tables() -> None:
     """docs/scaling.md's tables."""
-    print("| model | trains | processes | mode | gradients sent | weights sent | seconds | of the arithmetic |")
+    print("| model | trained | processes | mode | gradients sent | weights sent | seconds | of the arithmetic |")
     print("|---|---|---|---|---|---|---|---|")
     for name in MODELS:
         for is_lora in (True, False):
@@ -220,7 +220,12 @@ def count(folder: Path, is_lora: bool) -> None:
     trainer.train()
     if trainer.is_world_process_zero():
         trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-        found = {"bytes": counted.bytes, "trained": trained, "samples": 2 * args.rollout_size, "rewards": 2}
+        found = {
+            "bytes": counted.bytes,
+            "trained": trained,
+            "samples": 2 * args.batch_sizes.rollout_share,
+            "rewards": 2,
+        }
         (folder / "counted.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """
-The demo in several seeds, as a table: `python benchmarks/demo_seeds.py` writes docs/demo_runs.md.
+Run the demo with several seeds: `python benchmarks/demo_seeds.py` writes a table to docs/demo_runs.md.
 
-One lucky seed proves nothing. Each run is `make demo` with another seed; one that is there already is not made again.
+One lucky seed proves nothing. Each run is `make demo` with another seed; a finished run is not repeated.
 """
 
 import argparse
@@ -12,23 +12,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-from diffusion_grpo.report import gain
-from diffusion_grpo.run_folder import Run, read_run
+from diffusion_grpo.run.folder import Run, read_run
+from diffusion_grpo.run.report import gain
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "demo_runs.md"
 
 HEAD = """# The demo in {count} seeds
 
-Written by `{command}` on {machine}. Each run is `make demo` with another seed, which draws other initial latents in
-evaluation too. Held out: {prompts} prompts, with words that are in no training; plain deterministic sampler, {steps}
-steps, guidance 1 unless said otherwise. Each cell is a mean with its standard error over the prompts. Tesseract is the
-judge: never trained on.
+Written by `{command}` on {machine}.
+
+Each run is `make demo` with another seed, which also changes the initial latents of the evaluations. These use
+{prompts} held-out prompts, whose words are never trained on, and the plain deterministic sampler with {steps} steps,
+at guidance 1 unless stated otherwise. Each cell is a mean with its standard error over the prompts. Tesseract is an
+evaluation-only reward: it is never trained on.
 """
 
 
 def table(runs: dict[int, Run]) -> list[str]:
-    """Markdown: for each seed the untrained model, also with guidance, and the trained one; then what was gained."""
+    """Return Markdown: per seed the untrained model, also with guidance, and the trained one; then what was gained."""
     names = ["reward", *next(iter(runs.values())).reward_names]
     lines = ["| seed | | " + " | ".join(names) + " | updates | minutes |", "|---|---|" + "---|" * (len(names) + 2)]
     for seed, run in runs.items():
@@ -37,7 +39,7 @@ def table(runs: dict[int, Run]) -> list[str]:
             lines.append(row(seed, f"untrained, {line}", [run.baseline_cells(name)[line] for name in names], ["", ""]))
         ends = [str(run.updates), f"{run.seconds / 60:.1f}"]
         lines.append(row(seed, "**trained**", [run.held_out(name, -1) for name in names], ends))
-    lines += ["", "Of what was missing to the maximum, gained:", ""]
+    lines += ["", "The share of the missing reward (the distance to its maximum) that was gained:", ""]
     lines += ["| seed | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for seed, run in runs.items():
         shares = [gain(run, name) for name in names]
@@ -46,13 +48,13 @@ def table(runs: dict[int, Run]) -> list[str]:
 
 
 def row(seed: int, name: str, cells: list[tuple[float | None, float | None]], ends: list[str]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     texts = ["–" if mean is None else f"{mean:.3f} ± {error:.3f}" for mean, error in cells]
     return f"| {seed} | {name} | " + " | ".join([*texts, *ends]) + " |"
 
 
 def machine() -> str:
-    """What the runs were made on, in words."""
+    """Describe the machine that made the runs."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

@@ -1,11 +1,11 @@
 """
 Two processes beside one on the same global batch, ZeRO-3 and FSDP2 beside DDP: `make bench-distributed`.
 
-In: the embedded model, as a LoRA and in full. Out: a table of seconds of rollout and update, their ratio to one
+Trains the embedded model, as a LoRA and in full, and prints a table: seconds of rollout and update, their ratio to one
 process and to DDP, and the share of an update in which a collective is under way. Each process computes with one
 thread, so that two have twice the cores of one. Times are medians over updates without the profiler, after one that
-warms up; the share is that of one more update under torch's profiler, and holds the waiting for the other process and
-what is computed meanwhile.
+warms up. The share is measured in one more update under torch's profiler; it includes waiting for the other process
+and what is computed meanwhile.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback, TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.callbacks import ReportCallback
+from diffusion_grpo.training.callbacks import ReportCallback
 
 PARTS = {"stage": 3, "stage3_param_persistence_threshold": 1000, "reduce_bucket_size": "auto"}
 OPEN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -76,7 +76,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def work(folder: Path, mode: str, is_lora: bool, samples: int, rounds: int) -> None:
-    """What each process does: a training of `rounds` timed updates, `samples` in each on all processes together."""
+    """Train on each process: `rounds` timed updates of `samples` samples, counted over all processes."""
     processes, settings, _ = MODES[mode]
     args = DiffusionGRPOConfig(
         str(folder),
@@ -158,7 +158,7 @@ def main() -> None:
     if options.worker:
         work(options.worker, options.mode, options.lora, options.samples, options.rounds)
         return
-    print("| trains | mode | rollout | update | both | to one process | to DDP | in collectives |")
+    print("| trained | mode | rollout | update | both | ratio to one process | ratio to DDP | in collectives |")
     print("|---|---|---|---|---|---|---|---|")
     for is_lora, trains in ((True, "LoRA"), (False, "all weights")):
         found: dict[str, dict] = {}

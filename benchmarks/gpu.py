@@ -3,7 +3,7 @@ Seconds and peak memory of rollout and update for networks of published sizes: `
 
 SD3.5-M's network (2.2 B weights) and FLUX.1-dev's (11.9 B), with random weights in bf16, so nothing is downloaded; VAE
 and text encoders are small, in float32, and of the right widths, so the network gets as many tokens as the real one.
-Out: a row of Markdown for each training. `--tiny` runs the same on networks of two blocks, on a CPU too, to see that
+Prints a row of Markdown for each run. `--tiny` does the same with networks of two blocks, on a CPU too, to check that
 it works.
 """
 
@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.callbacks import ReportCallback
+from diffusion_grpo.training.callbacks import ReportCallback
 
 # the network, whether a LoRA is trained, settings
 TRAININGS = {

@@ -1,8 +1,8 @@
 """
-What a reward that is left out costs: `python benchmarks/left_out.py` writes examples/demo_left_out.json.
+Show what leaving out a reward costs: `python benchmarks/left_out.py` writes examples/demo_left_out.json.
 
-The demo twice with one seed, in 34 updates of 256 samples: on both rewards, and on spelling alone while the colour is
-only measured. A run that is there already is not made again. The file is what `report_experiment` in
+The demo runs twice with the same seed, for 34 updates of 256 samples: once on both rewards, and once on spelling alone
+while colour is only measured. A finished run is not repeated. The file is what `report_experiment` in
 examples/demo.yaml shows.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from demo_seeds import ROOT, machine
 
-from diffusion_grpo.records import write_json
-from diffusion_grpo.run_folder import Run, read_run
+from diffusion_grpo.run.folder import Run, read_run
+from diffusion_grpo.run.records import write_json
 
 PAGE = ROOT / "examples" / "demo_left_out.json"
 REWARDS = ["text", "color", "tesseract"]
@@ -23,14 +23,14 @@ SETTINGS = (
 )
 LEFT_OUT = "--reward_funcs text --reward_weights 1.0 --eval_reward_funcs color tesseract"
 NOTE = (
-    "The same training with the reward for the colour left out, {updates} updates of 256 samples each. The spelling "
-    "rises in both; what is not rewarded is not kept: this is why the demo trains on two rewards and why a judge that "
-    "is never trained on stands beside them."
+    "The demo with and without the reward for colour, {updates} updates of 256 samples each. Spelling improves in "
+    "both runs, but what is not rewarded is lost. This is why the demo trains on two rewards, and why it also "
+    "measures one that it never trains on."
 )
 
 
-def made(folder: str, rewards: str = "") -> Run:
-    """The run in `folder`, trained now if it is not there."""
+def run_or_read(folder: str, rewards: str = "") -> Run:
+    """Return the run in `folder`; train it first if it is not there."""
     if not (ROOT / folder / "summary.json").is_file():
         words = f"train examples/demo.yaml --output_dir {folder} {SETTINGS} {rewards}".split()
         subprocess.run([sys.executable, "-m", "diffusion_grpo.cli", *words], check=True, cwd=ROOT)
@@ -38,14 +38,14 @@ def made(folder: str, rewards: str = "") -> Run:
 
 
 def row(name: str, run: Run, index: int) -> dict:
-    """Held-out means of one evaluation."""
+    """Return a row of the table: the held-out means of one evaluation."""
     return {"name": name, "values": [run.held_out(reward, index)[0] for reward in REWARDS]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    both, alone = made("outputs/demo-both"), made("outputs/demo-left-out", LEFT_OUT)
+    both, alone = run_or_read("outputs/demo-both"), run_or_read("outputs/demo-left-out", LEFT_OUT)
     rows = [
         row("untrained", both, 0),
         row("trained on 0.7 text + 0.3 color", both, -1),

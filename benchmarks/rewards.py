@@ -1,9 +1,9 @@
 """
-Images a second of each reward without weights, and the share of an update that the demo waits for its rewards.
+Measure samples per second of each reward without weights, and how long the demo waits for its rewards.
 
-The pictures are the embedded model's size and a usual one, the videos short. The demo is examples/demo.yaml for a few
-updates, once with the rewards beside the rollout and once after it; both in turns, so that other load of the machine
-meets both, and the median update counts.
+The images have the embedded model's size and a common one; the videos are short. The demo is examples/demo.yaml for a
+few updates, once with the rewards computed during the rollout and once after it. The two take turns, so that other
+load on the machine affects both, and the median update counts.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from PIL import Image
 from transformers import PrinterCallback
 
 from diffusion_grpo import DiffusionGRPOTrainer, tiny
-from diffusion_grpo.arguments import parse_train_arguments
-from diffusion_grpo.callbacks import ReportCallback
+from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.rewards import load_rewards, score
+from diffusion_grpo.training.callbacks import ReportCallback
 
 PICTURES = ["brightness", "jpeg_compressibility", "jpeg_incompressibility", "sharpness", "colorfulness", "ssim"]
 PICTURES += ["psnr", "color", "text", "tesseract"]
@@ -78,18 +78,18 @@ def main() -> None:
     parser.add_argument("--skip_demo", action="store_true")
     options = parser.parse_args()
     small, usual = (96, 32), (512, 512)
-    print("| reward | samples a second | of |\n|---|---|---|")
+    print("| reward | samples per second | of |\n|---|---|---|")
     for name in PICTURES:
         for size, count in ((small, 64), (usual, 8)):
             each = speed(name, pictures(count, size), "images", options.rounds)
-            print(f"| `{name}` | {each:,.0f} | pictures of {size[0]} × {size[1]} |", flush=True)
+            print(f"| `{name}` | {each:,.0f} | images of {size[0]} × {size[1]} |", flush=True)
     for name in VIDEOS:
         videos = [pictures(16, (416, 240)) for _ in range(2)]
         each = speed(name, videos, "videos", options.rounds)
         print(f"| `{name}` | {each:,.1f} | videos of 16 × 416 × 240 |", flush=True)
     if options.skip_demo:
         return
-    print("\n| rewards of the demo | rollout | waited for rewards | update | share waited |\n|---|---|---|---|---|")
+    print("\n| rewards are computed | rollout | waited for rewards | update | share waited |\n|---|---|---|---|---|")
     found: dict[bool, list[list[float]]] = {True: [], False: []}
     for _ in range(options.rounds):
         for is_overlapped, entries in found.items():
@@ -97,7 +97,7 @@ def main() -> None:
     for is_overlapped, entries in found.items():
         stages = [statistics.median(column) for column in zip(*entries)]
         share = statistics.median(entry[1] / sum(entry) for entry in entries)
-        when = "beside the rollout" if is_overlapped else "after it"
+        when = "during the rollout" if is_overlapped else "after it"
         print(f"| {when} | " + " | ".join(f"{stage:.2f} s" for stage in stages) + f" | {share:.1%} |", flush=True)
 
 

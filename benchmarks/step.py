@@ -24,8 +24,8 @@ from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.callbacks import ReportCallback
-from diffusion_grpo.commands.inputs import hide_loading_bars
+from diffusion_grpo.cli.inputs import hide_loading_bars
+from diffusion_grpo.training.callbacks import ReportCallback
 
 STAGES = ("rollout", "reward", "update")
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
@@ -210,7 +210,7 @@ def print_result(name: str, trainer: DiffusionGRPOTrainer, bare: BareLoop) -> No
     parameters = sum(parameter.numel() for parameter in trainer.pipe.transformer.parameters()) / 1e6
     forwards = len([call for call in bare.calls if call[0].__self__ is bare.policy])
     backwards = len([call for call in bare.calls if call[3]])
-    samples = trainer.args.rollout_size
+    samples = trainer.args.batch_sizes.rollout_share
     print(f"{name}: policy of {parameters:.1f} M weights, {samples} pictures an update, LoRA rank 16, one process")
     print(f"  policy calls in an update  {forwards} forward, {backwards} of them with backward")
     print(f"  one GRPO step              {statistics.median(bare.updates):7.2f} s")

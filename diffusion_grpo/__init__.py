@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .check import ReplayReport, check_pipeline
-    from .config import DiffusionGRPOConfig
+    from .config.settings import DiffusionGRPOConfig
+    from .policy.check import ReplayReport, check_pipeline
     from .trainer import DiffusionGRPOTrainer
 
 from .quiet import quiet_imports
@@ -16,10 +16,10 @@ __version__ = "0.1.0"
 __all__ = ["DiffusionGRPOConfig", "DiffusionGRPOTrainer", "ReplayReport", "check_pipeline"]
 
 _HOMES = {
-    "DiffusionGRPOConfig": "config",
+    "DiffusionGRPOConfig": "config.settings",
     "DiffusionGRPOTrainer": "trainer",
-    "ReplayReport": "check",
-    "check_pipeline": "check",
+    "ReplayReport": "policy.check",
+    "check_pipeline": "policy.check",
 }
 
 

@@ -1,17 +1,18 @@
-"""Messages of other libraries that tell a user of this one nothing: they are dropped, and nothing else is."""
+"""Log messages of other libraries that are of no use to our users, and the filter that drops them."""
 
 import logging
 
-# logger, and what its message says. torchvision is not needed for what diffusers asks of these processors, and a
-# machine without a GPU is nothing to be told by DeepSpeed, which is only looked for.
+# Logger: text in the message. diffusers uses these processors in ways that do not need torchvision. A denoiser's LoRA
+# has no keys for text encoders. DeepSpeed logs the missing GPU although it is only looked up.
 MESSAGES = {
     "transformers.utils.import_utils": "requires torchvision (not installed); falling back to",
+    "diffusers.loaders.lora_base": "No LoRA keys associated to",
     "DeepSpeed": "Setting accelerator to CPU",
 }
 
 
-class _Without(logging.Filter):
-    """Drop records whose message holds a text."""
+class _DropText(logging.Filter):
+    """A filter that drops the records whose message contains a text."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -22,6 +23,6 @@ class _Without(logging.Filter):
 
 
 def quiet_imports() -> None:
-    """Drop `MESSAGES`; called before the libraries are imported that log them."""
+    """Drop `MESSAGES`. Call this before importing the libraries that log them."""
     for name, text in MESSAGES.items():
-        logging.getLogger(name).addFilter(_Without(text))
+        logging.getLogger(name).addFilter(_DropText(text))

@@ -1,14 +1,12 @@
 """GRPO for a diffusers pipeline on transformers' `Trainer`.
 
-In: a pipeline, reward functions, a dataset of prompts. Out: trained weights that diffusers loads, logs, pictures. Read
-`training_step` from the top: `_next_batch` (rollout, rewards, advantages, buffer), then one replay, loss and backward
-for each trained step. This is the only module that knows all others.
+A pipeline, reward functions and a dataset of prompts go in; trained weights that diffusers loads, logs and images come
+out. Read `training_step` from the top: the next micro-batch (from a new rollout where the last is used up), then one
+pass and one backward pass for each trained step. This is the only module that knows all others.
 """
 
 import contextlib
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,100 +16,45 @@ from diffusers import DiffusionPipeline
 from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback, set_seed
-from transformers.integrations import TensorBoardCallback
-from transformers.trainer_utils import get_last_checkpoint
 
-from . import fsdp
-from .adapters import continues_lora, kept_adapters
-from .average import PolicyAverage
-from .buffer import MicroBatch, RolloutBuffer
-from .callbacks import (
-    CollapseCallback,
-    PipelineTensorBoardCallback,
-    ReportCallback,
-    SampleGridCallback,
-    SyncRefModelCallback,
-    ValidationCallback,
-)
-from .card_data import known_license, pipeline_tag
-from .config import DiffusionGRPOConfig
-from .context import spread_over_context
-from .data import GroupSampler, check_dataset, named_datasets
-from .distributed import (
-    TrainedWeights,
-    accumulating,
-    check_deepspeed,
-    check_experts,
-    clear_gradients,
-    drop_idle_gradients,
-    fill_sizes,
-    gathered,
-    hide_deepspeed,
-    in_step,
-    layered,
-    next_of_all,
-    precision,
-    redirected,
-    set_learning_rate,
-    without_weights,
-    zero_stage,
-)
-from .evaluation import evaluate_policy, write_validation
-from .gathering import gathered_means
-from .generation import GeneratingTrainer
-from .held_out import count_prompts, name_prompts, warn_of_trained_prompts
-from .hub import lora_loader
-from .inputs import checked_inputs
-from .loading import (
-    check_args,
-    check_model,
-    check_peft_config,
+from .algorithms.base import RatioError
+from .algorithms.batch import MicroBatch
+from .config.checks import check_token_settings
+from .config.settings import DiffusionGRPOConfig
+from .data.held_out import warn_of_trained_prompts
+from .data.inputs import prepare_inputs
+from .data.prompts import check_dataset, name_datasets
+from .data.sampler import GroupSampler
+from .distributed.context_parallel import spread_over_context
+from .distributed.failure import ProcessGroupMonitor
+from .distributed.generation import NetworkPasses
+from .policy.token import make_policy
+from .rewards import RewardError
+from .rollout.scoring import takes_only_latents
+from .rollout.value_model import ValueModel
+from .run.card import write_model_card
+from .run.records import check_output_folder, write_json
+from .run.report import write_curve
+from .run.resume_point import explain_interrupt
+from .run.weights import PolicyFiles
+from .training import setup, start
+from .training.base import DiffusersTrainer
+from .training.checkpoints import Checkpointer
+from .training.finite import NonFiniteError, refuse_non_finite
+from .training.metrics import Metrics
+from .training.model import (
     check_scheduler,
     load_pipeline,
-    model_name,
     pipeline_class,
     prepare_model,
 )
-from .losses import LossInputs, get_loss, loss_per_reward
-from .memory import peak_memory_gib
-from .offload import placed
-from .policy import replaced
-from .progress import UpdateProgress, replace_progress
-from .ranks import Ranks
-from .records import check_output_folder, run_record, write_json
-from .resume_point import explain_interrupt
-from .rewards import (
-    RewardError,
-    check_columns,
-    check_groups,
-    check_judges,
-    check_needs,
-    load_rewards,
-    reward_weights,
-)
-from .rewards.subset import Post, is_scorer
-from .rollout import TokenPolicy, replay
-from .tiny import default_settings
-from .token_policy import policy_for
-from .values import ValueCallback, ValueModel
-from .watch import watched_rewards
-from .zero_advantages import summed_loss
+from .training.offload import place_pipeline
+from .training.progress import UpdateProgress
 
-# metrics of which the largest or the smallest value since the last log is kept, not the mean
-LARGEST = ("ratio/max_error", "ratio/max", "spread/reward_max", "spread/advantage_max", "memory/peak_gib")
-SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min")
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
 
-class RatioError(RuntimeError):
-    """The replay does not reproduce the rollout, so the ratio is not 1 where it must be."""
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; the weights are those of the last update."""
-
-
-class DiffusionGRPOTrainer(GeneratingTrainer):
+class DiffusionGRPOTrainer(DiffusersTrainer):
     """Trains a diffusers pipeline on rewards with GRPO (Flow-GRPO, https://huggingface.co/papers/2505.05470; DDPO,
     https://huggingface.co/papers/2305.13301).
 
@@ -120,14 +63,18 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         reward_funcs: a function, a name of `diffusion_grpo.rewards.REWARDS`, a dotted path, a list of these, or a
             mapping from these to weights or options (`rewards.load_rewards`). Called with keywords `prompts`,
             `completions` (also as `images` or `videos`), every dataset column, `trainer_state`, `log_metric` and
-            `log_extra`; returns one `float | None` a sample, may be async.
+            `log_extra`; returns one `float | None` per sample, may be async.
         args: settings; `DiffusionGRPOConfig("<model>-GRPO")` by default.
         train_dataset: with a column `prompt`. Columns named as parameters of the pipeline's `__call__` are passed to
             it, every column to the rewards.
         eval_dataset: held-out prompts, or a dict of such datasets.
         peft_config: trains a LoRA; without it all weights of the network are trained.
-        eval_reward_funcs: judges that are only measured, in evaluation.
+        eval_reward_funcs: rewards that are only measured, in evaluation.
         callbacks, optimizers: as in `Trainer`.
+
+    Attributes:
+        pipe: the pipeline that is trained; call it at any time as usual. With `ema_decay` it has the average's weights
+            once training has ended, those that were evaluated and are saved.
 
     Raises:
         ValueError: something that cannot work, in one sentence and before a model is loaded where possible.
@@ -146,38 +93,36 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
         model = str(model) if isinstance(model, Path) else model
-        check_model(model)
-        check_args(args)
-        args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
-        if model == "tiny":
-            args.fill(default_settings(args.given))
-        self._take_rewards(reward_funcs, eval_reward_funcs, args)
-        check_peft_config(peft_config, args.beta or args.kl_reward)
-        continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)
-        is_full_training = peft_config is None and not continues
-        if args.sync_ref_model and not is_full_training:
-            raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
-        self._check_datasets(args, train_dataset, eval_dataset)
-        if args.learning_rate is None:
-            set_learning_rate(args, 1e-5 if is_full_training else 3e-4)
-        check_deepspeed(args)
-        fsdp.check_fsdp(args)
-        hide_deepspeed()
-        given = named_datasets(train_dataset, eval_dataset), self.reward_funcs + self.eval_reward_funcs
+        args = start.prepare_args(model, args)
+        self.rewards = start.load_run_rewards(reward_funcs, eval_reward_funcs, args)
+        is_full_training = start.prepare_training(args, peft_config)
+        start.check_datasets(self.rewards, args, train_dataset, eval_dataset)
+        self.backend = start.choose_backend(args)
+        datasets = name_datasets(train_dataset, eval_dataset)
         cls = pipeline_class(model, args)
         check_scheduler(model, cls, args)
-        self.inputs = None if cls is None else checked_inputs(cls, args, *given)  # before the model is loaded
-        self._describe_run(model, args, peft_config)
+        # None for a pipeline whose code comes from elsewhere: it is checked once it is loaded
+        inputs = None if cls is None else prepare_inputs(cls, args, datasets, self.rewards.all)
+        self.run = start.describe_run(model, args, peft_config, self.rewards)
+        check_output_folder(args.output_dir, self.run, bool(args.resume_from_checkpoint))
 
         pipe = load_pipeline(model, args, is_full_training)
         set_seed(args.seed)  # a LoRA starts from random weights
-        self.component, model = prepare_model(pipe, args, peft_config)
-        self.inputs = self.inputs or checked_inputs(type(pipe), args, *given)
-        self.policy = policy_for(pipe, self.component, args, self._autocast, args.bf16 or args.fp16)
-        self.noise_level = args.noise_level or self.policy.default_noise_level
-        self._takes_latents(self.reward_funcs + self.eval_reward_funcs)  # refuses a pipeline that gives none
+        component, network = prepare_model(pipe, args, peft_config)
+        self.inputs = inputs or prepare_inputs(type(pipe), args, datasets, self.rewards.all)
+        self.policy = make_policy(
+            pipe,
+            component,
+            sde_type=args.sde_type,
+            sampling=args.token_sampling,
+            access=self.backend.network_access(network),
+            log_prob_type=args.log_prob_type,
+        )
+        self._check_policy(args)
         super().__init__(
-            model=model,
+            backend=self.backend,
+            networks=self.policy.networks,
+            model=network,
             args=args,
             data_collator=_as_list,
             train_dataset=train_dataset,
@@ -185,417 +130,275 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self._set_up(pipe, is_full_training)
-        self._begin()
+        self._make_policy_objects(is_full_training)
+        self._make_rollout_objects()
+        self._make_keeping_objects()
 
-    def _begin(self) -> None:
-        """What a training keeps from one step to the next, before the first."""
-        self.buffer: RolloutBuffer | None = None
-        self._has_started = False
-        self._micro_step, self._update = 0, -1
-        self._resumed_from: str | None = None
-        self._metrics: dict[str, list[float]] = defaultdict(list)
-        self._samples, self._logged_step = 0, None
-        self._failure: Exception | None = None
+    def _check_policy(self, args: DiffusionGRPOConfig) -> None:
+        """Refuse settings that do not fit the policy."""
+        if self.policy.draws_tokens:
+            check_token_settings(args)
+        elif args.noise_in_last_step:
+            self.policy.check_noise_in_last_step()
+        if any(map(takes_only_latents, self.rewards.all)):
+            self.policy.check_latents()
 
-    def _set_up(self, pipe: DiffusionPipeline, is_full_training: bool) -> None:
-        """What stands beside the model: processes, reference, value model, callbacks."""
-        args = self.args
-        hide_deepspeed()  # Trainer has made it known again
-        if self.is_deepspeed_enabled:
-            fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.model)
-        self._check_processes()
-        self.weights = self._trained_weights(self.model)
-        self.ranks = Ranks(self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError))
-        self.post = Post(self.ranks, args.device, args.ddp_timeout) if args.scores_on_some else None
-        self.ref_model = self._reference_copy() if args.needs_reference and is_full_training else None
-        if args.context_parallel_size > 1:
-            if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-                raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
-            reference = [] if self.ref_model is None else [self.ref_model]
-            spread_over_context([*self.policy.networks, *reference], args)
-        self.offload = placed(pipe, self.policy.networks, args)
-        self.values = self._value_model() if args.advantage_estimator == "gae" else None
-        self._describe_model(pipe)
-        self._add_callbacks()
+    def _make_policy_objects(self, is_full_training: bool) -> None:
+        """Make what an update needs: the trained weights, the reference, the algorithm and what they pass through."""
+        args, backend, policy = self.args, self.backend, self.policy
+        has_values = args.advantage_estimator == "gae"
+        backend.check_run(policy.component, args.permute_steps, policy.draws_tokens, has_values)
+        self.weights = backend.trained_weights(self.model, take_turns=len(policy.component) > 1)
+        self.monitor = ProcessGroupMonitor(
+            self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError)
+        )
+        self.reference = setup.make_reference(args, policy, self.model, backend, is_full_training)
+        if backend.groups.size > 1:
+            copy = self._reference_module()
+            spread_over_context([*policy.networks, *([] if copy is None else [copy])], backend.groups, args.device)
+        self.offload = place_pipeline(
+            self.pipe, policy.networks, args.device, args.offload_frozen, backend.leaves_networks_in_place
+        )
+        self.values = ValueModel(args.seed).to(args.device) if has_values else None
+        self.average = setup.make_average(args, self.weights)
+        self.algorithm = setup.make_algorithm(args, policy.component, self.rewards.weights)
+        self.run_passes = NetworkPasses(backend, self.monitor, policy.networks, self._reference_module)
+        self.metrics, self.progress = Metrics(), UpdateProgress()
 
-    def _take_rewards(self, reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionGRPOConfig) -> None:
-        """Rewards, judges, and the loss they are trained with."""
-        self.reward_funcs = load_rewards(reward_funcs)
-        judges = load_rewards(eval_reward_funcs, "eval_reward_funcs")
-        check_judges(self.reward_funcs, judges)
-        trained = {reward.name for reward in self.reward_funcs}
-        self.eval_reward_funcs = [judge for judge in judges if judge.name not in trained]  # those are measured anyway
-        watched = watched_rewards(args.watch_rewards, None, self.reward_funcs)  # refuses unknown names
-        if not args.scores_on_some or is_scorer(args):  # the others load nothing
-            check_needs([*self.reward_funcs, *self.eval_reward_funcs, *watched])
-        self.reward_weights = reward_weights(self.reward_funcs, args.reward_weights)
-        if not args.scores_on_some:  # where groups are put together first
-            check_groups(self.reward_funcs, args.samples_side_by_side, args.num_generations)
-        self.loss = get_loss(args.loss_type)
-        if args.multi_objective_aggregation == "loss_per_reward":
-            self.loss = loss_per_reward(self.loss, self.reward_weights)
+    def _make_rollout_objects(self) -> None:
+        """Make what samples and scores, in rollouts and in evaluations."""
+        args, shared = self.args, {"policy": self.policy, "backend": self.backend, "monitor": self.monitor}
+        self.scorer = setup.make_scorer(args, self.rewards, state=lambda: self.state, **shared)
+        shared |= {"inputs": self.inputs}
+        self.replays = setup.make_replays(args, self.policy, self.reference, self.inputs, self.backend)
+        generator = setup.make_generator(
+            args,
+            self.rewards,
+            read_rows=lambda indices: self.inputs.rows(self.train_dataset, indices),
+            scorer=self.scorer,
+            values=self.values,
+            replays=self.replays,
+            run_passes=self.run_passes,
+            metrics=self.metrics,
+            progress=self.progress,
+            **shared,
+        )
+        self.feed = setup.make_feed(args, generator, self.backend)
+        self.evaluator = setup.make_evaluator(
+            args,
+            self.rewards,
+            scorer=self.scorer,
+            generator=generator,
+            feed=self.feed,
+            replays=self.replays,
+            reference=self.reference,
+            average=self.average,
+            run_passes=self.run_passes,
+            **shared,
+        )
 
-    def _describe_run(self, model: str | DiffusionPipeline, args: DiffusionGRPOConfig, peft_config: Any) -> None:
-        """What run.json says before the model is loaded; refuses a folder in which another run is."""
-        names = [[reward.name for reward in rewards] for rewards in (self.reward_funcs, self.eval_reward_funcs)]
-        self.run = run_record(model_name(model), args, peft_config, *names, self.reward_weights)
-        self.run["reward_options"] = {r.name: r.options() for r in self.reward_funcs + self.eval_reward_funcs}
-        self.run["license"] = known_license(model_name(model))
-        check_output_folder(args.output_dir, self.run, bool(args.resume_from_checkpoint))
-
-    def _describe_model(self, pipe: DiffusionPipeline) -> None:
-        """What run.json says of the model and the data."""
-        counts = count_prompts(self.train_dataset, self.eval_dataset)
+    def _make_keeping_objects(self) -> None:
+        """Make what writes checkpoints, tells of the run and acts between updates."""
+        args, component = self.args, self.policy.component
+        self.use_checkpointer(
+            Checkpointer(
+                model=self.model,
+                files=PolicyFiles(self.pipe, component),
+                weights=self.weights,
+                average=self.average,
+                reference=self.reference if args.sync_ref_model else None,
+                values=self.values,
+                feed=self.feed,
+                backend=self.backend,
+                is_writer=args.should_save,
+                pushes_samples=args.push_samples,
+            )
+        )
+        self.run |= setup.describe_model(
+            self.pipe, self.model, component, self.inputs, self.train_dataset, self.eval_dataset
+        )
         if self.is_world_process_zero():
-            warn_of_trained_prompts(counts)
-        self.run |= {"pipeline": type(pipe).__name__, "component": self.component, "prompts": counts}
-        self.run["loads_by"] = lora_loader(pipe, self.component)
-        given = {*self.inputs.fixed, *(self.train_dataset.column_names if self.train_dataset is not None else [])}
-        self.run["pipeline_tag"] = pipeline_tag(type(pipe), given)
-        if kept := kept_adapters(pipe, self.model, self.component):
-            self.run["kept_adapters"] = kept
+            warn_of_trained_prompts(self.run["prompts"])
+        setup.add_callbacks(
+            self.callback_handler,
+            args,
+            values=self.values,
+            average=self.average,
+            weights=self.weights,
+            reference=self.reference,
+            accelerator=self.accelerator,
+            progress=self.progress,
+            prompts=self.run["prompts"],
+            write_validation=self._write_validation,
+        )
 
-    def _check_processes(self) -> None:
-        """Refuses a layout of processes that cannot train this model."""
-        if self.args.n_gpu > 1:
-            raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
-        check_experts(self.component, self.accelerator, self.args)
-        tokens = isinstance(self.policy, TokenPolicy)
-        if tokens and zero_stage(self.accelerator) == 3 and not self.args.ds3_gather_for_generation:
-            raise ValueError(
-                "ds3_gather_for_generation=False gathers each layer anew for every token, and processes that end "
-                "early would be waited for; set it to True."
-            )
-
-    def _check_datasets(self, args: DiffusionGRPOConfig, train: Any, evaluation: Any) -> None:
-        """Refuses datasets without prompts, or without a column that a reward asks for."""
-        for name, dataset in named_datasets(train, evaluation):
-            check_dataset(dataset, name)
-            judges = self.eval_reward_funcs if name != "train_dataset" else []
-            check_columns(self.reward_funcs + judges, dataset.column_names, name)
-        if self.eval_reward_funcs and not evaluation:
-            raise ValueError(
-                f"eval_reward_funcs={self.eval_reward_funcs[0].name} has no prompts to be measured on; pass an "
-                "eval_dataset."
-            )
-        if args.eval_strategy != "no" and not evaluation:
-            raise ValueError(
-                f"eval_strategy={args.eval_strategy.value!r} has nothing to evaluate; pass an eval_dataset."
-            )
+    def _reference_module(self) -> nn.Module | None:
+        """Return the reference's own copy of the network, or the engine around it; None where there is none."""
+        return None if self.reference is None else self.reference.module
 
     @property
     def pipe(self) -> DiffusionPipeline:
-        """The pipeline that is trained; call it at any time as usual.
-
-        With `ema_decay` it has the average's weights once training has ended, those that were evaluated and are saved.
-        """
+        """The pipeline that is trained; call it at any time as usual."""
         return self.policy.pipe
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        return precision(self.accelerator, self.args) if self.policy.is_mixed_precision else contextlib.nullcontext()
-
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        arguments = super()._build_accelerator_args(**kwargs)
-        arguments.pop("dynamo_plugin", None)  # the network's blocks are compiled already
-        return arguments
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """`Trainer`'s, which does not see where accelerate gives DDP to who asked for FSDP."""
-        super().create_accelerator_and_postprocess()
-        self.is_fsdp_enabled = fsdp.activate(self.accelerator, self.args)
-        if self.is_fsdp_enabled:
-            fsdp.settle(self.accelerator.state.fsdp_plugin, self.policy.networks)
-            self.policy.skips_hooks = True
-
-    def _trained_weights(self, model: nn.Module) -> TrainedWeights:
-        if self.is_fsdp_enabled:
-            weights: TrainedWeights = fsdp.ShardedWeights(model)
-        else:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            weights = TrainedWeights(trained, zero_stage(self.accelerator), ", " in self.component)
-        if weights.stage == 3:
-            self.policy.shapes_only, self.policy.skips_hooks = lambda: without_weights(model), True
-        if weights.stage == 3 or self.is_fsdp_enabled:
-            self.policy.next_of_all = next_of_all(self.accelerator, weights)
-        return weights
-
     @property
-    def passes_together(self) -> bool:
-        """Whether all processes must call the network equally often outside updates too: ZeRO-3, layer by layer, and
-        FSDP2."""
-        return self.is_fsdp_enabled or self.weights.is_parted and not self.args.ds3_gather_for_generation
+    def reward_funcs(self) -> list:
+        """The rewards that are trained on."""
+        return self.rewards.trained
 
-    def with_weights(self, method: Callable, *args: Any) -> Any:
-        """Calls what passes the network outside an update: with gathered weights, where ZeRO-3 has parted them."""
-        is_unwrapped = self.model_wrapped is self.model and not self.weights.is_parted
-        is_waiting = is_unwrapped and (self.is_fsdp_enabled or self.is_deepspeed_enabled)  # for its engine, on the CPU
-        for network in self.policy.networks if is_waiting else []:
-            network.to(self.args.device)  # before training they wait where they were loaded
-        if self.is_fsdp_enabled:
-            kept = fsdp.gathered(self.model, self.accelerator, self.args.fsdp_gather_for_generation)
-            with self.ranks.together(), kept:
-                return method(*args)
-        if not self.weights.is_parted:  # a context-parallel group meets in every call of the network
-            is_split = self.args.context_parallel_size > 1
-            with self.ranks.together() if is_split else contextlib.nullcontext():
-                return method(*args)
-        if self.passes_together:
-            with self.ranks.together():
-                return layered(self.model_wrapped, self.accelerator.unwrap_model(self.model_wrapped), method, *args)
-        with replaced(self.policy, "next_of_all", None), contextlib.ExitStack() as stack:
-            for engine in (self.model_wrapped, self.ref_model):
-                if engine is not None and self.accelerator.unwrap_model(engine) is not engine:
-                    stack.enter_context(gathered(engine))
-            return method(*args)
-
-    def _value_model(self) -> ValueModel:
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ValueError(
-                "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
-                "start without them."
-            )
-        values = ValueModel(self.args.seed).to(self.args.device)
-        self.add_callback(ValueCallback(values, self.accelerator))
-        return values
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """`Trainer`'s, with a group of its own for the value model."""
-        optimizer = super().create_optimizer(model)
-        if self.values is not None:
-            parameters = list(self.values.parameters())
-            if not any(
-                parameter is parameters[0] for group in optimizer.param_groups for parameter in group["params"]
-            ):
-                group = {"params": parameters, "lr": self.args.value_learning_rate, "weight_decay": 0.0}
-                optimizer.add_param_group(group)
-        return optimizer
-
-    def _add_callbacks(self) -> None:
-        args = self.args
-        self.ema = None
-        if args.ema_decay is not None:
-            self.ema = PolicyAverage(self.weights, args.ema_decay, args.ema_update_interval)
-            self.add_callback(self.ema)
-        if args.sync_ref_model:
-            self.add_callback(
-                SyncRefModelCallback(
-                    self.weights, lambda: self.ref_weights, args.ref_model_mixup_alpha, args.ref_model_sync_steps
-                )
-            )
-        if self.pop_callback(TensorBoardCallback) is not None:
-            self.add_callback(PipelineTensorBoardCallback)
-        self.add_callback(SampleGridCallback(self.callback_handler))
-        self.progress = UpdateProgress()
-        prompts = name_prompts(self.run["prompts"])
-        replace_progress(self.callback_handler, args, self.progress, prompts)  # after the grid, which it may show
-        self.add_callback(CollapseCallback)
-        if args.validation_prompts:
-            self.add_callback(ValidationCallback(lambda: write_validation(self), self.callback_handler))
-        self.add_callback(ReportCallback)
-
-    # Data: every batch of the dataloader is one whole rollout, given again for each micro-batch trained on it
+    # Data: every batch of the dataloader is one whole rollout, repeated for each micro-batch that is trained on it
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """Row numbers of one rollout a batch; see [`~diffusion_grpo.data.GroupSampler`] for their order."""
+        """Return dataset rows of one rollout per batch; see [`~diffusion_grpo.data.sampler.GroupSampler`]."""
         if self.train_dataset is None:
             raise ValueError("Training needs a train_dataset with a column 'prompt'.")
-        return self._get_dataloader(
-            range(len(self.train_dataset)),
-            "Training",
-            self.args.rollout_size,
-            self._get_train_sampler,
-            is_training=True,
-        )
+        rows, share = range(len(self.train_dataset)), self.args.batch_sizes.rollout_share
+        return self._get_dataloader(rows, "Training", share, self._get_train_sampler, is_training=True)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> GroupSampler:
-        self._sampler = GroupSampler(
-            num_rows=len(train_dataset or self.train_dataset),
-            num_generations=self.args.num_generations,
-            prompts_per_generation=self.args.prompts_per_generation,
-            repeat_count=self._slots,
-            shuffle=self.args.shuffle_dataset,
-            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-            processes=self.args.data_processes,
-            copies=self.args.context_parallel_size,
-        )
+        num_rows = len(train_dataset or self.train_dataset)
+        self._sampler = setup.make_sampler(self.args, num_rows, copies=self.backend.groups.size)
         return self._sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         self._sampler.set_epoch(kwargs["epoch"])  # accelerate's wrappers do not pass it on after a resume
-        self._logged_step = self.state.global_step if self._logged_step is None else self._logged_step
+        self.metrics.start(self.state.global_step)
         super()._run_epoch(*args, **kwargs)
 
+    # Training
+
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
-        """Trains; see `Trainer.train`.
+        """Train; see `Trainer.train`.
 
         Raises:
             ValueError: the output folder holds a run already and `resume_from_checkpoint` does not say to go on.
             RatioError: the replay does not reproduce the rollout within `max_ratio_error`.
+            UntrainedStepError: a step that is trained on passes none of the trained networks.
             NonFiniteError: a loss or gradient is not finite.
             RewardError: a reward function failed.
         """
-        self.buffer, self._update, self._logged_step = None, -1, None  # a second call starts with its own rollout
-        self._metrics.clear()
-        self._failure = None
+        self.feed.reset()  # a second call starts with a rollout of its own
+        self.metrics.reset()
+        folder = Path(self.args.output_dir)
         with contextlib.ExitStack() as held:
-            point = self._resume_point(resume_from_checkpoint or self.args.resume_from_checkpoint, held)
-            self._has_started = True
+            point = self.find_start(
+                resume_from_checkpoint or self.args.resume_from_checkpoint, held, self.monitor.agree
+            )
             if self.args.should_save:
-                write_json(Path(self.args.output_dir) / "run.json", self.run)
-            if self.ema is not None:
-                self.ema.hide()  # a second training goes on from the policy
-            held.enter_context(explain_interrupt(Path(self.args.output_dir), lambda: self.state.global_step))
-            held.enter_context(self.ranks.together())
+                write_json(folder / "run.json", self.run)
+            if self.average is not None:
+                self.average.hide()  # a second training goes on from the policy
+            held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
+            held.enter_context(self.monitor.propagate_errors())
             output = super().train(resume_from_checkpoint=point, **kwargs)
-        if self.ema is not None:
-            self.ema.show()
+        if self.average is not None:
+            self.average.show()
         return output
 
-    def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
-        """One micro-batch: a replay, a loss and a backward pass for each trained step. Returns the detached loss.
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As in `Trainer`, with a group for the value model."""
+        optimizer = super().create_optimizer(model)
+        if self.values is not None:
+            setup.add_value_parameters(optimizer, self.values, self.args.value_learning_rate)
+        return optimizer
 
-        Samples that cannot share a pipeline call pass one part after the other. Each loss is a sum over samples,
-        divided by the trained steps of the whole micro-batch: every sample weighs the same however they are parted.
+    def on_engine_ready(self) -> None:
+        """Spread the reference over the processes, as the policy is."""
+        if self.reference is not None:
+            self.reference.shard()
+
+    def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
+        """Train on one micro-batch: one pass and one backward pass per part and trained step.
+
+        Returns:
+            the detached loss.
         """
-        model.eval()  # dropout would part the replay from the rollout
+        model.eval()  # dropout would make the replay differ from the rollout
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        batch, is_on_policy = self._next_batch(inputs, self.progress)
-        start = time.perf_counter()
-        total, errors = torch.zeros((), device=self.args.device), []
-        if self.args.importance_sampling_level == "sequence" and not is_on_policy:  # on policy all ratios are 1
-            batch.log_ratio = self.with_weights(self._sequence_log_ratio, batch)
-        if batch.targets is not None:
-            self._train_values(batch)
-        if self._micro_step == 1:
-            clear_gradients(self.optimizer, self.weights)
-        if self.is_fsdp_enabled:  # Trainer's no_sync would keep whole gradients on each process
-            model.set_requires_gradient_sync(True)
-        passes = self._passes(batch)
-        if self._micro_step == 1 or self.progress.stage != "training":
+        batch = self._next_batch(inputs)
+        with self.metrics.time("time/update"):
+            self._train_values()
+            if self.feed.is_first:
+                self.backend.begin_update(self.optimizer)
+            self.backend.begin_micro_batch(model)
+            loss = self._train_policy(model, batch)
+            self.backend.finish_micro_batch(model, self.weights)
+        return loss
+
+    def _next_batch(self, row_indices: list[int]) -> MicroBatch:
+        """Return the next micro-batch; leave a checkpoint where a reward fails in its rollout."""
+        try:
+            batch = self.feed.next(row_indices, self.state.global_step, self.state.max_steps)
+        except RewardError:
+            self._save_before_stopping()
+            raise
+        if self.args.importance_sampling_level == "sequence" and not batch.is_on_policy:  # on policy all ratios are 1
+            batch.log_ratio = self.run_passes(self.replays.sequence_log_ratio, batch)
+        return batch
+
+    def _train_policy(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """Make the passes of a micro-batch.
+
+        Each loss is a sum over samples, divided by the trained steps of the whole micro-batch: every sample weighs the
+        same, however they are split into parts.
+        """
+        backend, monitor, outputs = self.backend, self.monitor, []
+
+        def compute(part: Any, step: int) -> Tensor:
+            outputs.append(self.algorithm.loss(self.policy, self.reference, part, step))
+            if not outputs[-1].loss.requires_grad:
+                self.policy.refuse_step(step)
+            return outputs[-1].loss + self.policy.take_spare()
+
+        total = torch.zeros((), device=self.args.device)
+        passes = [one for turn in self.algorithm.passes(batch) for one in backend.equalize(turn)]
+        if self.feed.is_first or self.progress.stage != "training":
             self.progress.begin("training", len(passes) * self.current_gradient_accumulation_steps)
-        for number, ((part, step), is_own) in enumerate(passes, start=1):
+        for number, ((part, step), counts) in enumerate(passes, start=1):
             is_last = number == len(passes)
-            is_reduced = is_last or self.is_fsdp_enabled  # waiting would keep sharded gradients whole
-            with contextlib.nullcontext() if is_reduced else accumulating(self.accelerator, model):
-                with contextlib.nullcontext() if is_own else self._unmeasured():
-                    loss, error = self._redirected(model, self._step_loss, part.at_step(step), step, is_on_policy)
-                loss = loss * is_own / (batch.trajectory.steps.numel() * self.current_gradient_accumulation_steps)
-                if (is_last or self.ranks.is_alone) and self.weights.are_shared_out:  # one process may have DDP too
-                    loss = loss + self.weights.nothing()
-                errors.append(error)
-                self._or_later(self._refuse_non_finite, loss.detach(), "loss")
-                if is_last and is_on_policy:
-                    self._or_later(self._check_ratio, max(errors))
-                if is_last and self.accelerator.sync_gradients:
-                    self.ranks.agree(self._failure)
-                self._backward(loss * self.args.context_parallel_size)  # DDP takes the mean, a group makes the sum
-                self.progress.advance()
+            with backend.accumulate(model, is_last):
+                loss = backend.forward(model, compute, part, step)
+                loss = loss * counts / (batch.num_trained_steps * self.current_gradient_accumulation_steps)
+                if (is_last or monitor.is_alone) and self.weights.leave_some_without_gradient:
+                    loss = loss + self.weights.zero()  # one process may have DDP too
+                if counts:
+                    self.metrics.add_all(outputs[-1].metrics)
+                monitor.defer(self._refuse_non_finite, loss.detach(), "loss")
+                if is_last:
+                    drift = max(output.drift for output in outputs)
+                    self.metrics.add_all(monitor.defer(self.algorithm.check, batch, drift) or {})
+                    if self.accelerator.sync_gradients:
+                        monitor.agree_on_deferred()
+                backend.backward(loss * backend.groups.size)  # DDP takes the mean, a context group makes the sum
+            self.progress.advance()
             total += loss.detach()
-        if self.weights.are_shared_out and self.weights.stage == 0:
-            drop_idle_gradients(self.accelerator.unwrap_model(model))
-        self._metrics["time/update"].append(time.perf_counter() - start)
         return total
 
-    def _passes(self, batch: MicroBatch) -> list[tuple[tuple[MicroBatch, int], bool]]:
-        """What is trained one after the other: samples that share a call, a step they all train on; and whether
-        it counts."""
-        parts = [batch.part(places) for places in self.inputs.parts(batch.rows)]  # as in the rollout
-        is_shared = self.weights.stage >= 2 or self.is_fsdp_enabled  # each backward pass
-        passes = [one for turn in self._turns(parts) for one in in_step(turn, self.accelerator, is_shared)]
-        return [((parts[number], step), is_own) for (number, step), is_own in passes]
-
-    @contextlib.contextmanager
-    def _unmeasured(self) -> Iterator[None]:
-        """Metrics are left as they are: of passes that are made only because other processes make them."""
-        kept, self._metrics = self._metrics, defaultdict(list)
-        try:
-            yield
-        finally:
-            self._metrics = kept
-
-    def _or_later(self, check: Callable, *args: Any) -> None:
-        """Alone, a process refuses at once; several do so together, before their gradients meet."""
-        try:
-            check(*args)
-        except (NonFiniteError, RatioError) as error:
-            if self.ranks.is_alone:
-                raise
-            self._failure = self._failure or error
-
-    def _step_loss(self, batch: MicroBatch, step: int, is_on_policy: bool) -> tuple[Tensor, float]:
-        """The summed loss of the samples that train on `step`, and how far their first ratio is from 1."""
-        inputs = self.inputs(batch.rows)
-        reference = self._reference(inputs, batch.trajectory, step) if self.args.beta > 0 else None
-        now = replay(self.policy, inputs, batch.trajectory, step)
-        recorded = batch.trajectory.log_probs[batch.trajectory.steps == step].to(now.log_prob)
-        old = batch.old_log_prob(step).to(now.log_prob)
-        if self.args.old_log_prob == "replay" and self._slots == self.args.gradient_accumulation_steps:
-            old = now.log_prob.detach()  # one update a rollout: this replay is the first
-        if batch.log_ratio is not None:  # that value, with the gradient of this step
-            old = now.log_prob.detach() - batch.log_ratio.to(now.log_prob)
-        output = summed_loss(
-            self.loss,
-            LossInputs(
-                log_prob=now.log_prob,
-                old_log_prob=old,
-                advantages=batch.advantage(step).to(now.log_prob),
-                **now.loss_inputs(reference),
-                epsilon=self.args.epsilon,
-                epsilon_high=self.args.epsilon_high,
-                beta=self.args.beta,
-            ),
-            batch.weights,
-        )
-        for name, value in output.metrics.items():
-            self._metrics[name].append(value.item())
-        error = float((now.log_prob.detach() - recorded).double().expm1().abs().max()) if is_on_policy else 0.0
-        return output.loss + self.policy.spare(), error
-
-    def _train_values(self, batch: MicroBatch) -> None:
-        """One backward pass of the value model, which shares nothing with the policy."""
-        loss = self.values.loss(batch.targets, self.args.value_clip)
-        self._or_later(self._refuse_non_finite, loss.detach(), "value loss")
-        self._backward(loss / self.current_gradient_accumulation_steps)
-        self._metrics["value/loss"].append(loss.item())
-
-    def _redirected(self, model: nn.Module, method: Callable, *args: Any) -> Any:
-        if self.is_fsdp_enabled:  # its hooks are on the network that the pipeline calls
-            return method(*args)
-        return redirected(model, self.accelerator.unwrap_model(model), method, *args)
-
-    def _backward(self, loss: Tensor) -> None:
-        kwargs = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
-        self.accelerator.backward(loss, **kwargs)
-
-    def _check_ratio(self, error: float) -> None:
-        self._metrics["ratio/max_error"].append(error)
-        limit = self.args.max_ratio_error
-        if limit is None or self.args.old_log_prob == "replay" or error <= limit:
+    def _train_values(self) -> None:
+        """Make one backward pass of the value model, which shares nothing with the policy."""
+        targets = self.feed.value_targets
+        if targets is None:
             return
-        raise RatioError(
-            f"The first ratio after a rollout is off by {error:.1e}, more than max_ratio_error={limit:.0e}: the "
-            "replay does not see what the rollout saw. Look for dropout or randomness in the pipeline, for "
-            "rollout_batch_size other than per_device_train_batch_size in half precision, or set "
-            'old_log_prob="replay".'
-        )
+        loss = self.values.loss(targets, self.args.value_clip)
+        self.monitor.defer(self._refuse_non_finite, loss.detach(), "value loss")
+        self.backend.backward(loss / self.current_gradient_accumulation_steps)
+        self.metrics.add("value/loss", loss.item())
 
     def _refuse_non_finite(self, value: Tensor, name: str) -> None:
-        if not torch.isfinite(value).all():
-            last = get_last_checkpoint(self.args.output_dir)
-            has_stepped = self.is_deepspeed_enabled and name == "gradient norm"  # its engine steps in backward
-            kept = "the weights may hold it already" if has_stepped else "the weights were not updated"
-            raise NonFiniteError(
-                f"The {name} of update {self.state.global_step + 1} is {value.item()}; {kept}. "
-                f"Newest whole checkpoint: {last or 'none'}. Try a lower learning rate, or float32."
-            )
+        has_stepped = self.backend.steps_in_backward and name == "gradient norm"
+        refuse_non_finite(value, name, self.state.global_step + 1, self.args.output_dir, has_stepped)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not self.args.fp16:  # its loss scaling skips such updates by itself
             self._refuse_non_finite(torch.as_tensor(grad_norm), "gradient norm")
         return grad_norm
+
+    def _save_before_stopping(self) -> None:
+        """Write a checkpoint of the last update, to go on from; all processes write it together."""
+        if self.state.global_step > 0:
+            self._save_checkpoint(self.model, trial=None)
 
     # Evaluation
 
@@ -606,12 +409,12 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         metric_key_prefix: str = "eval",
         pipeline_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, float]:
-        """Samples held-out prompts without noise and scores them with all rewards and judges.
+        """Sample held-out prompts without noise and score them with all rewards, also those that are only measured.
 
         Args:
             eval_dataset: by default the trainer's.
             ignore_keys: unused, for `Trainer`'s signature.
-            metric_key_prefix: "eval" is logged, and its pictures are kept in the output folder; any other is only
+            metric_key_prefix: "eval" is logged, and its images are kept in the output folder; any other is only
                 returned.
             pipeline_kwargs: over those of training, e.g. `{"guidance_scale": 4.0}`.
 
@@ -629,39 +432,40 @@ class DiffusionGRPOTrainer(GeneratingTrainer):
         for name, part in datasets.items():
             check_dataset(part, name)
             self.inputs.columns(part).check(name)
-        self.model.eval()  # no dropout, whatever the caller has set
+        self.model.eval()
         try:
-            with self.ranks.together(), self.averaged_weights():
-                distance = self._distance_to_reference() if metric_key_prefix.startswith("eval") else {}
-                metrics = evaluate_policy(self, datasets, metric_key_prefix, pipeline_kwargs)
+            with self.monitor.propagate_errors():
+                metrics = self.evaluator.evaluate(
+                    datasets, metric_key_prefix, pipeline_kwargs or {}, self.state.global_step, self.state.log_history
+                )
         except RewardError:
             self._save_before_stopping()
             raise
-        metrics |= {f"{metric_key_prefix}_{name}": value for name, value in distance.items()}
         if metric_key_prefix.startswith("eval"):
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _write_validation(self) -> Path:
+        """Sample `validation_prompts` with the weights that evaluations measure."""
+        self.model.eval()
+        return self.evaluator.write_validation(self.args.validation_prompts, self.state.global_step)
+
     # Log
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the means of what was measured since the last log."""
-        if "loss" in logs and self._metrics:
-            logs = logs | self._gathered_metrics()
-            self._metrics.clear()
+        """Add what was measured since the last log."""
+        if "loss" in logs and self.metrics:
+            logs = logs | self.metrics.gather(self.backend, self.state.global_step)
         super().log(logs, start_time)
 
-    def _gathered_metrics(self) -> dict[str, float]:
-        totals = ("time/rollout", "time/reward", "time/update")
-        updates = max(1, self.state.global_step - self._logged_step)
-        measured = self._metrics | {name: [sum(self._metrics[name]) / updates] for name in totals}
-        measured["memory/peak_gib"] = [peak_memory_gib(self.args.device)]
-        metrics = gathered_means(self.accelerator, measured, largest=(*LARGEST, *totals), smallest=SMALLEST)
-        if self._samples:
-            metrics["samples_per_second"] = self._samples / (sum(metrics[name] for name in totals) * updates)
-        self._samples, self._logged_step = 0, self.state.global_step
-        return metrics
+    def write_card(self, name: str | None) -> None:
+        """Write the model card into the output folder."""
+        folder = Path(self.args.output_dir)
+        if (folder / "run.json").is_file():
+            write_curve(folder)
+        repository = self.hub_model_id or self.args.hub_model_id
+        write_model_card(folder, self.run, self.state.log_history, name, self.state.global_step, repository)
 
 
 def _as_list(value: Any) -> list:

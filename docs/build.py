@@ -1,7 +1,7 @@
 """
-`make docs`: settings' help texts go in, docs/config.md comes out; every relative link of the docs is checked.
+Write docs/config.md from the settings' help texts and check every relative link in the docs: `make docs`.
 
-With `--check` nothing is written: it fails where docs/config.md is not what the settings say, as the tests do.
+With `--check` nothing is written; it fails if docs/config.md differs from what the settings say, as the tests do.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffusion_grpo.arguments import LaunchArguments, LoraArguments, ScriptArguments
-from diffusion_grpo.config import DiffusionGRPOConfig
+from diffusion_grpo.config.arguments import LaunchArguments, LoraArguments, ScriptArguments
+from diffusion_grpo.config.settings import DiffusionGRPOConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -22,45 +22,46 @@ HEAD = """# Settings
 
 <!-- Written by `make docs` from the help texts in the code; changes belong there. -->
 
-A run is described by the fields of `DiffusionGRPOConfig`. The command `diffusion-grpo train` reads them, together with
-what is trained and LoRA's settings, from one YAML file and from flags (`--key value`, which win; `null` is YAML's).
-Names are TRL's where TRL has one. What contradicts itself is refused before a model is loaded.
+The fields of `DiffusionGRPOConfig` describe a run. The command `diffusion-grpo train` reads them, together with the
+settings of the command line and of LoRA, from one YAML file and from flags (`--key value`; flags win, and `null` is
+YAML's). Names are TRL's where TRL has one. Settings that contradict each other are refused before a model is loaded.
 """
 
 TAIL = """## From transformers
 
-Every other field of `transformers.TrainingArguments` is there too, and its documentation holds. The ones that are used
+Every other field of `transformers.TrainingArguments` is available too, and its documentation applies. These are used
 most with a diffusion model:
 
-* how long: `max_steps`, `num_train_epochs`; `warmup_steps`, `lr_scheduler_kwargs`
+* length: `max_steps`, `num_train_epochs`; `warmup_steps`, `lr_scheduler_kwargs`
 * optimizer: `optim`, `adam_beta1`, `adam_beta2`, `adam_epsilon`, `max_grad_norm`
-* evaluation: `eval_strategy`, `eval_steps`, `eval_on_start` (the untrained model too), `per_device_eval_batch_size`
+* evaluation: `eval_strategy`, `eval_steps`, `eval_on_start` (also measures the untrained model),
+  `per_device_eval_batch_size`
 * checkpoints: `save_strategy`, `save_total_limit`, `load_best_model_at_end`, `metric_for_best_model` (such as
-  `eval_reward`), `resume_from_checkpoint` (`true` is the newest whole one)
-* what is written where: `output_dir`, `report_to`, `run_name`, `push_to_hub`, `hub_model_id`
+  `eval_reward`), `resume_from_checkpoint` (`true` takes the newest complete one)
+* output: `output_dir`, `report_to`, `run_name`, `push_to_hub`, `hub_model_id`
 * speed and memory: `gradient_checkpointing`, `torch_compile`, `fp16`
-* chance: `seed`, `data_seed` (the order of the prompts)
+* randomness: `seed`, `data_seed` (the order of the prompts)
 
-Fields about tokens and labels have nothing to act on. `diffusion-grpo train --list-settings` prints every field with
+Fields about tokens and labels have no effect. `diffusion-grpo train --list-settings` prints every field with
 its default and help text.
 """
 
 
-def config_page() -> str:
-    """The text of docs/config.md."""
-    parts = [HEAD, "## The run (command line only)\n", table(dataclasses.fields(ScriptArguments))]
-    parts += ["## LoRA (command line only)\n", table(dataclasses.fields(LoraArguments))]
-    parts += ["From Python a `peft.LoraConfig` is passed to the trainer as `peft_config` instead.\n"]
-    parts += ["## Processes (command line only)\n", table(dataclasses.fields(LaunchArguments))]
+def format_config_page() -> str:
+    """Return the text of docs/config.md."""
+    parts = [HEAD, "## The run (command line only)\n", format_table(dataclasses.fields(ScriptArguments))]
+    parts += ["## LoRA (command line only)\n", format_table(dataclasses.fields(LoraArguments))]
+    parts += ["From Python, pass a `peft.LoraConfig` to the trainer as `peft_config` instead.\n"]
+    parts += ["## Processes (command line only)\n", format_table(dataclasses.fields(LaunchArguments))]
     settings = {setting.name: setting for setting in dataclasses.fields(DiffusionGRPOConfig)}
-    for title, names in groups(DiffusionGRPOConfig):
-        parts += [f"## {title}\n", table([settings[name] for name in names])]
+    for title, names in group_fields(DiffusionGRPOConfig):
+        parts += [f"## {title}\n", format_table([settings[name] for name in names])]
     parts.append(TAIL)
     return "\n".join(parts)
 
 
-def groups(settings: type) -> Iterator[tuple[str, list[str]]]:
-    """Fields in the order of the sources, those that only have another default first, under their headings there."""
+def group_fields(settings: type) -> Iterator[tuple[str, list[str]]]:
+    """Yield headings and their fields in source order, first those whose default differs from transformers'."""
     ours = [base for base in settings.__mro__ if base.__module__.startswith("diffusion_grpo.")]
     for source in [ours[0], *reversed(ours[1:])]:
         title, names = "", []
@@ -76,8 +77,8 @@ def groups(settings: type) -> Iterator[tuple[str, list[str]]]:
         yield title, names
 
 
-def table(settings: list[dataclasses.Field]) -> str:
-    """A Markdown table of dataclass fields."""
+def format_table(settings: list[dataclasses.Field]) -> str:
+    """Return a Markdown table of dataclass fields."""
     lines = ["| setting | default | what it does |", "|---|---|---|"]
     for setting in settings:
         has_factory = setting.default_factory is not dataclasses.MISSING
@@ -88,8 +89,8 @@ def table(settings: list[dataclasses.Field]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def broken_links(pages: list[Path]) -> list[str]:
-    """Relative links to files or headings that do not exist, as `page: target`."""
+def find_broken_links(pages: list[Path]) -> list[str]:
+    """Return relative links to files or headings that do not exist, as `page: target`."""
     broken = []
     for page in pages:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -98,25 +99,25 @@ def broken_links(pages: list[Path]) -> list[str]:
                 continue
             file, _, anchor = target.partition("#")
             path = (page.parent / file).resolve() if file else page
-            if not path.exists() or (anchor and anchor not in anchors(path)):
+            if not path.exists() or (anchor and anchor not in find_anchors(path)):
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     return broken
 
 
-def anchors(page: Path) -> set[str]:
-    """The addresses of a page's headings, as GitHub makes them."""
+def find_anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def main() -> int:
     if "--check" not in sys.argv:
-        CONFIG.write_text(config_page(), encoding="utf-8")
+        CONFIG.write_text(format_config_page(), encoding="utf-8")
         print(f"wrote {CONFIG.relative_to(ROOT)}")
-    elif CONFIG.read_text(encoding="utf-8") != config_page():
-        print("docs/config.md is not what the settings say; run make docs")
+    elif CONFIG.read_text(encoding="utf-8") != format_config_page():
+        print("docs/config.md differs from what the settings say; run make docs")
         return 1
-    broken = broken_links(PAGES)
+    broken = find_broken_links(PAGES)
     for link in broken:
         print(f"broken link in {link}")
     print(f"checked the links of {len(PAGES)} pages")

@@ -1,9 +1,9 @@
-"""`make demo` in Python: the embedded model learns to spell and to colour, as demo.yaml beside this says."""
+"""`make demo` in Python: the embedded model learns to spell and to colour, with the settings of demo.yaml."""
 
 from pathlib import Path
 
 from diffusion_grpo import DiffusionGRPOTrainer, tiny
-from diffusion_grpo.arguments import parse_train_arguments
+from diffusion_grpo.config.parse import parse_train_arguments
 
 settings = Path(__file__).with_name("demo.yaml")
 script, lora, args = parse_train_arguments(str(settings), ["--output_dir", "outputs/demo-py"])

@@ -1,9 +1,9 @@
-"""FLUX.1 dev learns to write, as flux.yaml says, in Python."""
+"""FLUX.1 dev learns to write: flux.yaml in Python."""
 
 from peft import LoraConfig
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.data import load_prompts
+from diffusion_grpo.data.prompts import load_prompts
 
 args = DiffusionGRPOConfig(
     output_dir="outputs/flux",

@@ -1,9 +1,9 @@
-"""GLM-Image's language model learns from four rewards, as glm_image_ar.yaml says, in Python."""
+"""GLM-Image's language model learns from four rewards: glm_image_ar.yaml in Python."""
 
 from peft import LoraConfig
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.data import load_prompts
+from diffusion_grpo.data.prompts import load_prompts
 
 args = DiffusionGRPOConfig(
     output_dir="outputs/glm-image-ar",

@@ -1,7 +1,7 @@
-"""HunyuanVideo with two rewards, as hunyuan_video.yaml says, in Python."""
+"""HunyuanVideo with two rewards: hunyuan_video.yaml in Python."""
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.data import load_prompts
+from diffusion_grpo.data.prompts import load_prompts
 
 args = DiffusionGRPOConfig(
     output_dir="outputs/hunyuan-video",

@@ -1,9 +1,9 @@
-"""Qwen-Image learns to write, as qwen_image.yaml says, in Python."""
+"""Qwen-Image learns to write: qwen_image.yaml in Python."""
 
 from peft import LoraConfig
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.data import load_prompts
+from diffusion_grpo.data.prompts import load_prompts
 
 args = DiffusionGRPOConfig(
     output_dir="outputs/qwen-image",

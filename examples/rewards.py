@@ -1,18 +1,18 @@
-"""Rewards of one's own, as the examples use them: plain functions of what the pipeline made."""
+"""Your own rewards, as the examples use them: plain functions of what the pipeline made."""
 
 import numpy as np
 
-SILENCE = 1e-5  # root mean square below which sound counts as none, -100 dB
+SILENCE = 1e-5  # root mean square below which sound counts as silence, -100 dB
 
 
 def loudness(completions: list, **columns) -> list[float]:
-    """Minus the distance of a sound's level to -18 dB full scale, in units of 10 dB: 0 is right, silence about -8."""
+    """Return minus the distance of each level to -18 dB full scale, in units of 10 dB: 0 is best, silence about -8."""
     levels = [20 * np.log10(max(SILENCE, float(np.sqrt(np.mean(_samples(sound) ** 2))))) for sound in completions]
     return [-abs(level + 18) / 10 for level in levels]
 
 
 def clipping(completions: list, **columns) -> list[float]:
-    """Share of the samples at or beyond full scale, which a loudspeaker cannot play."""
+    """Return the share of samples at or beyond full scale, which a loudspeaker cannot play."""
     return [float(np.mean(np.abs(_samples(sound)) >= 1)) for sound in completions]
 
 

@@ -1,6 +1,6 @@
 """Stable Diffusion 1.5 with a ControlNet: edges come from the dataset, only the UNet is trained.
 
-A pipeline with parts that no single folder holds is put together first, and handed over as it is.
+No single folder holds all parts of this pipeline, so it is assembled first and passed as an object.
 """
 
 from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
@@ -8,20 +8,20 @@ from peft import LoraConfig
 from PIL import Image, ImageFilter
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.data import load_prompts
+from diffusion_grpo.data.prompts import load_prompts
 
 
-def edges(row: dict) -> dict:
-    """The row with a picture of the edges of its picture, as `image`, which is what the pipeline calls it."""
-    picture = row["image"] if isinstance(row["image"], Image.Image) else Image.open(row["image"])
-    return {"image": picture.convert("L").filter(ImageFilter.FIND_EDGES).convert("RGB").resize((512, 512))}
+def find_edges(row: dict) -> dict:
+    """Replace the row's image by its edges; the pipeline takes them as `image`."""
+    image = row["image"] if isinstance(row["image"], Image.Image) else Image.open(row["image"])
+    return {"image": image.convert("L").filter(ImageFilter.FIND_EDGES).convert("RGB").resize((512, 512))}
 
 
 pipe = StableDiffusionControlNetPipeline.from_pretrained(
     "stable-diffusion-v1-5/stable-diffusion-v1-5",
     controlnet=ControlNetModel.from_pretrained("lllyasviel/control_v11p_sd15_canny"),
 )
-dataset = load_prompts("examples/data/edits.jsonl").map(edges)
+dataset = load_prompts("examples/data/edits.jsonl").map(find_edges)
 trainer = DiffusionGRPOTrainer(
     model=pipe,
     reward_funcs={"colorfulness": 0.02, "sharpness": 1.0},

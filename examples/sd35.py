@@ -1,9 +1,9 @@
-"""Stable Diffusion 3.5 Medium learns to write, as sd35_ocr.yaml says, in Python."""
+"""Stable Diffusion 3.5 Medium learns to write: sd35_ocr.yaml in Python."""
 
 from peft import LoraConfig
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.data import load_prompts
+from diffusion_grpo.data.prompts import load_prompts
 
 args = DiffusionGRPOConfig(
     output_dir="outputs/sd35-ocr",

@@ -1,9 +1,9 @@
-"""Stable Diffusion XL by DDIM with noise, as sdxl.yaml says, in Python."""
+"""Stable Diffusion XL with DDIM and noise: sdxl.yaml in Python."""
 
 from peft import LoraConfig
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.data import load_prompts
+from diffusion_grpo.data.prompts import load_prompts
 
 args = DiffusionGRPOConfig(
     output_dir="outputs/sdxl",

@@ -1,9 +1,9 @@
-"""Wan 2.1 learns to write in videos, as wan21_ocr.yaml says, in Python."""
+"""Wan 2.1 learns to write in videos: wan21_ocr.yaml in Python."""
 
 from peft import LoraConfig
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.data import load_prompts
+from diffusion_grpo.data.prompts import load_prompts
 
 args = DiffusionGRPOConfig(
     output_dir="outputs/wan21-ocr",

@@ -13,7 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not s
 import pytest
 import torch
 
-from diffusion_grpo import plots
+from diffusion_grpo.run import plots
 
 torch.set_num_threads(1)
 
@@ -40,7 +40,7 @@ def pytest_collection_finish():
 # Several workers
 
 # What takes longest begins first, or one worker would still be at it when the other has nothing left.
-FIRST = ["test_" + name for name in "deepspeed learning fsdp resume launch distributed ranks".split()]
+FIRST = ["test_" + name for name in "deepspeed every_setting learning fsdp resume launch failure processes".split()]
 
 
 def pytest_collection_modifyitems(items):
@@ -78,7 +78,7 @@ def serve():
     import uvicorn
 
     from diffusion_grpo.rewards import load_rewards
-    from diffusion_grpo.rewards.serve import create_app
+    from diffusion_grpo.rewards.server.serve import create_app
 
     running = []
 

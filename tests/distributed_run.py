@@ -1,4 +1,4 @@
-"""One short training as each of several processes runs it, started by `ranks_server.py`.
+"""One short run, as each of several processes makes it, started by `ranks_server.py`.
 
 The global batch is the same whatever the number of processes: `gradient_accumulation_steps` is given for one process.
 """
@@ -12,7 +12,7 @@ from tiny_runs import brightness, first_frame_brightness, trained_weights, train
 
 
 def run(folder, settings):
-    """What the training says of itself goes into `result.json`, its trained weights beside it."""
+    """Write what the run logged to `result.json`, and its trained weights beside it."""
     processes = int(os.environ.get("WORLD_SIZE", 1)) // settings.get("context_parallel_size", 1)
     for name in ("gradient_accumulation_steps", "steps_per_generation"):
         if name in settings:

@@ -33,7 +33,7 @@ def only_what_is_checked(name, options):
         folder = Path(source.place).resolve()
         if folder.is_dir():
             copy = Path(tempfile.mkdtemp(dir=folder.parent))
-            for file in source.found():
+            for file in source.find():
                 (copy / file).parent.mkdir(parents=True, exist_ok=True)
                 (copy / file).symlink_to(folder / file)
             linked[source.setting] = str(copy)

@@ -1,7 +1,7 @@
-"""Short trainings one after the other, as each of several processes runs them, started by `ranks_server.py`.
+"""Short runs one after the other, as each of several processes makes them, started by `ranks_server.py`.
 
-The global batch is the same whatever the number of processes: what depends on it
-is given for one process. Each folder gets `result.json`, what the run says of itself, and its whole trained weights.
+The global batch does not depend on the number of processes: settings are given for one process. Each folder gets
+`result.json`, what the run logged and how it was sharded, and its whole trained weights.
 """
 
 import json
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tiny_runs import first_frame_brightness, trained_weights, trainer_for
+from tiny_runs import SMOOTH, SMOOTH_VIDEOS, trained_weights, trainer_for
 from torch.distributed.tensor import DTensor, Shard
 
 
 def shares(trainer) -> dict:
-    """How much of the network lies here, and how: of all parameters, the frozen among them."""
+    """Return how much of the network this process holds, and how; frozen parameters count too."""
     parameters = list(trainer.policy.network.parameters())
     local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     return {
@@ -27,7 +27,7 @@ def shares(trainer) -> dict:
 
 
 def run(folder: Path, settings: dict) -> None:
-    """One training, and what is asked about it."""
+    """Train once and report what tests ask about."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     for name in ("gradient_accumulation_steps", "steps_per_generation"):
         if name in settings:
@@ -36,8 +36,7 @@ def run(folder: Path, settings: dict) -> None:
     is_offloaded = settings.pop("offload", False)
     if processes > 1:
         os.environ["FSDP_OFFLOAD_PARAMS"] = str(is_offloaded)
-    if settings.get("name") == "wan":
-        settings["rewards"] = first_frame_brightness
+    settings = SMOOTH_VIDEOS | settings if settings.get("name") == "wan" else SMOOTH | settings
     trainer = trainer_for(folder, **settings)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
@@ -51,7 +50,7 @@ def run(folder: Path, settings: dict) -> None:
         "kl": [entry["kl"] for entry in logs if "kl" in entry],
     }
     is_first = trainer.is_world_process_zero()
-    with trainer.weights.whole(is_kept=is_first):
+    with trainer.weights.show_whole(is_kept=is_first):
         if is_first:
             save_file(trained_weights(trainer), folder / "weights.safetensors")
     if is_first:
@@ -59,7 +58,7 @@ def run(folder: Path, settings: dict) -> None:
 
 
 def run_all(folder: Path, cases: dict[str, dict]) -> None:
-    """Each in a folder of its name, with FSDP2 as a launcher asks for it."""
+    """Make each run in a folder of its name, with FSDP2 as a launcher asks for it."""
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     for name, settings in cases.items():
         run(folder / name, settings)

@@ -1,12 +1,12 @@
-"""Attention written out, in the place of the kernel by which diffusers computes a ring, which CPUs do not have.
+"""Attention written out, in place of the kernel that diffusers uses for rings, which CPUs do not have.
 
-What passes the parts around and joins them stays diffusers' own; so does who is in which ring, which is ours.
+Passing the parts around and joining them stays diffusers' own; the rings themselves are ours.
 """
 
 import torch
 from diffusers.models import attention_dispatch
 
-from diffusion_grpo import context
+from diffusion_grpo.distributed import context_parallel as context
 
 
 def scores(query, key, scale):
@@ -39,7 +39,7 @@ def backward(ctx, grad_out, *rest, query, key, value, out, lse):
 
 
 def install():
-    """From here on a ring computes by these, and is not refused on a CPU."""
+    """Let rings compute with these functions, and do not refuse them on a CPU."""
     attention_dispatch._cudnn_attention_forward_op = forward
     attention_dispatch._cudnn_attention_backward_op = backward
     context.check_context = lambda *args: None

@@ -17,9 +17,13 @@ from safetensors.torch import save_file
 from tiny_runs import brightness, trained_weights, trainer_for
 from zero_run import deepspeed_config
 
-from diffusion_grpo import generation, hub, inputs, ranks, trainer
+from diffusion_grpo.algorithms import grpo
+from diffusion_grpo.data import inputs
+from diffusion_grpo.distributed import failure
 from diffusion_grpo.rewards import batchwise, groupwise, takes_latents
-from diffusion_grpo.rewards.model import ModelReward
+from diffusion_grpo.rewards.models.base import ModelReward
+from diffusion_grpo.rollout import generation
+from diffusion_grpo.run import weights as hub
 
 
 def rank():
@@ -27,7 +31,7 @@ def rank():
 
 
 def kill_in(module, name, calls_before=0):
-    """The process dies inside the call number `calls_before` + 1 of `module.name`, after it has begun its work."""
+    """Kill this process in call number `calls_before` + 1 of `module.name`, once the work is done."""
     real, calls = getattr(module, name), []
 
     def deadly(*args, **kwargs):
@@ -41,7 +45,7 @@ def kill_in(module, name, calls_before=0):
 
 
 def uneven(images, log_metric, **columns):
-    """A reward that logs a metric of dark pictures only, so perhaps on one process alone."""
+    """A reward that logs a metric of dark images only, so perhaps on one process alone."""
     values = brightness(images)
     for value in values:
         if value < 0.5:
@@ -84,7 +88,7 @@ async def ranked(images, prompts, log_metric, log_extra):
 
 @batchwise
 def shared(images):
-    """What it says of a sample depends on all that it is shown."""
+    """A reward of each sample that depends on all samples it is given."""
     shades = brightness(images)
     return [shade / sum(shades) for shade in shades]
 
@@ -105,8 +109,8 @@ WHOLE_GROUPS = [ranked, shared]
 
 
 def built(folder, settings, rewards=brightness):
-    """A trainer; sizes in `settings` are as for one process, `rows` the columns of the dataset; `mode` is "zero3",
-    "layered3", "fsdp2", or DDP by default."""
+    """Build a trainer; sizes in `settings` are given for one process, `rows` are the columns of the dataset; `mode` is
+    "zero3", "layered3", "fsdp2", or DDP by default."""
     settings = dict(settings)
     processes = int(os.environ.get("WORLD_SIZE", 1)) // settings.get("context_parallel_size", 1)
     mode = settings.pop("mode", "ddp")
@@ -131,14 +135,14 @@ def built(folder, settings, rewards=brightness):
 
 
 def train(folder, settings, rewards="brightness", resume=None):
-    """One training; process 0 writes what it logged and the weights it ended with."""
+    """Train; process 0 writes what it logged and the final weights."""
     own = built(folder, settings, globals()[rewards])
     own.train(resume_from_checkpoint=resume)
     own.save_model()
     if own.is_world_process_zero():
         report = {"wrapper": type(own.model_wrapped).__name__, "log": own.state.log_history}
         (Path(folder) / "result.json").write_text(json.dumps(report))
-    with own.weights.whole(is_kept=own.is_world_process_zero()):
+    with own.weights.show_whole(is_kept=own.is_world_process_zero()):
         if own.is_world_process_zero():
             save_file(trained_weights(own), Path(folder) / "weights.safetensors")
     if torch.distributed.is_initialized():
@@ -152,13 +156,13 @@ def train_in_rings(folder, settings):
 
 
 def first_weights(settings):
-    """The trained weights before any update."""
+    """Return the trained weights before any update."""
     with tempfile.TemporaryDirectory() as folder:
         return trained_weights(built(folder, settings))
 
 
 def fail_of_subset(folder, settings, where):
-    """Process 0 scores what both make; one of them goes wrong."""
+    """Let process 0 score what both make, and make one of them fail."""
     real, calls = generation.rollout, []
 
     def rolled_out(*args, **kwargs):
@@ -166,7 +170,7 @@ def fail_of_subset(folder, settings, where):
         if rank() == 1 and where == "killed" and len(calls) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank() == 1 and where == "rollout" and len(calls) == 4:
-            raise ValueError("no pictures today")
+            raise ValueError("no images today")
         return real(*args, **kwargs)
 
     def scorer(images, **columns):
@@ -177,13 +181,12 @@ def fail_of_subset(folder, settings, where):
             time.sleep(3)
         return brightness(images)
 
-    generation.rollout, ranks.NOTICE, ranks.BEAT = rolled_out, 1.0, 0.5
+    generation.rollout, failure.NOTICE_INTERVAL, failure.HEARTBEAT = rolled_out, 1.0, 0.5
     built(folder, settings, scorer).train()
 
 
 def fail(folder, settings, where):
-    """Process 1 goes wrong; `where` says how."""
-    real = trainer.DiffusionGRPOTrainer._step_loss
+    """Make process 1 fail; `where` says how."""
 
     def judge(images, **columns):
         if rank() == 1 and where == "reward" and own.state.global_step == 1:
@@ -194,13 +197,13 @@ def fail(folder, settings, where):
             time.sleep(6)
         return brightness(images)
 
-    def step_loss(self, batch, step, is_on_policy):
-        if rank() == 1 and where in ("bug", "lingering") and self.state.global_step == 1:
+    def loss(*args):
+        if rank() == 1 and where in ("bug", "lingering") and own.state.global_step == 1:
             raise ZeroDivisionError("a loss of one's own")
-        loss, error = real(self, batch, step, is_on_policy)
-        if rank() == 1 and where == "loss" and self.state.global_step == 1:
-            loss = loss * float("nan")
-        return loss, 0.5 if rank() == 1 and where in ("ratio", "late") else error
+        output = real_loss(*args)
+        if rank() == 1 and where == "loss" and own.state.global_step == 1:
+            output = dataclasses.replace(output, loss=output.loss * float("nan"))
+        return dataclasses.replace(output, drift=0.5) if rank() == 1 and where in ("ratio", "late") else output
 
     real_rows = inputs.PipelineInputs.rows
 
@@ -210,12 +213,12 @@ def fail(folder, settings, where):
         return real_rows(self, dataset, numbers)
 
     inputs.PipelineInputs.rows = rows
-    trainer.DiffusionGRPOTrainer._step_loss = step_loss
-    ranks.NOTICE, ranks.BEAT, ranks.GRACE = 1.0, 0.5, 1.0
+    failure.NOTICE_INTERVAL, failure.HEARTBEAT, failure.GRACE_PERIOD = 1.0, 0.5, 1.0
     if rank() == 1 and where == "late":
-        wait = ranks.Ranks._wait_for_all
-        ranks.Ranks._wait_for_all = lambda *args: (wait(*args), time.sleep(5))
+        wait = failure.ProcessGroupMonitor.wait_for_all
+        failure.ProcessGroupMonitor.wait_for_all = lambda *args: (wait(*args), time.sleep(5))
     own = built(folder, settings, judge)
+    real_loss, own.algorithm.loss = own.algorithm.loss, loss
     try:
         own.train()
     except ZeroDivisionError:
@@ -224,29 +227,29 @@ def fail(folder, settings, where):
 
 
 def catch(folder, settings):
-    """Both fail, catch that, and go on."""
-    ranks.GRACE = 0.5
+    """Fail on both processes, catch the error, and go on."""
+    failure.GRACE_PERIOD = 0.5
     own = built(folder, settings)
-    with contextlib.suppress(ValueError), own.ranks.together():
+    with contextlib.suppress(ValueError), own.monitor.propagate_errors():
         raise ValueError("a setting that cannot be")
-    with own.ranks.together():
+    with own.monitor.propagate_errors():
         time.sleep(3)
     print("went on")
 
 
 def die(folder, settings, moment, calls):
-    """Process 1 is killed in a rollout, a reward, an update or while a checkpoint is written."""
+    """Kill a process in a rollout, a reward, an update or while a checkpoint is written."""
     if moment == "reward":
         return fail(folder, settings, "dead")
     if rank() == (0 if moment == "checkpoint" else 1):  # process 0 is the one that writes
-        place = {"rollout": (generation, "rollout"), "update": (trainer, "replay"), "checkpoint": (hub, "save_policy")}
+        place = {"rollout": (generation, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
         kill_in(*place[moment], calls)
-    ranks.BEAT = 0.5
+    failure.HEARTBEAT = 0.5
     built(folder, settings).train()
 
 
 def evaluate(folder, settings):
-    """An evaluation without training, by a reward that logs."""
+    """Evaluate without training, by a reward that logs."""
     own = built(folder, settings, uneven)
     metrics = own.evaluate()
     if own.is_world_process_zero():

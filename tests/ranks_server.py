@@ -27,7 +27,7 @@ def free_port():
 
 
 def child(rank, processes, port, output, function, args):
-    """The environment that torchrun gives; what the process says goes into a file."""
+    """Run `function` in the environment that torchrun gives; output goes into a file."""
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in known.items()} if processes > 1 else {})
@@ -42,14 +42,14 @@ def child(rank, processes, port, output, function, args):
 
 
 class Ended:
-    """How each process ended: `codes` (-9 where it was killed), `said`, `seconds` from the first end to the last."""
+    """How processes ended: exit `codes` (-9 if killed), what they `said`, `seconds` from the first end to the last."""
 
     def __init__(self, codes, said, seconds):
         self.codes, self.said, self.seconds = codes, said, seconds
 
 
 def start_server():
-    """Python 3.11 finds what it is to import first in PYTHONPATH alone, and says nothing where it does not."""
+    """Start the server: Python 3.11 looks for modules to preload in PYTHONPATH alone, without a warning."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -71,7 +71,7 @@ def start(folder, processes, function, *args):
 
 
 def run(folder, processes, function, *args, limit=240):
-    """Runs `function(*args)` on so many processes; after `limit` seconds those left are killed, which is -15."""
+    """Run `function(*args)` on several processes; after `limit` seconds those left are killed, with exit code -15."""
     own, outputs = start(folder, processes, function, *args)
     deadline, first = time.monotonic() + limit, None
     while any(process.is_alive() for process in own) and time.monotonic() < deadline:

@@ -1,19 +1,21 @@
-"""A training that can be killed, as a process of `ranks_server.py` runs it for test_resume.py."""
+"""A run that can be killed, as a process of `ranks_server.py` runs it for test_resume.py."""
 
 from rank_runs import kill_in
 from tiny_runs import trainer_for
 
-from diffusion_grpo import generation, hub, trainer
+from diffusion_grpo.algorithms import grpo
+from diffusion_grpo.rollout import generation
+from diffusion_grpo.run import weights as hub
 
 
 def run(folder, settings, kill_at=None, calls_before=0):
-    """Resumes where `folder` has a whole checkpoint.
+    """Train, from the whole checkpoint in `folder` if there is one.
 
-    Where `kill_at` says `rollout`, `update` or `checkpoint`, the process kills itself with SIGKILL in the middle of
-    one, after so many calls of it.
+    If `kill_at` is `rollout`, `update` or `checkpoint`, the process kills itself with SIGKILL in the middle of one,
+    after `calls_before` calls of it.
     """
     own = trainer_for(folder, **settings)
-    places = {"rollout": (generation, "rollout"), "update": (trainer, "replay"), "checkpoint": (hub, "save_policy")}
+    places = {"rollout": (generation, "rollout"), "update": (grpo.GRPO, "loss"), "checkpoint": (hub, "save_policy")}
     if kill_at is not None:
         kill_in(*places[kill_at], calls_before)
     own.train(resume_from_checkpoint=True)

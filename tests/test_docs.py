@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "docs").glob("*.md")
+MADE_BY_RUNS = {"summary.json", "run.json", "manifest.json"}
 
 
 @pytest.fixture(scope="module")
@@ -21,24 +23,24 @@ def build():
 
 
 def test_settings_page_is_what_the_settings_say(build):
-    assert build.CONFIG.read_text() == build.config_page(), "run make docs"
+    assert build.CONFIG.read_text() == build.format_config_page(), "run make docs"
 
 
 def test_every_own_setting_is_in_a_group(build):
-    own = {name for _, names in build.groups(build.DiffusionGRPOConfig) for name in names}
+    own = {name for _, names in build.group_fields(build.DiffusionGRPOConfig) for name in names}
     bases = [base for base in build.DiffusionGRPOConfig.__mro__ if base.__module__.startswith("diffusion_grpo.")]
     declared = {name for base in bases for name in vars(base).get("__annotations__", {})}
     assert len(bases) == 5 and declared - {"_VALID_DICT_FIELDS"} == own
 
 
 def test_links_lead_somewhere(build):
-    assert build.broken_links(build.PAGES) == []
+    assert build.find_broken_links(build.PAGES) == []
 
 
 def test_a_broken_link_is_found(build, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "ROOT", tmp_path)
     (tmp_path / "page.md").write_text("# One\n[a](#one) [b](other.md) [c](#two) [d](https://example.org)")
-    assert build.broken_links([tmp_path / "page.md"]) == ["page.md: other.md", "page.md: #two"]
+    assert build.find_broken_links([tmp_path / "page.md"]) == ["page.md: other.md", "page.md: #two"]
 
 
 def test_make_targets_that_the_docs_name_exist(build):
@@ -48,9 +50,20 @@ def test_make_targets_that_the_docs_name_exist(build):
         assert set(named) <= targets, page
 
 
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", *sorted(f"docs/{path.name}" for path in PAGES)])
+def test_files_that_a_page_names_exist(page):
+    """By a path from the root, from the package or, of tests, by their name."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`(?:python |pytest )?([\w./-]+\.(?:py|yaml|json|jinja))\b[^`]*`", text)
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    places = (ROOT, ROOT / "diffusion_grpo", ROOT / "examples")
+    for name in set(named) - MADE_BY_RUNS:
+        assert name in tests or any((place / name).is_file() for place in places), name
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_the_first_reward_runs_without_a_warning(page):
-    """As it is written on the page, with the imports from Pillow that stand there; nothing else of it is run."""
+    """Only the function runs, as it is written on the page, with the page's imports from Pillow."""
     text = (ROOT / page).read_text(encoding="utf-8")
     (block,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def brightness" in block]
     parts = ast.parse(block).body

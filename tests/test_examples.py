@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_grpo import DiffusionGRPOTrainer
-from diffusion_grpo.arguments import parse_train_arguments
+from diffusion_grpo.config.parse import parse_train_arguments
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -31,7 +31,8 @@ def args_dir(trainer: DiffusionGRPOTrainer) -> str:
 
 @pytest.mark.parametrize("file", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
 def test_every_file_of_settings_is_accepted(file, tmp_path):
-    script, _, args = parse_train_arguments(str(EXAMPLES / file), ["--output_dir", str(tmp_path), "--use_cpu", "true"])
+    on_cpu = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--fp16", "false"]
+    script, _, args = parse_train_arguments(str(EXAMPLES / file), on_cpu)
     assert script.reward_funcs and args.num_generations >= 1
     if args.warmup_steps:
         assert args.lr_scheduler_type != "constant"  # which has no warm-up

@@ -25,13 +25,14 @@ from tiny_pipelines import glm
 from transformers import GlmImageProcessor
 
 import diffusion_grpo
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli, commands
-from diffusion_grpo.arguments import parse_train_arguments, read_yaml
-from diffusion_grpo.hub import LORA_WEIGHTS
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli
+from diffusion_grpo import cli as commands
+from diffusion_grpo.config.parse import parse_train_arguments, read_yaml
 from diffusion_grpo.pipelines import family_of
 from diffusion_grpo.rewards import REWARDS, RemoteReward
-from diffusion_grpo.rewards.hpsv3 import HPSv3
-from diffusion_grpo.rewards.videoalign import VideoAlign
+from diffusion_grpo.rewards.models.hpsv3 import HPSv3
+from diffusion_grpo.rewards.models.videoalign import VideoAlign
+from diffusion_grpo.run.weights import LORA_WEIGHTS
 
 ROOT = Path(__file__).parent.parent
 SYSTEMS = {  # file of settings: the tiny pipeline of its classes
@@ -216,7 +217,7 @@ def assert_plain_diffusers_loads(trainer, model, run, inputs):
     is_lora = any(run.glob("adapter_config.json")) or (run / "pytorch_lora_weights.safetensors").is_file()
     plain = DiffusionPipeline.from_pretrained(model if is_lora else run)
     if is_lora and trainer.run["loads_by"] == "peft":
-        PeftModel.from_pretrained(getattr(plain, trainer.component), run)
+        PeftModel.from_pretrained(getattr(plain, trainer.policy.component[0]), run)
     elif is_lora and trainer.run["loads_by"] == "load_lora_adapter":
         plain.transformer.load_lora_adapter(run, prefix=None, weight_name=LORA_WEIGHTS)
     elif is_lora:

@@ -16,10 +16,13 @@ from tiny_runs import LORA, OPTIONAL, brightness, first_frame_brightness, logged
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from diffusion_grpo.loading import prepare_model
+from diffusion_grpo.policy.base import UntrainedStepError
+from diffusion_grpo.policy.rollout import replay
+from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
-from diffusion_grpo.rollout import replay
 from diffusion_grpo.trainer import NonFiniteError, RatioError
+from diffusion_grpo.training.model import prepare_model
+from diffusion_grpo.training.setup import make_sampling_plan
 
 
 @pytest.mark.parametrize(
@@ -107,13 +110,10 @@ def test_ratios_of_whole_trajectories(tmp_path):
                 gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
                 objective = torch.zeros(())
                 for rows in (slice(0, 4), slice(4, 8)):
-                    now = [
-                        replay(trainer.policy, trainer.inputs(trainer.buffer.rows[rows]), part, step).log_prob
-                        for part in [trainer.buffer.trajectory[rows]]
-                        for step in (0, 1, 2)
-                    ]
-                    log_ratio = torch.stack(now, 1) - trainer.buffer.trajectory.log_probs[rows]
-                    ratio, advantages = log_ratio.mean(1).exp(), trainer.buffer.advantages[rows]
+                    (part,) = trainer.feed.buffer.part(rows).parts
+                    now = [replay(trainer.policy, part.inputs, part.trajectory, step).log_prob for step in (0, 1, 2)]
+                    log_ratio = torch.stack(now, 1) - part.trajectory.log_probs
+                    ratio, advantages = log_ratio.mean(1).exp(), part.advantages
                     clipped = ratio.clamp(1 - 1e-3, 1 + 1e-3)
                     objective = objective + torch.maximum(-advantages * ratio, -advantages * clipped).mean() / 2
                 expected.update(zip(trained, torch.autograd.grad(objective, list(trained.values())), strict=True))
@@ -159,16 +159,17 @@ def test_loss_and_gradient_are_grpos(tmp_path):
 
     trainer.add_callback(Keep)
     trainer.train()
-    buffer, objective = trainer.buffer, 0.0
+    objective = 0.0
     table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
     rewards = torch.tensor(table["brightness"]).view(2, 4)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)).flatten()
     torch.testing.assert_close(torch.tensor(table["advantage"]), advantages, rtol=1e-3, atol=1e-3)
     for rows in (slice(0, 4), slice(4, 8)):
+        (part,) = trainer.feed.buffer.part(rows).parts
         for column, step in enumerate((0, 1, 2)):
-            now = replay(trainer.policy, trainer.inputs(buffer.rows[rows]), buffer.trajectory[rows], step)
-            ratio = torch.exp(now.log_prob - buffer.trajectory.log_probs[rows, column])
-            objective = objective - (ratio * buffer.advantages[rows]).sum() / (8 * 3)
+            now = replay(trainer.policy, part.inputs, part.trajectory, step)
+            ratio = torch.exp(now.log_prob - part.trajectory.log_probs[:, column])
+            objective = objective - (ratio * part.advantages).sum() / (8 * 3)
     named = [(name, p) for name, p in trainer.model.named_parameters() if name in gradients]
     expected = torch.autograd.grad(objective, [p for _, p in named])
     for (name, _), gradient in zip(named, expected, strict=True):
@@ -187,7 +188,7 @@ def test_loss_and_gradient_are_grpos(tmp_path):
 def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
     """Samples and steps are told by what the loss gets as old log-probabilities, none of which is there twice."""
     trainer = trainer_for(tmp_path, **{"num_inference_steps": 3, "scale_rewards": "none", **settings})
-    passes, updates, loss = [], [], trainer.loss
+    passes, updates, loss = [], [], trainer.algorithm.step_loss
 
     def watched(inputs):
         passes.extend(zip(inputs.old_log_prob.tolist(), inputs.advantages.tolist(), strict=True))
@@ -195,7 +196,7 @@ def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
 
     class Compare(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            buffer, known = trainer.buffer, []
+            buffer, known = trainer.feed.buffer, []
             for slot in (2 * state.global_step, 2 * state.global_step + 1):  # all updates are of one rollout
                 rows = buffer.range_of(slot)
                 advantages = buffer.advantages[rows, None].expand_as(buffer.old_log_probs[rows])
@@ -205,7 +206,7 @@ def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
             updates.append(list(passes))
             passes.clear()
 
-    trainer.loss = watched
+    trainer.algorithm.step_loss = watched
     trainer.add_callback(Compare)
     trainer.train()
     assert len(updates) == trainer.args.max_steps
@@ -253,7 +254,7 @@ def test_what_is_not_finite_stops_before_the_weights_are_touched(tmp_path, poiso
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path):
     trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1, max_steps=3)
-    loss, before = trainer.loss, {}
+    loss, before = trainer.algorithm.step_loss, {}
 
     def poisoned(inputs):
         output = loss(inputs)
@@ -262,7 +263,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path
             return dataclasses.replace(output, loss=output.loss * float("nan"))
         return output
 
-    trainer.loss = poisoned
+    trainer.algorithm.step_loss = poisoned
     with pytest.raises(NonFiniteError, match="loss of update 2.*checkpoint-1"):
         trainer.train()
     assert all(torch.equal(before[name], value) for name, value in trained_weights(trainer).items())
@@ -471,9 +472,9 @@ def test_defaults_name_the_output_after_the_model(tmp_path, monkeypatch):
 def test_training_again_starts_with_a_new_rollout(tmp_path):
     trainer = trainer_for(tmp_path, max_steps=1)
     trainer.train()
-    first = trainer.buffer
+    first = trainer.feed.buffer
     trainer.train()
-    assert trainer.buffer is not first and logged(trainer, "ratio/max_error") == [0.0]
+    assert trainer.feed.buffer is not first and logged(trainer, "ratio/max_error") == [0.0]
 
 
 def test_full_training_of_half_precision_weights_is_refused_without_mixed_precision(tmp_path, monkeypatch):
@@ -500,16 +501,14 @@ def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
     steps = []
     settings = {"num_inference_steps": 6, "sde_window_size": 2, "deterministic_outside_window": True, "max_steps": 4}
     trainer = trainer_for(tmp_path, **settings)
-    original = trainer._rollout
 
-    def spied(*args):
-        samples, trajectory = original(*args)
-        steps.append(trajectory.steps.unique().tolist())
-        return samples, trajectory
+    class Note(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            steps.append(torch.cat([sample.steps for sample in trainer.feed.buffer.samples]).unique().tolist())
 
-    trainer._rollout = spied
+    trainer.add_callback(Note)
     trainer.train()
-    assert steps == [list(range(*trainer.args.window_of(generation))) for generation in range(4)]
+    assert steps == [list(range(*make_sampling_plan(trainer.args).draw_window(generation))) for generation in range(4)]
     assert max(logged(trainer, "ratio/max_error")) == 0.0
 
 
@@ -517,13 +516,13 @@ def test_a_divergence_in_the_reward(tmp_path):
     """At first the policy is the reference; then what is logged is the divergence that replays measure."""
     trainer = trainer_for(tmp_path, kl_reward=0.5, learning_rate=0.01, scale_rewards="none")
     divergences = []
-    measure = trainer._divergences
+    measure = trainer.replays.rollout_divergences
 
-    def noted(rows, trajectory):
-        divergences.append(measure(rows, trajectory))
+    def noted(rows, samples):
+        divergences.append(measure(rows, samples))
         for column, step in enumerate((0, 1, 2)):  # the same by hand, in the rollout's batches
             for batch in (slice(0, 4), slice(4, 8)):
-                inputs, part = trainer.inputs(rows[batch]), trajectory[batch]
+                inputs, part = trainer.inputs(rows[batch]), Trajectory.cat(samples[batch])
                 with torch.no_grad():
                     now = replay(trainer.policy, inputs, part, step)
                     with trainer.model.disable_adapter():
@@ -532,7 +531,7 @@ def test_a_divergence_in_the_reward(tmp_path):
                 torch.testing.assert_close(divergences[-1][batch, column], by_hand, rtol=1e-5, atol=0)
         return divergences[-1]
 
-    trainer._divergences = noted
+    trainer.replays.rollout_divergences = noted
     trainer.train()
     assert divergences[0].eq(0).all() and divergences[1].gt(0).all()
     assert logged(trainer, "kl/rollout") == pytest.approx([0.0, divergences[1].mean().item()])
@@ -547,7 +546,7 @@ def test_a_divergence_in_the_reward(tmp_path):
 def test_a_divergence_in_the_reward_of_full_training_has_a_reference_copy(tmp_path):
     trainer = trainer_for(tmp_path, kl_reward=0.5, lora=False, offload_ref_model=True)
     trainer.train()
-    assert trainer.ref_model is not None and trainer.args.beta == 0
+    assert trainer.reference.module is not None and trainer.args.beta == 0
     divergence = logged(trainer, "kl/rollout")
     assert divergence[0] == 0.0 and divergence[1] > 0 and max(logged(trainer, "ratio/max_error")) == 0.0
 
@@ -575,21 +574,22 @@ def test_clipped_losses_of_each_reward(tmp_path):
                 return
             trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
             gradients.update({name: parameter.grad.clone() for name, parameter in trained.items()})
-            buffer, objective = trainer.buffer, torch.zeros(())
+            objective = torch.zeros(())
             for rows in (slice(0, 4), slice(4, 8)):
+                (part,) = trainer.feed.buffer.part(rows).parts
                 for column, step in enumerate((0, 1, 2)):
-                    now = replay(trainer.policy, trainer.inputs(buffer.rows[rows]), buffer.trajectory[rows], step)
-                    ratio = torch.exp(now.log_prob - buffer.trajectory.log_probs[rows, column])
+                    now = replay(trainer.policy, part.inputs, part.trajectory, step)
+                    ratio = torch.exp(now.log_prob - part.trajectory.log_probs[:, column])
                     bounded = ratio.clamp(1 - 1e-2, 1 + 1e-2)
                     clipped.append((bounded != ratio).float().mean())
                     for place, weight in enumerate((1.0, 0.5)):
-                        advantage = buffer.advantages[rows, place]
+                        advantage = part.advantages[:, place]
                         objective = objective + weight * torch.maximum(-advantage * ratio, -advantage * bounded).sum()
             expected.update(zip(trained, torch.autograd.grad(objective / 24, list(trained.values())), strict=True))
 
     trainer.add_callback(Compare)
     trainer.train()
-    assert trainer.buffer.advantages.shape == (8, 2) and trainer.buffer.advantages.ne(0).all()
+    assert trainer.feed.buffer.advantages.shape == (8, 2) and trainer.feed.buffer.advantages.ne(0).all()
     assert 0 < torch.stack(clipped).mean() < 1
     assert logged(trainer, "ratio/max_error") == [0.0]
     for name, gradient in expected.items():
@@ -639,3 +639,68 @@ def test_checkpointing_of_a_share_of_the_blocks(tmp_path, monkeypatch):
         assert all(torch.equal(value, weights[name]) for name, value in trained_weights(trainer).items())
         again = [made - before for made, before in zip(calls.values(), plain, strict=True)]
         assert again == [2 if place in recomputed else 0 for place in range(4)]  # two micro-batches of one step
+
+
+class RepeatsPasses:
+    """A backend's `equalize` where another process has two passes more."""
+
+    def __init__(self, backend):
+        self.equalize_alone = backend.equalize
+
+    def __call__(self, passes):
+        return self.equalize_alone(passes) + [(passes[-1], False)] * 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}], ids=["once", "twice"])
+def test_repeated_passes_weigh_nothing_and_measure_nothing(tmp_path, settings):
+    """As under ZeRO-3, where a process makes as many passes as the one with the most."""
+    settings = {"beta": 0.1, "max_steps": 3, "learning_rate": 1e-2} | settings
+    plain, repeating = (trainer_for(tmp_path / name, **settings) for name in ("plain", "repeating"))
+    repeating.backend.equalize = RepeatsPasses(repeating.backend)
+    for trainer in (plain, repeating):
+        trainer.train()
+    logs = [
+        [
+            {
+                name: value
+                for name, value in entry.items()
+                if name.startswith(("loss", "ratio", "kl", "clip", "reward"))
+            }
+            for entry in trainer.state.log_history
+            if "loss" in entry
+        ]
+        for trainer in (plain, repeating)
+    ]
+    assert len(logs[0]) == 3 and {"loss", "kl", "ratio/mean"} <= logs[0][-1].keys()
+    assert logs[0] == logs[1]
+    weights = trained_weights(plain)
+    assert all(torch.equal(value, weights[name]) for name, value in trained_weights(repeating).items())
+
+
+def test_an_update_begins_once_and_each_micro_batch_puts_its_gradients_in_order(tmp_path):
+    """Where a backend clears what the last update left, and drops what no process trained."""
+    trainer, calls = trainer_for(tmp_path, num_inference_steps=3), []
+
+    def note(name, method, *args):
+        calls.append(name)
+        return method(*args)
+
+    for name in ("begin_update", "begin_micro_batch", "backward", "finish_micro_batch"):
+        setattr(trainer.backend, name, partial(note, name, getattr(trainer.backend, name)))
+    trainer.train()
+    micro_batch = ["begin_micro_batch", "backward", "backward", "finish_micro_batch"]
+    assert calls == (["begin_update"] + micro_batch * 2) * 2
+
+
+def test_a_step_that_no_trained_network_takes_is_refused(tmp_path):
+    """The first steps of two experts are those of the first."""
+    experts = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}
+    experts |= {"train_component": "transformer_2", "max_steps": 1}
+    with pytest.raises(UntrainedStepError) as caught:
+        trainer_for(tmp_path / "first", sde_window=[0, 2], **experts).train()
+    assert str(caught.value) == (
+        "Step 0 of WanPipeline's loop does not pass transformer_2 (train_component), so there is nothing to train in "
+        "it; set sde_window to the steps that transformer_2 takes, or train them all with "
+        "train_component='transformer, transformer_2'."
+    )
+    trainer_for(tmp_path / "last", sde_window=[3, 5], **experts).train()

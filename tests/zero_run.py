@@ -1,8 +1,8 @@
-"""Short trainings one after the other, as each of several processes runs them, started by `ranks_server.py`.
+"""Short runs one after the other, as each of several processes makes them, started by `ranks_server.py`.
 
-Of their settings `stage` is ZeRO's, `zero` goes into that part of DeepSpeed's configuration, `more` beside it,
+Among their settings, `stage` is ZeRO's, `zero` goes into that part of DeepSpeed's configuration and `more` beside it;
 `resume` is the checkpoint to go on from, in the same folder. Numbers of micro-batches are given for one process.
-Starting Python and DeepSpeed takes longer than the trainings, so many share a start.
+Starting Python and DeepSpeed takes longer than the runs, so many runs share a start.
 """
 
 import json
@@ -10,26 +10,24 @@ import os
 from pathlib import Path
 
 import torch
-from tiny_runs import first_frame_brightness, trainer_for
-
-from diffusion_grpo.distributed import zero_stage
+from tiny_runs import SMOOTH, SMOOTH_VIDEOS, trainer_for
 
 
 def deepspeed_config(stage: int, **zero) -> dict:
-    """A usual configuration; the tiny networks' larger weights are above the threshold, so that they are parted."""
+    """Return a usual configuration, with a threshold low enough to shard the tiny networks' larger weights."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 100, "reduce_bucket_size": "auto", **zero}
     names = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
     return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(names.split(), "auto")}
 
 
 def partitioning(trainer) -> dict:
-    """What of the weights this process holds."""
-    parted = [p for p in trainer.model.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist]
+    """Return which weights this process holds."""
+    sharded = [p for p in trainer.model.parameters() if hasattr(p, "ds_tensor") and not p.ds_persist]
     return {
-        "stage": zero_stage(trainer.accelerator),
-        "empty": sum(p.numel() == 0 for p in parted),
-        "held": sum(p.ds_tensor.numel() for p in parted),
-        "all": sum(p.ds_numel for p in parted),
+        "stage": trainer.backend.mode.get("zero_stage", 0),
+        "empty": sum(p.numel() == 0 for p in sharded),
+        "held": sum(p.ds_tensor.numel() for p in sharded),
+        "all": sum(p.ds_numel for p in sharded),
         "kept": sum(getattr(p, "ds_persist", False) for p in trainer.model.parameters()),
         "dtype": str(next(trainer.model.parameters()).dtype),
         "frozen_whole": all(p.numel() and not hasattr(p, "ds_id") for p in trainer.pipe.text_encoder.parameters()),
@@ -45,8 +43,7 @@ def run(folder: Path, name: str, settings: dict) -> None:
         settings["deepspeed"] = deepspeed_config(stage, **settings.pop("zero", {})) | settings.pop("more", {})
     settings.pop("zero", None)
     resume = settings.pop("resume", None)
-    if settings.get("name", "").startswith("wan"):
-        settings["rewards"] = first_frame_brightness
+    settings = (SMOOTH_VIDEOS if settings.get("name", "").startswith("wan") else SMOOTH) | settings
     trainer = trainer_for(folder / name, **settings)
     trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     trainer.save_model()
@@ -60,7 +57,7 @@ def run(folder: Path, name: str, settings: dict) -> None:
 
 
 def run_all(folder: Path, runs: dict[str, dict]) -> None:
-    """Each in a folder of its name."""
+    """Make each run in a folder of its name."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     for name, settings in runs.items():
         run(folder, name, settings)

@@ -1,6 +1,6 @@
-"""What single pipelines need beyond the defaults. A pipeline enters, its `Family` leaves; most need nothing.
+"""What single pipelines need beyond the defaults; most need nothing.
 
-To add one: a file here with a subclass of `Family` that says only what differs, and a line in `FAMILIES`.
+To add one, write a file with a subclass of `Family` that says only what differs, and a line in `FAMILIES`.
 """
 
 from diffusers import DiffusionPipeline
@@ -14,5 +14,5 @@ FAMILIES: dict[str, Family] = {"GlmImagePipeline": GlmImage()}
 
 
 def family_of(pipe: DiffusionPipeline) -> Family:
-    """The family by the name of the pipeline's class or of one it inherits from; by default one without demands."""
+    """Return the family of the pipeline's class, or of one it inherits from; by default one without demands."""
     return next((FAMILIES[cls.__name__] for cls in type(pipe).__mro__ if cls.__name__ in FAMILIES), Family())

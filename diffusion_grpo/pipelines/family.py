@@ -1,7 +1,6 @@
 """What a pipeline may need beyond the defaults; each method here is the default.
 
-In: a pipeline's own arguments and calls. Out: the same, as rollout and replay need them. A family has no state: one
-object serves all pipelines of its class.
+A family has no state: one object serves all pipelines of its class.
 """
 
 import contextlib
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 class Family:
     """The defaults, which fit pipelines without particulars.
 
-    A pipeline in whose call a language model writes tokens sets `language_model`. That model's `generate` is what the
-    library takes over: while another network is trained the tokens are drawn once a sample and kept for the replays,
-    and with `train_component` set to the language model they are the actions of the policy.
+    Where a language model writes tokens in a pipeline's call, its family sets `language_model`. The library takes over
+    that model's `generate`: while another network is trained, the tokens are drawn once per sample and kept for the
+    replays; with `train_component` set to the language model they are the policy's actions.
 
     Attributes:
         language_model: name of the component whose `generate` the pipeline's call uses, once; None where none does.
@@ -28,33 +27,33 @@ class Family:
     without_gradient: tuple[str, ...] = ()
 
     def arguments(self, pipe: DiffusionPipeline, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of the pipeline's call, as dataset and settings give them, in the form it takes."""
+        """Return keyword arguments of the pipeline's call in the form it takes; `inputs` is as the user gave it."""
         return inputs
 
     def network_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Keyword arguments of a call of the denoising network, and whether it must run in every replay.
+        """Return the keyword arguments of a call of the denoising network, and whether it must run in every replay.
 
-        It must where what it leaves behind, not what it returns, is needed later.
+        It must if its side effects, not its result, are needed later.
         """
         return kwargs, False
 
     def bridged(self, pipe: DiffusionPipeline) -> contextlib.AbstractContextManager:
-        """Entered around each call of the pipeline; for what does not work in the installed versions."""
+        """Return a context for each call of the pipeline, for what does not work in the installed versions."""
         return contextlib.nullcontext()
 
     def vocabulary(self, pipe: DiffusionPipeline) -> int:
-        """Ids below this number may be drawn; what is above are no tokens of a picture."""
+        """Return the number below which ids may be drawn; those above are no tokens of an image."""
         return getattr(pipe, self.language_model).get_output_embeddings().out_features
 
     def token_count(self, call: dict[str, Any]) -> int:
-        """How many tokens are drawn; `call` are the keyword arguments of `generate`.
+        """Return how many tokens are drawn; `call` holds the keyword arguments of `generate`.
 
-        Where the id that ends a text is in the vocabulary a text may be shorter.
+        If the id that ends a text is in the vocabulary, a text may be shorter.
         """
         return call["max_new_tokens"]
 
     def scoring(self, model: nn.Module, prompt: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """Keyword arguments of the language model's forward, in which every token follows the true ones before it.
+        """Return keyword arguments of the language model's forward, where every token follows the recorded ones.
 
         Args:
             model: the language model.

@@ -1,7 +1,7 @@
-"""GLM-Image: a language model writes the tokens of a preview and of the picture, a DiT draws the picture from them.
+"""GLM-Image: a language model writes the tokens of a preview and of the image, and a DiT makes the image from them.
 
-What is particular to it: pictures as lists of lists, a key-value cache filled before the denoising loop, which ids are
-tokens of a picture, and the places of tokens on their grids.
+Special about it: images as lists of lists, a key-value cache filled before the denoising loop, which ids are tokens of
+an image, and the positions of tokens on their grids.
 """
 
 import contextlib
@@ -22,30 +22,30 @@ class GlmImage(Family):
     without_gradient = ("model.visual", "model.vqmodel")  # they end in an argmin
 
     def arguments(self, pipe: DiffusionPipeline, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A list of pictures a sample, also where the dataset has one picture a row.
+        """Return one list of images per sample, also where the dataset has one image per row.
 
         Raises:
-            ValueError: height or width is missing, or the pictures of one call differ in size.
+            ValueError: height or width is missing, or the images of one call differ in size.
         """
         missing = [name for name in ("height", "width") if inputs.get(name) is None]
         if missing:
             raise ValueError(f"{type(pipe).__name__} has no size of its own; set {' and '.join(missing)}.")
-        pictures = inputs.get("image")
-        if pictures is None:
+        images = inputs.get("image")
+        if images is None:
             return inputs
-        pictures = [list(row) if isinstance(row, (list, tuple)) else [row] for row in pictures]
-        sizes = sorted({picture.size for row in pictures for picture in row})
+        images = [list(row) if isinstance(row, (list, tuple)) else [row] for row in images]
+        sizes = sorted({image.size for row in images for image in row})
         if len(sizes) > 1:
             raise ValueError(
-                f"{type(pipe).__name__} got pictures of the sizes {', '.join(map(str, sizes))} in one call; resize "
+                f"{type(pipe).__name__} got images of the sizes {', '.join(map(str, sizes))} in one call; resize "
                 "them to one, or train one sample at a time (per_device_train_batch_size=1)."
             )
-        return {**inputs, "image": pictures}
+        return {**inputs, "image": images}
 
     def network_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The cache as it is at this call: a backward pass that computes activations anew comes after later ones.
+        """Pin the cache as it is at this call: a backward pass that recomputes activations comes after later calls.
 
-        The calls that write the condition pictures into the cache must run, whichever step is replayed.
+        The calls that write the condition images into the cache must run, whichever step is replayed.
         """
         caches = kwargs.get("kv_caches")
         if caches is None:
@@ -54,29 +54,29 @@ class GlmImage(Family):
 
     @contextlib.contextmanager
     def bridged(self, pipe: DiffusionPipeline) -> Iterator[None]:
-        """diffusers 0.42 joins the features of all pictures, transformers since 5.2 wants one tensor a picture."""
+        """Split image features, which diffusers 0.42 joins and transformers since 5.2 wants image by image."""
         model = getattr(pipe, self.language_model)
         real = model.get_image_tokens
 
-        def by_picture(features: Tensor | list[Tensor], grids: Tensor | None = None) -> Tensor:
+        def by_image(features: Tensor | list[Tensor], grids: Tensor | None = None) -> Tensor:
             return real(features.chunk(len(grids)) if torch.is_tensor(features) else features, grids)
 
-        model.__dict__["get_image_tokens"] = by_picture
+        model.__dict__["get_image_tokens"] = by_image
         try:
             yield
         finally:
             del model.__dict__["get_image_tokens"]
 
     def vocabulary(self, pipe: DiffusionPipeline) -> int:
-        """The codebook. The ids after it mark beginnings and ends, and the DiT has no embedding for them."""
+        """Return the codebook's size. Ids after it mark beginnings and ends; the DiT has no embedding for them."""
         return pipe.transformer.config.prior_vq_quantizer_codebook_size
 
     def token_count(self, call: dict[str, Any]) -> int:
-        """All but the last, which marks the end and which nobody reads."""
+        """Return all but the last, which marks the end and is never read."""
         return call["max_new_tokens"] - 1
 
     def scoring(self, model: nn.Module, prompt: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """With the grid's rows and columns as positions, as the model itself numbers them while it generates."""
+        """Add the grid's rows and columns as positions, as the model itself numbers them while it generates."""
         arguments = super().scoring(model, prompt, ids)
         names = ("input_ids", "image_grid_thw", "images_per_sample", "attention_mask")
         places, _ = model.model.get_rope_index(**{name: prompt[name] for name in names if name in prompt})

@@ -1,143 +1,105 @@
-"""Rewards by name.
+"""Rewards: the built-in ones by name, and what a reward function must keep to.
 
-In: the name of a built-in reward, a dotted path, or any callable. Out: the callable, and the name it goes by in logs.
 A reward is called with keywords (`prompts`, `completions`, `images` or `videos`, every dataset column, ...), returns
-one `float | None` a sample and may be async. To add one: a file here and a line in `REWARDS`. `contract.py` reads what
-a user writes, `score.py` calls rewards and checks what they return. Nothing heavy is imported before a reward is
-called.
+one `float | None` per sample, and may be async. To add a built-in reward, add a file here and a line to `REWARDS` in
+`builtin.py`. `loading.py` reads `reward_funcs`; `calls.py` calls rewards, and `answers.py` checks what they return.
+Nothing heavy is imported before a reward is called.
 """
 
-from __future__ import annotations
-
-import difflib
-import importlib
-from collections.abc import Callable
-from functools import partial
-
-from .aesthetic import Aesthetic
-from .brightness import brightness
-from .clip import ClipScore, ClipSimilarity, PickScore
-from .color import color
+from .builtin import (  # built-in rewards also go by dotted path, `diffusion_grpo.rewards.text`
+    LPIPS,
+    REWARDS,
+    Aesthetic,
+    ClipScore,
+    ClipSimilarity,
+    DinoSimilarity,
+    GenEval,
+    HPSv2,
+    HPSv3,
+    ImageReward,
+    ModelText,
+    NsfwFilter,
+    PickScore,
+    UnifiedReward,
+    VideoAlign,
+    VlmJudge,
+    brightness,
+    color,
+    colorfulness,
+    flicker,
+    get_reward,
+    jpeg_compressibility,
+    jpeg_incompressibility,
+    motion,
+    psnr,
+    sharpness,
+    smoothness,
+    ssim,
+    tesseract,
+    text,
+)
+from .calls import RewardError, score
 from .contract import (
     Reward,
     batchwise,
     check_columns,
+    check_eval_rewards,
     check_groups,
-    check_judges,
     groupwise,
-    load_rewards,
+    reward_name,
     reward_weights,
     takes_latents,
     takes_tensors,
 )
-from .dino import DinoSimilarity
-from .geneval import GenEval
-from .hpsv2 import HPSv2
-from .hpsv3 import HPSv3
-from .imagereward import ImageReward
-from .jpeg import jpeg_compressibility, jpeg_incompressibility
-from .lpips import LPIPS
+from .loading import load_rewards
 from .needs import check_needs, needs
-from .pictures import colorfulness, sharpness
-from .read_by_model import ModelText
-from .remote import RemoteReward
-from .safety import NsfwFilter
-from .score import RewardError, score
-from .similarity import psnr, ssim
-from .tesseract import tesseract
-from .text import text
-from .video import flicker, motion, smoothness
-from .videoalign import VideoAlign
-from .vlm_judge import UnifiedReward, VlmJudge
+from .server.remote import RemoteReward
 
 __all__ = [
+    "Aesthetic",
+    "ClipScore",
+    "ClipSimilarity",
+    "DinoSimilarity",
+    "GenEval",
+    "HPSv2",
+    "HPSv3",
+    "ImageReward",
+    "LPIPS",
+    "ModelText",
+    "NsfwFilter",
+    "PickScore",
     "REWARDS",
     "RemoteReward",
     "Reward",
     "RewardError",
+    "UnifiedReward",
+    "VideoAlign",
+    "VlmJudge",
     "batchwise",
+    "brightness",
     "check_columns",
+    "check_eval_rewards",
     "check_groups",
-    "check_judges",
     "check_needs",
+    "color",
+    "colorfulness",
+    "flicker",
     "get_reward",
     "groupwise",
+    "jpeg_compressibility",
+    "jpeg_incompressibility",
     "load_rewards",
+    "motion",
     "needs",
+    "psnr",
     "reward_name",
     "reward_weights",
     "score",
+    "sharpness",
+    "smoothness",
+    "ssim",
     "takes_latents",
     "takes_tensors",
+    "tesseract",
+    "text",
 ]
-
-REWARDS: dict[str, Callable] = {
-    "text": text,
-    "text_by_model": ModelText,
-    "color": color,
-    "tesseract": tesseract,
-    "brightness": brightness,
-    "jpeg_compressibility": jpeg_compressibility,
-    "jpeg_incompressibility": jpeg_incompressibility,
-    "sharpness": sharpness,
-    "colorfulness": colorfulness,
-    "ssim": ssim,
-    "psnr": psnr,
-    "flicker": flicker,
-    "smoothness": smoothness,
-    "motion": motion,
-    "clip_score": ClipScore,
-    "pickscore": PickScore,
-    "hpsv2": HPSv2,
-    "imagereward": ImageReward,
-    "aesthetic": Aesthetic,
-    "lpips": LPIPS,
-    "dino_similarity": DinoSimilarity,
-    "clip_similarity": ClipSimilarity,
-    "nsfw_filter": NsfwFilter,
-    "geneval": GenEval,
-    "hpsv3": HPSv3,
-    "videoalign": VideoAlign,
-    "vlm_judge": VlmJudge,
-    "unified_reward": UnifiedReward,
-    "remote": RemoteReward,
-}
-
-
-def get_reward(reward: str | Callable) -> Callable:
-    """The callable for a built-in name, a dotted path such as `"my_package.rewards.sharpness"`, or itself.
-
-    Raises:
-        ValueError: the name is unknown (the message lists the known ones and the nearest) or the path leads to nothing
-            that can be called.
-    """
-    if callable(reward):
-        return reward
-    if reward in REWARDS:
-        return REWARDS[reward]
-    known = ", ".join(REWARDS)
-    module_name, _, attribute = str(reward).rpartition(".")
-    if not module_name:
-        near = difflib.get_close_matches(str(reward), REWARDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"Unknown reward {reward!r}: use one of {known}, a dotted path to a function, or a callable.{hint}"
-        )
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"The reward {reward!r} was not found ({error}); name an importable function, or one of {known}."
-        ) from error
-    if not callable(found):
-        raise ValueError(f"The reward {reward!r} is a {type(found).__name__}, which cannot be called.")
-    return found
-
-
-def reward_name(reward: Callable) -> str:
-    """The name of a reward in metrics and files: a built-in's own, a function's `__name__`, an object's class."""
-    if isinstance(reward, Reward):
-        return reward.name
-    if isinstance(reward, partial):
-        return reward_name(reward.func)
-    return getattr(reward, "__name__", type(reward).__name__)

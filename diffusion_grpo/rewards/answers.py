@@ -1,40 +1,105 @@
-"""What a reward function answered goes in, one float a sample leaves, or an error that shows what was wrong.
+"""One call of a reward: its samples, the check of what it returned, and the saved sample if it failed.
 
-A module of its own because a user's reward is the least tested code of a run: everything that can be wrong with its
-answer is found here, with the sample at hand.
+A user's reward is the least tested code of a run, so whatever can be wrong with its answer is found here, while the
+sample is at hand.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import numbers
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .score import _Batch, _Call
-
+from ..media.samples import as_tensor
+from .contract import Reward
 
 LESS_MEMORY = (
-    "its network is beside the policy and the samples that are made meanwhile: set overlap_rewards: false, or the "
+    "its network shares the memory with the policy and the samples being made: set overlap_rewards: false, or the "
     "reward's offload: true or a smaller batch_size, or reward_processes so that few processes hold it"
 )
 
 
 class RewardError(RuntimeError):
-    """A reward function failed or returned something that is no reward; the cause, if any, is chained."""
+    """A reward function failed, or returned something that is not a reward; the cause, if any, is chained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """All samples of one scoring; each list has one value per sample. `indices` number the samples for messages."""
+
+    kind: str
+    samples: list
+    latents: list[Tensor] | None
+    prompts: list[str] | None
+    columns: dict[str, list]
+    groups: list[int]
+    indices: list[int]
+
+    def prompt(self, row: int) -> str | None:
+        """Return the prompt of a sample, for messages."""
+        return None if self.prompts is None else self.prompts[row]
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        try:
+            return as_tensor(self.samples)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
+
+    @cached_property
+    def stacked_latents(self) -> Tensor:
+        if self.latents is None:
+            raise RewardError("A reward asks for latents, which only a training run has; name one that takes images.")
+        shapes = {tuple(latent.shape) for latent in self.latents}
+        if len(shapes) != 1:
+            raise RewardError(
+                f"A reward asks for one tensor of all latents, but these have several shapes: "
+                f"{', '.join(map(str, sorted(shapes)))}; give height and width, or use a reward that takes images."
+            )
+        return torch.stack(self.latents)
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """The samples of each group."""
+        return [[row for row, own in enumerate(self.groups) if own == group] for group in dict.fromkeys(self.groups)]
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a function: the row of the sample behind each item it gets, its answer, and what it logged."""
+
+    reward: Reward
+    rows: list[int]
+    items: Any
+    kind: str
+    answer: Any = None
+    metrics: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    extras: dict[str, list] = dataclasses.field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Keep a number that the function logs."""
+        self.metrics.append((name, float(value)))
+
+    def log_extra(self, name: str, values: list) -> None:
+        """Keep a column that the function logs, one value per item."""
+        if len(values) != len(self.rows):
+            raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
+        self.extras[name] = list(values)
 
 
 class Failure:
-    """Builds the error for one call: saves the sample, names function and prompt."""
+    """Builds the error of one call, which names function and prompt, and saves the sample."""
 
-    def __init__(self, call: _Call, batch: _Batch, folder: Path | None):
+    def __init__(self, call: Call, batch: Batch, folder: Path | None):
         self.name, self.call, self.batch, self.folder = call.reward.name, call, batch, folder
 
     def error(self, what: str, item: int = 0) -> RewardError:
@@ -45,7 +110,7 @@ class Failure:
     def _save(self, what: str, index: int) -> Path:
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        sample, stem = self.batch.samples[index], f"{self.name}-{self.batch.places[index]}"
+        sample, stem = self.batch.samples[index], f"{self.name}-{self.batch.indices[index]}"
         path = folder / f"{stem}.png"
         if isinstance(sample, Image.Image):
             sample.save(path)
@@ -53,14 +118,18 @@ class Failure:
             path = folder / f"{stem}.npy"
             frames = sample.cpu() if torch.is_tensor(sample) else np.stack([np.asarray(frame) for frame in sample])
             np.save(path, np.asarray(frames))
-        place, prompt = self.batch.places[index], self.batch.prompt(index)
-        record = {"reward": self.name, "index": place, "prompt": prompt, "error": what}
+        number, prompt = self.batch.indices[index], self.batch.prompt(index)
+        record = {"reward": self.name, "index": number, "prompt": prompt, "error": what}
         (folder / f"{stem}.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
         return path
 
 
-def checked(call: _Call, failure: Failure) -> list[float]:
-    """The answer as floats, NaN for `None`; raises `RewardError` for everything that is no list of rewards."""
+def check_answer(call: Call, failure: Failure) -> list[float]:
+    """Return the answer as floats, NaN for `None`.
+
+    Raises:
+        RewardError: the function failed, or its answer is not a list with one reward per sample.
+    """
     answer, count = call.answer, len(call.rows)
     if isinstance(answer, RewardError):
         raise failure.error(str(answer)) from answer
@@ -73,7 +142,7 @@ def checked(call: _Call, failure: Failure) -> list[float]:
     if not isinstance(answer, (list, tuple)):
         raise failure.error(f"returned a {type(answer).__name__}, expected a list of {count} numbers")
     if len(answer) != count:
-        raise failure.error(f"returned {len(answer)} values, expected {count}, one a sample")
+        raise failure.error(f"returned {len(answer)} values, expected {count}, one per sample")
     return [math.nan if value is None else _number(value, index, failure) for index, value in enumerate(answer)]
 
 

@@ -1,9 +1,8 @@
-"""What a reward needs before it can score: packages, and weights in a folder or the Hub's cache.
+"""Check, before a model is loaded, that rewards have the packages and weights that they need.
 
-In: rewards. Out: nothing, or one sentence that says what is missing. A module of its own because rewards load at their
-first call, after the first rollout, which a long training reaches late: what is not there is said before a model is
-loaded. Only this machine is looked at. A Hub id that is not in the cache is downloaded at the first call, so it is
-missing only where `HF_HUB_OFFLINE` is set.
+Rewards load at their first call, after the first rollout, which a large run reaches late. Only this machine is looked
+at. A Hub id that is not in the cache is downloaded at the first call, so it counts as missing only if `HF_HUB_OFFLINE`
+is set.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Source(NamedTuple):
     Attributes:
         setting: the reward's argument that names it.
         place: Hub id or folder.
-        files: for each file that is read the names that it may have there, of which one is enough.
+        files: for each file that is read, the names that it may have there; one of them is enough.
         revision: branch, tag or commit of a Hub id.
     """
 
@@ -46,7 +45,7 @@ class Source(NamedTuple):
     revision: str = "main"
 
     def path(self, name: str) -> Path | None:
-        """The file of that name on this machine, or None."""
+        """Return the path of the file with that name on this machine, or None."""
         folder = Path(self.place).expanduser()
         if folder.is_dir():
             return folder / name if (folder / name).is_file() else None
@@ -55,11 +54,11 @@ class Source(NamedTuple):
         found = try_to_load_from_cache(self.place, name, revision=self.revision)
         return Path(found) if isinstance(found, str) else None
 
-    def found(self) -> list[str]:
-        """The names of all files that are read and are on this machine.
+    def find(self) -> list[str]:
+        """Return the names of all files that are read, all of which are on this machine.
 
         Raises:
-            FileNotFoundError: one is missing, also a part of weights in several files.
+            FileNotFoundError: one is missing, which may be a part of weights in several files.
         """
         names = []
         for alternatives in self.files:
@@ -74,39 +73,39 @@ class Source(NamedTuple):
         return names
 
     def check(self) -> None:
-        """Raises FileNotFoundError where a file is missing that will not be downloaded."""
+        """Raise FileNotFoundError if a file is missing that will not be downloaded."""
         folder = Path(self.place).expanduser()
         if not folder.is_dir():
             if not _is_hub_id(self.place):
                 raise FileNotFoundError(
-                    f"{self.setting}={self.place} is no folder, and a Hub id has the form `owner/name`; correct it."
+                    f"{self.setting}={self.place} is not a folder, and a Hub id has the form `owner/name`; correct it."
                 )
             from huggingface_hub import constants
 
             if not constants.HF_HUB_OFFLINE:
                 return
-        self.found()
+        self.find()
 
     def _lacking(self, what: str) -> str:
         if Path(self.place).expanduser().is_dir():
-            return f"{self.setting}={self.place} is a folder without {what}; name one that holds it, or a Hub id."
+            return f"{self.setting}={self.place} is a folder without {what}; name one that has it, or a Hub id."
         from huggingface_hub import constants
 
         return (
             f"HF_HUB_OFFLINE is set, and for {self.setting}={self.place} (revision {self.revision}) the cache "
-            f"{constants.HF_HUB_CACHE} holds no {what}; run `hf download {self.place} --revision {self.revision}` "
-            f"where there is a network, or set {self.setting} to a folder."
+            f"{constants.HF_HUB_CACHE} has no {what}; run `hf download {self.place} --revision {self.revision}` "
+            f"with a network connection, or set {self.setting} to a folder."
         )
 
 
 def check_needs(rewards: Iterable[Reward]) -> None:
-    """Refuses rewards that will not be able to score, as far as this machine can tell without the network.
+    """Refuse rewards that will not be able to score, as far as this machine can tell without the network.
 
-    A function or object that is a reward is asked by its attribute `check_needs`, if it has one: called with the
-    reward's arguments, it raises OSError, ImportError or ValueError.
+    If a reward's function or object has an attribute `check_needs`, it is called with the reward's arguments and
+    raises OSError, ImportError or ValueError.
 
     Raises:
-        ValueError: the first reward that needs something which is not there.
+        ValueError: something is missing that a reward needs; the message names the first such reward.
     """
     for reward in rewards:
         check = _check_of(reward.function)
@@ -119,7 +118,7 @@ def check_needs(rewards: Iterable[Reward]) -> None:
 
 
 def needs(check: Callable[..., None]) -> Callable[[Callable], Callable]:
-    """Marks a function that is a reward with what `check_needs` is to call for it."""
+    """Mark a reward function with the check that `check_needs` is to call for it."""
 
     def mark(function: Callable) -> Callable:
         function.check_needs = check
@@ -129,7 +128,7 @@ def needs(check: Callable[..., None]) -> Callable[[Callable], Callable]:
 
 
 def check_package(package: str, command: str) -> None:
-    """Raises ImportError, with the command that installs it, where a package is missing."""
+    """Raise ImportError, with the command that installs it, if a package is missing."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"the package {package} is not installed; get it with `{command}`.")
 
@@ -152,7 +151,7 @@ def _is_hub_id(place: str) -> bool:
 
 
 def _parts(path: Path) -> list[str]:
-    """What a file is no use without: the files that an index names, or the merges of a vocabulary."""
+    """Return the files without which this one is useless: those that an index names, or a vocabulary's merges."""
     if path.name == "vocab.json":
         return ["merges.txt"]
     if not path.name.endswith(".index.json"):
@@ -160,4 +159,4 @@ def _parts(path: Path) -> list[str]:
     try:
         return sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no index of weights; get the file anew.") from error
+        raise ValueError(f"{path} is not an index of weights; download the file again.") from error

@@ -1,9 +1,9 @@
-"""Rewards while the next samples are rolled out: samples enter call by call, the rewards of the rollout leave.
+"""Compute rewards while the next samples are rolled out.
 
-A prompt's samples are scored as soon as the last of them is there: what computes in one thread, what is awaited (a
-server's answer) in another, while the pipeline goes on. A module of its own because the result must be that of
-scoring afterwards, to the bit: the same calls of the rewards with the same samples either way, checked and logged in
-one order, and nothing is overlapped that shares random numbers or memory with the rollout.
+A prompt's samples are scored as soon as the last of them is made, while the pipeline goes on: ordinary rewards in one
+thread, async ones (a server's answers) in another. The result is the same as when scoring afterwards, bit for bit:
+rewards are called with the same samples, their answers are checked and logged in the same order, and nothing is
+overlapped that shares random numbers or memory with the rollout.
 """
 
 from __future__ import annotations
@@ -22,47 +22,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calls import SETTINGS, Scoring, restore_settings, score_here
 from .contract import Reward, is_marked
-from .score import SETTINGS, Scoring, put_back, score_here
 
-LOOK = 1.0  # seconds between two looks at which reward is waited for
+LOOK = 1.0  # seconds between two looks at which reward the run is waiting for
 logger = logging.getLogger(__name__)
 Begin = Callable[[list[Reward], list[int], list[Any] | None, list[Tensor] | None], Scoring]
 
 
 class Overlap:
-    """Whether rewards may be computed beside the rollout; it lasts as long as the training.
+    """Decides whether rewards may be computed during the rollout; one object lasts for the whole run.
 
-    The first samples are scored while the rollout waits: that is when rewards load what they need, and whether one
-    draws from torch's global generator is seen then. Such a reward would disturb, and be disturbed by, a rollout at
-    the same time; so would a pipeline that draws from it.
+    The first samples are scored while the rollout waits: that is when rewards load what they need, and when it shows
+    whether one draws from torch's global generator. Such a reward and the rollout would change each other's random
+    numbers; so would a pipeline that draws from the global generator.
 
     Args:
         is_wanted: the setting `overlap_rewards`.
-        draws_globally: whether a call of the pipeline has drawn from torch's global generator.
-        waits_for_rollout: the first samples are scored when the first rollout is through, for a rollout in which other
-            processes would wait in a collective meanwhile.
+        draws_globally: returns whether a call of the pipeline has drawn from torch's global generator.
+        waits_for_rollout: returns whether the first samples are scored after the first rollout, because other
+            processes would otherwise wait in a collective in the middle of it.
     """
 
-    def __init__(self, is_wanted: bool, draws_globally: Callable[[], bool], waits_for_rollout: bool = False):
-        self.is_wanted, self._draws_globally, self.waits_for_rollout = is_wanted, draws_globally, waits_for_rollout
+    def __init__(
+        self,
+        is_wanted: bool,
+        draws_globally: Callable[[], bool],
+        waits_for_rollout: Callable[[], bool] = lambda: False,
+    ):
+        self.is_wanted, self._draws_globally, self._waits_for_rollout = is_wanted, draws_globally, waits_for_rollout
         self.is_tried, self.reason = False, None
 
     @property
+    def waits_for_rollout(self) -> bool:
+        """Whether the first samples are scored after the first rollout."""
+        return self._waits_for_rollout()
+
+    @property
     def is_possible(self) -> bool:
-        """Whether what is handed over next may be scored beside the rollout."""
+        """Whether the next samples may be scored during the rollout."""
         if self.is_wanted and self.reason is None and self._draws_globally():
             self._give_up("the pipeline draws from torch's global generator, or a reward did during its call")
         return self.is_wanted and self.reason is None
 
     @property
     def is_first(self) -> bool:
-        """Whether what is scored next is the first of the training, and to be watched."""
+        """Whether the next samples are the first of the run, whose scoring is watched."""
         return self.is_wanted and not self.is_tried
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """For the first scoring: whether it draws from the global generator."""
+    def watch_generator(self) -> Iterator[None]:
+        """Notice whether the first scoring draws from torch's global generator."""
         before = _generator_states()
         yield
         self.is_tried = True
@@ -72,7 +82,7 @@ class Overlap:
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
-        logger.warning("Rewards are computed after each rollout and not beside it: %s.", reason)
+        logger.warning("Rewards are computed after each rollout and not during it: %s.", reason)
 
 
 def _generator_states() -> list[Tensor]:
@@ -81,13 +91,13 @@ def _generator_states() -> list[Tensor]:
 
 
 class Arrivals:
-    """Samples as they are made, and which groups are whole.
+    """Collects samples as they are made, and tells which groups are complete.
 
     Args:
-        groups: the group of each sample, by its place.
+        groups: the group of each sample, by its index.
 
     Attributes:
-        watch: is told how many samples have come.
+        watch: called with the number of samples that have arrived.
     """
 
     def __init__(self, groups: list[int]):
@@ -97,37 +107,37 @@ class Arrivals:
         self.is_there, self.is_given = [False] * len(groups), [False] * len(groups)
         self.watch: Callable[[int], None] = lambda count: None
 
-    def ready(self, places: list[int], samples: Any | None, latents: Any | None) -> list[int]:
-        """Takes what was made at these places; places in groups that are whole by it, each once."""
-        for number, place in enumerate(places):
-            self.samples[place] = None if samples is None else samples[number]
-            self.latents[place] = None if latents is None else latents[number]
-            self.is_there[place] = True
+    def add(self, indices: list[int], samples: Any | None, latents: Any | None) -> list[int]:
+        """Take the samples made at these indices; return the indices of all groups that this completes."""
+        for number, index in enumerate(indices):
+            self.samples[index] = None if samples is None else samples[number]
+            self.latents[index] = None if latents is None else latents[number]
+            self.is_there[index] = True
         unfinished = {group for group, is_there in zip(self.groups, self.is_there, strict=True) if not is_there}
         ready = [p for p, group in enumerate(self.groups) if group not in unfinished and not self.is_given[p]]
-        for place in ready:
-            self.is_given[place] = True
-        self.watch(len(places))
+        for index in ready:
+            self.is_given[index] = True
+        self.watch(len(indices))
         return ready
 
-    def of(self, places: list[int]) -> tuple[list | None, list[Tensor] | None]:
-        """Samples and latents at these places, None for what was not made."""
-        samples, latents = ([kept[place] for place in places] for kept in (self.samples, self.latents))
+    def get(self, indices: list[int]) -> tuple[list | None, list[Tensor] | None]:
+        """Return samples and latents at these indices, None for what was not made."""
+        samples, latents = ([kept[index] for index in indices] for kept in (self.samples, self.latents))
         return None if samples[0] is None else samples, None if latents[0] is None else latents
 
 
 class RolloutScoring:
-    """The rewards of one rollout of one process; a context, at whose end its threads end.
+    """Computes the rewards of one rollout of one process. A context manager, which ends its threads on exit.
 
     Args:
         rewards: those that are trained on.
         groups: the group of each sample.
-        begin: from rewards, places, samples (or None) and latents (or None) to their scoring.
-        overlap: of the training.
-        announce: is told which rewards the rollout waits for, and None when it goes on.
+        begin: makes a scoring from rewards, indices, samples (or None) and latents (or None).
+        overlap: of the run.
+        announce: called with the names of the rewards that the rollout waits for, and with None when it goes on.
 
     Attributes:
-        waited: seconds that the rollout was held up, by the first scoring of the training.
+        waited: seconds for which the run's first scoring held up the rollout.
     """
 
     def __init__(
@@ -156,28 +166,28 @@ class RolloutScoring:
 
     @property
     def samples(self) -> list[Any]:
-        """Those that were added, by their places."""
+        """The samples added so far, by their indices."""
         return self.arrivals.samples
 
     @property
     def count(self) -> int:
-        """How many samples there are to be."""
+        """How many samples the rollout has in the end."""
         return len(self.groups)
 
-    def add(self, places: list[int], samples: Any | None, latents: Any | None) -> None:
-        """What a call of the pipeline made; groups that are whole by it are scored."""
-        ready = self.arrivals.ready(places, samples, latents)
+    def add(self, indices: list[int], samples: Any | None, latents: Any | None) -> None:
+        """Take the samples that a call of the pipeline made, and score the groups that they complete."""
+        ready = self.arrivals.add(indices, samples, latents)
         if ready and self.early:
             self._hand_over(self.early, ready)
 
-    def _hand_over(self, numbers: list[int], places: list[int]) -> None:
-        scoring = self.begin([self.rewards[number] for number in numbers], places, *self.arrivals.of(places))
-        self.parts.append((places, numbers, scoring))
+    def _hand_over(self, numbers: list[int], indices: list[int]) -> None:
+        scoring = self.begin([self.rewards[number] for number in numbers], indices, *self.arrivals.get(indices))
+        self.parts.append((indices, numbers, scoring))
         if self.overlap.is_first and self.overlap.waits_for_rollout:
             return
         if self.overlap.is_first:
             start = time.perf_counter()
-            with self.overlap.watching():
+            with self.overlap.watch_generator():
                 score_here([scoring], self.announce)
             if self.announce is not None:
                 self.announce(None)
@@ -187,42 +197,42 @@ class RolloutScoring:
             self.done.append((self.parts[-1], self.threads.submit(scoring)))
 
     def wait(self, watch: Callable[[int], None] = lambda count: None) -> None:
-        """Until all rewards are there; `watch` is told how many samples have all of theirs."""
+        """Wait for all rewards; `watch` is called with the number of samples that have just got all of theirs."""
         late = [number for number in range(len(self.rewards)) if number not in self.early]
-        told = 0
-        for (places, _, scoring), done in self.done:
-            said = None
+        reported = 0
+        for (indices, _, scoring), done in self.done:
+            announced = None
             while not done.done():
-                if self.announce is not None and scoring.doing != said:
-                    said = scoring.doing
-                    self.announce(said)
+                if self.announce is not None and scoring.doing != announced:
+                    announced = scoring.doing
+                    self.announce(announced)
                 wait([done], timeout=LOOK)
             done.result()
             if not late:
-                told += len(places)
-                watch(len(places))
+                reported += len(indices)
+                watch(len(indices))
         if late:
             self._hand_over(late, list(range(len(self.groups))))
-        with self.overlap.watching() if self.overlap.is_first else contextlib.nullcontext():
+        with self.overlap.watch_generator() if self.overlap.is_first else contextlib.nullcontext():
             score_here([scoring for _, _, scoring in self.parts if not scoring.calls], self.announce)
-        watch(self.count - told)
+        watch(self.count - reported)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
-        """`(samples, functions)` float32, after `wait`; see `score`.
+        """Return the rewards, `(samples, functions)` float32, after `wait`; see `score`.
 
         Raises:
-            RewardError: see `score`; of several failures the first in the order of the scoring.
+            RewardError: see `score`; of several failures, the first in the order of the scoring.
         """
         values = torch.full((len(self.groups), len(self.rewards)), float("nan"), dtype=torch.float32)
         extras: dict[str, list] = {}
-        for places, numbers, scoring in self.parts:
+        for indices, numbers, scoring in self.parts:
 
-            def add_extra(name: str, column: list, places: list[int] = places) -> None:
+            def add_extra(name: str, column: list, indices: list[int] = indices) -> None:
                 whole = extras.setdefault(name, [None] * len(self.groups))
-                for place, value in zip(places, column, strict=True):
-                    whole[place] = value
+                for index, value in zip(indices, column, strict=True):
+                    whole[index] = value
 
-            values[torch.tensor(places)[:, None], torch.tensor(numbers)] = scoring.values(
+            values[torch.tensor(indices)[:, None], torch.tensor(numbers)] = scoring.values(
                 failure_dir, log_metric, add_extra
             )
         for name, column in extras.items():
@@ -231,29 +241,29 @@ class RolloutScoring:
 
 
 def waits_for_all(reward: Reward) -> bool:
-    """Whether a reward is called after the rollout: it compares all samples, or its network makes room for it."""
+    """Return whether a reward is called after the rollout: it compares all samples, or its network is offloaded."""
     return is_marked(reward.function, "is_batchwise") or bool(getattr(reward.function, "offload", False))
 
 
 class _Threads:
-    """One thread that calls rewards, in the order in which they come, and one in which async ones are awaited."""
+    """Two threads: one calls rewards, in the order in which they are submitted, the other awaits async ones."""
 
     def __init__(self):
         self.loop, self.queue = asyncio.new_event_loop(), queue.SimpleQueue()
         self.settings = [read() for read, _ in SETTINGS]
-        # which is a thread's own, and a new one starts at the first
+        # each thread has its own current device, at first device 0
         self.device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         for run in (self._call, self._await):
             threading.Thread(target=run, name="rewards", daemon=True).start()
 
     def submit(self, scoring: Scoring) -> Future:
-        """Done when the scoring's answers are there."""
+        """Queue a scoring; return a future that is done when its answers are there."""
         done: Future = Future()
         self.queue.put((scoring, done))
         return done
 
     def close(self) -> None:
-        """Ends both threads when they are through with what they are doing; what is still to come is dropped."""
+        """End both threads when they finish what they are doing; what is still queued is dropped."""
         while not self.queue.empty():
             self.queue.get_nowait()
         self.queue.put(None)
@@ -265,11 +275,11 @@ class _Threads:
             scoring, done = entry
             try:
                 scoring.answer()
-            except BaseException as error:  # a reward that ends the process must not end this thread alone
+            except BaseException as error:  # a reward that calls sys.exit must end the run, not just this thread
                 done.set_exception(error)
                 continue
             if scoring.is_waiting:
-                with contextlib.suppress(RuntimeError):  # closed after an error: nobody waits for it any more
+                with contextlib.suppress(RuntimeError):  # closed after an error: nobody is waiting any more
                     self.loop.call_soon_threadsafe(self._start_waiting, scoring, done)
             else:
                 done.set_result(None)
@@ -286,7 +296,7 @@ class _Threads:
     def _start_waiting(self, scoring: Scoring, done: Future) -> None:
         def finish(task: asyncio.Task) -> None:
             torch.set_grad_enabled(False)
-            put_back(self.settings)
+            restore_settings(self.settings)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
             done.set_result(None) if error is None else done.set_exception(error)
 

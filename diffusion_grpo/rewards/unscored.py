@@ -1,7 +1,7 @@
-"""Rollouts without a single reward: from which number of them in a row on a run is stopped.
+"""Stop a run after several rollouts in a row without a single reward.
 
-One may be bad luck (prompts that no reward is for), many are a mistake: a column that is empty, a server that answers
-`null`, a reward that only knows other prompts. Nothing is learned from them, and time goes by.
+One such rollout may be bad luck (prompts that no reward is made for). Many are a mistake: an empty column, a server
+that answers `null`, a reward made for other prompts. The run would learn nothing from them.
 """
 
 import logging
@@ -15,22 +15,22 @@ logger = logging.getLogger(__name__)
 
 
 class UnscoredRollouts:
-    """Count rollouts in a row in which every reward was `None`; warn at the first of a run, and then stop.
+    """Counts rollouts in a row in which every reward was `None`: warns at the first, and stops the run at `most`.
 
     Args:
         names: of the rewards, for the messages.
-        most: how many in a row are too many.
-        is_warning: whether this process warns, as one of several does.
+        most: how many in a row stop the run.
+        is_warning: whether this process is the one that warns.
     """
 
     def __init__(self, names: list[str], most: int = MOST_IN_A_ROW, is_warning: bool = True):
         self.names, self.most, self.in_a_row, self.is_warning = ", ".join(names), most, 0, is_warning
 
     def add(self, rewards: Tensor) -> None:
-        """Look at a rollout's rewards, `(samples, functions)` with NaN for `None`, of all processes.
+        """Count a rollout by the rewards of all processes, `(samples, functions)` with NaN for `None`.
 
         Raises:
-            RewardError: too many in a row had none.
+            RewardError: too many rollouts in a row had none.
         """
         if not rewards.isnan().all():
             self.in_a_row = 0

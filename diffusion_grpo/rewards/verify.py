@@ -1,8 +1,7 @@
-"""Published scores of known pictures, and a reward with its real weights beside them. In: a reward. Out: a comparison.
+"""Compare rewards with their real weights to published scores of known images.
 
-A module of its own because the tests hold rewards against formulas on tiny models, which says nothing of the weights:
-that the right files were found, whole, and in the form that the authors use, shows only on a picture whose score they
-have published.
+The tests check rewards against formulas on tiny models, which says nothing about the weights. Only images with
+published scores show that the right files were found, complete and used as by their authors.
 """
 
 from __future__ import annotations
@@ -16,25 +15,26 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from .contract import Reward, load_rewards
-from .pixels import opened
-from .score import score
+from .calls import score
+from .contract import Reward
+from .loading import load_rewards
+from .models.pixels import open_image
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """Scores that somebody has published.
+    """Published scores of a reward.
 
     Attributes:
-        source: where.
-        scores: one a picture.
-        tolerance: largest difference that counts as the same.
-        prompts: one a picture.
-        options: of the reward, where they differ from its defaults.
-        files: where the pictures are found, for the user to fetch; empty where `render` makes them.
-        targets: where the pictures are found that those are compared with.
-        render: makes pictures and, for rewards that compare, targets.
-        scale: what the published number is for a value of the reward.
+        source: URL of the scores.
+        scores: one per image.
+        tolerance: largest difference that still counts as agreement.
+        prompts: one per image.
+        options: options of the reward that differ from its defaults.
+        files: URLs of the images, for the user to fetch; empty if `render` makes them.
+        targets: URLs of the images to compare with.
+        render: makes images and, for rewards that compare, targets.
+        scale: converts a value of the reward to the published scale.
     """
 
     source: str
@@ -50,17 +50,17 @@ class Published:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One picture's score.
+    """One image's score.
 
     Attributes:
-        picture: its name.
+        image: its name.
         prompt: its prompt.
-        value: the score, on the published scale where there is a published one; None where the reward gives none.
+        value: the score, on the published scale if there is one; None if the reward gives no score.
         published: the published score.
-        agrees: whether the two are within the tolerance.
+        agrees: whether the two differ by at most the tolerance.
     """
 
-    picture: str
+    image: str
     prompt: str
     value: float | None
     published: float | None = None
@@ -68,7 +68,7 @@ class Line:
 
 
 def noise(seed: int) -> Image.Image:
-    """The picture of torchmetrics' examples: 224 x 224 pixels of `torch.randint(255, ...)`."""
+    """Make the image of torchmetrics' examples: 224 x 224 pixels of `torch.randint(255, ...)`."""
     pixels = torch.randint(255, (3, 224, 224), generator=torch.Generator().manual_seed(seed))
     return Image.fromarray(pixels.to(torch.uint8).permute(1, 2, 0).numpy())
 
@@ -109,7 +109,7 @@ PUBLISHED: dict[str, Published] = {
         prompts=(SEA,) * 4,
         files=tuple(f"{IMAGEREWARD}/raw/main/assets/images/{number}.webp" for number in (1, 2, 3, 4)),
     ),
-    "hpsv2": Published(  # by v2.0 in half precision; none by v2.1 was found, and only the checkpoint differs
+    "hpsv2": Published(  # by v2.0 in half precision: v2.1, for which none was found, differs only in its checkpoint
         f"{HPSV2}/issues/27",
         scores=(0.2876,),
         tolerance=0.002,
@@ -117,15 +117,15 @@ PUBLISHED: dict[str, Published] = {
         options={"filename": "HPS_v2_compressed.pt"},
         files=(f"{HPSV2}/raw/master/hpsv2/assets/demo_image.jpg",),
     ),
-    "hpsv3": Published(  # of the example in the authors' README, by others who ran the authors' code
+    "hpsv3": Published(  # the example in the authors' README, scored by others with the authors' code
         "https://github.com/Andrei3223/HPSv3_xai/blob/"
         "e8d29edfe84ef469f16a209554828930f3ca4eae/results/xai_24135564/REPORT.md",
         scores=(10.823, 7.163),
-        tolerance=0.2,  # bfloat16, and another way of resizing perhaps
+        tolerance=0.2,  # for bfloat16 and possibly another way of resizing
         prompts=(FOX,) * 2,
         files=tuple(f"{HPSV3}/raw/main/assets/example{number}.png" for number in (1, 2)),
     ),
-    "aesthetic": Published(  # which the table calls official, of the distorted ones of LPIPS' pictures
+    "aesthetic": Published(  # called official in the table; for the distorted images of LPIPS
         f"{CALIBRATION}/results_official.csv",
         scores=(3.6420, 5.5836, 5.0716, 4.6458, 3.0889),
         tolerance=0.03,  # OpenAI's CLIP computes in half precision on a GPU
@@ -145,18 +145,18 @@ PUBLISHED: dict[str, Published] = {
 
 
 def compare(name: str, options: dict[str, Any], images: list[Path], targets: list[Path]) -> list[Line]:
-    """The reward's scores of the pictures that have published ones.
+    """Score the images that have published scores, and compare.
 
     Args:
-        name: of a built-in reward; nothing is compared for one without published scores.
-        options: of the reward, over those that the published scores ask for.
-        images, targets: the pictures' files, in the order of `Published.files` and `Published.targets`.
+        name: name of a built-in reward; without published scores, nothing is compared.
+        options: options of the reward, which override those of the published scores.
+        images, targets: files in the order of `Published.files` and `Published.targets`.
 
     Returns:
-        One line a picture; empty where nothing was published, or the pictures were not given.
+        One line per image; empty if no scores were published or no images are given.
 
     Raises:
-        ValueError: another number of pictures than published scores.
+        ValueError: the number of images differs from that of published scores.
         RewardError: the reward failed.
     """
     published = PUBLISHED.get(name)
@@ -164,11 +164,11 @@ def compare(name: str, options: dict[str, Any], images: list[Path], targets: lis
         return []
     for given, wanted, flag in ((images, published.files, "--image"), (targets, published.targets, "--target")):
         if len(given) != len(wanted):
-            raise ValueError(f"{name} has published scores of {len(wanted)} pictures, but {flag} names {len(given)}.")
-    pictures, others = published.render() if published.render else (images, targets or None)
-    names = [getattr(picture, "name", f"rendered {row}") for row, picture in enumerate(pictures, start=1)]
+            raise ValueError(f"{name} has published scores of {len(wanted)} images, but {flag} names {len(given)}.")
+    images, others = published.render() if published.render else (images, targets or None)
+    names = [getattr(image, "name", f"rendered {row}") for row, image in enumerate(images, start=1)]
     (reward,) = load_rewards({name: {**published.options, **options}})
-    values = _scores(reward, [opened(picture).convert("RGB") for picture in pictures], list(published.prompts), others)
+    values = _scores(reward, [open_image(image).convert("RGB") for image in images], list(published.prompts), others)
     lines = []
     for row, value in enumerate(values):
         found = None if value is None else published.scale(value)
@@ -177,21 +177,21 @@ def compare(name: str, options: dict[str, Any], images: list[Path], targets: lis
     return lines
 
 
-def rendered(name: str, options: dict[str, Any]) -> list[Line]:
-    """The reward's scores of pictures drawn here, for the eye: no published ones exist.
+def score_drawings(name: str, options: dict[str, Any]) -> list[Line]:
+    """Score images drawn here, to be judged by eye, for a reward without published scores.
 
     Raises:
         RewardError: the reward failed.
     """
     (reward,) = load_rewards({name: options})
-    pictures = drawings()
+    images = draw_images()
     prompts = ["a red circle on a white ground", "a blue square on a yellow ground", 'the word "SIGN"', "noise"]
-    values = _scores(reward, list(pictures.values()), prompts, [pictures["red circle"]] * len(pictures))
-    return [Line(picture, *rest) for picture, *rest in zip(pictures, prompts, values)]
+    values = _scores(reward, list(images.values()), prompts, [images["red circle"]] * len(images))
+    return [Line(image, *rest) for image, *rest in zip(images, prompts, values)]
 
 
-def drawings() -> dict[str, Image.Image]:
-    """Four pictures of 256 x 256 pixels, the same everywhere."""
+def draw_images() -> dict[str, Image.Image]:
+    """Draw four images of 256 x 256 pixels, the same on every machine."""
     circle = Image.new("RGB", (256, 256), "white")
     ImageDraw.Draw(circle).ellipse((64, 64, 192, 192), fill=(220, 20, 20))
     square = Image.new("RGB", (256, 256), (250, 220, 40))

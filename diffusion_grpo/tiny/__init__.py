@@ -1,9 +1,8 @@
-"""The embedded model: where it lies, the colours it knows, and prompts for it.
+"""The embedded model: its folder, the colours it knows, and prompts for it.
 
-In: nothing but files of this package. Out: the folder of a diffusers `StableDiffusion3Pipeline` that writes a given
-word in a given colour (`PATH`), the six colours (`COLORS`) and datasets of prompts such as `the word "RAINS" in red`
-(`prompts`). A module of its own because the trainer, the command line, the rewards and the tests all name the model by
-it, and none of them needs to know how it was trained (`train.py`).
+`PATH` is the folder of a diffusers `StableDiffusion3Pipeline` that writes a given word in a given colour, `COLORS` are
+the six colours, and `prompts` makes datasets of prompts such as `the word "RAINS" in red`. The repository's
+`benchmarks/tiny_model` shows how the model was made.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ COLORS: dict[str, tuple[int, int, int]] = {
 }
 
 
-# What `model="tiny"` trains with where the user says nothing else: the size that it was made for, without the 256
-# tokens of a T5 that it does not have, and a batch whose update takes seconds on a CPU. A line applies where the user
-# gave none of its names, nor of those beside it.
+# Defaults of `model="tiny"`: the size that it was made for, without the 256 tokens of a T5 that it does not have, and
+# a batch whose update takes seconds on a CPU. A line applies if the user set none of its names and none of the names
+# beside it.
 DEFAULTS: list[tuple[dict[str, Any], set[str]]] = [
     ({"height": 32, "width": 96}, set()),
     ({"guidance_scale": 1.0}, set()),
@@ -46,17 +45,17 @@ DEFAULTS: list[tuple[dict[str, Any], set[str]]] = [
 
 
 def default_settings(given: Collection[str]) -> dict[str, Any]:
-    """The settings that the embedded model takes in place of the general defaults.
+    """Return the settings of the embedded model that replace the general defaults.
 
     Args:
-        given: names of the settings that the user chose; what belongs together with one of them is left out.
+        given: names of the settings that the user chose; defaults that belong together with one of them are left out.
     """
     lines = [line for line, others in DEFAULTS if not (line.keys() | others) & set(given)]
     return {name: copy.copy(value) for line in lines for name, value in line.items()}
 
 
 def words(split: str) -> list[str]:
-    """The words of a split: `"train"` (608) or `"test"` (1000 held out from every training), capitals, sorted.
+    """Return the words of a split in capitals, sorted: `"train"` (608) or `"test"` (1000, held out from training).
 
     Raises:
         ValueError: for any other split.
@@ -67,16 +66,16 @@ def words(split: str) -> list[str]:
 
 
 def make_prompt(word: str, color: str) -> str:
-    """The sentence the model was trained on, for example `the word "RAINS" in red`."""
+    """Return the sentence the model was trained on, for example `the word "RAINS" in red`."""
     return f'the word "{word}" in {color}'
 
 
 def prompts(split: str = "train", n: int | None = None, seed: int = 0) -> Dataset:
-    """A dataset of prompts with one column, `prompt`, each a word of the split in one of the six colours.
+    """Return a dataset with one column, `prompt`: each a word of the split in one of the six colours.
 
     Args:
-        split: `"train"`, or `"test"` for words that no training ever uses.
-        n: number of prompts; by default one a word. No prompt appears twice.
+        split: `"train"`, or `"test"` for held-out words.
+        n: number of prompts; by default one per word. No prompt appears twice.
         seed: shuffles words and colours; the same seed gives the same prompts.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Draws the pictures and masks that the datasets beside this file name, so that they come with no licence."""
+"""Draw the images and masks that the datasets next to this file use, so that they need no licence."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ FOLDER = Path(__file__).with_name("pictures")
 SIZE = 512
 
 
-def scene(sky: str, ground: str, thing: str, shape: str) -> Image.Image:
-    """A horizon with one thing on it: a `house`, a `ball` or a `tree`."""
-    picture = Image.new("RGB", (SIZE, SIZE), sky)
-    draw = ImageDraw.Draw(picture)
+def draw_scene(sky: str, ground: str, thing: str, shape: str) -> Image.Image:
+    """Draw a horizon with one thing on it: a `house`, a `ball` or a `tree`."""
+    image = Image.new("RGB", (SIZE, SIZE), sky)
+    draw = ImageDraw.Draw(image)
     draw.rectangle([0, 340, SIZE, SIZE], fill=ground)
     if shape == "house":
         draw.rectangle([176, 220, 336, 380], fill=thing)
@@ -21,14 +21,14 @@ def scene(sky: str, ground: str, thing: str, shape: str) -> Image.Image:
     else:
         draw.rectangle([242, 280, 270, 390], fill="saddlebrown")
         draw.ellipse([166, 120, 346, 300], fill=thing)
-    return picture
+    return image
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    scene("skyblue", "olivedrab", "linen", "house").save(FOLDER / "house.png", optimize=True)
-    scene("lightyellow", "sandybrown", "crimson", "ball").save(FOLDER / "ball.png", optimize=True)
-    scene("lightsteelblue", "darkseagreen", "forestgreen", "tree").save(FOLDER / "tree.png", optimize=True)
+    draw_scene("skyblue", "olivedrab", "linen", "house").save(FOLDER / "house.png", optimize=True)
+    draw_scene("lightyellow", "sandybrown", "crimson", "ball").save(FOLDER / "ball.png", optimize=True)
+    draw_scene("lightsteelblue", "darkseagreen", "forestgreen", "tree").save(FOLDER / "tree.png", optimize=True)
     mask = Image.new("L", (SIZE, SIZE), 0)
     ImageDraw.Draw(mask).rectangle([140, 110, 372, 400], fill=255)
     mask.save(FOLDER / "mask.png", optimize=True)

@@ -1,4 +1,4 @@
-"""Draws the posters that posters.jsonl names, with and without their words, so that they come with no licence."""
+"""Draw the posters that posters.jsonl uses, with and without their words, so that they need no licence."""
 
 from pathlib import Path
 
@@ -9,17 +9,17 @@ SIZE = 512
 POSTERS = {"open": ("OPEN", "darkgreen", "ivory"), "sale": ("SALE", "crimson", "gold"), "tea": ("TEA", "navy", "pink")}
 
 
-def poster(word: str, ground: str, ink: str) -> Image.Image:
-    """A framed sheet with one word in its middle; without a word, the frame alone."""
-    picture = Image.new("RGB", (SIZE, SIZE), ground)
-    draw = ImageDraw.Draw(picture)
+def draw_poster(word: str, ground: str, ink: str) -> Image.Image:
+    """Draw a framed sheet with one word in the middle; without a word, only the frame."""
+    image = Image.new("RGB", (SIZE, SIZE), ground)
+    draw = ImageDraw.Draw(image)
     draw.rectangle([32, 32, SIZE - 32, SIZE - 32], outline=ink, width=8)
     draw.text((SIZE / 2, SIZE / 2), word, fill=ink, font=ImageFont.load_default(128), anchor="mm")
-    return picture
+    return image
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name, (word, ground, ink) in POSTERS.items():
-        poster(word, ground, ink).save(FOLDER / f"poster_{name}.png", optimize=True)
-        poster("", ground, ink).save(FOLDER / f"poster_{name}_empty.png", optimize=True)
+        draw_poster(word, ground, ink).save(FOLDER / f"poster_{name}.png", optimize=True)
+        draw_poster("", ground, ink).save(FOLDER / f"poster_{name}_empty.png", optimize=True)

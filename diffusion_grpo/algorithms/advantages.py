@@ -1,0 +1,243 @@
+"""Advantages: from the rewards of all samples of a generation to one number per sample.
+
+This is all of GRPO that compares samples with each other: it needs the rewards of every process at once, no network
+and no gradient. Statistics are computed in float64 on the CPU, so that every process and every device gets the same
+bits.
+"""
+
+import dataclasses
+
+import torch
+
+AGGREGATIONS = [
+    "sum_then_normalize",
+    "normalize_then_sum",
+    "min_then_normalize",
+    "product_then_normalize",
+    "loss_per_reward",
+]
+ONE_BY_ONE = ("normalize_then_sum", "loss_per_reward")  # these normalise each reward; the others, their combination
+EPS = 1e-8
+# Rewards of a group that differ by less than this, relative to the largest, count as equal: such differences are
+# rounding of float32 (0.7 and 1 - 0.3), and a z-score would blow them up to full size.
+EQUAL = 4 * torch.finfo(torch.float32).eps
+
+
+@dataclasses.dataclass(frozen=True)
+class Advantages:
+    """The samples' advantages, and what they were computed from.
+
+    Attributes:
+        advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"` the weighted sum before the clip, by
+            which `best_of_n` chooses.
+        rewards: `(samples,)` float32, weighted sum (minimum, product) of the functions; NaN where none scored it.
+        group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or in its batch, if it
+            is compared with that), 0 where all are equal.
+        frac_reward_zero_std: share of the samples in groups of equal rewards.
+        is_dropped: `(samples,)` bool, in a group below `reward_threshold`.
+        by_reward: `(samples, functions)` float32, the advantage of each reward by itself, clipped, without its weight;
+            only with `"loss_per_reward"`.
+    """
+
+    advantages: torch.Tensor
+    rewards: torch.Tensor
+    group_std: torch.Tensor
+    frac_reward_zero_std: float
+    is_dropped: torch.Tensor
+    by_reward: torch.Tensor | None = None
+
+
+def compute_advantages(
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    batches: torch.Tensor | None = None,
+    penalty: torch.Tensor | None = None,
+    scale_rewards: str = "group",
+    reward_baseline: str = "group",
+    multi_objective_aggregation: str = "sum_then_normalize",
+    advantage_clip: float | None = None,
+    reward_threshold: float | None = None,
+) -> Advantages:
+    """Compute advantages relative to the group of one prompt (GRPO, arXiv 2402.03300).
+
+    Args:
+        rewards: `(samples, functions)` float32; NaN where a function leaves the sample out. The sample then takes no
+            part in that function's statistics and gets 0 from it; a sample left out by all has the advantage 0.
+        groups: `(samples,)` int64, the group of each sample; any numbers, in any order, at least two samples per
+        group. weights: `(functions,)`.
+        batches: `(samples,)` int64, the batch of each sample, whole groups each; by default all are one batch.
+        penalty: `(samples,)`, subtracted from the weighted reward before it is normalised, or from each reward where
+            these are normalised one by one.
+        scale_rewards: what the distance to the mean is divided by: the unbiased standard deviation of the `"group"`,
+            that of the whole `"batch"` (Flow-GRPO's global std), or nothing (`"none"`, Dr. GRPO).
+        reward_baseline: whose mean the distance is taken to: that of the `"group"`, or of the `"batch"`, in which case
+            a group may have a single sample and the default scale is the batch's too.
+        multi_objective_aggregation: `"sum_then_normalize"` normalises the weighted sum of the functions,
+            `"normalize_then_sum"` sums the normalised functions (GDPO, arXiv 2601.05242, without its last division by
+            the batch's std, which only rescales). `"loss_per_reward"` normalises and clips each function by itself,
+            for a loss that is summed over them (DanceGRPO's code for video, arXiv 2505.07818).
+            `"min_then_normalize"` and `"product_then_normalize"` take the functions' minimum or product in place of
+            the sum (`combine`).
+        advantage_clip: advantages are clamped to plus and minus this, at the very end.
+        reward_threshold: a group whose mean weighted reward is below this gets the advantage 0.
+
+    Raises:
+        ValueError: shapes that do not fit, a group of one sample, or an unknown option.
+    """
+    check_inputs(rewards, groups, weights, scale_rewards, reward_baseline, multi_objective_aggregation)
+    device, rewards, weights = rewards.device, rewards.detach().cpu().double(), weights.detach().cpu().double()
+    group, batch = _number(groups), _number(torch.zeros_like(groups) if batches is None else batches)
+    compared = group if reward_baseline == "group" else batch
+    scaled = {"group": compared, "batch": batch, "none": None}[scale_rewards]
+    total = combine(rewards, weights, multi_objective_aggregation)
+    std = group_statistics(total, compared)[1]
+    one_by_one = multi_objective_aggregation in ONE_BY_ONE
+    columns = rewards if one_by_one else total[:, None]
+    if penalty is not None:
+        columns = columns - penalty.detach().cpu().double()[:, None]
+    columns = torch.stack([normalize(column, compared, scaled) for column in columns.unbind(1)], 1)
+    is_dropped = group_statistics(total, group)[0] < (-torch.inf if reward_threshold is None else reward_threshold)
+    columns = columns.masked_fill(is_dropped[:, None], 0.0)
+    advantages = weighted_sum(columns, weights) if one_by_one else columns[:, 0]
+    clip = torch.inf if advantage_clip is None else advantage_clip
+    is_apart = multi_objective_aggregation == "loss_per_reward"
+    return Advantages(
+        advantages=(advantages if is_apart else advantages.clamp(-clip, clip)).float().to(device),
+        rewards=total.float().to(device),
+        group_std=std.float().to(device),
+        frac_reward_zero_std=(std == 0).double().mean().item(),
+        is_dropped=is_dropped.to(device),
+        by_reward=columns.clamp(-clip, clip).float().to(device) if is_apart else None,
+    )
+
+
+def _number(names: torch.Tensor) -> torch.Tensor:
+    """Replace any numbers by consecutive ones from 0, on the CPU."""
+    return torch.unique(names.cpu(), return_inverse=True)[1]
+
+
+def check_inputs(
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    weights: torch.Tensor,
+    scale_rewards: str,
+    reward_baseline: str,
+    multi_objective_aggregation: str,
+) -> None:
+    """Refuse what `compute_advantages` cannot work with."""
+    if rewards.ndim != 2 or groups.shape != rewards.shape[:1] or weights.shape != rewards.shape[1:]:
+        raise ValueError(
+            "rewards, groups and weights must have the shapes (samples, functions), (samples,) and (functions,), not "
+            f"{tuple(rewards.shape)}, {tuple(groups.shape)} and {tuple(weights.shape)}."
+        )
+    names, counts = torch.unique(groups, return_counts=True)
+    if (counts < 2).any() and reward_baseline == "group":
+        raise ValueError(
+            f"Group {names[counts < 2][0].item()} has a single sample, which has nothing to be compared with; "
+            "set num_generations to 2 or more."
+        )
+    if reward_baseline not in ("group", "batch"):
+        raise ValueError(f"reward_baseline must be 'group' or 'batch', not {reward_baseline!r}.")
+    if scale_rewards not in ("group", "batch", "none"):
+        raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', not {scale_rewards!r}.")
+    if multi_objective_aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"multi_objective_aggregation must be one of {', '.join(AGGREGATIONS)}, not "
+            f"{multi_objective_aggregation!r}."
+        )
+
+
+def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> torch.Tensor:
+    """Combine several functions into one number per sample; those that left it out (NaN) do not count.
+
+    Args:
+        columns: `(samples, functions)`.
+        weights: `(functions,)`.
+        aggregation: the weighted sum, the least of the weighted values (`"min_then_normalize"`), or the product of the
+            values, each to the power of its weight (`"product_then_normalize"`).
+
+    Returns:
+        `(samples,)`, NaN where every function is NaN.
+
+    Raises:
+        ValueError: a value below 0 (or 0 to a negative power) in a product.
+    """
+    is_missing = columns.isnan()
+    if aggregation == "min_then_normalize":
+        total = (columns * weights).masked_fill(is_missing, torch.inf).amin(1)
+    elif aggregation == "product_then_normalize":
+        factors = (columns**weights).masked_fill(is_missing, 1.0)
+        if (columns < 0).any() or not factors.isfinite().all():
+            raise ValueError(
+                f"product_then_normalize multiplies rewards, but one is {columns[~is_missing].min().item():g}; give "
+                "that reward a clip of [0, high], positive weights, or use min_then_normalize."
+            )
+        total = factors.prod(1)
+    else:
+        return weighted_sum(columns, weights)
+    return total.masked_fill(is_missing.all(1), torch.nan)
+
+
+def weighted_sum(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum `(samples, functions)` by `(functions,)` weights to `(samples,)`: NaN counts as 0; all NaN is NaN."""
+    return (columns.nan_to_num(nan=0.0) * weights).sum(1).masked_fill(columns.isnan().all(1), torch.nan)
+
+
+def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and unbiased standard deviation of each sample's group, both `(samples,)`; NaNs do not count.
+
+    The standard deviation is exactly 0 for a group of equal rewards and for one with fewer than two; the mean is NaN
+    for a group without any.
+    """
+    mean, std = torch.full_like(rewards, torch.nan), torch.zeros_like(rewards)
+    for group in range(int(index.max()) + 1):
+        members = index == group
+        values = rewards[members & ~rewards.isnan()]
+        mean[members] = values.mean()
+        if len(values) > 1 and values.max() - values.min() > EQUAL * values.abs().max():
+            std[members] = values.std()
+    return mean, std
+
+
+def normalize(rewards: torch.Tensor, compared: torch.Tensor, scaled: torch.Tensor | None) -> torch.Tensor:
+    """Return the scaled distance of `(samples,)` rewards to a mean; exactly 0 for NaN and where all are equal.
+
+    Args:
+        compared: `(samples,)` int64, whose mean it is: samples of one number share it.
+        scaled: `(samples,)` int64, whose standard deviation it is divided by; `None` does not divide.
+    """
+    mean, std = group_statistics(rewards, compared)
+    scale = torch.ones_like(std) if scaled is None else group_statistics(rewards, scaled)[1] + EPS
+    return ((rewards - mean) / scale).masked_fill((std == 0) | rewards.isnan(), 0.0)
+
+
+def best_of_n(advantages: torch.Tensor, groups: torch.Tensor, n: int, generator: torch.Generator) -> torch.Tensor:
+    """Keep the n/2 best and n/2 worst samples of each group, which carry most of the signal (arXiv 2505.07818).
+
+    Args:
+        advantages: `(samples,)`.
+        groups: `(samples,)` int64, the group of each sample.
+        n: even, at least 2, at most the size of the smallest group.
+        generator: on the CPU; shuffles what is kept.
+
+    Returns:
+        `(n * number of groups,)` int64: indices of the kept samples, on the device of `advantages`.
+
+    Raises:
+        ValueError: `n` is odd, below 2, or larger than a group.
+    """
+    values, names = advantages.detach().cpu(), groups.cpu()
+    smallest = int(torch.unique(names, return_counts=True)[1].min())
+    if n < 2 or n % 2 or n > smallest:
+        raise ValueError(
+            f"best_of_n must be even, at least 2 and at most the group's size (num_generations) {smallest}, not {n}."
+        )
+    kept = []
+    for name in torch.unique(names):
+        members = (names == name).nonzero().squeeze(1)
+        order = members[values[members].argsort(descending=True, stable=True)]
+        kept += [order[: n // 2], order[-n // 2 :]]
+    kept = torch.cat(kept)
+    return kept[torch.randperm(len(kept), generator=generator)].to(advantages.device)

@@ -1,0 +1,146 @@
+"""What an algorithm trains on: micro-batches of a rollout's samples, in parts that share a pipeline call."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..policy.token_process import TokenTrajectory
+from ..policy.trajectory import Trajectory
+
+Rows = list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Part:
+    """Samples of one shape that share a pipeline call.
+
+    Attributes:
+        rows: one dataset row per sample.
+        trajectory: of these samples.
+        advantages: (batch,); (batch, rewards) for a loss that is summed over rewards; (batch, steps) with a value
+            model.
+        old_log_probs: (batch, steps) the ratio's denominator; of tokens (batch, 1, tokens).
+        make_inputs: turns rows into keyword arguments of the pipeline's call.
+        advantages_by_step: whether advantages differ from step to step.
+        log_ratio: (batch,) mean log-ratio over a sample's trained steps, for a loss that takes that one; of tokens
+            (batch, 1).
+        weights: (batch,) of each sample's loss; None where all are 1.
+    """
+
+    rows: Rows
+    trajectory: Trajectory | TokenTrajectory
+    advantages: Tensor
+    old_log_probs: Tensor
+    make_inputs: Callable[[Rows], dict[str, Any]]
+    advantages_by_step: bool = False
+    log_ratio: Tensor | None = None
+    weights: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the pipeline's call for these samples."""
+        return self.make_inputs(self.rows)
+
+    def at_step(self, step: int) -> "Part":
+        """Return the samples that train on `step`; where all do, in the geometry of the rollout."""
+        kept = (self.trajectory.steps == step).any(1)
+        if kept.all():
+            return self
+        return dataclasses.replace(
+            self,
+            rows=[row for row, keep in zip(self.rows, kept.tolist(), strict=True) if keep],
+            trajectory=self.trajectory[kept],
+            advantages=self.advantages[kept],
+            old_log_probs=self.old_log_probs[kept],
+            log_ratio=None if self.log_ratio is None else self.log_ratio[kept],
+            weights=None if self.weights is None else self.weights[kept],
+        )
+
+    def recorded_log_prob(self, step: int) -> Tensor:
+        """Return the log-probability at one step as the rollout recorded it, for samples that all train on it."""
+        return self.trajectory.log_probs[self.trajectory.steps == step]
+
+    def old_log_prob(self, step: int) -> Tensor:
+        """Return the ratio's denominator at one step, (batch,), for samples that all train on it."""
+        return self.old_log_probs[self.trajectory.steps == step]
+
+    def advantage(self, step: int) -> Tensor:
+        """Return (batch,) or (batch, rewards) advantages at one step, for samples that all train on it."""
+        return self.advantages[self.trajectory.steps == step] if self.advantages_by_step else self.advantages
+
+
+@dataclasses.dataclass
+class MicroBatch:
+    """Samples that are trained together, one forward and backward pass for each part and trained step.
+
+    Attributes:
+        rows: one dataset row per sample.
+        samples: one trajectory per sample, each of a batch of one; they may differ in shape.
+        calls: indices of the samples that share a pipeline call, as in the rollout.
+        advantages, old_log_probs, make_inputs, advantages_by_step, log_ratio, weights: as in [`Part`].
+        is_on_policy: whether the policy is still the one that rolled the samples out.
+    """
+
+    rows: Rows
+    samples: list[Trajectory] | list[TokenTrajectory]
+    calls: list[list[int]]
+    advantages: Tensor
+    old_log_probs: Tensor
+    make_inputs: Callable[[Rows], dict[str, Any]]
+    advantages_by_step: bool = False
+    log_ratio: Tensor | None = None
+    weights: Tensor | None = None
+    is_on_policy: bool = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_trained_steps(self) -> int:
+        """Trained steps of all samples together, by which the sum of their losses is divided."""
+        return sum(sample.steps.numel() for sample in self.samples)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The samples of each pipeline call."""
+        return [self.part(indices) for indices in self.calls]
+
+    def part(self, indices: list[int]) -> Part:
+        """Return some samples of one shape as a part."""
+        samples = [self.samples[index] for index in indices]
+        return Part(
+            [self.rows[index] for index in indices],
+            type(samples[0]).cat(samples),
+            self.advantages[indices],
+            self.old_log_probs[indices],
+            self.make_inputs,
+            self.advantages_by_step,
+            None if self.log_ratio is None else self.log_ratio[indices],
+            None if self.weights is None else self.weights[indices],
+        )
+
+    def passes(self, take_turns: bool = False) -> list[list[tuple[int, int]]]:
+        """Return index of the call and step of each pass, in lists within which processes keep step.
+
+        Args:
+            take_turns: whether several networks share the steps. Each step is a list of its own then, or one process
+                would repeat a pass of one network while another passes the other.
+        """
+        every = [
+            (number, step)
+            for number, indices in enumerate(self.calls)
+            for step in torch.cat([self.samples[index].steps for index in indices]).unique().tolist()
+        ]
+        if not take_turns:
+            return [every]
+        return [[one for one in every if one[1] == step] for step in sorted({step for _, step in every})]
+
+    def mean_over_steps(self, values: Tensor) -> Tensor:
+        """Return each sample's mean over its steps or tokens, of values like `old_log_probs`."""
+        return torch.cat([sample.over_steps(values[[index]]) for index, sample in enumerate(self.samples)])

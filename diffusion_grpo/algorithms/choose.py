@@ -1,0 +1,114 @@
+"""From the settings `loss_type` and `loss_kwargs` to the algorithm: one that ships here, or one of the user's own."""
+
+import difflib
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from . import ALGORITHMS
+from .base import Algorithm
+from .grpo import GRPO
+from .losses import Loss
+
+
+def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] | Loss:
+    """Return the algorithm's class, or the loss function, that `loss_type` names.
+
+    Args:
+        loss_type: a key of `ALGORITHMS`; a dotted path such as `my_package.losses.mine`; or what one leads to: a class
+            as in [`~diffusion_grpo.algorithms.base.Algorithm`], or a function from `LossInputs` to `LossOutput`.
+
+    Raises:
+        ValueError: the name is unknown, nothing can be imported from the dotted path, or what is found there is no
+            algorithm and no function.
+    """
+    found = _import_algorithm(loss_type) if isinstance(loss_type, str) else loss_type
+    if not callable(found):
+        raise ValueError(f"The loss '{loss_type}' is a {type(found).__name__}, but a loss must be callable.")
+    if inspect.isclass(found):
+        missing = [name for name in ("passes", "loss", "check") if not callable(getattr(found, name, None))]
+        if missing:
+            raise ValueError(
+                f"The class '{loss_type}' has no method {' or '.join(missing)}; let it inherit from "
+                "diffusion_grpo.algorithms.base.Algorithm and define passes and loss, or name a loss function."
+            )
+    return found
+
+
+def _import_algorithm(name: str) -> Any:
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    known = ", ".join(sorted(ALGORITHMS))
+    if "." not in name:
+        nearest = difflib.get_close_matches(name, ALGORITHMS, n=1)
+        hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+        raise ValueError(
+            f"Unknown loss '{name}': {hint}Known are {known}; a loss or an algorithm of your own is given as a dotted "
+            "path such as my_package.my_loss."
+        )
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"The loss '{name}' cannot be imported ({error}); known are {known}.") from error
+
+
+def check_loss_kwargs(loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None) -> None:
+    """Refuse settings that the algorithm or loss does not have, and ask for those it cannot do without.
+
+    Args:
+        loss_type: as in [`find_algorithm`].
+        loss_kwargs: the setting of that name.
+
+    Raises:
+        ValueError: an unknown or missing key, or one that is a setting by itself; or as in [`find_algorithm`].
+    """
+    given, own = loss_kwargs or {}, _own_parameters(find_algorithm(loss_type))
+    known = [name for name, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    for name in given:
+        if name in _run_settings():
+            raise ValueError(f"loss_kwargs: {name} comes from the run's own settings; leave it out here.")
+        if name not in known and len(known) == len(own):  # or it takes any
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            listed = f"it has {', '.join(known)}" if known else "it has none, so leave loss_kwargs out"
+            raise ValueError(f"loss_kwargs: {loss_type} has no setting {name!r}; {listed}.{hint}")
+    missing = [name for name in known if own[name].default is inspect.Parameter.empty and name not in given]
+    if missing:
+        raise ValueError(f"loss_kwargs: {loss_type} needs {', '.join(missing)}; give {{{missing[0]}: ...}}.")
+
+
+def load_algorithm(
+    loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None = None, **run: Any
+) -> Algorithm:
+    """Make the algorithm: [`~diffusion_grpo.algorithms.grpo.GRPO`] around a loss function, or the class itself.
+
+    Args:
+        loss_type: as in [`find_algorithm`].
+        loss_kwargs: keyword arguments of the class, or of the function beside its `LossInputs`.
+        run: the keyword arguments of `GRPO`. Another class gets those that its constructor names.
+
+    Raises:
+        ValueError: as in [`check_loss_kwargs`].
+    """
+    check_loss_kwargs(loss_type, loss_kwargs)
+    found, given = find_algorithm(loss_type), loss_kwargs or {}
+    if inspect.isclass(found):
+        named = inspect.signature(found).parameters
+        return found(**given, **{name: value for name, value in run.items() if name in named})
+    return GRPO(functools.partial(found, **given) if given else found, **run)
+
+
+def _run_settings() -> set[str]:
+    """Return the names of what every algorithm may ask for; they follow from other settings."""
+    return {name for name, each in inspect.signature(GRPO).parameters.items() if each.kind is each.KEYWORD_ONLY}
+
+
+def _own_parameters(found: Callable) -> dict[str, inspect.Parameter]:
+    """Return what `loss_kwargs` may set: of a class without the run's settings, of a function without its input."""
+    parameters = list(inspect.signature(found).parameters.values())
+    parameters = parameters if inspect.isclass(found) else parameters[1:]
+    left_out = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    run = _run_settings() if inspect.isclass(found) else set()
+    return {each.name: each for each in parameters if each.kind not in left_out and each.name not in run}

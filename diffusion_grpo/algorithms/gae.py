@@ -1,0 +1,49 @@
+"""Generalized advantage estimation, and PPO's loss for the value model."""
+
+import torch
+from torch import Tensor
+
+
+def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalized advantage estimation (arXiv 1506.02438) over the trained steps; nothing comes after the last.
+
+    `A_t = delta_t + gamma * lam * A_(t+1)` with `delta_t = r_t + gamma * V_(t+1) - V_t`. With `gamma = lam = 1` it is
+    the sum of the rewards from here on minus the value.
+
+    Args:
+        rewards: `(samples, steps)`, received after each step.
+        values: `(samples, steps)`, of the state before each step.
+        gamma: discount a step, in [0, 1].
+        lam: 0 trusts the next value, 1 the reward alone.
+
+    Returns:
+        `(samples, steps)` float64.
+    """
+    rewards, values = rewards.double(), values.double()
+    advantages = torch.empty_like(values)
+    following, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for step in reversed(range(values.shape[1])):
+        delta = rewards[:, step] + gamma * next_value - values[:, step]
+        following = delta + gamma * lam * following
+        advantages[:, step], next_value = following, values[:, step]
+    return advantages
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """PPO's clipped value loss: half the mean squared error, of the value or of the clipped value, the larger one.
+
+    As in the code of PPO's authors (arXiv 1707.06347 leaves it out): a value that moved further than `clip` in the
+    right direction gets no gradient.
+
+    Args:
+        values: `(batch, steps)` under the model as it is now, with gradient.
+        old_values: `(batch, steps)` at the rollout.
+        returns: `(batch, steps)` to learn; NaN has no part.
+        clip: in the units of the values; `None` does not clip.
+    """
+    is_known, returns = ~returns.isnan(), returns.nan_to_num()
+    error = (values - returns) ** 2
+    if clip is not None:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (clipped - returns) ** 2)
+    return 0.5 * error.masked_fill(~is_known, 0.0).sum() / is_known.sum().clamp(min=1)

@@ -1,0 +1,184 @@
+"""Losses of one denoising step: pure functions from `LossInputs` to `LossOutput(loss, metrics)`.
+
+Most algorithms of the GRPO family differ in nothing else. A loss of your own comes in by dotted path as `loss_type`;
+keyword arguments that it takes beside its `LossInputs` are given as `loss_kwargs`. A loss is the mean over one
+micro-batch at one step: the caller divides by the number of trained steps.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..policy.token_process import masked_mean
+
+__all__ = ["Loss", "LossInputs", "LossOutput", "grpo", "kl_divergence", "loss_per_reward", "token_kl_divergence"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossInputs:
+    """What a loss may look at: one denoising step of one micro-batch.
+
+    Attributes:
+        log_prob: `(batch,)`, log-probability of the recorded step under the policy as it is now, with gradient.
+        old_log_prob: `(batch,)`, the same under the policy that rolled out, without gradient.
+        advantages: `(batch,)`, one per sample: the same at all its steps unless a value model estimates them.
+            `loss_per_reward` gets one column per reward.
+        mean: `(batch, ...)`, mean of the next latent under the policy, with gradient.
+        std: standard deviation of the next latent, broadcastable to `mean`, greater than 0.
+        ref_mean: `(batch, ...)`, mean of the next latent under the reference, or `None` where there is no reference.
+        mask: `(batch, tokens)` where the policy writes tokens, True for those that count. `log_prob` and
+            `old_log_prob` are then `(batch, tokens)` too, and `mean`, `std` and `ref_mean` are None.
+        ref_log_prob: of tokens, `(batch, tokens)` under the reference, or `None` where there is no reference.
+        epsilon: the ratio is clipped below at `1 - epsilon`.
+        epsilon_high: the ratio is clipped above at `1 + epsilon_high`.
+        beta: weight of the KL divergence to the reference; without a reference it has no effect.
+    """
+
+    log_prob: torch.Tensor
+    old_log_prob: torch.Tensor
+    advantages: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+    ref_mean: torch.Tensor | None
+    epsilon: float
+    epsilon_high: float
+    beta: float
+    mask: torch.Tensor | None = None
+    ref_log_prob: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOutput:
+    """What a loss returns.
+
+    Attributes:
+        loss: scalar with gradient.
+        metrics: detached scalars by the key under which they are logged.
+    """
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+
+
+Loss = Callable[[LossInputs], LossOutput]
+
+
+def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """Return the KL divergence of two Gaussians with one standard deviation, averaged over dimensions.
+
+    See arXiv 2505.05470.
+
+    Args:
+        mean: `(batch, ...)`, mean under the policy.
+        ref_mean: `(batch, ...)`, mean under the reference.
+        std: broadcastable to `mean`, greater than 0.
+
+    Returns:
+        `(batch,)`, `mean((mean - ref_mean)**2 / (2 * std**2))` over all but the batch dimension, with gradient.
+        Flow-GRPO's code leaves the time step out of `std`, so that its values are smaller by the factor `-dt`.
+    """
+    return ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)
+
+
+def token_kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
+    """Estimate the KL to the reference at each drawn token, as TRL does (k3).
+
+    See http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        log_prob: `(batch, tokens)` under the policy, with gradient.
+        ref_log_prob: `(batch, tokens)` under the reference.
+
+    Returns:
+        `(batch, tokens)`, `exp(d) - d - 1` with `d = ref_log_prob - log_prob`; never negative, 0 where both agree.
+    """
+    difference = ref_log_prob - log_prob
+    return torch.exp(difference) - difference - 1
+
+
+def grpo(inputs: LossInputs) -> LossOutput:
+    """GRPO's clipped objective and the KL to the reference (arXiv 2402.03300, for flows arXiv 2505.05470).
+
+    `mean(max(-A * ratio, -A * clip(ratio, 1 - epsilon, 1 + epsilon_high))) + beta * mean(KL)` with
+    `ratio = exp(log_prob - old_log_prob)`. Log-probabilities are averages over the dimensions of a latent, so that
+    ratios stay within some 1e-4 of 1 and `epsilon` has to be as small.
+
+    For tokens, means are taken over those of each sample that count and then over samples, the KL is
+    [`token_kl_divergence`], and `epsilon` is on the order of 0.2: their log-probabilities are not averages.
+
+    Returns:
+        Metrics `ratio/mean`, `ratio/min`, `ratio/max`, and the shares of samples (or tokens) whose ratio left the
+        interval on the side where the clip acts: `clip_ratio/low_mean` (below, negative advantage),
+        `clip_ratio/high_mean` (above, positive advantage), `clip_ratio/region_mean` (either). With a reference also
+        `kl`.
+    """
+    low, high = 1 - inputs.epsilon, 1 + inputs.epsilon_high
+    ratio = torch.exp(inputs.log_prob - inputs.old_log_prob)
+    advantages = inputs.advantages
+    if advantages.ndim < ratio.ndim:
+        advantages = advantages[:, None]
+    loss = _mean(torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high)), inputs.mask)
+    is_low = (ratio < low) & (advantages < 0)
+    is_high = (ratio > high) & (advantages > 0)
+    metrics = {
+        "ratio/mean": _mean(ratio.detach(), inputs.mask),
+        "ratio/min": _select_counted(ratio, inputs.mask).min(),
+        "ratio/max": _select_counted(ratio, inputs.mask).max(),
+        "clip_ratio/low_mean": _mean(is_low.float(), inputs.mask),
+        "clip_ratio/high_mean": _mean(is_high.float(), inputs.mask),
+        "clip_ratio/region_mean": _mean((is_low | is_high).float(), inputs.mask),
+    }
+    kl = _kl(inputs)
+    if kl is not None:
+        loss = loss + inputs.beta * kl
+        metrics["kl"] = kl.detach()
+    return LossOutput(loss, metrics)
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Average over samples; of tokens over each sample first, so that a long one counts as much as a short one."""
+    return (values if mask is None else masked_mean(values, mask)).mean()
+
+
+def _select_counted(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the values without gradient; of tokens only those that count, and 1 where none does."""
+    if mask is None:
+        return values.detach()
+    return values.detach()[mask.bool()] if mask.any() else values.new_ones(1)
+
+
+def _kl(inputs: LossInputs) -> torch.Tensor | None:
+    """Return the KL to the reference, a scalar with gradient; None without a reference."""
+    if inputs.ref_mean is not None:
+        return kl_divergence(inputs.mean, inputs.ref_mean, inputs.std).mean()
+    if inputs.ref_log_prob is not None:
+        return _mean(token_kl_divergence(inputs.log_prob, inputs.ref_log_prob), inputs.mask)
+    return None
+
+
+def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
+    """Sum a loss over rewards that each have their own advantage, as DanceGRPO trains video (arXiv 2505.07818).
+
+    `sum_i |w_i| * loss(sign(w_i) * A_i, beta = 0) + loss(A = 0, beta)`: the clip judges each reward by itself, so that
+    a step that one wants and another does not is held back on one side only. The part without advantages, the KL,
+    counts once. Where nothing is clipped, this is the loss of the weighted sum of the advantages.
+
+    Args:
+        loss: takes one advantage per sample; the sum of a part that vanishes with the advantages and one times `beta`.
+        weights: one per reward.
+
+    Returns:
+        A loss for `LossInputs` whose `advantages` are `(batch, rewards)`. Metrics are means over the rewards.
+    """
+
+    def summed(inputs: LossInputs) -> LossOutput:
+        columns = zip(inputs.advantages.unbind(1), weights, strict=True)
+        signed = [(-column if weight < 0 else column, abs(weight)) for column, weight in columns]
+        parts = [(loss(dataclasses.replace(inputs, advantages=column, beta=0.0)), size) for column, size in signed]
+        rest = loss(dataclasses.replace(inputs, advantages=torch.zeros_like(inputs.log_prob)))
+        names = parts[0][0].metrics
+        metrics = {name: torch.stack([part.metrics[name] for part, _ in parts]).mean() for name in names}
+        return LossOutput(sum((size * part.loss for part, size in parts), rest.loss), metrics)
+
+    return summed

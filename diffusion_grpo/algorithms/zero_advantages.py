@@ -1,0 +1,60 @@
+"""Leave samples whose advantage is 0 out of an update, by weighting the samples' losses.
+
+Flow-GRPO's code drops these samples before it cuts micro-batches, so that its means are taken over the others. Here
+they stay where they were rolled out, since a replay beside other samples differs in the last bits; what changes is
+whose loss counts, and by how much.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from .losses import Loss, LossInputs, LossOutput
+
+
+def sample_weights(advantages: Tensor, trained: Tensor) -> Tensor:
+    """Return the weight of each sample's loss: 0 where all its advantages are 0, trained / kept for the others.
+
+    Args:
+        advantages: `(samples, ...)` of all samples of all processes.
+        trained: `(trained,)` int64, which of them are trained on.
+
+    Returns:
+        `(samples,)` float32; all 0 where nothing is kept.
+    """
+    is_kept = (advantages != 0).flatten(1).any(1) if advantages.ndim > 1 else advantages != 0
+    kept = int(is_kept[trained].sum())
+    return is_kept.float() * (len(trained) / max(kept, 1))
+
+
+def sum_loss(loss: Loss, inputs: LossInputs, weights: Tensor | None) -> LossOutput:
+    """Turn a loss that is a mean over samples into their weighted sum.
+
+    Args:
+        loss: as in [`~diffusion_grpo.algorithms.losses`].
+        inputs: of one micro-batch at one step.
+        weights: `(batch,)` as from [`sample_weights`]: those above 0 are equal. None: all are 1.
+
+    Returns:
+        Metrics are those of the samples that count. Where none does, the loss is 0 with a gradient of zeros, and there
+        are no metrics.
+    """
+    if weights is None:
+        output = loss(inputs)
+        return dataclasses.replace(output, loss=output.loss * len(inputs.log_prob))
+    is_kept = (weights > 0).to(inputs.log_prob.device)
+    if not is_kept.any():
+        return LossOutput(loss(inputs).loss * 0.0, {})
+    output = loss(select_samples(inputs, is_kept))
+    return dataclasses.replace(output, loss=output.loss * weights.sum().item())
+
+
+def select_samples(inputs: LossInputs, chosen: Tensor) -> LossInputs:
+    """Return the inputs of some samples only; `chosen` indexes the batch dimension."""
+    count = len(inputs.log_prob)
+    values = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    rows = {name: x for name, x in values.items() if torch.is_tensor(x) and x.ndim and len(x) == count}
+    if inputs.std is not None and inputs.std.ndim < inputs.mean.ndim:
+        rows.pop("std", None)  # its first dimension is not the batch
+    return dataclasses.replace(inputs, **{name: x[chosen] for name, x in rows.items()})

@@ -1,0 +1,80 @@
+"""The command line `diffusion-grpo`: parse the arguments, run one command, return an exit code.
+
+Each command is a module in this package. Heavy libraries are imported only when a command needs them, so `--help`
+answers at once. Invalid input is refused before a model is loaded, with one line `error: ...` and exit code 2.
+"""
+
+import argparse
+import os
+import sys
+
+from .. import __version__
+from . import check, plan, report, rewards, sample, train
+from .inputs import Refusal
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments; `sys.argv[1:]` by default.
+
+    Returns:
+        0 on success. 1 if a check fails, because a pipeline cannot be trained or a score differs from the published
+        one. 2 if input is refused. 130 after Ctrl-C.
+    """
+    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    if "" not in sys.path:
+        sys.path.append("")  # dotted paths may name rewards and losses in the working directory
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown and arguments.command not in ("sample", "plan"):  # these two also accept the settings of `train`
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.overrides = [*overrides, *unknown]
+    try:
+        return arguments.run(arguments)
+    except Refusal as refusal:
+        if arguments.traceback:
+            raise
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        if os.environ.get("RANK", "0") == "0":  # only the first process prints it
+            print(f"\n{interrupt or 'Interrupted.'}", file=sys.stderr)
+        return 130
+
+
+def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments of `train` into those that argparse reads and the overrides, e.g. `--beta 0.1`."""
+    if "train" not in words[:2]:
+        return words, []
+    start = words.index("train") + 1
+    if words[start:] and not words[start].startswith("-"):
+        start += 1
+    own = ("-h", "--help", "--list-settings")
+    rest = words[start:]
+    return words[:start] + [word for word in rest if word in own], [word for word in rest if word not in own]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of all commands. Each command sets `run`, a function of the parsed arguments."""
+    parser = argparse.ArgumentParser(
+        prog="diffusion-grpo", description="Post-train any diffusers pipeline with GRPO on any reward."
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an input was refused")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,check,sample,report,rewards}")
+    for command, name, purpose in (
+        (train, "train", "train from a YAML file"),
+        (plan, "plan", "show how many samples, updates and bytes a run will need, without loading anything"),
+        (check, "check", "check in seconds whether a pipeline can be trained, and how exactly it replays"),
+        (sample, "sample", "generate images, videos or sound and score them, without training"),
+        (report, "report", "rewrite report.html and summary.json of a run"),
+        (rewards, "rewards", "list rewards, verify their weights, or serve them to other machines"),
+    ):
+        description = f"{purpose[0].upper()}{purpose[1:]}."
+        formatter = argparse.RawDescriptionHelpFormatter
+        command.add_options(
+            commands.add_parser(name, help=purpose, description=description, formatter_class=formatter)
+        )
+    return parser

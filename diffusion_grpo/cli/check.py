@@ -1,0 +1,55 @@
+"""`diffusion-grpo check`: show whether a pipeline can be trained, and how exactly it replays."""
+
+import argparse
+from dataclasses import fields
+
+from ..config.source import process_names
+from ..sampling import settings as sample_settings
+from .inputs import Refusal, call_or_refuse, check_model_name, hide_loading_bars
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `check`."""
+    command.add_argument("model", help="Hub id or folder of a diffusers pipeline, or `tiny`")
+    command.add_argument("--prompt", default="a photo of a cat", help="default: %(default)s")
+    sample_settings.add_call_options(command, steps_default=4)
+    command.add_argument(
+        "--sde_type", default="auto", help="stochastic process to put on the scheduler; default: %(default)s"
+    )
+    command.add_argument(
+        "--noise_level", type=float, default=None, help="noise level of the process; default: the process's own"
+    )
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the replay report as a table. Return 0 if the pipeline can be trained, else 1."""
+    inputs = {"prompt": arguments.prompt, **call_or_refuse(sample_settings.read_call_options, arguments)}
+    call_or_refuse(check_model_name, arguments.model)
+    if arguments.sde_type not in (known := ["auto", *process_names()]):
+        raise Refusal(f"--sde_type {arguments.sde_type} is unknown; choose one of {', '.join(known)}.")
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..policy.check import check_pipeline
+    from ..training.model import load_plain_pipeline
+
+    hide_loading_bars(arguments.model)
+    pipe = call_or_refuse(load_plain_pipeline, arguments.model, arguments.dtype, arguments.device)
+    steps = inputs.pop("num_inference_steps")
+    replay = call_or_refuse(
+        check_pipeline,
+        pipe,
+        inputs,
+        num_inference_steps=steps,
+        sde_type=arguments.sde_type,
+        noise_level=arguments.noise_level,
+        seed=arguments.seed or 0,
+    )
+    table = Table(show_header=False, title=f"{arguments.model}: {'trains' if replay.trains else 'does not train'}")
+    for field in fields(replay):
+        value = getattr(replay, field.name)
+        if value is not None and value != "":
+            table.add_row(field.name, f"{value:.3g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    return 0 if replay.trains else 1

@@ -1,0 +1,99 @@
+"""`diffusion-grpo plan`: show the batches and the memory of a run before anything is loaded."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from ..config.early_checks import check_values
+from .inputs import call_or_refuse, check_model_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..planning.plan import Plan
+
+LABELS = {
+    "processes": "processes",
+    "prompts_per_rollout": "prompts per rollout",
+    "samples_per_prompt": "samples per prompt",
+    "samples_per_rollout": "samples per rollout",
+    "trained_per_prompt": "samples per prompt trained on",
+    "samples_per_process": "samples generated per process",
+    "reward_processes": "processes that compute rewards",
+    "samples_per_reward_process": "samples scored per reward process, at most",
+    "pipeline_calls": "pipeline calls per process and rollout",
+    "micro_batch": "samples per micro-batch",
+    "micro_batches_per_update": "micro-batches per update and process",
+    "updates_per_rollout": "updates per rollout",
+    "samples_per_update": "samples per update",
+    "trained_steps": "trained steps per sample",
+    "num_inference_steps": "denoising steps per sample",
+    "rollouts_per_epoch": "rollouts per epoch",
+    "updates_per_epoch": "updates per epoch",
+}
+MIB = 2**20
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `plan`. The settings of `train` are read separately."""
+    command.add_argument("config", help="YAML file of settings, as for train")
+    command.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
+    command.usage = "diffusion-grpo plan config.yaml [--key value ...] [--json]"
+    command.epilog = (
+        "Any setting of train can be given as --key value, e.g. --model FOLDER, --accelerate_config or\n"
+        "--num_processes. No weights are loaded. The configuration files of a Hub id are downloaded if needed."
+    )
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan and return the exit code."""
+    from ..config.parse import parse_launch_arguments, read_values
+    from ..distributed.launch import read_settings
+
+    launch, overrides = call_or_refuse(parse_launch_arguments, arguments.config, arguments.overrides)
+    launch_settings = call_or_refuse(read_settings, launch)
+    values = call_or_refuse(read_values, arguments.config, overrides)
+    call_or_refuse(check_values, values, launch_settings.get("num_processes", launch_settings["num_machines"]))
+    call_or_refuse(check_model_name, str(values["model"]))
+
+    from ..planning.plan import plan
+
+    made = call_or_refuse(plan, arguments.config, overrides, launch)
+    if arguments.json:
+        print(json.dumps(made.to_dict(), indent=2))
+        return 0
+    from rich.console import Console
+
+    console = Console()
+    for table in make_tables(made):
+        console.print(table)
+    for note in made.notes:
+        console.print(note, highlight=False, soft_wrap=True)
+    return 0
+
+
+def make_tables(made: "Plan") -> "list[Table]":
+    """Make the tables of batches, network evaluations and, if known, memory."""
+    from rich.table import Table
+
+    batches = Table(title="Batches", show_header=False)
+    for name, label in LABELS.items():
+        value = getattr(made.batches, name)
+        batches.add_row(label, "unknown" if value is None else f"{value:,}")
+    evaluations = Table("for", "forward passes", title="Network evaluations per sample")
+    for name, count in made.evaluations.items():
+        evaluations.add_row(name, f"{count:g}")
+    if not made.memory:
+        return [batches, evaluations]
+    model = made.model
+    title = f"{model['pipeline']}, {model['network']}: {model['trained']:,} of {model['weights']:,} weights trained"
+    memory = Table("MiB per process", "accelerator", "CPU", "from", title=f"{title}; {made.sharding.name}")
+    for item in [*made.memory, made.total]:
+        sizes = (f"{size / MIB:,.2f}" if size else "" for size in (item.accelerator, item.cpu))
+        memory.add_row(item.name, *sizes, item.basis)
+    memory.caption = (
+        "Not included: the VAE's own activations, the reward models, what kernels allocate for themselves and "
+        "fragmentation."
+    )
+    return [batches, evaluations, memory]

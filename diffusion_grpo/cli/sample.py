@@ -1,0 +1,43 @@
+"""`diffusion-grpo sample`: sample from a pipeline and score the samples, without training."""
+
+import argparse
+
+from ..config.early_checks import check_prompts_file, check_reward_names
+from ..sampling import settings as sample_settings
+from .inputs import call_or_refuse, check_model_name, hide_loading_bars, load_checked
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `sample`."""
+    sample_settings.add_sample_options(command)
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write samples and a table of their scores, print the mean scores, and return the exit code."""
+    settings = call_or_refuse(sample_settings.read_settings, arguments, arguments.overrides)
+    call_or_refuse(check_reward_names, settings.reward_funcs)
+    call_or_refuse(check_prompts_file, settings.prompts, "--prompts")
+    call_or_refuse(check_model_name, settings.model)
+
+    from ..rewards import check_columns, check_needs, load_rewards
+
+    rewards = call_or_refuse(load_rewards, settings.reward_funcs)
+    eval_rewards = call_or_refuse(load_rewards, settings.eval_reward_funcs, "eval_reward_funcs")
+    eval_rewards = [reward for reward in eval_rewards if reward.name not in {trained.name for trained in rewards}]
+    dataset = call_or_refuse(load_checked, settings.prompts, settings.split, "--prompts")
+    call_or_refuse(check_columns, rewards + eval_rewards, dataset.column_names, "--prompts")
+    call_or_refuse(check_needs, rewards + eval_rewards)
+    dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
+
+    from ..sampling.sample import check_folder, load_pipeline_to_sample, write_samples
+
+    call_or_refuse(check_folder, settings)
+    hide_loading_bars(settings.model)
+    pipe = call_or_refuse(load_pipeline_to_sample, settings)
+    summary = call_or_refuse(write_samples, pipe, dataset, rewards, eval_rewards, settings)
+    for name, (mean, error) in summary.items():
+        print(f"{name:<16} {mean:.3f} ± {error:.3f}")
+    made = len(dataset) * settings.num_generations
+    print(f"{made} samples of {len(dataset)} prompts and samples.parquet in {settings.output_dir}")
+    return 0

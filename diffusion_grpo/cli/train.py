@@ -1,0 +1,204 @@
+"""`diffusion-grpo train`: train from a YAML file of settings and write weights, samples and a report."""
+
+import argparse
+import os
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config.early_checks import check_names, check_values, processes_here
+from .inputs import Refusal, call_or_refuse, check_model_name, hide_loading_bars, load_checked
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
+
+    from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
+    from ..config.settings import DiffusionGRPOConfig
+    from ..trainer import DiffusionGRPOTrainer
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `train`. `parse_train_arguments` reads the YAML file and the overrides."""
+    from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
+
+    command.add_argument("config", nargs="?", help="YAML file of settings; overrides on the command line win")
+    command.add_argument("--list-settings", action="store_true", help="list every setting with its default, and stop")
+    command.usage = "diffusion-grpo train [config.yaml] [--key value ...] [--help] [--list-settings]"
+    command.epilog = "\n\n".join(
+        [
+            "Keys, in the file or as --key value:",
+            describe_settings(ScriptArguments),
+            describe_settings(LoraArguments),
+            describe_settings(LaunchArguments),
+            "and every setting of DiffusionGRPOConfig (--list-settings; docs/config.md).",
+        ]
+    )
+    command.set_defaults(run=run)
+
+
+def describe_settings(settings: type) -> str:
+    """Describe each field of a dataclass in one paragraph: name, default, help text."""
+    lines = []
+    for field in fields(settings):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        default = "required" if default is MISSING else f"default {default!r}"
+        help_text = " ".join(str(field.metadata.get("help", "")).split())
+        lines.append(f"  {field.name} ({default})")
+        lines += textwrap.wrap(help_text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, save, push to the Hub if requested, write the report, and return the exit code."""
+    from ..config.parse import parse_launch_arguments, parse_train_arguments, read_values
+
+    if arguments.list_settings:
+        from ..config.settings import DiffusionGRPOConfig
+
+        print(describe_settings(DiffusionGRPOConfig))
+        return 0
+    processes, overrides = call_or_refuse(parse_launch_arguments, arguments.config, arguments.overrides)
+    is_launcher = (
+        not processes.is_empty and "LOCAL_RANK" not in os.environ
+    )  # otherwise a launcher started this process
+    values = call_or_refuse(read_values, arguments.config, arguments.overrides)
+    call_or_refuse(check_before_imports, values, processes.num_processes if is_launcher else processes_here())
+    if is_launcher:
+        return start_processes(processes, arguments, overrides, str(values.get("use_cpu", False)).lower() == "true")
+    script, lora, config = call_or_refuse(parse_train_arguments, arguments.config, overrides)
+    trainer = build_trainer(script, lora, config)
+    if script.baseline_guidance_scales:
+        path = Path(config.output_dir) / "baselines.json"
+        if not (config.resume_from_checkpoint and path.is_file()):
+            call_or_refuse(measure_baselines, trainer.evaluate, trainer.state, script.baseline_guidance_scales, path)
+    from ..policy.base import UntrainedStepError
+    from ..run.manifest import ResumeError
+
+    try:
+        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    except (ResumeError, UntrainedStepError) as error:
+        raise Refusal(" ".join(str(error).split())) from error
+    trainer.save_model()
+    if config.push_to_hub:
+        trainer.push_to_hub()
+    if trainer.is_world_process_zero():
+        finish_run(Path(config.output_dir), script.report_experiment)
+    return 0
+
+
+def check_before_imports(values: dict[str, Any], world_size: int | None) -> None:
+    """Check names and numbers that need no torch, so that mistakes show before its slow import.
+
+    Raises:
+        ValueError: a name or a value cannot be used; see [`~diffusion_grpo.config.early_checks`].
+    """
+    check_values(values, world_size)
+    check_names(values)
+    check_model_name(str(values["model"]))
+
+
+def start_processes(
+    processes: "LaunchArguments", arguments: argparse.Namespace, overrides: list[str], use_cpu: bool
+) -> int:
+    """Start this command in each process, wait, and return the exit code."""
+    from ..distributed.launch import launch, make_launch_settings
+
+    settings = call_or_refuse(make_launch_settings, processes)
+    words = ["--traceback"] if arguments.traceback else []
+    words += ["train", *([arguments.config] if arguments.config else []), *overrides]
+    return launch(settings, words, use_cpu=use_cpu)
+
+
+def build_trainer(
+    script: "ScriptArguments", lora: "LoraArguments", config: "DiffusionGRPOConfig"
+) -> "DiffusionGRPOTrainer":
+    """Build the trainer. Check prompts and rewards before the model is loaded.
+
+    Raises:
+        Refusal: the prompts, the rewards, the model or the settings cannot be used.
+    """
+    from ..rewards import check_columns, load_rewards
+
+    train_dataset = call_or_refuse(load_checked, script.dataset, script.dataset_train_split, "dataset")
+    eval_dataset = None
+    if script.eval_dataset is not None:
+        eval_dataset = call_or_refuse(load_checked, script.eval_dataset, script.dataset_test_split, "eval_dataset")
+        if script.eval_max_prompts is not None:
+            eval_dataset = eval_dataset.select(range(min(script.eval_max_prompts, len(eval_dataset))))
+    reward_funcs = call_or_refuse(load_rewards, script.reward_funcs)
+    eval_reward_funcs = call_or_refuse(load_rewards, script.eval_reward_funcs, "eval_reward_funcs")
+    call_or_refuse(check_columns, reward_funcs, train_dataset.column_names, "dataset")
+    call_or_refuse(check_model_name, script.model)
+    if not config.resume_from_checkpoint:
+        from ..run.records import refuse_used_folder
+
+        call_or_refuse(refuse_used_folder, config.output_dir, "add --resume_from_checkpoint true")
+
+    from ..trainer import DiffusionGRPOTrainer
+
+    hide_loading_bars(script.model)
+    return call_or_refuse(
+        DiffusionGRPOTrainer,
+        model=script.model,
+        reward_funcs=reward_funcs,
+        args=config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=call_or_refuse(lora.peft_config, config.lora_path),
+        eval_reward_funcs=eval_reward_funcs,
+    )
+
+
+def measure_baselines(
+    evaluate: Callable[..., dict[str, float]], state: "TrainerState", guidance_scales: list[float], path: Path
+) -> None:
+    """Evaluate the untrained model at several guidance scales, and write the rewards to a file.
+
+    Args:
+        evaluate: the trainer's `evaluate`. Every process calls it.
+        state: the trainer's state, which tells the first process from the others.
+        guidance_scales: scales to evaluate at.
+        path: JSON file to write.
+    """
+    from ..run.folder import format_measured
+    from ..run.records import write_json
+
+    baselines = []
+    for scale in guidance_scales:
+        metrics = evaluate(metric_key_prefix="baseline", pipeline_kwargs={"guidance_scale": scale})
+        names = [key.split("/")[1] for key in metrics if key.startswith("baseline_rewards/") and key.endswith("/mean")]
+        rewards = {
+            name: {key: metrics.get(f"baseline_rewards/{name}/{key}") for key in ("mean", "std_error")}
+            for name in names
+        }
+        reward = {"mean": metrics["baseline_reward"], "std_error": metrics.get("baseline_reward_std_error")}
+        baselines.append({"name": f"guidance {scale:g}", "rewards": rewards, "reward": reward})
+        if state.is_world_process_zero:
+            print(f"before training, guidance {scale:g}: reward {format_measured(*reward.values())}")
+    if state.is_world_process_zero:
+        write_json(path, baselines)
+
+
+def finish_run(run_dir: Path, experiment: str | None) -> None:
+    """Add the earlier experiment to the report, write the summary, and print where the results are."""
+    from ..run.folder import describe_change, read_run
+    from ..run.report import missing_packages, write_report, write_summary
+
+    if experiment is not None and not missing_packages():
+        write_report(run_dir, experiment=experiment)
+    write_summary(run_dir)
+    run = read_run(run_dir)
+    for name in run.reward_names:
+        line = describe_change(run, name)
+        if line is not None:
+            print(f"  {name:<16} {line}")
+    for what, where in (
+        ("Weights", run_dir),
+        ("Summary", run_dir / "summary.json"),
+        ("Evaluations", run_dir / "evaluations"),
+        ("Samples", run_dir / "samples"),
+    ):
+        if where.exists():  # some need an eval_dataset or log_completions
+            print(f"{what}: {where}")

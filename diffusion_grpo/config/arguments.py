@@ -1,0 +1,164 @@
+"""What only the command line takes beside `DiffusionGRPOConfig`: model, data and rewards, LoRA, and processes."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained, on which prompts, with which rewards."""
+
+    model: str = field(metadata={"help": "Hub id or folder of a diffusers pipeline, or `tiny`, the embedded model."})
+    dataset: str = field(
+        metadata={
+            "help": "Prompts: a .txt (one per line), .jsonl, .json, .csv or .parquet file, a folder written by "
+            "`save_to_disk`, a Hub id, or `tiny`."
+        }
+    )
+    reward_funcs: list[str] = field(
+        metadata={
+            "help": "Rewards: built-in names or dotted paths of functions, `my_module.my_reward`; or a mapping from "
+            "these to weights or options, `{text: 0.6, color: {weight: 0.4}}` (docs/rewards.md)."
+        }
+    )
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    eval_dataset: str | None = field(
+        default=None, metadata={"help": "Held-out prompts, given like `dataset`; without them nothing is evaluated."}
+    )
+    dataset_test_split: str = field(default="test", metadata={"help": "Split of `eval_dataset` to evaluate on."})
+    eval_max_prompts: int | None = field(
+        default=None, metadata={"help": "Evaluate on the first N held-out prompts; by default on all."}
+    )
+    eval_reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Evaluation-only rewards: measured in evaluations, never trained on; given like `reward_funcs`."
+        },
+    )
+    baseline_guidance_scales: list[float] | None = field(
+        default=None,
+        metadata={"help": "Guidance scales at which the untrained model is evaluated first, for comparison."},
+    )
+    report_experiment: str | None = field(
+        default=None,
+        metadata={
+            "help": "JSON file of an earlier experiment to show in the report (docs/metrics.md); in a YAML file of "
+            "settings, relative to that file."
+        },
+    )
+
+    def __post_init__(self):
+        if self.eval_max_prompts is not None and self.eval_max_prompts < 1:
+            raise ValueError(f"eval_max_prompts is {self.eval_max_prompts}; use at least 1, or leave it out for all.")
+        if self.baseline_guidance_scales and self.eval_dataset is None:
+            raise ValueError("baseline_guidance_scales needs held-out prompts to be measured on: set eval_dataset.")
+        if self.report_experiment is not None and not Path(self.report_experiment).is_file():
+            raise ValueError(f"report_experiment: there is no file {self.report_experiment}.")
+
+
+LORA_INITS = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's init_lora_weights
+
+
+@dataclass
+class LoraArguments:
+    """LoRA under TRL's names; without `use_peft` every weight of the policy is trained.
+
+    TRL's own `ModelConfig` and `get_peft_config` are not used: they carry settings of language models (quantization,
+    attention, task type), default to dropout, and cannot choose how a LoRA starts.
+    """
+
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA instead of all weights."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA: its output is multiplied by alpha / r."})
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Layers that get a LoRA, by the end of their names; a single entry may be a regular expression or "
+            "`all-linear`. By default to_q, to_k, to_v, to_out.0, and in a language model q_proj, k_proj, v_proj, "
+            "o_proj."
+        },
+    )
+    lora_init: str = field(
+        default="kaiming",
+        metadata={
+            "help": "How a LoRA's first factor is initialised: kaiming (PEFT's default) or gaussian, with std "
+            "1 / lora_r (Flow-GRPO). The second factor starts at 0."
+        },
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "Must be 0: dropout makes the replay inexact."})
+
+    def __post_init__(self):
+        if self.lora_dropout != 0:
+            raise ValueError(
+                f"lora_dropout is {self.lora_dropout}; set it to 0, because dropout draws a different network in "
+                "rollout and in replay, which moves the ratio by more than the clip range."
+            )
+        if self.lora_init not in LORA_INITS:
+            raise ValueError(f"lora_init is {self.lora_init!r}; choose one of {', '.join(LORA_INITS)}.")
+        if self.lora_r < 1:
+            raise ValueError(f"lora_r is {self.lora_r}; use at least 1.")
+
+    def peft_config(self, lora_path: str | None = None) -> "LoraConfig | None":
+        """Return the configuration of a new LoRA; None for full training, or to train the LoRA at `lora_path` further.
+
+        Raises:
+            ValueError: there is a LoRA to train further, but also settings of a new one.
+        """
+        if lora_path is not None:
+            others = [f.name for f in fields(self) if f.name != "use_peft" and getattr(self, f.name) != f.default]
+            if others:
+                raise ValueError(f"lora_path names a LoRA that has its own rank and layers; leave out {others[0]}.")
+            return None
+        if not self.use_peft:
+            return None
+        from peft import LoraConfig
+
+        modules = self.lora_target_modules
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=0.0,
+            init_lora_weights=LORA_INITS[self.lora_init],
+            target_modules=modules[0] if modules and len(modules) == 1 else modules,
+        )
+
+
+@dataclass
+class LaunchArguments:
+    """How many processes to start and what they shard, in accelerate's names. If all are None, none is started."""
+
+    accelerate_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "single_gpu, multi_gpu, multi_node, zero1, zero2, zero3, zero3_offload or fsdp2 "
+            "(docs/distributed.md), or a file written by `accelerate config`."
+        },
+    )
+    num_processes: int | None = field(
+        default=None,
+        metadata={"help": "Processes on all machines together; by default one per accelerator."},
+    )
+    num_machines: int | None = field(
+        default=None, metadata={"help": "Number of machines; the same command runs on each."}
+    )
+    machine_rank: int | None = field(default=None, metadata={"help": "Index of this machine, from 0."})
+    main_process_ip: str | None = field(default=None, metadata={"help": "Address of the machine of rank 0."})
+    main_process_port: int | None = field(
+        default=None,
+        metadata={"help": "Port on that machine; with one machine by default a free one."},
+    )
+
+    def __post_init__(self):
+        for name in ("num_processes", "num_machines"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; use at least 1.")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no process is to be started."""
+        return all(value is None for value in vars(self).values())

@@ -1,0 +1,78 @@
+"""How prompts, samples, micro-batches and updates relate."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizes:
+    """The sizes of a rollout and of what is trained on it.
+
+    All processes make a rollout together. Each trains on its samples in micro-batches; the index of a micro-batch,
+    counted over all passes over a rollout, is its slot.
+
+    Attributes:
+        num_generations: samples per prompt: the group.
+        best_of_n: how many of a group are trained on; None for all.
+        micro_batch: samples of one process in one forward and backward pass (`per_device_train_batch_size`).
+        accumulation: micro-batches in one update.
+        steps_per_generation: micro-batches in one rollout.
+        num_iterations: how many times a rollout is trained on.
+        data_processes: processes with samples of their own; a context-parallel group counts as one.
+        data_process: index of this process, or of its group, among them.
+    """
+
+    num_generations: int
+    best_of_n: int | None
+    micro_batch: int
+    accumulation: int
+    steps_per_generation: int
+    num_iterations: int
+    data_processes: int = 1
+    data_process: int = 0
+
+    @property
+    def trained_per_prompt(self) -> int:
+        """Samples per prompt that are trained on."""
+        return self.best_of_n or self.num_generations
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts in one rollout, over all processes."""
+        return self.micro_batch * self.data_processes * self.steps_per_generation // self.trained_per_prompt
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples in one rollout, over all processes."""
+        return self.prompts_per_rollout * self.num_generations
+
+    @property
+    def rollout_share(self) -> int:
+        """Samples that one process makes in one rollout."""
+        return self.samples_per_rollout // self.data_processes
+
+    @property
+    def update_share(self) -> int:
+        """Samples that one process trains on in one update."""
+        return self.micro_batch * self.accumulation
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples that all processes train on in one update."""
+        return self.update_share * self.data_processes
+
+    @property
+    def consecutive_samples(self) -> int:
+        """Consecutive samples that one process makes: all, or with several processes its share of an update."""
+        if self.data_processes == 1:
+            return self.rollout_share
+        return self.update_share * self.num_generations // self.trained_per_prompt
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches that one process trains on per rollout."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Updates made on one rollout."""
+        return max(1, self.slots // self.accumulation)

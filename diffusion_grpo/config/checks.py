@@ -1,0 +1,271 @@
+"""Refuse settings that are out of range, unknown, or contradict each other.
+
+These are the messages that a user reads first. None needs a model, and nothing heavy is imported for them.
+"""
+
+import difflib
+import logging
+import math
+from typing import Any
+
+from ..policy.log_prob_type import check_log_prob
+from .defaults import Sizes
+from .source import aggregation_names, log_prob_names, loss_names, process_names, silent_last_step
+
+logger = logging.getLogger(__name__)
+
+# arguments of a pipeline's call that are the rollout's own
+RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
+
+
+def check_settings(args: Sizes) -> None:
+    """Refuse settings that are out of range, unknown, or contradict each other.
+
+    Raises:
+        ValueError: in one sentence, what was found and what to change.
+    """
+    _check_choices(args)
+    _check_numbers(args)
+    _check_ranges(args)
+    _check_shares(args)
+    _check_steps(args)
+    _check_context(args)
+    _check_batches(args)
+
+
+def _check_choices(args: Sizes) -> None:
+    choices = {
+        "sde_type": ["auto", *process_names()],
+        "log_prob_type": log_prob_names(),
+        "scale_rewards": ["group", "batch", "none"],
+        "reward_baseline": ["group", "batch"],
+        "advantage_estimator": ["group", "gae"],
+        "multi_objective_aggregation": aggregation_names(),
+        "old_log_prob": ["rollout", "replay"],
+        "importance_sampling_level": ["token", "sequence"],
+        "context_parallel_type": ["ulysses", "ring"],
+    } | ({"offload_frozen": ["cpu"]} if args.offload_frozen is not None else {})
+    for name, known in choices.items():
+        value = getattr(args, name)
+        if value not in known:
+            near = difflib.get_close_matches(str(value), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
+    if args.sde_type != "auto":  # which is known once the pipeline is
+        check_log_prob(args.log_prob_type, args.sde_type, log_prob_names())
+    _check_loss(args.loss_type)
+    if args.remove_unused_columns:
+        raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
+    if args.sync_ref_model and not args.needs_reference:
+        raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
+    if args.advantage_estimator == "gae" and args.multi_objective_aggregation == "loss_per_reward":
+        raise ValueError(
+            "advantage_estimator='gae' has one value for all rewards, so multi_objective_aggregation cannot be "
+            "'loss_per_reward'; use sum_then_normalize."
+        )
+    if args.selective_checkpointing < 1 and not args.activation_checkpointing:
+        raise ValueError("selective_checkpointing chooses which blocks to recompute; set gradient_checkpointing=True.")
+    if args.lora_path is not None and args.lora_adapter is not None:
+        raise ValueError(
+            "lora_path loads a LoRA to train further and lora_adapter names a loaded one; leave one of them out."
+        )
+    if args.fp16 and args.use_cpu:
+        raise ValueError(
+            "fp16=True has no effect on a CPU, which would train in float32; set fp16=False (bf16=True works there), "
+            "or use_cpu=False on a machine with a GPU."
+        )
+    if args.ignore_data_skip:
+        raise ValueError("ignore_data_skip=True would pair resumed rollouts with other prompts; leave it False.")
+    if args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size=True would change the groups; set per_device_train_batch_size instead.")
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse an unknown name; a dotted path or a function is checked when it is needed."""
+    known = loss_names()
+    if isinstance(loss, str) and "." not in loss and loss not in known:
+        near = difflib.get_close_matches(loss, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"loss_type={loss!r} is unknown; choose one of {', '.join(known)}, or a dotted path such as "
+            f"my_package.my_loss.{hint}"
+        )
+
+
+def _check_numbers(args: Sizes) -> None:
+    at_least = {
+        "num_generations": 1 if args.reward_baseline == "batch" or args.advantage_estimator == "gae" else 2,
+        "num_batches_per_step": 1,
+        "context_parallel_size": 1,
+        "reward_processes": 1,
+        "value_learning_rate": 0,
+        "kl_reward": 0,
+        "num_generations_eval": 1,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0,
+        "num_inference_steps": 2,
+        "eval_num_inference_steps": 1,
+        "rollout_batch_size": 1,
+        "sde_window_size": 1,
+        "num_iterations": 1,
+        "steps_per_generation": 1,
+        "ema_update_interval": 1,
+        "ref_model_sync_steps": 1,
+        "num_completions_to_log": 0,
+        "save_samples_steps": 1,
+        "log_samples_steps": 1,
+        "validation_steps": 1,
+        "top_k": 0,
+        "beta": 0,
+        "epsilon": 0,
+        "epsilon_high": 0,
+    }
+    for name, least in at_least.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            reason = "; one sample has no group to be better than" if name == "num_generations" else ""
+            raise ValueError(f"{name} must be at least {least}, got {value}{reason}.")
+    for name in ("noise_level", "advantage_clip", "value_clip", "max_ratio_error", "fps", "temperature"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be above 0, got {value}.")
+
+
+def _check_ranges(args: Sizes) -> None:
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {args.top_p}.")
+    if not all(math.isfinite(weight) for weight in args.reward_weights or []):
+        raise ValueError(f"reward_weights must be finite numbers, got {args.reward_weights}.")
+    if args.ema_decay is not None and not 0 < args.ema_decay < 1:
+        raise ValueError(f"ema_decay must lie between 0 and 1, got {args.ema_decay}.")
+    if args.sde_type in ("cps", "ddim", "ancestral") and args.noise_level is not None and args.noise_level > 1:
+        raise ValueError(f"noise_level of {args.sde_type} lies in (0, 1], got {args.noise_level}.")
+
+
+def _check_shares(args: Sizes) -> None:
+    for name in ("timestep_fraction", "selective_checkpointing"):
+        if not 0 < getattr(args, name) <= 1:
+            raise ValueError(f"{name} must lie in (0, 1], got {getattr(args, name)}.")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"{name} must lie in [0, 1], got {getattr(args, name)}.")
+
+
+def _check_steps(args: Sizes) -> None:
+    _check_pipeline_kwargs(args)
+    _check_last_step(args)
+    last = args.num_inference_steps - 1
+    window = list(args.sde_window or (0, last))
+    if len(window) != 2 or not 0 <= window[0] < window[1] <= last:
+        raise ValueError(
+            f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
+            "last has no noise and is never trained."
+        )
+    if args.sde_window_size is not None and args.sde_window_size > window[1] - window[0]:
+        raise ValueError(
+            f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
+            "that may be trained; lower it, or widen sde_window."
+        )
+
+
+def _check_last_step(args: Sizes) -> None:
+    if args.noise_in_last_step and args.deterministic_outside_window:
+        raise ValueError(
+            "noise_in_last_step=True and deterministic_outside_window=True contradict each other: the last step is "
+            "outside every window; set one of them to False."
+        )
+    if args.noise_in_last_step and args.sde_type in silent_last_step():
+        raise ValueError(
+            f"noise_in_last_step=True changes nothing with sde_type={args.sde_type!r}, which never has noise in the "
+            "last step; leave it out."
+        )
+
+
+def _check_pipeline_kwargs(args: Sizes) -> None:
+    for name in args.pipeline_kwargs or {}:
+        if name in RESERVED:
+            raise ValueError(f"pipeline_kwargs: {name} is set by the trainer for each rollout; leave it out.")
+        if name in ("num_images_per_prompt", "num_videos_per_prompt"):
+            raise ValueError(
+                f"pipeline_kwargs: {name} would hide samples from the groups; set num_generations instead."
+            )
+
+
+def _check_context(args: Sizes) -> None:
+    if args.world_size % args.context_parallel_size:
+        raise ValueError(
+            f"context_parallel_size={args.context_parallel_size} does not divide the number of processes, "
+            f"{args.world_size}; start a multiple of it."
+        )
+    if args.scores_on_some and args.reward_processes > args.data_processes:
+        groups = " context-parallel groups" if args.context_parallel_size > 1 else ""
+        raise ValueError(
+            f"reward_processes={args.reward_processes} is more than the {args.data_processes}{groups or ' processes'} "
+            "of this run; lower it, or leave it out so that each process scores its own samples."
+        )
+    if args.context_parallel_size > 1 and args.advantage_estimator == "gae":
+        raise ValueError(
+            "advantage_estimator='gae' has not been tested with context_parallel_size; leave one of them out."
+        )
+
+
+def _check_batches(args: Sizes) -> None:
+    group, generations = args.batch_sizes.trained_per_prompt, args.num_generations
+    if args.best_of_n is not None and (args.best_of_n % 2 or not 2 <= args.best_of_n <= generations):
+        raise ValueError(
+            f"best_of_n must be even, at least 2 and at most num_generations={generations}, got {args.best_of_n}."
+        )
+    if args.steps_per_generation % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"steps_per_generation={args.steps_per_generation} must be a multiple of gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}, so that a rollout holds whole updates."
+        )
+    trained = args.per_device_train_batch_size * args.data_processes * args.steps_per_generation
+    if trained % group:
+        name = "best_of_n" if args.best_of_n else "num_generations"
+        raise ValueError(
+            f"A rollout trains per_device_train_batch_size x processes x steps_per_generation = "
+            f"{args.per_device_train_batch_size} x {args.data_processes} x {args.steps_per_generation} = {trained} "
+            f"samples, which {name}={group} does not divide; change one of them."
+        )
+    if args.best_of_n and args.data_processes > 1 and args.batch_sizes.update_share % group:
+        raise ValueError(
+            f"best_of_n={group} chooses among whole groups on each of several processes: per_device_train_batch_size "
+            f"x gradient_accumulation_steps = {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
+            "must be a multiple of it; change one of them."
+        )
+    if args.batch_sizes.prompts_per_rollout % args.num_batches_per_step:
+        raise ValueError(
+            f"num_batches_per_step={args.num_batches_per_step} does not divide the "
+            f"{args.batch_sizes.prompts_per_rollout} prompts of a rollout; change it, or steps_per_generation."
+        )
+    if args.batch_sizes.prompts_per_rollout * generations // args.num_batches_per_step < 2:
+        raise ValueError("A batch of one sample leaves nothing to compare with; lower num_batches_per_step.")
+
+
+def check_token_settings(args: Sizes) -> None:
+    """Refuse settings of denoising steps if tokens are trained, and warn about a clip range that is too small.
+
+    Raises:
+        ValueError: a setting has no effect or no meaning for tokens, or the loss is for Gaussian steps.
+    """
+    usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
+    usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": False}
+    usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
+    usual |= {"kl_reward": 0.0, "advantage_estimator": "group"}
+    for name, default in usual.items():
+        if getattr(args, name) != default:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} is for denoising steps, but a language model draws tokens; leave it "
+                "out, or train the denoising network."
+            )
+    if "." not in args.loss_type and args.loss_type != "grpo":
+        raise ValueError(f"loss_type={args.loss_type!r} is for denoising steps; tokens are trained with grpo.")
+    if args.epsilon <= type(args).epsilon:
+        logger.warning(
+            "epsilon=%g is a clip range for denoising steps, whose log-probabilities are means over a latent; the "
+            "ratios of tokens leave it at once, and nearly all would be clipped. Set epsilon to about 0.2.",
+            args.epsilon,
+        )

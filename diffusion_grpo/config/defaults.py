@@ -1,0 +1,86 @@
+"""What follows from the settings: defaults taken from other settings, and the sizes of a rollout and an update.
+
+Nothing heavy is imported, so settings can be checked before torch is loaded.
+"""
+
+import json
+
+from .batch_sizes import BatchSizes
+
+DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs")
+
+
+class Sizes:
+    """A base of `DiffusionGRPOConfig`, and of `EarlySettings`, which the command line checks before importing it."""
+
+    def fill_in(self) -> None:
+        """Apply TRL's names, read dictionaries written as JSON, and fill in defaults taken from other settings.
+
+        Raises:
+            ValueError: a dictionary is not valid JSON.
+        """
+        if self.gradient_checkpointing is not None:  # the name that TRL's users know
+            self.activation_checkpointing = self.gradient_checkpointing
+            self.gradient_checkpointing = None
+        for name in DICTIONARIES:
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, _json(name, getattr(self, name)))
+        if self.steps_per_generation is None:
+            self.steps_per_generation = self.gradient_accumulation_steps
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
+
+    @property
+    def data_processes(self) -> int:
+        """Number of processes with samples of their own; a context-parallel group shares them and counts as one."""
+        return self.world_size // self.context_parallel_size
+
+    @property
+    def data_process(self) -> int:
+        """Index of this process, or of its context-parallel group, among `data_processes`."""
+        return self.process_index // self.context_parallel_size
+
+    @property
+    def scores_on_some(self) -> bool:
+        """Whether samples are sent to other processes that compute the rewards."""
+        return self.reward_processes is not None and self.world_size > 1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the KL divergence to a reference is measured."""
+        return self.beta > 0 or self.kl_reward > 0
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The range [start, stop) of the steps that may be trained."""
+        start, stop = self.sde_window or (0, self.num_inference_steps - 1)
+        return start, stop
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """How prompts, samples, micro-batches and updates relate."""
+        return BatchSizes(
+            num_generations=self.num_generations,
+            best_of_n=self.best_of_n,
+            micro_batch=self.per_device_train_batch_size,
+            accumulation=self.gradient_accumulation_steps,
+            steps_per_generation=self.steps_per_generation,
+            num_iterations=self.num_iterations,
+            data_processes=self.data_processes,
+            data_process=self.data_process,
+        )
+
+    @property
+    def token_sampling(self) -> dict[str, float | None]:
+        """How tokens are drawn; None leaves it to the language model's own generation config."""
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+def _json(name: str, text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is {text!r}, which is not JSON ({error}); write a dictionary.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {text!r}; write a dictionary.")
+    return value

@@ -1,0 +1,182 @@
+"""Read a YAML file of settings and `--key value` overrides into dataclasses.
+
+Typing errors are refused in one sentence before torch or a model is loaded; a mistyped key is answered with the
+nearest known one. From TRL's `TrlParser` only the handling of defaults fits: its own reading of files follows YAML
+1.1, names no nearest key, and would import transformers before the first typing error.
+"""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import yaml
+
+from ..tiny import default_settings
+from .arguments import LaunchArguments, LoraArguments, ScriptArguments
+from .early_checks import check_values, processes_here, read_value, script_fields, type_name
+from .source import Setting, config_fields
+
+if TYPE_CHECKING:
+    from trl import TrlParser
+
+    from .settings import DiffusionGRPOConfig
+
+
+SEVERAL_WORDS = re.compile(
+    r"(str \| |typing\.Optional\[)?list\["
+)  # types for which transformers' parser reads several
+
+
+class Yaml12Loader(yaml.SafeLoader):
+    """Read scalars as YAML 1.2 does, not 1.1 as PyYAML: `no` is a word (eval_strategy: no) and 1e-3 a number."""
+
+
+Yaml12Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":bool", ":float"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Yaml12Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|false|False)$"), list("tTfF"))
+Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tuple[LaunchArguments, list[str]]:
+    """Read the settings of processes from a YAML file and from `--key value` overrides, which win.
+
+    Returns:
+        the settings, and the overrides for each process: without these settings, and with `null` for those in the
+        file.
+
+    Raises:
+        ValueError: a value of the wrong type.
+    """
+    hints = get_type_hints(LaunchArguments)
+    in_file = {key: value for key, value in (read_yaml(config_file) if config_file else {}).items() if key in hints}
+    given = {key: value for key, value in read_overrides(overrides).items() if key in hints}
+    read = {key: read_value(key, value, type_name(hints[key])) for key, value in (in_file | given).items()}
+    launch = LaunchArguments(**read)
+    kept = [word for key, words in _group_by_key(overrides) if key not in hints for word in words]
+    return launch, kept + [word for key in in_file for word in (f"--{key}", "null")]
+
+
+def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
+    """Read a YAML file and `--key value` overrides, which win, without converting any value.
+
+    Raises:
+        ValueError: the file is missing or is not a mapping, or a word follows no key.
+    """
+    values = read_yaml(config_file) if config_file else {}
+    experiment = values.get("report_experiment")
+    if isinstance(experiment, str):  # it lies beside the file that names it
+        values["report_experiment"] = str(Path(config_file).parent / experiment)
+    values |= read_overrides(overrides)
+    if values.get("model") == "tiny":
+        values = default_settings(values) | values
+    return values
+
+
+def parse_train_arguments(
+    config_file: str | None, overrides: list[str], config_class: "type[DiffusionGRPOConfig] | None" = None
+) -> "tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]":
+    """Read a YAML file and `--key value` overrides, which win.
+
+    Args:
+        config_file: the file, or None.
+        overrides: the words of the command line.
+        config_class: instead of `DiffusionGRPOConfig`, a class that inherits from it.
+
+    Raises:
+        ValueError: an unknown key (with the nearest known one), a value of the wrong type, a missing key, or settings
+            that contradict each other.
+    """
+    values = read_values(config_file, overrides)
+    own = {} if config_class is None else {f.name: Setting(type_name(f.type), f.default) for f in fields(config_class)}
+    world_size = getattr(config_class, "world_size", None)
+    check_values(values, world_size if isinstance(world_size, int) else processes_here(), own)
+
+    from trl import TrlParser
+
+    from .settings import DiffusionGRPOConfig
+
+    classes = [ScriptArguments, LoraArguments, config_class or DiffusionGRPOConfig]
+    values = {key: value for key, value in values.items() if key not in LaunchArguments.__dataclass_fields__}
+    parser = TrlParser(classes, allow_abbrev=False)
+    parser.error = _raise_argparse_error
+    flags = _as_flags(values, parser, script_fields() | config_fields() | own)
+    return parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+
+
+def _as_flags(values: dict[str, Any], parser: "TrlParser", known: dict[str, Setting]) -> list[str]:
+    """Return flags where argparse can check the type; set defaults where it has no spelling (null, mappings)."""
+    flags = []
+    for key, value in values.items():
+        is_rewards = key in ("reward_funcs", "eval_reward_funcs") and _holds_mapping(value)  # `load_rewards` checks it
+        takes_words = SEVERAL_WORDS.match(known[key].type)
+        if value is None or value == [] or isinstance(value, dict) or is_rewards:
+            parser.set_defaults_with_config(**{key: value})
+        elif isinstance(value, list) and not takes_words:
+            parser.set_defaults_with_config(**{key: value})
+        elif isinstance(value, list):
+            flags += [f"--{key}", *map(str, value)]
+        else:
+            flags.append(f"--{key}={value}")
+    return flags
+
+
+def _holds_mapping(value: Any) -> bool:
+    return isinstance(value, dict) or isinstance(value, list) and any(not isinstance(entry, str) for entry in value)
+
+
+def _raise_argparse_error(message: str) -> None:
+    names = re.sub(r"(?:argument )?--(\w+)(?:/--[\w-]+)*", r"`\1`", message)
+    raise ValueError(f"{names}.")
+
+
+def read_yaml(config_file: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file; raise ValueError if the file is missing or holds something else."""
+    path = Path(config_file)
+    if not path.is_file():
+        raise ValueError(f"there is no file {config_file}.")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Yaml12Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{config_file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{config_file} holds {type(values).__name__}, expected lines of the form `key: value`.")
+    return {str(key): value for key, value in values.items()}
+
+
+def read_overrides(overrides: list[str]) -> dict[str, Any]:
+    """Turn `["--beta", "0.1", "--names", "a", "b"]` into `{"beta": "0.1", "names": ["a", "b"]}`."""
+    values = {}
+    for key, (flag, *tokens) in _group_by_key(overrides):
+        _, equals, value = flag.partition("=")
+        values[key] = _read_override([value, *tokens] if equals else tokens)
+    return values
+
+
+def _group_by_key(overrides: list[str]) -> list[tuple[str, list[str]]]:
+    """Return each key with its flag and the words after it, as written."""
+    groups: list[tuple[str, list[str]]] = []
+    for token in overrides:
+        if token.startswith("--"):
+            groups.append((token[2:].partition("=")[0].replace("-", "_"), [token]))
+        elif not groups:
+            raise ValueError(f"`{token}` stands alone; overrides are written `--key value`.")
+        else:
+            groups[-1][1].append(token)
+    return groups
+
+
+def _read_override(tokens: list[str]) -> Any:
+    if not tokens:
+        return True
+    if len(tokens) > 1:
+        return tokens
+    if tokens[0] == "null" or tokens[0].startswith(("{", "[")):
+        return yaml.load(tokens[0], Yaml12Loader)
+    return tokens[0]

@@ -1,0 +1,134 @@
+"""Settings of the model, the data and what is written: a base of `DiffusionGRPOConfig`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunSettings:
+    """What is loaded, where it is kept, and what a run leaves on disk."""
+
+    # Model, data, log
+    offload_frozen: str | None = field(
+        default=None,
+        metadata={
+            "help": "cpu: keep text encoders, image encoders and the VAE in CPU memory; each is on the accelerator "
+            "only while it is used, and never while the trained network runs."
+        },
+    )
+    context_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Number of processes that share the sequence of each sample, for videos too long for one. It must "
+            "divide the number of processes; samples and batches are counted as if each such group were one process."
+        },
+    )
+    context_parallel_type: str = field(
+        default="ulysses",
+        metadata={
+            "help": "How they share it: ulysses (each takes some of the heads, whose number context_parallel_size "
+            "must divide) or ring (keys and values are passed around; CUDA in half precision)."
+        },
+    )
+    train_component: str | None = field(
+        default=None, metadata={"help": "Name of the trained network; by default transformer, unet, prior or decoder."}
+    )
+    lora_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "LoRA to train further, instead of a new one: folder of a run, a checkpoint or a PEFT "
+            "adapter, a file, or a Hub id. Its rank and layers stay; the reference is the model with the loaded LoRA."
+        },
+    )
+    lora_adapter: str | None = field(
+        default=None,
+        metadata={"help": "Name of a LoRA, already loaded into the pipeline given to the trainer, to train further."},
+    )
+    keep_adapters: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep other LoRAs of the pipeline active and frozen beside the trained one; otherwise they are "
+            "refused. Only the trained one is saved."
+        },
+    )
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of DiffusionPipeline.from_pretrained."}
+    )
+    selective_checkpointing: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of the network's blocks, evenly spread, whose activations are recomputed; 0.5 is every "
+            "other block, which takes more memory and less time than all."
+        },
+    )
+    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts in each epoch."})
+    log_completions: bool = field(
+        default=True, metadata={"help": "Write the prompts, rewards and advantages of each rollout to a parquet file."}
+    )
+    num_completions_to_log: int = field(
+        default=16,
+        metadata={"help": "Samples of an evaluation, or of a rollout (log_samples_steps), that are saved and shown."},
+    )
+    log_samples_steps: int | None = field(
+        default=50,
+        metadata={
+            "help": "Every N updates, and in the first and the last rollout, save num_completions_to_log samples for "
+            "the report; null for none. No effect if save_samples_steps is set or log_completions is False."
+        },
+    )
+    save_samples_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Every N updates, save all samples of the rollout (PNG, MP4 or WAV) beside the table of its "
+            "prompts, rewards and advantages."
+        },
+    )
+    push_samples: bool = field(
+        default=False,
+        metadata={
+            "help": "Push samples, evaluations, the report and tensorboard's events (which contain the host name) to "
+            "the Hub too. By default only the weights, the model card and the images in it are pushed."
+        },
+    )
+    validation_prompts: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts that are sampled from fixed seeds every validation_steps updates, saved and sent to "
+            "report_to, but never scored."
+        },
+    )
+    validation_steps: int = field(
+        default=10,
+        metadata={"help": "Updates between two rounds of validation_prompts; the first round is before training."},
+    )
+    overlap_rewards: bool = field(
+        default=True,
+        metadata={
+            "help": "Score the samples of a prompt while those of the next prompts are generated. Set False if a "
+            "reward model and the rollout do not fit into memory together (see reward_processes too). Either way a "
+            "reward is called with whole groups, several times per rollout; one that compares all samples of a "
+            "rollout must be marked `batchwise`."
+        },
+    )
+    reward_processes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of processes that compute rewards, if not all of them should hold the reward models: 1 is "
+            "the first process, 2 the first of each half, and so on; the others send them their samples. By default "
+            "each process scores its own. No effect on a single process."
+        },
+    )
+    watch_rewards: list[str] | None = field(
+        default_factory=lambda: ["auto"],
+        metadata={
+            "help": "Rewards that evaluations measure beside the trained and the evaluation-only ones, to notice what "
+            "training costs elsewhere: names, or auto for cheap ones that suit what the pipeline makes. null for none."
+        },
+    )
+    resume_without_optimizer: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume even from a checkpoint without optimizer or schedule state, as with save_only_model: the "
+            "optimizer starts anew, and the learning rate continues from the checkpoint's update."
+        },
+    )

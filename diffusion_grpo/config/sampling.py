@@ -1,0 +1,128 @@
+"""Settings of the samples and of the process that draws them: a base of `DiffusionGRPOConfig`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SamplingSettings:
+    """How samples are drawn: their number and size, the process, the tokens."""
+
+    # Samples
+    num_generations: int = field(default=16, metadata={"help": "Samples per prompt: the group. At least 2."})
+    num_generations_eval: int = field(default=1, metadata={"help": "Samples per prompt in evaluation."})
+    num_inference_steps: int = field(default=10, metadata={"help": "Denoising steps of a training rollout."})
+    eval_num_inference_steps: int | None = field(
+        default=None, metadata={"help": "Denoising steps in evaluation; by default those of training."}
+    )
+    guidance_scale: float | None = field(default=None, metadata={"help": "Guidance; by default the pipeline's own."})
+    height: int | None = field(default=None, metadata={"help": "Height in pixels; by default the pipeline's own."})
+    width: int | None = field(default=None, metadata={"help": "Width in pixels; by default the pipeline's own."})
+    num_frames: int | None = field(
+        default=None, metadata={"help": "Frames of a video; by default the pipeline's own."}
+    )
+    fps: float = field(
+        default=16.0,
+        metadata={"help": "Frames per second of videos: passed to rewards, and the speed of saved videos."},
+    )
+    pipeline_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further keyword arguments for every call of the pipeline."}
+    )
+    scheduler_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Settings of the pipeline's scheduler that replace its own, for instance {shift: 3.0}; a setting "
+            "that changes no step is refused, and the message says what to set."
+        },
+    )
+    rollout_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples rolled out together. By default per_device_train_batch_size, so that rollout and update "
+            "see the same batches and the first ratio is exactly 1."
+        },
+    )
+    same_initial_noise: bool = field(
+        default=False, metadata={"help": "Start all samples of a prompt from one initial latent."}
+    )
+    best_of_n: int | None = field(
+        default=None, metadata={"help": "Train only on the best n/2 and the worst n/2 samples of each prompt."}
+    )
+    offload_trajectories: bool = field(
+        default=False, metadata={"help": "Keep recorded latents in CPU memory until they are replayed."}
+    )
+
+    # Process
+    sde_type: str = field(
+        default="auto",
+        metadata={
+            "help": (
+                "auto, flow_sde, dance_sde, cps, ddim or ancestral. auto: flow_sde for flow matching, ancestral for "
+                "EDM, else ddim."
+            )
+        },
+    )
+    noise_level: float | None = field(
+        default=None,
+        metadata={
+            "help": ("Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, ddim and ancestral 1.0.")
+        },
+    )
+    sde_window: list[int] | None = field(
+        default=None,
+        metadata={"help": "Range [start, stop) of the steps that may be trained; by default all but the last."},
+    )
+    sde_window_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Train only N consecutive steps, drawn anew within sde_window for each rollout "
+            "(Flow-GRPO-Fast). By default the whole of sde_window."
+        },
+    )
+    timestep_fraction: float = field(
+        default=1.0, metadata={"help": "Share of the steps in the window that is trained for each sample."}
+    )
+    permute_steps: bool = field(
+        default=False,
+        metadata={
+            "help": "Draw the trained steps anew for each sample; otherwise the first ones of the window are taken."
+        },
+    )
+    deterministic_outside_window: bool = field(
+        default=False, metadata={"help": "No noise in steps outside the window (Flow-GRPO-Fast, MixGRPO)."}
+    )
+
+    noise_in_last_step: bool = field(
+        default=False,
+        metadata={
+            "help": "Draw noise in the last step of a rollout too; it stays on the finished sample and is never "
+            "trained (Flow-GRPO's base scripts for SD3 and FLUX). For flow_sde, dance_sde and ddim; cps and "
+            "ancestral have no noise in the last step."
+        },
+    )
+    log_prob_type: str = field(
+        default="gaussian",
+        metadata={
+            "help": "gaussian, or squared_error: minus the mean squared distance to the step's mean, without the "
+            "division by 2 std^2 and the constants (as Flow-GRPO's code does for cps; for cps only)."
+        },
+    )
+
+    # Tokens, in pipelines with a language model
+    temperature: float | None = field(
+        default=None, metadata={"help": "Temperature of tokens; by default the one in the model's generation config."}
+    )
+    top_k: int | None = field(
+        default=None,
+        metadata={
+            "help": "Draw tokens from the N most probable ones; 0 for all. By default the value in the model's "
+            "generation config, or transformers' 50 if it has none."
+        },
+    )
+    top_p: float | None = field(
+        default=None,
+        metadata={
+            "help": "Draw tokens from the most probable ones that together have this probability; by default the "
+            "value in the model's generation config."
+        },
+    )

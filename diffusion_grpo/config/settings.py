@@ -1,0 +1,213 @@
+"""`DiffusionGRPOConfig`: all settings of a training run, under TRL's names where TRL has one.
+
+Settings that cannot work are refused here in one sentence, before any model is loaded. Most fields are in
+`sampling.py`, `update.py` and `run.py`; what follows from them is in `defaults.py`.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import SchedulerType, TrainingArguments
+
+from ..algorithms.choose import check_loss_kwargs
+from .checks import check_settings
+from .defaults import Sizes
+from .names import RENAMED
+from .run import RunSettings
+from .sampling import SamplingSettings
+from .update import UpdateSettings
+
+WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # learning rates that follow the evaluations
+
+
+@dataclass
+class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, TrainingArguments):
+    r"""Settings of [`DiffusionGRPOTrainer`], beside everything in [`~transformers.TrainingArguments`].
+
+    The fields that this library adds are in the base classes, one theme each; fields with only another default are in
+    the class body. Each field explains itself in its `help`. The defaults are Flow-GRPO's recipe for LoRA on SD3.5-M
+    (https://huggingface.co/papers/2505.05470) with smaller batches, not tried on a model of that size yet.
+
+    Raises:
+        ValueError: a setting is out of range, unknown, or contradicts another one.
+        TypeError: there is no such setting; the message names the nearest one.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "pipeline_kwargs",
+        "scheduler_kwargs",
+        "model_init_kwargs",
+        "loss_kwargs",
+    ]
+
+    # TrainingArguments with other defaults
+    learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate. By default 3e-4 for LoRA and 1e-5 for full training."}
+    )
+    lr_scheduler_type: str = field(
+        default="constant",
+        metadata={
+            "help": "Any of transformers' learning rate schedules. With warmup_steps, constant becomes "
+            "constant_with_warmup."
+        },
+    )
+    weight_decay: float = field(default=1e-4, metadata={"help": "AdamW's weight decay."})
+    per_device_train_batch_size: int = field(
+        default=4, metadata={"help": "Samples in one forward and backward pass; rollouts use the same size."}
+    )
+    gradient_accumulation_steps: int = field(default=32, metadata={"help": "Micro-batches in one optimizer update."})
+    activation_checkpointing: bool | None = field(
+        default=True,
+        metadata={"help": "Recompute activations in the backward pass, which takes less memory and more time."},
+    )
+    bf16: bool | None = field(
+        default=None, metadata={"help": "Mixed bfloat16 precision. By default on if the accelerator supports it."}
+    )
+    logging_steps: float = field(default=1, metadata={"help": "Log every N updates."})
+    save_steps: float = field(default=50, metadata={"help": "Write a checkpoint every N updates."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Let DDP search for unused parameters; a policy uses all of them."}
+    )
+    ddp_broadcast_buffers: bool | None = field(
+        default=False,
+        metadata={"help": "Let DDP broadcast buffers in each update; position tables are large and never change."},
+    )
+    dataloader_pin_memory: bool = field(
+        default=False,
+        metadata={"help": "Pin batches in memory; a batch is only prompts here, so there is nothing to gain."},
+    )
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "Must stay False: every column is passed to the reward functions."}
+    )
+
+    def __post_init__(self):
+        self.fill_in()
+        if self.max_steps == 0:  # transformers takes it for "all epochs"
+            self.num_train_epochs = 0.0
+        if launched_processes() > 1 and not torch.accelerator.is_available():
+            self.use_cpu = True  # or each process would be a run of its own
+        if self.bf16 is None:
+            self.bf16 = (
+                not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            )
+        watches = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type) in WATCHING_SCHEDULES
+        if self.metric_for_best_model is None and (
+            watches or self.load_best_model_at_end or self.save_strategy == "best"
+        ):
+            self.metric_for_best_model = "eval_reward"  # there is no eval_loss here
+        if watches and self.metric_for_best_model.endswith("reward"):
+            kwargs = self.lr_scheduler_kwargs or {}
+            kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
+            self.lr_scheduler_kwargs = {"mode": "max", **kwargs}  # a reward should rise
+        # accelerate would compile the whole network; `training/model.py` compiles its repeated blocks instead
+        compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
+        backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+        super().__post_init__()
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
+        check_launched(launched_processes(), self.world_size)
+        self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
+        check_settings(self)
+        self.check_machine()
+        check_loss_kwargs(self.loss_type, self.loss_kwargs)  # a loss of the user's own is imported
+
+    def check_machine(self) -> None:
+        """Refuse what this machine would silently do in another way.
+
+        Raises:
+            ValueError: `fp16` without a GPU, which accelerate notes down and does not use.
+        """
+        if self.fp16 and not torch.accelerator.is_available():
+            raise ValueError(
+                "fp16=True needs a GPU, and there is none here: training would run in float32; set fp16=False "
+                "(bf16=True works on a CPU)."
+            )
+
+    def fill(self, defaults: dict[str, Any]) -> None:
+        """Set defaults for settings that were not given, before anything has used them.
+
+        Raises:
+            ValueError: they contradict settings that were given.
+        """
+        for name, value in defaults.items():
+            if name not in self.given:
+                setattr(self, name, value)
+        if "steps_per_generation" not in self.given:
+            self.steps_per_generation = self.gradient_accumulation_steps
+        check_settings(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Like `TrainingArguments.to_dict`, but tensors and images among the settings become their type and size."""
+        return {name: describe(value) for name, value in super().to_dict().items()}
+
+
+def launched_processes() -> int:
+    """Return how many processes torchrun or accelerate started, including this one; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+
+
+def check_launched(launched: int, world_size: int) -> None:
+    """Refuse processes that do not know of each other and would all write into one folder.
+
+    Raises:
+        ValueError: several were started, but each would train on its own.
+    """
+    if launched > 1 and world_size == 1:
+        raise ValueError(
+            f"{launched} processes were started, but each would be a run of its own in one folder; set use_cpu=True "
+            "to train on CPUs, or start one process."
+        )
+
+
+def add_warmup(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
+    """Return the schedule with a warm-up if there are `warmup_steps`; `get_scheduler` would drop them silently.
+
+    Raises:
+        ValueError: the schedule follows the evaluations and never warms up.
+    """
+    if not warmup_steps:
+        return schedule
+    if schedule.value in WATCHING_SCHEDULES:
+        hint = "; lr_scheduler_kwargs: {warmup: ...} is its own" if schedule == SchedulerType.GREEDY else ""
+        raise ValueError(
+            f"warmup_steps={warmup_steps:g} has no effect with lr_scheduler_type={schedule.value!r}, which follows "
+            f"the evaluations; leave it out, or use another schedule{hint}."
+        )
+    return SchedulerType.CONSTANT_WITH_WARMUP if schedule == SchedulerType.CONSTANT else schedule
+
+
+def describe(value: Any) -> Any:
+    """Make a setting fit for JSON: a tensor or an image becomes its type and size."""
+    if isinstance(value, dict):
+        return {str(name): describe(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [describe(item) for item in value]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    size = getattr(value, "shape", getattr(value, "size", None))
+    return f"{type(value).__name__} {tuple(size)}" if isinstance(size, tuple) else type(value).__name__
+
+
+def _suggest_names(init):
+    @functools.wraps(init)
+    def checked(self, *args, **kwargs):
+        known = [setting.name for setting in dataclasses.fields(DiffusionGRPOConfig) if setting.init]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                hint = RENAMED.get(name, f"did you mean {near!r}?")
+                raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; {hint}")
+        self.given = frozenset(kwargs)  # by name, to tell a choice from a default
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+DiffusionGRPOConfig.__init__ = _suggest_names(DiffusionGRPOConfig.__init__)

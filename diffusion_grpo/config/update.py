@@ -1,0 +1,161 @@
+"""Settings of the update (loss, advantages, value model, reference): a base of `DiffusionGRPOConfig`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class UpdateSettings:
+    """How rewards move the policy, and what it is compared with."""
+
+    # Optimisation
+    loss_type: str = field(
+        default="grpo", metadata={"help": "grpo, or the dotted path of a loss function or of an algorithm's class."}
+    )
+    loss_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Settings of the loss or algorithm that loss_type names, as JSON on the command line; grpo itself "
+            "has none."
+        },
+    )
+    beta: float = field(default=0.0, metadata={"help": "Weight of the KL divergence to the reference model."})
+    kl_reward: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of the KL divergence to the reference, averaged over a sample's trained steps, that is "
+            "subtracted from its reward (Flow-GRPO's kl_reward); it takes two more forward passes per step."
+        },
+    )
+    epsilon: float = field(
+        default=1e-4,
+        metadata={
+            "help": "Clip the ratio below 1 - epsilon. The default is for denoising steps; for tokens (a language "
+            "model in train_component) use about 0.2."
+        },
+    )
+    epsilon_high: float | None = field(
+        default=None, metadata={"help": "Clip the ratio above 1 + epsilon_high; by default epsilon."}
+    )
+    importance_sampling_level: str = field(
+        default="token",
+        metadata={
+            "help": "token: each denoising step or token has its own ratio. sequence: all those of a sample share the "
+            "geometric mean of theirs (GSPO, https://huggingface.co/papers/2507.18071), which takes one more forward "
+            "pass per step if a rollout is trained on more than once."
+        },
+    )
+    num_iterations: int = field(default=1, metadata={"help": "How many times each rollout is trained on."})
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata={
+            "help": "Micro-batches in one rollout, a multiple of gradient_accumulation_steps; by default equal to it, "
+            "which is one update per rollout."
+        },
+    )
+    scale_rewards: str = field(
+        default="group", metadata={"help": "Divide rewards by the std of the group, of the batch, or by none."}
+    )
+    reward_baseline: str = field(
+        default="group",
+        metadata={
+            "help": "Compare rewards with the mean of the group or of the batch; with batch, num_generations may be 1."
+        },
+    )
+    num_batches_per_step: int = field(
+        default=1,
+        metadata={
+            "help": "Batches in one rollout; statistics of the batch (scale_rewards, reward_baseline, the scale of "
+            "gae) are computed for each separately. Must divide the number of prompts in a rollout."
+        },
+    )
+    reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "One weight per reward function; by default 1 each."}
+    )
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={
+            "help": "How several rewards become one advantage: sum_then_normalize, normalize_then_sum (GDPO), "
+            "min_then_normalize or product_then_normalize; with loss_per_reward each has its own, and the clipped "
+            "losses are summed (DanceGRPO's VQ and MQ)."
+        },
+    )
+    advantage_clip: float | None = field(default=5.0, metadata={"help": "Clamp advantages to +- this."})
+    reward_threshold: float | None = field(
+        default=None, metadata={"help": "Groups whose mean reward is below this contribute nothing."}
+    )
+    drop_zero_advantages: bool = field(
+        default=False,
+        metadata={
+            "help": "Ignore samples whose advantage is 0: the loss is divided by the number of the others, and they "
+            "have no KL term (as in Flow-GRPO's code). By default they count as samples with a policy loss of 0."
+        },
+    )
+    old_log_prob: str = field(
+        default="rollout",
+        metadata={
+            "help": "Where the ratio's denominator comes from: the rollout, or the first replay (then the ratio is 1 "
+            "by construction and the drift between the two is only reported)."
+        },
+    )
+    max_ratio_error: float | None = field(
+        default=1e-4,
+        metadata={
+            "help": "Stop if the first ratio after a rollout differs from 1 by more than this. None never stops."
+        },
+    )
+
+    # Value model
+    advantage_estimator: str = field(
+        default="group",
+        metadata={
+            "help": "group: compare rewards within the group (GRPO). gae: generalized advantage estimation with a "
+            "value model trained beside the policy (PPO); num_generations may be 1."
+        },
+    )
+    value_learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the value model."})
+    value_clip: float | None = field(
+        default=0.2,
+        metadata={
+            "help": "How far a value may move on one rollout (PPO's clipped value loss), in standard deviations of "
+            "the first rollout's rewards; null for no limit."
+        },
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount of a reward for each trained step before it."})
+    gae_lambda: float = field(
+        default=0.95, metadata={"help": "GAE's lambda: 1 uses the reward alone, 0 the next step's value."}
+    )
+
+    # Reference and average
+    sync_ref_model: bool = field(
+        default=False, metadata={"help": "Move the reference towards the policy every ref_model_sync_steps updates."}
+    )
+    ref_model_mixup_alpha: float = field(
+        default=0.6, metadata={"help": "Share of the policy in the reference at each synchronisation."}
+    )
+    ref_model_sync_steps: int = field(default=512, metadata={"help": "Updates between two synchronisations."})
+    ds3_gather_for_generation: bool = field(
+        default=True,
+        metadata={
+            "help": "Under DeepSpeed ZeRO-3, gather the whole network once per rollout and evaluation, which is fast "
+            "but takes the memory of the whole network; False gathers layer by layer."
+        },
+    )
+    fsdp_gather_for_generation: bool = field(
+        default=False,
+        metadata={
+            "help": "Under FSDP2, gather each block once per rollout or evaluation and keep it, which is fast but "
+            "takes the memory of the whole network; by default a block is gathered for each of its calls."
+        },
+    )
+    offload_ref_model: bool = field(
+        default=False, metadata={"help": "Keep the reference copy in CPU memory between its uses (full training)."}
+    )
+    ema_decay: float | None = field(
+        default=None,
+        metadata={
+            "help": "Decay of a moving average of the policy, which is evaluated, saved and pushed in its place; the "
+            "policy itself is saved in the subfolder `policy`. By default there is no average."
+        },
+    )
+    ema_update_interval: int = field(default=8, metadata={"help": "Updates between two steps of the average."})

@@ -1,0 +1,1 @@
+"""Datasets, samplers, media columns, and the inputs of a pipeline call."""

@@ -1,0 +1,98 @@
+"""Which dataset rows may share a pipeline call, and the keyword arguments of such a call."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from .prompts import EMBEDDED
+
+NUMBERS_OF_SAMPLES = ("class_labels",)  # one per sample, as prompts are; other numbers are one per call
+
+
+def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
+    """Build the keyword arguments of one pipeline call from the dataset rows of its samples.
+
+    Args:
+        rows: one dict per sample, all with the same columns; as grouped by [`group_by_shape`].
+        accepted: names of the parameters of the pipeline's `__call__`.
+        is_bare: whether the values of a single row are passed as they are, not in lists.
+
+    Returns:
+        a value for each accepted column: a scalar for numbers (`height`, `guidance_scale`), which a pipeline takes
+        once per call (all but `class_labels`); one tensor (batch, ...) for tensors or arrays; else a list with one
+        value per sample (`prompt`, `image`). A column that is None in all rows is left out.
+
+    Raises:
+        ValueError: the numbers of one call differ, or a column is None in some rows only.
+    """
+    inputs = {}
+    replaced = find_replaced_texts(rows[0], accepted)
+    for name in rows[0]:
+        if name not in accepted or name in replaced:
+            continue
+        values = [row[name] for row in rows]
+        is_setting = name not in NUMBERS_OF_SAMPLES and all(isinstance(value, bool | int | float) for value in values)
+        missing = sum(value is None for value in values)
+        if missing == len(values):
+            continue
+        if missing:
+            raise ValueError(
+                f"The column '{name}' is None in {missing} of the {len(values)} rows of one pipeline call; fill it in "
+                "all rows or in none."
+            )
+        if not is_setting:
+            inputs[name] = values[0] if is_bare else _stack(values)
+            continue
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"The column '{name}' has different values in one pipeline call, {sorted(set(values))}, but a "
+                "pipeline takes one; give all rows the same."
+            )
+        inputs[name] = values[0]
+    return inputs
+
+
+def find_replaced_texts(row: dict[str, Any], accepted: set[str]) -> set[str]:
+    """Return the text arguments that a row's embeddings replace; pipelines do not take both."""
+    found: set[str] = set()
+    for prefix in ("", "negative_"):
+        if f"{prefix}{EMBEDDED}" in accepted and row.get(f"{prefix}{EMBEDDED}") is not None:
+            found |= {f"{prefix}prompt", f"{prefix}prompt_2", f"{prefix}prompt_3"}
+    return found
+
+
+def group_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list[int]]:
+    """Return the indices of rows that may share a pipeline call, group by group, in their order.
+
+    They agree in every accepted column: numbers and None by value, images by size and mode, videos also by length,
+    tensors and arrays by shape. Text does not count.
+    """
+    groups: dict[tuple, list[int]] = {}
+    for index, row in enumerate(rows):
+        key = tuple(
+            (name, _shape(value, is_item=name in NUMBERS_OF_SAMPLES))
+            for name, value in row.items()
+            if name in accepted
+        )
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _shape(value: Any, is_item: bool = False) -> Any:
+    """Return what the values of one call must have in common."""
+    if value is None or isinstance(value, bool | int | float) and not is_item:
+        return value
+    if isinstance(value, Image.Image):
+        return value.size, value.mode
+    if isinstance(value, (list, tuple)):
+        return tuple(_shape(item, is_item=True) for item in value)
+    return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
+
+
+def _stack(values: list[Any]) -> Any:
+    """Stack tensors or arrays; return anything else as it is."""
+    if all(torch.is_tensor(value) for value in values):
+        return torch.stack(values)
+    return np.stack(values) if all(isinstance(value, np.ndarray) for value in values) else values

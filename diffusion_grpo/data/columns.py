@@ -1,0 +1,217 @@
+"""Dataset columns that hold images, videos or sound, and how they are decoded.
+
+The pipeline and the rewards get the same objects, decoded once for all samples of a prompt. The type of a column says
+what it holds; a column of strings is read as files where the pipeline's parameter of that name does not take text.
+Missing files and network addresses are refused before a model is loaded.
+"""
+
+import dataclasses
+import inspect
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute
+import torch
+from datasets.utils.file_utils import is_remote_url, xopen
+from PIL import Image
+
+from ..media import files as media
+
+Media = datasets.Image | datasets.Video | datasets.Audio
+KINDS = {"image": datasets.Image(mode="RGB"), "video": datasets.Video(), "audio": datasets.Audio()}
+VIDEOS = {".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg"}
+SOUNDS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"}
+BY_EXTENSION = "by extension"  # how files are read whose column has no type
+NOT_TEXT = ("Image", "Tensor", "ndarray", "Any")  # a parameter whose annotation names one of these takes files
+
+
+class Columns:
+    """Reads the rows of one dataset, with images, videos and sound decoded.
+
+    Images come as PIL images, videos as lists of them, sound as float32 tensors (channels, time). The types are those
+    of `datasets`: `Image`, `Video`, `Audio` and lists of them; `{"bytes", "path"}` without a type is an image. Strings
+    are read by the file's extension, and their images converted to RGB. Embeddings of prompts and their masks, which
+    are lists of numbers, come as tensors.
+
+    Args:
+        dataset: the user's. One with its own format (`set_format`, `set_transform`) is read as that format says.
+        parameters: those of the pipeline's `__call__` that it may be given, by name.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter]):
+        self.files = {}
+        self.tensors: list[str] = []
+        if dataset.format["type"] is None:
+            features = dataset.features
+            self.tensors = [name for name in parameters.keys() & features.keys() if _is_tensor(name, features[name])]
+            for name, feature in dataset.features.items():
+                found = _media_type(feature)
+                if found is None and name in parameters:
+                    found = _file_type(feature, parameters[name])
+                if found is not None:
+                    self.files[name] = found
+        self.typed = {name for name in self.files if _media_type(dataset.features[name])}
+        for name in self.typed:
+            dataset = dataset.cast_column(name, _skip_decoding(dataset.features[name]))
+        self.dataset = dataset
+
+    def check(self, name: str) -> None:
+        """Refuse files that cannot be read without the network.
+
+        Args:
+            name: the argument that the user passed the dataset as, for the message.
+
+        Raises:
+            ValueError: a file does not exist, is a network address, or is of no known kind; the message says where.
+        """
+        for column, feature in self.files.items():
+            for row, path in self._paths(column):
+                problem = _find_problem(path, feature)
+                if problem:
+                    raise ValueError(f"{name}, row {row} (the first is row 0), column '{column}': {problem}")
+
+    def rows(self, indices: list[int]) -> list[dict[str, Any]]:
+        """Return the rows at `indices`; equal indices give one and the same dict.
+
+        Raises:
+            ValueError: a file cannot be decoded; the message names row and column.
+        """
+        found = {index: self._row(index) for index in dict.fromkeys(indices)}
+        return [found[index] for index in indices]
+
+    def _row(self, index: int) -> dict[str, Any]:
+        row = dict(self.dataset[index])
+        for name in self.tensors:
+            row[name] = None if row[name] is None else torch.tensor(row[name])
+        for name, feature in self.files.items():
+            try:
+                row[name] = _read(row[name], feature)
+            except Exception as error:  # any that the decoding library may raise
+                raise ValueError(f"Row {index} (the first is row 0), column '{name}': {error}") from error
+        return row
+
+    def _paths(self, column: str) -> Iterator[tuple[int, str]]:
+        """Yield row and path of every file that is not stored in the dataset itself."""
+        batches = self.dataset.select_columns(column).with_format("arrow").iter(1000)
+        for number, batch in enumerate(batches):
+            for row, value in enumerate(_read_paths(batch[column]), start=1000 * number):
+                for item in value if isinstance(value, list) else [value]:
+                    if isinstance(item, dict):
+                        item = item["path"] if item["bytes"] is None else None
+                    if item is not None:
+                        yield row, item
+
+
+def make_paths_absolute(dataset: datasets.Dataset, folder: Path) -> datasets.Dataset:
+    """Return the dataset with its paths, which are relative to `folder`, made absolute.
+
+    A column holds paths if each of its strings has the extension of an image, video or sound file; `prompt` never
+    does.
+    """
+    order = dataset.column_names
+    for name, feature in dataset.features.items():
+        if (
+            name == "prompt"
+            or not isinstance(feature, datasets.Value)
+            or feature.dtype not in ("string", "large_string")
+        ):
+            continue
+        values = dataset[name][:]
+        given = [value for value in values if value is not None]
+        if given and all(_kind(value) for value in given):
+            values = [value if value is None or "://" in value else str(folder / value) for value in values]
+            dataset = dataset.remove_columns(name).add_column(name, values)
+    return dataset.select_columns(order)
+
+
+def _is_tensor(name: str, feature: Any) -> bool:
+    """Return whether a column holds embeddings of prompts, or the mask of their tokens."""
+    is_embedding = "prompt" in name and ("embed" in name or "mask" in name)
+    if isinstance(feature, (datasets.List, datasets.LargeList, datasets.Array2D, datasets.Array3D)):
+        return is_embedding and "string" not in str(feature)
+    return False
+
+
+def is_media(feature: Any) -> bool:
+    """Return whether a column's type is an image, a video or sound, or a list of them."""
+    return _media_type(feature) is not None
+
+
+def _media_type(feature: Any) -> Media | None:
+    """Return the media type of a column, or of the items of its lists; None for anything else."""
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return _media_type(feature.feature)
+    return feature if isinstance(feature, Media) else None
+
+
+def _file_type(feature: Any, parameter: inspect.Parameter) -> Media | str | None:
+    """Return how a column without a media type is read for a parameter: strings by extension; None: as it is."""
+    if isinstance(feature, datasets.List):
+        return _file_type(feature.feature, parameter)
+    if isinstance(feature, dict) and set(feature) == {"bytes", "path"}:
+        return datasets.Image()
+    is_string = isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
+    annotation = str(parameter.annotation)
+    takes_files = "str" not in annotation and any(word in annotation for word in NOT_TEXT)
+    return BY_EXTENSION if is_string and takes_files else None
+
+
+def _skip_decoding(feature: Any) -> Any:
+    """Return the column's type with its files left as they are."""
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return dataclasses.replace(feature, feature=_skip_decoding(feature.feature))
+    return dataclasses.replace(feature, decode=False)
+
+
+def _read_paths(column: pa.ChunkedArray) -> list[Any]:
+    """Return the values of a column that may hold paths; None for files stored in the dataset, without their bytes."""
+    if not pa.types.is_struct(column.type):
+        return column.to_pylist()
+    paths = pa.compute.struct_field(column, "path").to_pylist()
+    is_held = pa.compute.is_valid(pa.compute.struct_field(column, "bytes")).to_pylist()
+    return [None if held else path for path, held in zip(paths, is_held, strict=True)]
+
+
+def _find_problem(path: str, feature: Media | str) -> str | None:
+    """Return why a file cannot be read, or None."""
+    source = path.split("::")[-1]
+    if is_remote_url(source):
+        return f"{path} is a network address, and nothing is downloaded; fetch the files first and give their paths."
+    if not Path(source).is_file():
+        start = "" if Path(source).is_absolute() else " (paths are relative to the working directory)"
+        return f"there is no file {source}{start}."
+    if feature == BY_EXTENSION and _kind(path) is None:
+        return f"{source} does not have the extension of an image, a video or a sound file."
+    return None
+
+
+def _kind(path: str) -> str | None:
+    """Return image, video or audio, by the extension of a file; None for others."""
+    extension = Path(path).suffix.lower()
+    kind = "video" if extension in VIDEOS else "audio" if extension in SOUNDS else None
+    return kind or ("image" if extension in Image.registered_extensions() else None)
+
+
+def _read(value: Any, feature: Media | str) -> Any:
+    """Decode a stored value, also in lists; None stays None."""
+    if isinstance(value, list):
+        return [_read(item, feature) for item in value]
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = {"bytes": None, "path": value}
+    if value["bytes"] is None and value["path"] is None:
+        return None
+    feature = KINDS[_kind(value["path"])] if feature == BY_EXTENSION else feature
+    if isinstance(feature, datasets.Image):
+        return dataclasses.replace(feature, decode=True).decode_example(value)
+    source = io.BytesIO(value["bytes"]) if value["bytes"] is not None else xopen(value["path"], "rb")
+    with source:
+        if isinstance(feature, datasets.Video):
+            return media.read_video(source)
+        samples, _ = media.read_sound(source, feature.sampling_rate, feature.num_channels)
+        return torch.from_numpy(samples)

@@ -1,0 +1,55 @@
+"""Whether evaluation prompts are also trained on, and how reports may call them."""
+
+import logging
+from typing import Any
+
+from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+
+def count_prompts(train: Dataset | None, evaluation: Dataset | dict[str, Dataset] | None) -> dict[str, int | None]:
+    """Count the prompts for `run.json`.
+
+    Returns:
+        `train` and `eval`: rows of each; `eval_in_train`: rows of the evaluation whose prompt is also trained on,
+        ignoring white space at its ends, or None where a dataset has no prompts to compare.
+    """
+    evaluations = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
+    parts = [part for part in evaluations if part is not None]
+    counts = {"train": 0 if train is None else len(train), "eval": sum(map(len, parts)), "eval_in_train": None}
+    datasets = [*parts, *([] if train is None else [train])]
+    if parts and all("prompt" in dataset.column_names for dataset in datasets):
+        trained = set() if train is None else {_strip(prompt) for prompt in train["prompt"]}
+        counts["eval_in_train"] = sum(_strip(prompt) in trained for part in parts for prompt in part["prompt"])
+    return counts
+
+
+def _strip(prompt: Any) -> Any:
+    return prompt.strip() if isinstance(prompt, str) else prompt
+
+
+def warn_of_trained_prompts(counts: dict[str, int | None]) -> None:
+    """Warn at the start of a run that evaluations are not on new prompts."""
+    if counts["eval_in_train"]:
+        logger.warning(
+            "%d of the %d prompts of eval_dataset are in train_dataset too, so evaluations will not say how well the "
+            "model does on new prompts; give other prompts as eval_dataset for that.",
+            counts["eval_in_train"],
+            counts["eval"],
+        )
+
+
+def name_prompts(counts: dict[str, int | None]) -> str:
+    """Return what to call the evaluation's prompts: "held-out" only where none of them is trained on."""
+    return "held-out" if counts.get("eval_in_train") == 0 else "evaluation"
+
+
+def describe_prompts(counts: dict[str, int | None]) -> str:
+    """Describe the evaluation's prompts, for instance `96 held-out prompts, none of which is trained on`."""
+    total, trained = counts.get("eval") or 0, counts.get("eval_in_train")
+    prompts = f"{name_prompts(counts)} prompt{'' if total == 1 else 's'}"
+    if trained is None:
+        return f"{total} {prompts}"
+    share = {0: "none of which is trained on", total: "all of which are trained on too"}
+    return f"{total} {prompts}, {share.get(trained, f'{trained} of which are trained on too')}"

@@ -1,0 +1,227 @@
+"""From dataset rows to the calls of a pipeline: which samples share one, and its keyword arguments.
+
+Equal rows give equal arguments in rollout, replay and evaluation. The signature of the pipeline says which columns it
+takes; a trial call shows whether it takes several samples at once (`policy/batching.py`). Samples of different shapes
+never share a call.
+"""
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from diffusers import DiffusionPipeline
+
+from ..config.checks import RESERVED
+from ..config.settings import DiffusionGRPOConfig
+from ..distributed.collectives import broadcast_bytes, gather_json
+from ..media.serialize import pack_samples, unpack_samples
+from ..policy.batching import BATCHED, SINGLE, Form, find_form
+from ..policy.rollout import Policy, UnsupportedPipeline
+from ..rewards.contract import Reward, list_columns
+from .calls import build_arguments, find_replaced_texts, group_by_shape
+from .columns import Columns, is_media
+from .prompts import EMBEDDED
+
+FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
+logger = logging.getLogger(__name__)
+
+
+class PipelineInputs:
+    """Builds the keyword arguments of a pipeline call from dataset rows.
+
+    Args:
+        pipe: the pipeline, or its class.
+        args: of the run; `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into every call.
+
+    Raises:
+        ValueError: the pipeline's `__call__` does not take a setting; the message lists what it takes.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline | type[DiffusionPipeline], args: DiffusionGRPOConfig):
+        self.args = args
+        self.pipeline = pipe if isinstance(pipe, type) else type(pipe)
+        parameters = inspect.signature(self.pipeline.__call__).parameters
+        self.parameters = {k: v for k, v in parameters.items() if k not in {"self", *RESERVED}}
+        self.accepted = set(self.parameters)
+        self.fixed = {name: getattr(args, name) for name in FROM_CONFIG if getattr(args, name) is not None}
+        self.fixed |= args.pipeline_kwargs or {}
+        unknown = sorted(set(self.fixed) - self.accepted)
+        if unknown:
+            raise ValueError(
+                f"{self.pipeline.__name__} does not take {', '.join(unknown)} from the settings; it takes "
+                f"{', '.join(sorted(self.accepted))}."
+            )
+        self._columns: dict[int, tuple[Dataset, Columns]] = {}
+        self.forms: dict[frozenset[str], Form] = {}  # by the columns that a row has
+
+    def __call__(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
+        """Return the keyword arguments for these rows; columns win over settings, `overrides` over both."""
+        form = self.forms.get(self._given(rows[0]), Form(BATCHED))
+        return self._arguments(rows, form.name) | overrides
+
+    def _arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
+        replaced = find_replaced_texts(rows[0], self.accepted)
+        fixed = {name: value for name, value in self.fixed.items() if name not in replaced}
+        if form != SINGLE:  # one negative prompt per sample: not every pipeline repeats a single one
+            texts = {name: value for name, value in fixed.items() if isinstance(value, str) and "prompt" in name}
+            fixed = fixed | {name: [value] * len(rows) for name, value in texts.items()}
+        return {**fixed, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
+
+    def _given(self, row: dict[str, Any]) -> frozenset[str]:
+        return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
+
+    def columns(self, dataset: Dataset) -> Columns:
+        """Return what reads the rows of a dataset."""
+        if id(dataset) not in self._columns:
+            self._columns[id(dataset)] = dataset, Columns(dataset, self.parameters)
+        return self._columns[id(dataset)][1]
+
+    def rows(self, dataset: Dataset, indices: list[int]) -> list[dict[str, Any]]:
+        """Return rows of the dataset with their files decoded; see [`~diffusion_grpo.data.columns.Columns.rows`]."""
+        return self.columns(dataset).rows(indices)
+
+    def check(self, dataset: Dataset, name: str, asked: set[str]) -> None:
+        """Refuse a dataset whose files cannot be read; warn of images, videos and sound that nothing takes.
+
+        Args:
+            dataset: the user's.
+            name: the argument that it was passed as, for the message.
+            asked: columns that rewards name.
+
+        Raises:
+            ValueError: see [`~diffusion_grpo.data.columns.Columns.check`].
+        """
+        if "prompt" not in dataset.column_names and EMBEDDED not in self.accepted:
+            raise ValueError(
+                f"{name} has no column 'prompt', and {self.pipeline.__name__} takes no {EMBEDDED}; add the prompts."
+            )
+        self.columns(dataset).check(name)
+        idle = [c for c, f in dataset.features.items() if is_media(f) and c not in self.accepted | asked]
+        if idle:
+            logger.warning(
+                "%s: %s does not take %s, and no reward names it; the pipeline takes %s. Rename the column if it is "
+                "meant to be an input.",
+                name,
+                self.pipeline.__name__,
+                ", ".join(idle),
+                ", ".join(sorted(self.accepted)),
+            )
+
+    def learn(
+        self,
+        policy: Policy,
+        rows: list[dict[str, Any]],
+        noise_level: float | None,
+        args: DiffusionGRPOConfig | None = None,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        """Find out, once per set of columns, whether samples can share a call; `parts` and `__call__` depend on it.
+
+        Args:
+            policy: of the pipeline.
+            rows: of the dataset, decoded.
+            noise_level: of the policy's process; None for tokens.
+            args: sizes and steps of the run, where the constructor was given other settings.
+            accelerator: of processes that must call the network together. All of them then try the same rows: for
+                each set of columns that is new to some process, the row of the first such process. A collective.
+
+        Raises:
+            Exception: what the pipeline raised, if it takes the rows in no form.
+        """
+        if policy.draws_tokens:  # these take a list of prompts
+            return
+        args = args or self.args
+        asked: dict[frozenset[str], dict[str, Any]] = {}
+        for row in rows:
+            given = self._given(row)
+            if given not in self.forms:
+                asked.setdefault(given, {name: row[name] for name in row if name in given})
+        for given, row in (asked if accelerator is None else _gather_asked(asked, accelerator)).items():
+            self.forms[given] = self._find_form(policy, row, noise_level, args)
+
+    def _find_form(
+        self, policy: Policy, row: dict[str, Any], noise_level: float | None, args: DiffusionGRPOConfig
+    ) -> Form:
+        """Find out by calling the pipeline with one row; warn if it takes samples one by one."""
+        count = args.rollout_batch_size or args.per_device_train_batch_size
+        start, stop = args.window
+        form = find_form(
+            policy,
+            row,
+            self._arguments,
+            count,
+            num_inference_steps=args.num_inference_steps,
+            steps=list(range(start, min(start + 2, stop))),
+            noise_level=noise_level,
+        )
+        if form.reason is not None and count > 1:
+            logger.warning(
+                "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",
+                self.pipeline.__name__,
+                form.reason,
+            )
+        return form
+
+    def parts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        """Return the indices of rows that share a call: those equal in all numbers and shapes, or each row alone."""
+        parts = []
+        for part in group_by_shape(rows, self.accepted):
+            is_batched = self.forms.get(self._given(rows[part[0]]), Form(BATCHED)).name == BATCHED
+            parts += [part] if is_batched else [[index] for index in part]
+        return parts
+
+    def calls(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        """Return the indices of the samples of each pipeline call of a rollout, cut as in the updates.
+
+        Args:
+            rows: one per sample.
+        """
+        size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
+        starts = range(0, len(rows), size)
+        return [[start + i for i in indices] for start in starts for indices in self.parts(rows[start : start + size])]
+
+
+def _gather_asked(
+    own: dict[frozenset[str], dict[str, Any]], accelerator: Accelerator
+) -> dict[frozenset[str], dict[str, Any]]:
+    """Return a row for each set of columns that some process asks about, in the same order on all; a collective.
+
+    The row is that of the first such process, as decoded there.
+    """
+    found: dict[frozenset[str], dict[str, Any]] = {}
+    for process, asked in enumerate(gather_json(accelerator, [sorted(given) for given in own])):
+        for given in map(frozenset, asked):
+            if given not in found:
+                packet = pack_samples([own[given]], None) if process == accelerator.process_index else None
+                (found[given],), _ = unpack_samples(broadcast_bytes(accelerator, packet, process), torch.device("cpu"))
+    return found
+
+
+def prepare_inputs(
+    pipe: type[DiffusionPipeline],
+    args: DiffusionGRPOConfig,
+    named: list[tuple[str, Dataset]],
+    rewards: list[Reward],
+) -> PipelineInputs:
+    """Make the inputs of a pipeline class, and check settings and datasets against it; see `PipelineInputs`."""
+    inputs = PipelineInputs(pipe, args)
+    asked = set().union(*map(list_columns, rewards))
+    for name, dataset in named:
+        inputs.check(dataset, name, asked)
+    return inputs
+
+
+def check_count(samples: Any, count: int, pipe: DiffusionPipeline) -> None:
+    """Refuse the output of a call that holds another number of samples than were asked for.
+
+    Raises:
+        UnsupportedPipeline: the number is another one.
+    """
+    if len(samples) != count:
+        raise UnsupportedPipeline(
+            f"{type(pipe).__name__} returned {len(samples)} samples where {count} were asked for; it does not read "
+            "its inputs as one value per sample."
+        )

@@ -1,0 +1,131 @@
+"""Datasets of prompts: loaded from a file, a folder or the Hub, and checked before any model is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from ..config.names import check_name
+from .columns import make_paths_absolute
+
+READERS = {
+    ".txt": lambda path: datasets.Dataset.from_dict({"prompt": read_lines(path)}),
+    ".jsonl": lambda path: datasets.Dataset.from_json(str(path)),
+    ".json": lambda path: datasets.Dataset.from_json(str(path)),
+    ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
+    ".csv": lambda path: datasets.Dataset.from_csv(str(path)),
+}
+SPLITS = ("train", "validation", "val", "test")  # names of files that hold one
+EMBEDDED = "prompt_embeds"  # what most pipelines call prompts that are already encoded
+
+
+def read_lines(path: Path) -> list[str]:
+    """Read the lines of a text file that are not blank, without the white space around them."""
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
+    """Load a dataset of prompts; [`check_dataset`] says whether it is one.
+
+    Args:
+        source: a file (`.txt`, one prompt per line; `.jsonl`, `.json`, `.parquet`, `.csv`, with a column `prompt`), a
+            folder with a file for each split (`train.txt` or `train_metadata.jsonl`, as in Flow-GRPO), a folder
+            written by `save_to_disk`, any other folder or Hub id that `datasets.load_dataset` knows, or `"tiny"`, the
+            prompts of the embedded model. Paths of images, videos and sound in a file are relative to its folder.
+        split: which split of the dataset; a single file has none and is returned whole.
+
+    Raises:
+        ValueError: the file does not exist, or the folder has no such split.
+    """
+    path = Path(source)
+    if source == "tiny":
+        from diffusion_grpo import tiny
+
+        return tiny.prompts(split)
+    if path.suffix in READERS and (path.is_file() or not path.exists()):
+        if not path.exists():
+            raise ValueError(f"There is no file {source}; give the path of an existing file with prompts.")
+        return make_paths_absolute(READERS[path.suffix](path), path.absolute().parent)
+    if (path / "dataset_dict.json").is_file():
+        splits = datasets.load_from_disk(source)
+        if split not in splits:
+            raise ValueError(f"{source} has no split '{split}'; it has {', '.join(splits)}.")
+        return splits[split]
+    if (path / "dataset_info.json").is_file():
+        return datasets.load_from_disk(source)
+    if files := find_splits(path):
+        if split not in files:
+            raise ValueError(f"{source} has no split '{split}'; it has {', '.join(files)}.")
+        return load_prompts(str(files[split]))
+    loaded = datasets.load_dataset(source, split=split)
+    if path.is_dir() and "prompt" not in loaded.column_names and "text" in loaded.column_names:
+        loaded = loaded.rename_column("text", "prompt")
+    return loaded
+
+
+def find_splits(folder: Path) -> dict[str, Path]:
+    """Find the files of a folder in Flow-GRPO's layout: `train.txt` or `train_metadata.jsonl`, and likewise `test`.
+
+    Raises:
+        ValueError: two files of one split.
+    """
+    found: dict[str, Path] = {}
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        split = file.stem.removesuffix("_metadata")
+        if file.suffix not in READERS or split not in SPLITS:
+            continue
+        if split in found:
+            raise ValueError(f"{folder} holds {found[split].name} and {file.name} for '{split}'; keep one of them.")
+        found[split] = file
+    return found
+
+
+def get_prompts(rows: list[dict[str, Any]]) -> list[str] | None:
+    """Return the prompts of rows; None where there are only embeddings."""
+    return [row["prompt"] for row in rows] if rows and "prompt" in rows[0] else None
+
+
+def get_prompt_column(dataset: datasets.Dataset) -> list[str]:
+    """Return each row's prompt for tables; empty strings where there are only embeddings."""
+    return dataset["prompt"] if "prompt" in dataset.column_names else [""] * len(dataset)
+
+
+def name_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Dataset]]:
+    """Return the datasets that a user gave, one or several for evaluation, with the names used in messages.
+
+    Raises:
+        ValueError: the name of an evaluation dataset cannot be part of a file name.
+    """
+    evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+    for name in evaluations:
+        check_name(name, "The evaluation dataset's name", "give the dataset another name")
+    named = [("train_dataset", train), *evaluations.items()]
+    return [(name, dataset) for name, dataset in named if dataset is not None]
+
+
+def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> None:
+    """Refuse a dataset that has neither prompts nor embeddings of them.
+
+    Args:
+        dataset: what the user gave.
+        name: the argument that it was passed as, for the message.
+
+    Raises:
+        ValueError: it is not a `datasets.Dataset`, has neither a column `prompt` nor `prompt_embeds`, has no rows, or
+            has a prompt that is not a string.
+    """
+    if not isinstance(dataset, datasets.Dataset):
+        raise ValueError(f"{name} must be a datasets.Dataset with a column 'prompt', not a {type(dataset).__name__}.")
+    if not {"prompt", EMBEDDED} & set(dataset.column_names):
+        raise ValueError(
+            f"{name} has no column 'prompt', only {dataset.column_names}; rename the one that holds the prompts "
+            f"with rename_column, or give embeddings as '{EMBEDDED}'."
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty; give it at least one row with a prompt.")
+    for row, prompt in enumerate(dataset["prompt"] if "prompt" in dataset.column_names else []):
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"{name} has a prompt that is not a string in row {row} (the first is row 0): {prompt!r}, of type "
+                f"{type(prompt).__name__}; make every prompt a string."
+            )

@@ -1,0 +1,76 @@
+"""The order in which the rows of a dataset are rolled out."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+
+class GroupSampler(torch.utils.data.Sampler[int]):
+    """Yields row indices of a dataset in the order in which their samples are rolled out.
+
+    The layout is that of TRL's `RepeatSampler`, which has no epochs, drops an incomplete last chunk and does not share
+    chunks among processes: each chunk is `[row 0] * num_generations + [row 1] * num_generations + ...`, `repeat_count`
+    times in a row. The order depends only on seed and epoch, so that a resumed run continues it. An incomplete last
+    chunk is filled up from the start of the same order, so that no prompt is left out; a dataset smaller than one
+    chunk is repeated as often as needed.
+
+    Args:
+        num_rows: rows of the dataset.
+        num_generations: consecutive samples of each prompt.
+        prompts_per_rollout: prompts in a chunk; distinct ones unless the dataset has fewer.
+        repeat_count: how often each chunk comes before the next one.
+        shuffle: whether each epoch has a new permutation; the dataset's own order otherwise.
+        seed: not negative.
+        processes: number of equal, consecutive shares in each chunk.
+        copies: number of processes that get the same share.
+
+    Raises:
+        ValueError: a number that must be positive is not.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_generations: int,
+        prompts_per_rollout: int,
+        repeat_count: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        processes: int = 1,
+        copies: int = 1,
+    ) -> None:
+        sizes = {
+            "num_rows": num_rows,
+            "num_generations": num_generations,
+            "prompts_per_rollout": prompts_per_rollout,
+            "repeat_count": repeat_count,
+        }
+        for size, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{size} must be at least 1, not {value}.")
+        self.num_rows = num_rows
+        self.num_generations = num_generations
+        self.prompts_per_rollout = prompts_per_rollout
+        self.repeat_count = repeat_count
+        self.shuffle = shuffle
+        self.seed = seed
+        self.processes, self.copies = processes, copies
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration yields."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        chunks = -(-self.num_rows // self.prompts_per_rollout)
+        return chunks * self.prompts_per_rollout * self.num_generations * self.repeat_count * self.copies
+
+    def __iter__(self) -> Iterator[int]:
+        rows = np.arange(self.num_rows)
+        if self.shuffle:
+            rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
+        chunks = -(-self.num_rows // self.prompts_per_rollout)
+        chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # repeats the rows where they do not suffice
+        order = chunks.repeat(self.num_generations, axis=1).repeat(self.repeat_count, axis=0)
+        yield from order.reshape(len(order) * self.processes, -1).repeat(self.copies, axis=0).flatten().tolist()

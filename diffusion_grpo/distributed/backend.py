@@ -1,0 +1,253 @@
+"""What a run asks of its processes, be they one or many. The base class answers for one process and for DDP.
+
+[`~diffusion_grpo.distributed.deepspeed.DeepSpeedBackend`] and [`~diffusion_grpo.distributed.fsdp.FSDP2Backend`] answer
+for sharded training. Nothing outside this package asks for a ZeRO stage or for FSDP.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..policy.network_gate import NetworkAccess
+from .collectives import gather_json
+from .context_parallel import ContextGroups
+from .forward_redirection import redirect
+from .sharded_checkpoints import restore_optimizer
+from .weights import TrainedWeights
+
+
+class DistributedBackend:
+    """One process, or several under DDP.
+
+    It is made before the model and bound to what `Trainer` makes as soon as that exists: the accelerator, and the
+    engine that wraps the model for training.
+
+    Args:
+        half: dtype of mixed precision, or None.
+        groups: of processes that share the sequence of each sample.
+    """
+
+    name = "DDP"
+
+    def __init__(self, half: torch.dtype | None, groups: ContextGroups):
+        self.half, self.groups = half, groups
+        self._accelerator: Accelerator | None = None
+        self._engine: nn.Module | None = None
+
+    # Set-up
+
+    def bind(self, accelerator: Accelerator, networks: list[nn.Module]) -> None:
+        """Take the accelerator that `Trainer` has made; settle what it needs to know about the trained networks."""
+        self._accelerator = accelerator
+
+    def set_engine(self, engine: nn.Module) -> None:
+        """Take what wraps the model for training, or the model itself before that."""
+        self._engine = engine
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """accelerate's, once bound."""
+        return self._accelerator
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether `Trainer` has to know that FSDP shards the model."""
+        return False
+
+    @property
+    def leaves_networks_in_place(self) -> bool:
+        """Whether the trained networks stay where they were loaded until an engine takes them."""
+        return False
+
+    def check_run(self, component: tuple[str, ...], permute_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+        """Refuse a run that these processes cannot train.
+
+        Args:
+            component: names of the trained networks.
+            permute_steps: whether each sample draws its own trained steps.
+            draws_tokens: whether the policy writes tokens.
+            has_values: whether a value model is trained beside the policy.
+
+        Raises:
+            ValueError: such a run.
+        """
+
+    def fill_config(self, model: nn.Module) -> None:
+        """Fill in what a configuration leaves open until the model is known."""
+
+    def network_access(self, model: nn.Module) -> NetworkAccess:
+        """Say how the policy may call the networks of a model."""
+        return NetworkAccess(forward_context=self._autocast, casts_outputs=self.half is not None)
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.half is None else self.accelerator.autocast()
+
+    def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
+        """Give access to the trained parameters; `take_turns`: they belong to experts that share the steps."""
+        return TrainedWeights([p for p in model.parameters() if p.requires_grad], take_turns)
+
+    def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
+        """Return a context to enter around accelerate's `prepare` of the model."""
+        return contextlib.nullcontext()
+
+    # A reference: a frozen copy of the model
+
+    @property
+    def moves_references(self) -> bool:
+        """Whether a reference that waits in CPU memory is moved to the accelerator and back as a whole."""
+        return True
+
+    def reference_waits_on_cpu(self, is_offloaded: bool) -> bool:
+        """Whether a reference starts out in CPU memory."""
+        return is_offloaded
+
+    def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
+        """Spread a reference over the processes as the model is; return what its passes go through."""
+        return reference
+
+    def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
+        """Give access to those parameters of a reference that the model trains."""
+        pairs = zip(reference.parameters(), model.parameters(), strict=True)
+        return TrainedWeights([ref for ref, parameter in pairs if parameter.requires_grad])
+
+    # Passes of the network outside of updates
+
+    @property
+    def passes_together(self) -> bool:
+        """Whether all processes must call the network equally often outside updates too."""
+        return False
+
+    @contextlib.contextmanager
+    def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
+        """Make the networks callable outside an update, gathering sharded weights first.
+
+        Yields:
+            a function that calls another one as passes must be called, `run(method, *args)`.
+        """
+        yield lambda method, *args: method(*args)
+
+    @property
+    def meets_in_passes(self) -> bool:
+        """Whether processes meet in collectives inside passes outside updates, so that one that fails is missed."""
+        return self.groups.size > 1
+
+    def equalize_outside_updates(self, passes: list[Any]) -> list[tuple[Any, bool]]:
+        """As `equalize`, for passes without gradient."""
+        return self._equalize(passes, self.passes_together)
+
+    # Passes of an update
+
+    @property
+    def reduces_every_pass(self) -> bool:
+        """Whether every backward pass of an update is a collective, so that processes need equally many."""
+        return False
+
+    def equalize(self, passes: list[Any]) -> list[tuple[Any, bool]]:
+        """Repeat the last pass until every process has as many as the one with the most.
+
+        A collective where processes must pass the network together.
+
+        Returns:
+            the passes, each with whether it counts; a repeated one does not.
+        """
+        return self._equalize(passes, self.reduces_every_pass)
+
+    def _equalize(self, passes: list[Any], is_together: bool) -> list[tuple[Any, bool]]:
+        missing = 0
+        if is_together:
+            count = torch.tensor([len(passes)], device=self.accelerator.device)
+            missing = int(self.accelerator.gather(count).max()) - len(passes)
+        return [(one, True) for one in passes] + [(passes[-1], False)] * missing
+
+    def begin_update(self, optimizer: Any) -> None:
+        """Clear what the last update left in the gradients."""
+
+    def begin_micro_batch(self, model: nn.Module) -> None:
+        """Get the engine ready for the passes of one micro-batch."""
+
+    @contextlib.contextmanager
+    def accumulate(self, model: nn.Module, is_last: bool) -> Iterator[None]:
+        """Only add up gradients inside, unless `is_last`: DDP does not reduce them, DeepSpeed does not step."""
+        if is_last:
+            yield
+            return
+        state = self.accelerator.gradient_state
+        synced = state.sync_gradients
+        state._set_sync_gradients(False)
+        try:
+            with self.accelerator.no_sync(model):
+                yield
+        finally:
+            state._set_sync_gradients(synced)
+
+    def forward(self, model: nn.Module, method: Callable, *args: Any) -> Any:
+        """Call `method` inside the forward of the engine that wraps the model, so that its hooks run."""
+        return redirect(model, self.accelerator.unwrap_model(model), method, *args)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass."""
+        self.accelerator.backward(loss)
+
+    def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
+        """Put the gradients in order after the last pass of a micro-batch."""
+        if weights.leave_some_without_gradient:
+            drop_idle_gradients(self.accelerator.unwrap_model(model))
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the engine updates the weights inside the last backward pass."""
+        return False
+
+    # Checkpoints
+
+    @property
+    def mode(self) -> dict[str, int]:
+        """How weights and optimizer state are kept, as checkpoints note it."""
+        return {"processes": self.accelerator.num_processes, "zero_stage": 0, "fsdp": 0}
+
+    def save_optimizer(self, folder: Path, model: nn.Module, optimizer: Any, is_writer: bool) -> bool:
+        """Write the optimizer's state where it is sharded; every process calls it.
+
+        Returns:
+            whether it has been written; False leaves it to `Trainer`.
+        """
+        return False
+
+    def load_optimizer(self, folder: Path, model: nn.Module, optimizer: Any) -> bool:
+        """Read the optimizer's state where it is or was sharded.
+
+        Returns:
+            whether it has been read and only the schedule's is left; False leaves both to `Trainer`.
+        """
+        return restore_optimizer(folder, model, optimizer)
+
+    # Collectives
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all processes, (processes x rows, ...); of a context-parallel group only the first's."""
+        return self.groups.first_of_each(self.accelerator.gather(tensor))
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        return self.accelerator.reduce(tensor, "sum")
+
+    def gather_json(self, own: Any) -> list[Any]:
+        """Return what each process has: numbers, strings, lists, and mappings from strings."""
+        return gather_json(self.accelerator, own)
+
+
+def drop_idle_gradients(experts: nn.ModuleDict) -> None:
+    """Drop the gradient of an expert that no process trains at this step, so that the optimizer passes it over.
+
+    Gradients that were summed over processes are the same on each, so that all find the same experts idle.
+    """
+    for expert in experts.values():
+        trained = [parameter for parameter in expert.parameters() if parameter.grad is not None]
+        if not any(parameter.grad.any() for parameter in trained):
+            for parameter in trained:
+                parameter.grad = None

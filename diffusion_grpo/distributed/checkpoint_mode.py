@@ -1,0 +1,54 @@
+"""How a checkpoint was written: by how many processes, and which of them kept what.
+
+A small file in a checkpoint's folder says so. A mode is a dict: `processes`, `zero_stage` (0 without DeepSpeed) and
+`fsdp` (0 or 1).
+"""
+
+import json
+from pathlib import Path
+
+from transformers.trainer import OPTIMIZER_NAME
+
+from .sharded_checkpoints import has_pickled_shards, has_shards
+
+MODE_FILE = "processes.json"
+
+
+def write_mode(folder: Path, mode: dict[str, int]) -> None:
+    """Note in a checkpoint how many processes wrote it, and with what."""
+    (folder / MODE_FILE).write_text(json.dumps(mode), encoding="utf-8")
+
+
+def read_mode(folder: Path) -> str:
+    """Return in words how a checkpoint was written."""
+    path = folder / MODE_FILE
+    return describe_mode(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else "in another mode"
+
+
+def describe_mode(mode: dict[str, int]) -> str:
+    """Return a mode in words: `by 2 processes with ZeRO-3`."""
+    number = "one process" if mode["processes"] == 1 else f"{mode['processes']} processes"
+    engine = f"ZeRO-{mode['zero_stage']}" if mode["zero_stage"] else "FSDP2" if mode.get("fsdp") else None
+    return f"by {number} with {engine}" if engine else f"by {number} with whole weights"
+
+
+def is_readable(folder: Path, mode: dict[str, int]) -> bool:
+    """Whether optimizer state that is there can be read: DeepSpeed's only in the mode and by as many as wrote it."""
+    is_engines = any(folder.glob("global_step*"))
+    if mode["zero_stage"]:
+        return is_engines and read_mode(folder) == describe_mode(mode)
+    return not is_engines
+
+
+def find_missing_state(folder: Path, needed: tuple[str, ...]) -> str | None:
+    """Return what a checkpoint lacks of the optimizer's and the schedule's state, in words for a message.
+
+    Args:
+        folder: the checkpoint's.
+        needed: names of further files that must be there.
+    """
+    is_there = (folder / OPTIMIZER_NAME).is_file() or has_shards(folder) or any(folder.glob("global_step*"))
+    if not is_there:
+        old = " but one whose index would have to be unpickled" if has_pickled_shards(folder) else ""
+        return f"optimizer state{old}"
+    return next((name for name in needed if not (folder / name).is_file()), None)

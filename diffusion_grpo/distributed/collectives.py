@@ -1,0 +1,60 @@
+"""Collectives of bytes, JSON and means: every process gets what each process has.
+
+accelerate's functions for objects pickle them; these send numbers alone.
+"""
+
+import json
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+
+
+def gather_bytes(accelerator: Accelerator, own: bytes) -> list[bytes]:
+    """Return the bytes that each process has; a collective."""
+    if accelerator.num_processes == 1:
+        return [own]
+    sizes = accelerator.gather(torch.tensor([len(own)], device=accelerator.device)).tolist()
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else 0
+    every = accelerator.gather(padded.to(accelerator.device)).view(len(sizes), -1).cpu().numpy()
+    return [row[:size].tobytes() for row, size in zip(every, sizes, strict=True)]
+
+
+def broadcast_bytes(accelerator: Accelerator, own: torch.Tensor | None, process: int) -> torch.Tensor:
+    """Return what `process` has, (bytes,) uint8 on the CPU, on all processes; a collective."""
+    size = broadcast(torch.tensor([0 if own is None else len(own)], device=accelerator.device), process).item()
+    content = torch.zeros(size, dtype=torch.uint8) if own is None else own
+    return broadcast(content.to(accelerator.device), process).cpu()
+
+
+def gather_json(accelerator: Accelerator, own: Any) -> list[Any]:
+    """Return what each process has: numbers, strings, lists, and mappings from strings; a collective."""
+    return [json.loads(content) for content in gather_bytes(accelerator, json.dumps(own).encode())]
+
+
+def gather_means(
+    accelerator: Accelerator,
+    metrics: dict[str, list[float]],
+    largest: tuple[str, ...] = (),
+    smallest: tuple[str, ...] = (),
+) -> dict[str, float]:
+    """Return means over the values of all processes, each of which may have measured something else; a collective.
+
+    Args:
+        accelerator: of this process.
+        metrics: values by name.
+        largest, smallest: names of which the largest, or the smallest, value is returned instead.
+    """
+    own = {name: (float(sum(v)), len(v), float(max(v)), float(min(v))) for name, v in metrics.items() if v}
+    found, every = {}, gather_json(accelerator, own)
+    for name in sorted(set().union(*every)):
+        parts = [each[name] for each in every if name in each]
+        total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        found[name] = total / count
+        if name in largest:
+            found[name] = max(part[2] for part in parts)
+        if name in smallest:
+            found[name] = min(part[3] for part in parts)
+    return found

@@ -1,0 +1,158 @@
+"""Context parallelism: the sequence of each sample is spread over a group of processes, for videos too long for one.
+
+All else sees a group as one process: its processes get the same samples, seeds and rewards.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import ContextParallelConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+UNEQUAL = "divisible by mesh size"  # in diffusers' assertion
+RING_BACKEND = "_native_cudnn"  # torch's own: it gives the log-sum-exps by which the parts of a ring are joined
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextGroups:
+    """The groups of processes that share the sequence of each sample; of one process each without context parallelism.
+
+    Attributes:
+        size: processes in a group (`context_parallel_size`).
+        processes: all of them.
+        process: index of this one.
+        is_ring: whether keys and values travel round the group, instead of heads being exchanged for tokens.
+    """
+
+    size: int = 1
+    processes: int = 1
+    process: int = 0
+    is_ring: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many groups there are; each has samples of its own."""
+        return self.processes // self.size
+
+    @property
+    def index(self) -> int:
+        """Index of this process's group."""
+        return self.process // self.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of its group, which writes what the group has of samples."""
+        return self.process % self.size == 0
+
+    def first_of_each(self, gathered: Tensor) -> Tensor:
+        """Return the rows of the first process of each group, of (processes x rows, ...) gathered from all."""
+        if self.size == 1:
+            return gathered
+        return gathered.unflatten(0, (self.processes, -1))[:: self.size].flatten(0, 1)
+
+
+def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device: torch.device) -> None:
+    """Let each network's attention run over a group of processes, in place.
+
+    Each process computes its part of the tokens and gets the whole output, so that rollout and replay stay as they
+    are. What reaches its weights in the backward pass is the share of its tokens: the sum over a group is the
+    gradient. Ulysses (https://huggingface.co/papers/2309.14509) exchanges heads for tokens, a ring
+    (https://huggingface.co/papers/2310.01889) passes keys and values on.
+
+    Args:
+        networks: diffusers' models, as the pipeline calls them.
+        groups: of the run's processes; torch.distributed has been initialised.
+        device: of this process.
+
+    Raises:
+        ValueError: a network that diffusers does not know how to split, or a number of heads that is no multiple.
+    """
+    size, is_ring = groups.size, groups.is_ring
+    for network in networks:
+        check_context(network, size, is_ring, device)
+    shape = (groups.count, size, 1) if is_ring else (groups.count, 1, size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "ring", "ulysses"))["ring", "ulysses"]
+    for network in networks:
+        if is_ring:
+            network.set_attention_backend(RING_BACKEND)
+        config = ContextParallelConfig(ring_degree=shape[1], ulysses_degree=shape[2], mesh=mesh)
+        with _one_accelerator(), _quiet("diffusers.models.modeling_utils"):
+            network.enable_parallelism(config=config)
+        network.forward = explain_indivisible(network, size)
+
+
+def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.device) -> None:
+    """Refuse a network whose sequence cannot be spread.
+
+    Raises:
+        ValueError: diffusers has no plan for it, its heads cannot be dealt out, or a ring on a CPU.
+    """
+    name = type(network).__name__
+    if getattr(network, "_cp_plan", None) is None:
+        raise ValueError(
+            f"context_parallel_size={size}: diffusers has no plan how to split the sequence of {name}; leave the "
+            "setting out, and shard the weights instead (DeepSpeed) or make shorter videos."
+        )
+    if is_ring and device.type != "cuda":
+        raise ValueError("context_parallel_type='ring' needs cuDNN's attention, so a CUDA device; take ulysses.")
+    heads = getattr(network.config, "num_attention_heads", None)
+    if not is_ring and heads is not None and heads % size:
+        raise ValueError(
+            f"context_parallel_size={size} does not divide the {heads} attention heads of {name}, which Ulysses deals "
+            "out; choose a divisor, or context_parallel_type='ring'."
+        )
+
+
+def explain_indivisible(network: nn.Module, size: int) -> Callable:
+    """Return the network's forward, which says in a sentence where a sequence cannot be cut into `size` equal parts.
+
+    diffusers' plan of the network says which inputs are cut, and where; how long they are is known at the call only,
+    where diffusers refuses them by an assertion without numbers.
+    """
+    real, name = network.forward, type(network).__name__
+
+    @functools.wraps(real)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return real(*args, **kwargs)
+        except AssertionError as error:
+            if UNEQUAL not in str(error):
+                raise
+            given = [f"{key} {tuple(value.shape)}" for key, value in kwargs.items() if torch.is_tensor(value)]
+            raise ValueError(
+                f"context_parallel_size={size} does not divide the tokens of a sample, so that no equal parts can "
+                f"be made: {name} was given {', '.join(given)}; choose another height, "
+                "width, num_frames or max_sequence_length, or a size that divides them."
+            ) from error
+
+    return forward
+
+
+@contextlib.contextmanager
+def _one_accelerator():
+    """Report one accelerator on a CPU: diffusers 0.42 divides by the number of accelerators."""
+    count = torch.accelerator.device_count
+    if count() == 0:
+        torch.accelerator.device_count = lambda: 1
+    try:
+        yield
+    finally:
+        torch.accelerator.device_count = count
+
+
+@contextlib.contextmanager
+def _quiet(name: str):
+    """Silence a logger's warnings: this one says of every network that the feature is experimental."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,436 @@
+"""DeepSpeed: ZeRO-1 to 3, and weights made whole again where that is needed.
+
+ZeRO-1 shards the optimizer's state, ZeRO-2 the gradients too, ZeRO-3 the parameters too. DeepSpeed itself is imported
+where it is used, since it is optional.
+"""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+from trl.models.utils import add_hooks, remove_hooks
+
+from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
+from .backend import DistributedBackend
+from .context_parallel import ContextGroups
+from .deepspeed_checkpoints import restore_engine
+from .forward_redirection import redirect
+from .weights import TrainedWeights
+
+logger = logging.getLogger(__name__)
+
+
+LAYERED_TOKENS = (
+    "ds3_gather_for_generation=False gathers each layer anew for every token, and processes that end early would be "
+    "waited for; set it to True."
+)
+
+
+class DeepSpeedBackend(DistributedBackend):
+    """DeepSpeed ZeRO.
+
+    Args:
+        half: dtype of mixed precision, or None.
+        groups: must be groups of one.
+        plugin: accelerate's settings of DeepSpeed.
+        gathers_whole: under ZeRO-3, whether the whole network is gathered once for a rollout or evaluation, instead
+            of layer by layer.
+
+    Raises:
+        ValueError: the DeepSpeed configuration would silently train in another precision than the settings say, or
+            context parallelism is asked for.
+    """
+
+    def __init__(
+        self, half: torch.dtype | None, groups: ContextGroups, plugin: DeepSpeedPlugin, gathers_whole: bool = True
+    ):
+        super().__init__(half, groups)
+        if groups.size > 1:
+            raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
+        self._plugin, self._gathers_whole = plugin, gathers_whole
+        self._weights: ZeroWeights | None = None
+        self._is_gathered = False
+        _check_precision(plugin.hf_ds_config, half)
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage."""
+        return self._plugin.zero_stage
+
+    @property
+    def mode(self) -> dict[str, int]:
+        return super().mode | {"zero_stage": self.stage}
+
+    def check_run(self, component: tuple[str, ...], permute_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+        if has_values:
+            raise ValueError(
+                "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
+                "start without them."
+            )
+        if draws_tokens and self.stage == 3 and not self._gathers_whole:
+            raise ValueError(LAYERED_TOKENS)
+        if len(component) == 1 or self.accelerator.num_processes == 1:
+            return
+        if self.stage >= 2 and permute_steps:
+            reason, change = (
+                "with permute_steps processes would train different ones at once",
+                "set permute_steps=False",
+            )
+        elif self.stage == 3 and self._plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer"):
+            reason = "ZeRO-3 offloads gradients of one of them only"
+            change = "leave out offload_optimizer, or use ZeRO-2"
+        else:
+            return
+        raise ValueError(
+            f"{', '.join(component)} take turns, and {reason}; {change}, or name one network in train_component."
+        )
+
+    def fill_config(self, model: nn.Module) -> None:
+        hide_deepspeed()  # Trainer has made it known again
+        fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, model)
+
+    @property
+    def leaves_networks_in_place(self) -> bool:
+        return self.stage == 3
+
+    def network_access(self, model: nn.Module) -> NetworkAccess:
+        access = super().network_access(model)
+        if self.stage < 3:
+            return access
+        return dataclasses.replace(
+            access, ask_all=self._ask_all, shapes_only=lambda: without_weights(model), skips_hooks=True
+        )
+
+    def _ask_all(self, own: int) -> list[int]:
+        """Tell all processes what this one does next, once the weights are sharded."""
+        if self._is_gathered or not self._weights.is_sharded:
+            return [own]
+        return self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        # accelerate leaves casting to the network's half precision; but the pipeline calls the network with what its
+        # other parts made, in whatever dtype they have
+        if self.half is None or not self.stage:
+            return super()._autocast()
+        return torch.autocast(self.accelerator.device.type, self.half)
+
+    def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._weights = ZeroWeights(trained, self.stage, take_turns)
+        return self._weights
+
+    def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
+        return keep_buffers(model)
+
+    # A reference
+
+    def reference_waits_on_cpu(self, is_offloaded: bool) -> bool:
+        return is_offloaded or self.stage == 3
+
+    def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
+        is_wrapped = self.accelerator.unwrap_model(reference) is not reference
+        if self.stage != 3 or is_offloaded or is_wrapped:
+            return reference
+        return wrap_for_inference(reference, self.accelerator)
+
+    def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
+        pairs = zip(reference.parameters(), model.parameters(), strict=True)
+        return ZeroWeights([ref for ref, parameter in pairs if parameter.requires_grad], self.stage)
+
+    # Passes
+
+    @property
+    def passes_together(self) -> bool:
+        return self._weights.is_sharded and not self._gathers_whole
+
+    @property
+    def meets_in_passes(self) -> bool:
+        return self.passes_together
+
+    @contextlib.contextmanager
+    def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
+        engine = self._engine
+        if self.accelerator.unwrap_model(engine) is engine and not self._weights.is_sharded:
+            for network in networks:
+                network.to(self.accelerator.device)  # before training they wait where they were loaded
+        if not self._weights.is_sharded:
+            yield lambda method, *args: method(*args)
+        elif not self._gathers_whole:
+            yield lambda method, *args: _call_layered(engine, self.accelerator.unwrap_model(engine), method, *args)
+        else:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(replace_attribute(self, "_is_gathered", True))
+                for each in (engine, reference):
+                    if each is not None and self.accelerator.unwrap_model(each) is not each:
+                        stack.enter_context(gather_parameters(each))
+                yield lambda method, *args: method(*args)
+
+    @property
+    def reduces_every_pass(self) -> bool:
+        return self.stage >= 2
+
+    def begin_update(self, optimizer: Any) -> None:
+        """Clear gradients under ZeRO-3, whose first backward pass overwrites the last update's.
+
+        It does so only for the parameters that this pass reaches; those of another expert would be added to old ones.
+        """
+        if self.stage == 3:
+            optimizer.optimizer.grad_partitions_flat_buffer.zero_()
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss, scale_wrt_gas=False)
+
+    def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
+        """Leave gradients to the engine, which has reduced them already."""
+
+    @property
+    def steps_in_backward(self) -> bool:
+        return True
+
+    # Checkpoints
+
+    def save_optimizer(self, folder: Path, model: nn.Module, optimizer: Any, is_writer: bool) -> bool:
+        self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)
+        return True
+
+    def load_optimizer(self, folder: Path, model: nn.Module, optimizer: Any) -> bool:
+        restore_engine(self._engine, folder)
+        return False
+
+
+# Configuration
+
+
+def hide_deepspeed() -> None:
+    """Let `from_pretrained` load whole models from here on.
+
+    transformers shards every model that is loaded while a ZeRO-3 configuration is known to it, and makes `generate`
+    wait for all processes: text encoders would fail in their forward, and reward models too.
+    """
+    unset_hf_deepspeed_config()
+
+
+def set_learning_rate(args: TrainingArguments, learning_rate: float) -> None:
+    """Set a default that is known late, also where the DeepSpeed configuration says "auto"."""
+    args.learning_rate = learning_rate
+    if args.deepspeed:
+        args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+        args.hf_deepspeed_config.trainer_config_process(args)
+        args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
+
+
+def _check_precision(config: HfTrainerDeepSpeedConfig, half: torch.dtype | None) -> None:
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", None: None}[half]
+    if name and not (config.is_true(f"{name}.enabled") or config.is_true("torch_autocast.enabled")):
+        raise ValueError(
+            f"{name}=True, but the DeepSpeed configuration does not set it; add "
+            f'"{name}": {{"enabled": "auto"}}, or set {name}=False.'
+        )
+
+
+def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
+    """Fill in bucket sizes that are "auto", as transformers does, from the width of the network.
+
+    A diffusers config has no `hidden_size`; the width is the one that most of the weights of linear layers and
+    convolutions read.
+    """
+    weights: collections.Counter[int] = collections.Counter()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+            width = module.in_features if isinstance(module, nn.Linear) else module.in_channels
+            weights[width] += module.weight.numel()
+    width = weights.most_common(1)[0][0] if weights else 1024
+    config.fill_only("zero_optimization.reduce_bucket_size", width * width)
+    config.fill_only("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * width * width))
+    config.fill_only("zero_optimization.stage3_param_persistence_threshold", 10 * width)
+
+
+# Passes
+
+
+@contextlib.contextmanager
+def gather_parameters(engine: nn.Module) -> Iterator[None]:
+    """Gather all ZeRO-3 parameters on each process, without the hooks that would shard them again after each layer.
+
+    Inside, processes may call the network as often as they like; none waits for another.
+    """
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.parameters())):
+        remove_hooks(engine)
+        try:
+            yield
+        finally:
+            add_hooks(engine)
+
+
+@contextlib.contextmanager
+def without_weights(model: nn.Module) -> Iterator[None]:
+    """Put zeros that take no memory in place of sharded weights: enough for the shape of an output.
+
+    Which processes meet a new shape is chance (each sample may draw its own steps), so none may gather for it.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            for hooks in HOOKS:
+                stack.enter_context(replace_attribute(module, hooks, collections.OrderedDict()))
+            if module._parameters:
+                stack.enter_context(replace_attribute(module._parameters, "_in_forward", False))
+        sharded = [parameter for parameter in model.parameters() if not parameter.numel()]
+        empty = [parameter.data for parameter in sharded]
+        for parameter in sharded:
+            parameter.data = parameter.new_zeros(()).expand(parameter.ds_shape)
+        try:
+            yield
+        finally:
+            for parameter, data in zip(sharded, empty, strict=True):
+                parameter.data = data
+
+
+def _call_layered(engine: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
+    """Call `method` in the engine's forward, where each layer is gathered as it is reached.
+
+    All processes must reach the same layers.
+    """
+    results = []
+
+    def inside() -> Tensor:
+        results.append(method(*args))
+        return torch.zeros(())  # DeepSpeed looks into what a forward returns
+
+    redirect(engine, model, inside)
+    return results[0]
+
+
+def wrap_for_inference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Put a ZeRO-3 engine around a model that is not trained, such as a reference.
+
+    As TRL's `prepare_deepspeed`, which reads `model.config`: two experts in a `ModuleDict` have none.
+    """
+    import deepspeed
+
+    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    for name in ("optimizer", "scheduler"):
+        config.pop(name, None)
+    config["zero_optimization"].pop("offload_optimizer", None)
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+@contextlib.contextmanager
+def keep_buffers(model: nn.Module) -> Iterator[None]:
+    """Keep a network's buffers (tables of positions) as they are: DeepSpeed casts them to half precision."""
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
+    yield
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer.to(getattr(module, name).device))
+
+
+# Weights
+
+
+class ZeroWeights(TrainedWeights):
+    """The trained parameters under ZeRO.
+
+    ZeRO-1 and 2 keep them whole, in half precision where `bf16` or `fp16` is on, beside float32 values that are spread
+    over the processes. Under ZeRO-3 a process has its share of each.
+
+    Args:
+        parameters: the trained ones, in a fixed order.
+        stage: ZeRO's.
+        take_turns: whether they belong to several networks that take turns over the steps.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], stage: int, take_turns: bool = False):
+        super().__init__(parameters, take_turns)
+        self.stage = stage
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.stage == 3 and all(hasattr(parameter, "ds_id") for parameter in self.parameters)
+
+    @property
+    def leave_some_without_gradient(self) -> bool:
+        return self.stage < 3 and super().leave_some_without_gradient
+
+    def exact(self) -> list[Tensor]:
+        if self.is_sharded and not self.parameters[0].requires_grad:  # a reference has no optimizer
+            return self.used()
+        if not self.is_sharded and self.parameters[0].dtype == torch.float32:
+            return super().exact()
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
+
+        get = safe_get_local_fp32_param if self.is_sharded else safe_get_full_fp32_param
+        return [get(parameter).detach() for parameter in self.parameters]
+
+    def used(self) -> list[Tensor]:
+        return [parameter.ds_tensor if self.is_sharded else parameter for parameter in self.parameters]
+
+    def refresh(self) -> None:
+        """Renew the whole copies of small parameters, which ZeRO-3 keeps beside their shares."""
+        kept = [parameter for parameter in self.parameters if self.is_sharded and parameter.ds_persist]
+        if kept:
+            kept[0].partition(kept)
+            kept[0].all_gather(kept)
+
+    def shard(self, values: list[Tensor]) -> list[Tensor]:
+        if not self.is_sharded:
+            return values
+        return [_share(parameter, value) for parameter, value in zip(self.parameters, values, strict=True)]
+
+    def join(self, shares: list[Tensor]) -> Iterator[Tensor]:
+        for parameter, share in zip(self.parameters, shares, strict=True):
+            yield _join(parameter, share) if self.is_sharded else share
+
+    @contextlib.contextmanager
+    def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
+        with self._show(self.exact() if values is None else values, is_kept):
+            yield
+
+    @contextlib.contextmanager
+    def rewrite(self) -> Iterator[None]:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        with self.show_whole():
+            yield
+            read = [parameter.data for parameter in self.parameters]
+        for parameter, value, used in zip(self.parameters, read, self.used(), strict=True):
+            if self.is_sharded:
+                share = _share(parameter, value)
+                safe_set_local_fp32_param(parameter, share)
+                used.copy_(share)
+            else:
+                safe_set_full_fp32_param(parameter, value)
+                used.data.copy_(value)
+        self.refresh()
+
+
+def _share(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Return this process's part of a whole value, cut and padded as ZeRO-3 does it."""
+    size = parameter.ds_tensor.numel()
+    start = size * torch.distributed.get_rank(parameter.ds_process_group)
+    flat = value.detach().flatten()[start : start + size]
+    return nn.functional.pad(flat, (0, size - len(flat)))
+
+
+def _join(parameter: nn.Parameter, share: Tensor) -> Tensor:
+    group = parameter.ds_process_group
+    share = share.to(parameter.device)  # shares may wait in CPU memory, from which NCCL takes nothing
+    parts = [torch.empty_like(share) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, share.contiguous(), group=group)
+    return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)

@@ -1,0 +1,391 @@
+"""FSDP2: each process keeps a share of every weight, and gathers it when it is needed.
+
+torch's `fully_shard` is applied, by way of accelerate, to the network and to its repeated blocks. Sharded weights have
+rules of their own: who calls the network, when its units are gathered, and how whole tensors are read from it and
+written to it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+
+from ..policy.network_gate import NetworkAccess, replace_attribute
+from .backend import DistributedBackend
+from .context_parallel import ContextGroups
+from .dtensor import as_dtensor, as_shard, is_sharded
+from .sharded_checkpoints import save_shards
+from .weights import TrainedWeights
+
+
+class FSDP2Backend(DistributedBackend):
+    """FSDP2.
+
+    Args:
+        half: dtype of mixed precision, or None.
+        groups: must be groups of one.
+        plugin_args: accelerate's settings of FSDP; the environment's where it is empty.
+        keeps_gathered: whether each block is gathered once for a rollout or evaluation and kept until its end.
+        processes: how many there are.
+
+    Raises:
+        ValueError: FSDP1, one process, a wrapping by size, FSDP's own activation checkpointing, or context
+            parallelism.
+    """
+
+    def __init__(
+        self,
+        half: torch.dtype | None,
+        groups: ContextGroups,
+        plugin_args: dict[str, Any] | None,
+        keeps_gathered: bool,
+        processes: int,
+    ):
+        super().__init__(half, groups)
+        self._plugin_args, self._keeps_gathered = plugin_args or {}, keeps_gathered
+        self._weights: ShardedWeights | None = None
+        _check_plugin(self._plugin_args, processes)
+        if groups.size > 1:
+            raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
+
+    @property
+    def mode(self) -> dict[str, int]:
+        return super().mode | {"fsdp": 1}
+
+    @property
+    def is_fsdp(self) -> bool:
+        return True
+
+    @property
+    def leaves_networks_in_place(self) -> bool:
+        return True
+
+    def bind(self, accelerator: Accelerator, networks: list[nn.Module]) -> None:
+        super().bind(accelerator, networks)
+        activate(accelerator, self._plugin_args)
+        configure_plugin(accelerator.state.fsdp_plugin, networks)
+
+    def check_run(self, component: tuple[str, ...], permute_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+        if has_values:
+            raise ValueError(
+                "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
+                "start without them."
+            )
+
+    def network_access(self, model: nn.Module) -> NetworkAccess:
+        return dataclasses.replace(super().network_access(model), ask_all=self._ask_all, skips_hooks=True)
+
+    def _ask_all(self, own: int) -> list[int]:
+        """Tell all processes what this one does next, once the weights are sharded."""
+        if not self._weights.is_sharded:
+            return [own]
+        return self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
+
+    def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
+        self._weights = ShardedWeights(model)
+        return self._weights
+
+    # A reference
+
+    @property
+    def moves_references(self) -> bool:
+        return False  # each share is moved as it is needed
+
+    def reference_waits_on_cpu(self, is_offloaded: bool) -> bool:
+        return True
+
+    def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
+        if not is_sharded(reference):
+            shard_reference(reference, self.accelerator, is_offloaded)
+        return reference
+
+    def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
+        return ShardedWeights(reference, self._weights.names)
+
+    # Passes
+
+    @property
+    def passes_together(self) -> bool:
+        return True
+
+    @property
+    def meets_in_passes(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
+        if not self._weights.is_sharded:
+            for network in networks:
+                network.to(self.accelerator.device)  # before training they wait where they were loaded
+        with gather_units(self._weights.model, self.accelerator, self._keeps_gathered):
+            yield lambda method, *args: method(*args)
+
+    @property
+    def reduces_every_pass(self) -> bool:
+        return True
+
+    def begin_micro_batch(self, model: nn.Module) -> None:
+        model.set_requires_gradient_sync(True)  # Trainer's no_sync would keep whole gradients on each process
+
+    @contextlib.contextmanager
+    def accumulate(self, model: nn.Module, is_last: bool) -> Iterator[None]:
+        yield  # waiting for the last pass would keep sharded gradients whole
+
+    def forward(self, model: nn.Module, method: Callable, *args: Any) -> Any:
+        return method(*args)  # FSDP's hooks are on the network that the pipeline calls
+
+    def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
+        """Leave gradients as they are: there is one network."""
+
+    # Checkpoints
+
+    def save_optimizer(self, folder: Path, model: nn.Module, optimizer: Any, is_writer: bool) -> bool:
+        save_shards(folder, model, optimizer, is_writer)
+        return True
+
+
+def wants_fsdp(setting: Any) -> bool:
+    """Whether the setting `fsdp`, or `accelerate launch`, asks for FSDP."""
+    return bool(setting) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def _check_plugin(plugin_args: dict[str, Any], processes: int) -> None:
+    version = plugin_args.get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
+    if int(version) != 2:  # before accelerate looks for the accelerator that FSDP1 needs
+        raise ValueError(
+            "FSDP1 cannot train here: set fsdp_version: 2 in the accelerate config (FSDP_VERSION=2), or "
+            "fsdp_config={'version': 2}."
+        )
+    plugin = FullyShardedDataParallelPlugin(**plugin_args)
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        raise ValueError(
+            "fsdp_auto_wrap_policy: SIZE_BASED_WRAP is not supported; take TRANSFORMER_BASED_WRAP, which shards the "
+            "blocks that the network repeats."
+        )
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "fsdp_activation_checkpointing renames the network's blocks, so that nothing else could load what is "
+            "saved; leave it out and set gradient_checkpointing=True, which does the same."
+        )
+    if processes == 1:
+        raise ValueError(
+            "FSDP was asked for, but there is one process, which has nobody to share with; raise num_processes, or "
+            "leave FSDP out."
+        )
+
+
+def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
+    """Enable FSDP2 where accelerate would fall back to DDP.
+
+    accelerate knows FSDP on accelerators only: on CPUs it keeps `MULTI_CPU`, which is DDP, without a word. Nothing
+    else in it depends on the device, so that its state is all that has to be put right.
+
+    Args:
+        accelerator: as `Trainer` has made it.
+        plugin_args: accelerate's settings of FSDP; where it is empty, those of the environment that
+            `accelerate launch` sets.
+
+    Raises:
+        ValueError: accelerate would do something else.
+    """
+    state = accelerator.state
+    if accelerator.distributed_type == DistributedType.MULTI_CPU:
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            f"FSDP was asked for, but accelerate would train with {accelerator.distributed_type.value}; start with "
+            "`accelerate launch` on several processes, or leave FSDP out."
+        )
+
+
+def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) -> list[str]:
+    """Return the names of the classes that become units: the user's, or the blocks that a network says it repeats.
+
+    Raises:
+        ValueError: the network names no blocks, or is a language model.
+    """
+    if hasattr(network, "generate"):
+        raise ValueError(
+            f"FSDP does not train {type(network).__name__}: a language model writes token by token, and would gather "
+            "its weights for each; start without FSDP."
+        )
+    present = {type(module).__name__ for module in network.modules()}
+    named = chosen or getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
+    names = [name for name in named if name in present]
+    if chosen and set(chosen) - present:
+        raise ValueError(
+            f"fsdp_transformer_layer_cls_to_wrap: {type(network).__name__} has no {sorted(set(chosen) - present)[0]}; "
+            f"it is made of {', '.join(sorted(present - {type(network).__name__}))}."
+        )
+    if not names:
+        raise ValueError(
+            f"{type(network).__name__} names no repeated blocks, so FSDP does not know its units; name their classes "
+            "in fsdp_transformer_layer_cls_to_wrap (FSDP_TRANSFORMER_CLS_TO_WRAP)."
+        )
+    return names
+
+
+def configure_plugin(plugin: FullyShardedDataParallelPlugin, networks: list[nn.Module]) -> None:
+    """Fill in accelerate's settings of FSDP as a diffusers network needs them.
+
+    Units are the repeated blocks and the network itself, which pipelines call; the `PeftModel` around a LoRA's network
+    is not one. Only autocast computes in half precision, as in one process: FSDP's own casting would round timesteps.
+
+    Raises:
+        ValueError: several networks, or one that cannot be sharded.
+    """
+    if len(networks) > 1:
+        raise ValueError(
+            "FSDP trains one network, and this pipeline's experts are several; name one of them in train_component, "
+            "or start without FSDP."
+        )
+    network = networks[0]
+    plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    blocks = find_repeated_blocks(network, plugin.transformer_cls_names_to_wrap)
+    plugin.transformer_cls_names_to_wrap = [*blocks, type(network).__name__]
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    plugin.cpu_ram_efficient_loading = False  # every process has loaded the pipeline; that way fails on buffers
+
+
+def shard_reference(model: nn.Module, accelerator: Accelerator, is_offloaded: bool) -> None:
+    """Shard the reference, a frozen copy of the trained network, as that network is; shares may wait on the CPU."""
+    plugin = accelerator.state.fsdp_plugin
+    offload = plugin.cpu_offload or OffloadPolicy()
+    if is_offloaded:
+        offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+    kwargs = {"mp_policy": plugin.mixed_precision_policy, "offload_policy": offload, "reshard_after_forward": True}
+    for module in reversed(list(model.modules())):  # units within units first
+        if module is model or type(module).__name__ in plugin.transformer_cls_names_to_wrap:
+            fully_shard(module, **kwargs)
+
+
+def find_units(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules whose weights are gathered together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextlib.contextmanager
+def gather_units(model: nn.Module, accelerator: Accelerator, is_kept: bool) -> Iterator[None]:
+    """Enter around passes without gradient; with `is_kept`, gather each unit once and keep it until the end."""
+    for unit in find_units(model) if is_kept else ():
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in find_units(model):  # what stays gathered would go stale when the weights change
+            unit.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward, recurse=False)
+            unit.reshard()
+
+
+class ShardedWeights(TrainedWeights):
+    """Values of the trained parameters under FSDP2: whole before it has sharded the model, shares afterwards.
+
+    Args:
+        model: the trained one, or a copy of it.
+        names: of the parameters; by default those that require a gradient.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str] | None = None):
+        super().__init__([])
+        self.model = model
+        self.names = names or [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters the model has now: sharding makes new ones."""
+        named = dict(self.model.named_parameters())
+        return [named[name] for name in self.names]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a process has only its share."""
+        return is_sharded(self.model)
+
+    def exact(self) -> list[Tensor]:
+        """Return the values of `used`, without gradient."""
+        return [value.detach() for value in self.used()]
+
+    def refresh(self) -> None:
+        """Do nothing: no copies are kept beside the shares."""
+
+    def used(self) -> list[Tensor]:
+        """Return what this process has of each parameter, over the same memory: writing it writes the weights."""
+        return [
+            parameter.detach().to_local().requires_grad_() if isinstance(parameter, DTensor) else parameter
+            for parameter in self.parameters
+        ]
+
+    def shard(self, values: list[Tensor]) -> list[Tensor]:
+        """Return this process's shares of whole values; values that are shares already are returned as they are."""
+        pairs = zip(self.parameters, values, strict=True)
+        return [as_shard(v, p).to_local() if isinstance(p, DTensor) and v.shape == p.shape else v for p, v in pairs]
+
+    def join(self, shares: list[Tensor]) -> Iterator[Tensor]:
+        """Yield whole values from the shares of all processes; every process must ask for all of them."""
+        for parameter, share in zip(self.parameters, shares, strict=True):
+            yield as_dtensor(share, parameter).full_tensor() if isinstance(parameter, DTensor) else share
+
+    @contextlib.contextmanager
+    def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
+        """Show the trained parameters whole, under the classes the networks had, to be written to or read from files.
+
+        Every process enters it. One tensor is gathered at a time; frozen weights beside a LoRA stay sharded.
+
+        Args:
+            values: shares to show in place of the weights, such as an average's.
+            is_kept: False on processes that only help to gather.
+        """
+        shown: dict[nn.Module, dict[str, nn.Parameter]] = collections.defaultdict(dict)
+        if self.is_sharded or values is not None:
+            whole = self.join(self.exact() if values is None else values)
+            for path, parameter, value in zip(self.names, self.parameters, whole, strict=True):
+                if is_kept:
+                    owner, _, name = path.rpartition(".")
+                    value = nn.Parameter(value.detach().cpu().clone(), parameter.requires_grad)
+                    shown[self.model.get_submodule(owner)][name] = value
+        classes = [(unit, type(unit)) for unit in find_units(self.model)]
+        with contextlib.ExitStack() as stack:
+            for module, own in shown.items():
+                stack.enter_context(replace_attribute(module, "_parameters", {**module._parameters, **own}))
+                # FSDP's hook that looks for shares after a load
+                hooks = collections.OrderedDict()
+                stack.enter_context(replace_attribute(module, "_load_state_dict_post_hooks", hooks))
+            for unit, cls in classes:
+                unit.__class__ = _plain_class(cls)
+            try:
+                yield
+            finally:
+                for unit, cls in classes:
+                    unit.__class__ = cls
+
+    @contextlib.contextmanager
+    def rewrite(self) -> Iterator[None]:
+        """Show whole parameters for a file to be read into, on every process; afterwards each has its share."""
+        if not self.is_sharded:
+            yield
+            return
+        with self.show_whole():
+            yield
+            read = [parameter.detach() for parameter in self.parameters]
+        with torch.no_grad():
+            for own, value in zip(self.used(), self.shard(read), strict=True):
+                own.copy_(value)
+
+
+def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a module had before FSDP put its own in front of it."""
+    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))

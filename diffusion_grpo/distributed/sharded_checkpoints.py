@@ -1,0 +1,134 @@
+"""The optimizer's state of a sharded run on disk: safetensors and JSON, in which no code can hide.
+
+Each process writes its shares to the folder `optimizer` of a checkpoint, and any number of processes (also a single
+one) can read theirs from it. torch's distributed checkpoints cut and join the tensors, in their safetensors format,
+because the default format keeps its index as a pickle.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers.trainer import OPTIMIZER_NAME
+
+from .dtensor import as_shard, is_sharded
+
+FOLDER, REST = "optimizer", "optimizer.json"
+PICKLED = Path("dcp", ".metadata")  # of earlier versions
+OPTIONS = StateDictOptions(ignore_frozen_params=True)
+
+
+def has_shards(checkpoint: Path) -> bool:
+    """Whether FSDP2 wrote a checkpoint's optimizer state."""
+    return (checkpoint / FOLDER / REST).is_file()
+
+
+def has_pickled_shards(checkpoint: Path) -> bool:
+    """Whether an earlier version wrote it with FSDP2, which leaves an index that would have to be unpickled."""
+    return (checkpoint / PICKLED).is_file()
+
+
+def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer, is_first: bool) -> None:
+    """Write this process's shares of the optimizer's state; the first process also what is not a tensor."""
+    state = get_optimizer_state_dict(model, _plain(optimizer), options=OPTIONS)
+    writer = dcp.HuggingFaceStorageWriter(str(checkpoint / FOLDER), save_distributed=True)
+    dcp.save(_tensors(state), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
+    if is_first:
+        rest = {"param_groups": state["param_groups"], "numbers": _numbers(state)}
+        (checkpoint / FOLDER / REST).write_text(json.dumps(rest), encoding="utf-8")
+
+
+def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> bool:
+    """Read optimizer state that FSDP2 wrote, or that a sharded optimizer needs.
+
+    Plain files for plain optimizers are left to `Trainer`. Weights are in the checkpoint's portable files.
+
+    Returns:
+        whether such state was read.
+
+    Raises:
+        ValueError: tensors are missing, or belong to other parameters.
+    """
+    optimizer = _plain(optimizer)
+    if has_shards(checkpoint):
+        state = get_optimizer_state_dict(model, optimizer, options=OPTIONS)
+        _read_tensors(checkpoint / FOLDER, _tensors(state))
+        _fill_rest(json.loads((checkpoint / FOLDER / REST).read_text(encoding="utf-8")), state)
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=OPTIONS)
+        return True
+    file = checkpoint / OPTIMIZER_NAME
+    if not is_sharded(model) or not file.is_file():
+        return False
+    _load_whole(torch.load(file, map_location="cpu", weights_only=True), optimizer)
+    return True
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state under flat names, over the same memory.
+
+    A number such as Adam's `step` becomes a vector of one element, since DCP cannot cut a tensor without dimensions.
+    """
+    return {
+        f"{parameter}.{name}": value.view(1) if value.dim() == 0 else value
+        for parameter, values in state["state"].items()
+        for name, value in values.items()
+        if torch.is_tensor(value)
+    }
+
+
+def _numbers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what some optimizers keep beside tensors, such as Adafactor's `step`."""
+    numbers = {
+        parameter: {name: value for name, value in values.items() if not torch.is_tensor(value)}
+        for parameter, values in state["state"].items()
+    }
+    return {parameter: values for parameter, values in numbers.items() if values}
+
+
+def _read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors, or this process's shares of them, in place."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise ValueError(f"{folder} has no optimizer state for {name}: it belongs to a run of other parameters.")
+        if saved[name].size != tensor.shape:
+            found, expected = tuple(saved[name].size), tuple(tensor.shape)
+            raise ValueError(f"{folder}: {name} has the shape {found}, and this run's {expected}.")
+    dcp.load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+
+
+def _fill_rest(saved: dict[str, Any], state: dict[str, Any]) -> None:
+    """Fill in the optimizer's settings and numbers, in place; lists become tuples again where they were."""
+    for ours, theirs in zip(state["param_groups"], saved["param_groups"], strict=True):
+        if ours["params"] != theirs["params"]:
+            raise ValueError("The checkpoint's optimizer state belongs to other parameters than this run trains.")
+        for name, value in theirs.items():
+            ours[name] = tuple(value) if isinstance(ours.get(name), tuple) else value
+    for parameter, numbers in saved["numbers"].items():
+        state["state"][parameter] |= numbers
+
+
+def _load_whole(saved: dict[str, Any], optimizer: Optimizer) -> None:
+    """Load the state of a plain optimizer into one of sharded parameters, which are in the same order."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, values in saved["state"].items():
+        like = parameters[place]
+        for name, value in values.items():
+            if isinstance(like, DTensor) and torch.is_tensor(value) and value.shape == like.shape:
+                values[name] = as_shard(value, like)
+    optimizer.load_state_dict(saved)
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    return getattr(optimizer, "optimizer", optimizer)  # inside accelerate's

@@ -1,0 +1,1 @@
+"""Read, write and convert images, videos and sound."""

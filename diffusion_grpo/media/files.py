@@ -1,0 +1,285 @@
+"""Images, videos and sound as files: PNG, MP4 and WAV, written and read.
+
+Evaluation, `diffusion-grpo sample`, the report and datasets share these files. No other module writes with PyAV.
+"""
+
+import fractions
+import io
+import itertools
+import wave
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import av
+import numpy as np
+import torch
+from PIL import Image
+
+from .samples import as_images
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+SOUND_FIELDS = ("audio", "sound")  # where a pipeline that makes videos with sound returns the sound
+SOUND_IMAGE = (256, 128)  # pixels
+WINDOW = 1024  # most samples in one column of a spectrogram
+QUIETEST = -80.0  # decibels relative to the loudest; drawn black
+
+
+class VideoWithSound(list):
+    """A list of video frames that also carries the video's sound.
+
+    Attributes:
+        sound: (channels, time) float32 in [-1, 1].
+        sampling_rate: in hertz.
+    """
+
+    def __init__(self, frames: list[Image.Image], sound: np.ndarray, sampling_rate: int):
+        super().__init__(frames)
+        self.sound, self.sampling_rate = sound, sampling_rate
+
+
+def extract_samples(pipe: "DiffusionPipeline", output: Any) -> Any:
+    """Return the samples in a pipeline's output, with their sound if it returned videos and sound."""
+    samples = output[0]
+    sounds = [output[name] for name in SOUND_FIELDS if isinstance(output, dict) and output.get(name) is not None]
+    rate = find_sampling_rate(pipe)
+    if not sounds or rate is None or not isinstance(samples, list):
+        return samples
+    pairs = zip(samples, sounds[0], strict=True)
+    return [VideoWithSound(frames, as_sound(sound), rate) for frames, sound in pairs]
+
+
+def find_sampling_rate(pipe: "DiffusionPipeline") -> int | None:
+    """Return the sampling rate of the sound that a pipeline makes, in hertz; None if it makes no sound.
+
+    A vocoder, if there is one, comes last in the pipeline and so decides; otherwise the autoencoder for sound does.
+    """
+    parts = [pipe.components.get("vocoder"), pipe.components.get("audio_vae"), *pipe.components.values()]
+    for part in parts:
+        for name in ("output_sampling_rate", "sampling_rate", "sample_rate"):
+            rate = getattr(getattr(part, "config", None), name, None)
+            if rate is not None:
+                return int(rate)
+    return None
+
+
+def as_sound(sample: Any) -> np.ndarray:
+    """Convert a pipeline's waveform, an array or tensor (channels, time) or (time,), to (channels, time) float32."""
+    values = sample.detach().float().cpu().numpy() if isinstance(sample, torch.Tensor) else np.asarray(sample)
+    return np.atleast_2d(values).astype(np.float32)
+
+
+def write_sample(
+    sample: Any, stem: str | Path, fps: float, sampling_rate: int | None = None
+) -> tuple[Path | None, Path]:
+    """Write one sample to files. Each is written under a temporary name first, so that none is ever incomplete.
+
+    An image becomes a PNG. A video becomes an MP4, with its sound if it has any, and a PNG of the first frame. A
+    waveform becomes a WAV and a PNG that plots it. Anything else (embeddings) becomes an NPY.
+
+    Args:
+        sample: an image, a list of frames, or an array or tensor.
+        stem: path of the files without their extensions; its folder is created if needed.
+        fps: frames per second of a video.
+        sampling_rate: of a waveform, in hertz; without it, a one- or two-dimensional array is not taken for sound.
+
+    Returns:
+        The image that stands for the sample in grids (None if there is none), and the file with the sample.
+    """
+    stem = Path(stem)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    [sample] = as_images([sample])
+    if isinstance(sample, Image.Image):
+        image = _write_whole(stem, ".png", lambda path: sample.save(path))
+        return image, image
+    if isinstance(sample, list) and sample and isinstance(sample[0], Image.Image):
+        file = _write_whole(stem, ".mp4", lambda path: write_video(sample, path, fps))
+        return _write_whole(stem, ".png", lambda path: sample[0].save(path)), file
+    if sampling_rate is not None and getattr(sample, "ndim", 0) in (1, 2):
+        sound = as_sound(sample)
+        file = _write_whole(stem, ".wav", lambda path: write_sound(sound, path, sampling_rate))
+        return _write_whole(stem, ".png", lambda path: draw_sound(sound).save(path)), file
+    values = sample.detach().float().cpu().numpy() if isinstance(sample, torch.Tensor) else np.asarray(sample)
+    return None, _write_whole(stem, ".npy", lambda path: np.save(path, values))
+
+
+def _write_whole(stem: Path, ending: str, write: Any) -> Path:
+    """Write under a temporary name, then rename."""
+    path = stem.with_name(f"{stem.name}{ending}")
+    aside = path.with_name(f"tmp-{path.name}")
+    write(aside)
+    aside.replace(path)
+    return path
+
+
+def draw_sound(sound: np.ndarray) -> Image.Image:
+    """Plot a waveform: amplitude over time at the top, a spectrogram with 0 Hz at the bottom below it.
+
+    The spectrogram's vertical axis is the square root of the frequency, to give the low frequencies of voices and
+    instruments more room.
+
+    Args:
+        sound: (channels, time) floats in [-1, 1].
+    """
+    width, height = SOUND_IMAGE[0], SOUND_IMAGE[1] // 2
+    mono = np.nan_to_num(np.asarray(sound, dtype=np.float64)).mean(axis=0)
+    columns = [mono[part] for part in _split(len(mono), width)]
+    rows = np.linspace(1, -1, height)[:, None]
+    low, high = (np.array([edge(column) for column in columns]) for edge in (np.min, np.max))
+    wave_form = np.where((rows <= high + 1 / height) & (rows >= low - 1 / height), 40, 255)
+    size = min(WINDOW, len(mono))
+    starts = np.linspace(0, len(mono) - size, width).astype(int)
+    windows = np.stack([mono[start : start + size] for start in starts]) * np.hanning(size)
+    levels = 20 * np.log10(np.abs(np.fft.rfft(windows)) + 1e-12)
+    levels = levels[:, (np.linspace(0, 1, height) ** 2 * (levels.shape[1] - 1)).round().astype(int)]
+    levels = np.clip((levels - max(levels.max(), QUIETEST)) / -QUIETEST + 1, 0, 1)
+    return Image.fromarray(np.concatenate([wave_form, 255 * levels.T[::-1]]).astype(np.uint8))
+
+
+def _split(length: int, count: int) -> list[slice]:
+    """Split `length` into `count` slices, none of them empty."""
+    edges = np.linspace(0, length, count + 1).astype(int)
+    return [slice(min(start, length - 1), max(stop, start + 1)) for start, stop in zip(edges, edges[1:])]
+
+
+def write_video(
+    frames: list[Image.Image], target: str | Path | BinaryIO, fps: float, quality: int = 18, is_lossless: bool = False
+) -> str | Path | BinaryIO:
+    """Write an MP4 (H.264, and AAC for the sound of a [`VideoWithSound`]) that any browser plays.
+
+    Args:
+        frames: at least one, all of the same size.
+        target: a path that ends in `.mp4`, or an open file.
+        fps: frames per second.
+        quality: x264's constant rate factor; 18 is visually lossless, and every 6 more halve the file.
+        is_lossless: keep every pixel, in a file for programs: few browsers play it, and it is far larger.
+
+    Returns:
+        `target`.
+
+    Raises:
+        ValueError: the frames differ in size, or there are none.
+    """
+    sizes = sorted({frame.size for frame in frames})
+    if len(sizes) != 1:
+        raise ValueError(f"A video needs frames of one size, got {sizes or 'no frames'}.")
+    width, height = sizes[0]
+    with _open_mp4(target) as file:
+        encoder = "libx264rgb" if is_lossless else "libx264"
+        stream = file.add_stream(encoder, rate=fractions.Fraction(fps).limit_denominator(1001))
+        stream.width, stream.height = width, height
+        # players expect 4:2:0, which halves the resolution of the colour and so needs even sides
+        stream.pix_fmt = "yuv444p" if width % 2 or height % 2 else "yuv420p"
+        stream.options = {"crf": str(quality)}
+        if is_lossless:
+            stream.pix_fmt, stream.options = "rgb24", {"qp": "0", "preset": "ultrafast"}
+        sound = _sound_stream(file, frames) if isinstance(frames, VideoWithSound) else []
+        for frame in frames:
+            file.mux(stream.encode(av.VideoFrame.from_image(frame.convert("RGB"))))
+        file.mux(stream.encode())
+        for packet in sound:
+            file.mux(packet)
+    return target
+
+
+def shrink_video(path: str | Path, widest: int) -> bytes:
+    """Re-encode a video, with its sound, to at most `widest` pixels per side, for a page that holds many."""
+    with av.open(str(path)) as file:
+        fps, is_silent = float(file.streams.video[0].average_rate), not file.streams.audio
+    frames = read_video(path)
+    scale = min(1, widest / max(frames[0].size))
+    size = [max(2, round(side * scale / 2) * 2) for side in frames[0].size]  # even, as players want them
+    frames = [frame.resize(size) for frame in frames]
+    target = io.BytesIO()
+    write_video(frames if is_silent else VideoWithSound(frames, *read_sound(path)), target, fps, quality=28)
+    return target.getvalue()
+
+
+def compress_sound(path: str | Path) -> bytes:
+    """Encode a sound file as AAC in an MP4, about a tenth of the size of a WAV."""
+    target = io.BytesIO()
+    with _open_mp4(target) as file:
+        for packet in _sound_stream(file, VideoWithSound([], *read_sound(path))):
+            file.mux(packet)
+    return target.getvalue()
+
+
+def _open_mp4(target: str | Path | BinaryIO) -> Any:
+    """Open an MP4 for writing, if by path with the index at the start, so that browsers play it while it loads."""
+    if hasattr(target, "write"):
+        return av.open(target, "w", format="mp4")
+    return av.open(str(target), "w", format="mp4", options={"movflags": "faststart"})
+
+
+def _sound_stream(file: Any, video: VideoWithSound) -> Any:
+    """Add an audio stream to an open MP4 and return an iterator over its packets."""
+    rates = av.codec.Codec("aac", "w").audio_rates
+    rate = video.sampling_rate if video.sampling_rate in rates else 48000
+    channels = video.sound[:2]  # as played: one or two
+    layout = "mono" if len(channels) == 1 else "stereo"
+    stream = file.add_stream("aac", rate=rate, layout=layout)
+    return _sound_packets(stream, np.ascontiguousarray(channels, dtype=np.float32).clip(-1, 1), video, layout)
+
+
+def _sound_packets(stream: Any, channels: np.ndarray, video: VideoWithSound, layout: str) -> Any:
+    frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout=layout)
+    frame.sample_rate, frame.pts = video.sampling_rate, 0
+    resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
+    for part in [*resampler.resample(frame), *resampler.resample(None)]:
+        yield from stream.encode(part)
+    yield from stream.encode()
+
+
+def read_video(source: str | Path | BinaryIO) -> list[Image.Image]:
+    """Read all frames of a video file as RGB images.
+
+    Raises:
+        ValueError: the file holds no video.
+    """
+    with av.open(source if hasattr(source, "read") else str(source)) as file:
+        if not file.streams.video:
+            raise ValueError(f"{source} holds no video.")
+        return [frame.to_image() for frame in file.decode(video=0)]
+
+
+def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Path:
+    """Write a 16-bit WAV.
+
+    Args:
+        samples: (channels, time) or (time,) floats in [-1, 1]; values outside are clipped.
+        path: ends in `.wav`.
+        sampling_rate: in hertz.
+    """
+    waveform = np.atleast_2d(np.asarray(samples, dtype=np.float64)).clip(-1, 1)
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(len(waveform))
+        file.setsampwidth(2)
+        file.setframerate(sampling_rate)
+        file.writeframes((waveform.T * 32767).round().astype("<i2").tobytes())
+    return Path(path)
+
+
+def read_sound(
+    source: str | Path | BinaryIO, sampling_rate: int | None = None, channels: int | None = None
+) -> tuple[np.ndarray, int]:
+    """Read a sound file, or the sound of a video: (channels, time) float32 in [-1, 1], and the sampling rate.
+
+    Args:
+        source: path or open file.
+        sampling_rate: resample to this rate, in hertz; by default the file's own.
+        channels: convert to mono (1) or stereo (2); by default the file's own.
+
+    Raises:
+        ValueError: the file holds no sound.
+    """
+    with av.open(source if hasattr(source, "read") else str(source)) as file:
+        if not file.streams.audio:
+            raise ValueError(f"{source} holds no sound.")
+        stream = file.streams.audio[0]
+        rate = sampling_rate or stream.rate
+        layout = {1: "mono", 2: "stereo"}[channels] if channels else stream.layout
+        resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
+        frames = itertools.chain(file.decode(audio=0), [None])  # None flushes the resampler
+        parts = [part.to_ndarray() for frame in frames for part in resampler.resample(frame)]
+        return np.concatenate(parts, axis=1), rate

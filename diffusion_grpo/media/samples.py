@@ -1,0 +1,134 @@
+"""Convert a pipeline's samples to the forms in which rewards get them: PIL images, or one tensor.
+
+Samples are converted once, and frames of videos chosen by one rule, so that all rewards see the same pixels.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+def as_images(samples: list) -> list:
+    """Convert samples to PIL images, or to lists of PIL frames for videos; leave sound and embeddings as they are.
+
+    Returns `samples` itself if there is nothing to convert.
+
+    Args:
+        samples: PIL images, arrays or tensors `(height, width, 1, 3 or 4)`, or sequences of these; arrays hold
+            uint8, or floats in [0, 1].
+    """
+    converted = [_convert(sample) for sample in samples]
+    return samples if all(new is old for new, old in zip(converted, samples, strict=True)) else converted
+
+
+def _convert(sample: Any) -> Any:
+    if _is_frame(sample):
+        return _to_image(sample)
+    is_video = isinstance(sample, (list, tuple)) or getattr(sample, "ndim", 0) == 4
+    if not is_video or not len(sample) or not all(_is_frame(frame) for frame in sample):
+        return sample
+    is_done = isinstance(sample, list) and all(isinstance(frame, Image.Image) for frame in sample)
+    return sample if is_done else [_to_image(frame) for frame in sample]
+
+
+def _is_frame(frame: Any) -> bool:
+    if isinstance(frame, Image.Image):
+        return True
+    return isinstance(frame, (np.ndarray, Tensor)) and frame.ndim == 3 and frame.shape[-1] in (1, 3, 4)
+
+
+def _to_image(frame: Any) -> Image.Image:
+    if isinstance(frame, Image.Image):
+        return frame
+    pixels = np.asarray(frame)
+    pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    if pixels.dtype != np.uint8:
+        pixels = (255 * pixels.astype(np.float64).clip(0, 1)).round().astype(np.uint8)
+    return Image.fromarray(pixels)
+
+
+def as_tensor(samples: list) -> Tensor:
+    """Stack samples, `(batch, frames, 3, height, width)` float32 in [0, 1] on the CPU; an image is a one-frame video.
+
+    Raises:
+        ValueError: the samples differ in size or in their number of frames, or are not images.
+    """
+    videos = [sample if isinstance(sample, list) else [sample] for sample in samples]
+    strange = [frame for video in videos for frame in video if not isinstance(frame, Image.Image)]
+    if strange:
+        raise ValueError(f"A reward asks for a tensor of images, but the samples are {type(strange[0]).__name__}.")
+    shapes = sorted({(len(video), *frame.size) for video in videos for frame in video})
+    if len(shapes) != 1:
+        raise ValueError(
+            f"A reward asks for one tensor of all samples, but these have several sizes (frames, width, height): "
+            f"{', '.join(map(str, shapes))}; give height and width, or use a reward that takes images."
+        )
+    pixels = np.stack([[np.asarray(frame.convert("RGB")) for frame in video] for video in videos])
+    return torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).float() / 255
+
+
+def copy_value(value: Any) -> Any:
+    """Copy `value` so that writing to the copy leaves the original unchanged.
+
+    Lists, tuples and mappings are copied with their contents, a video with its sound. Other objects are deep-copied;
+    one that cannot be, such as an open file, is returned itself.
+
+    Example:
+        >>> copy_value(["a", {"count": 2}])
+        ['a', {'count': 2}]
+    """
+    if value is None or isinstance(value, (str, bytes, bool, int, float)):
+        return value
+    if isinstance(value, Image.Image):
+        return _copy_image(value)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) is tuple:
+        return tuple(map(copy_value, value))
+    if type(value) is dict:
+        return {name: copy_value(item) for name, item in value.items()}
+    if not isinstance(value, list):
+        return _deep_copy(value)
+    copied = copy.copy(value)  # a video with sound is a list with attributes
+    copied[:] = map(copy_value, value)
+    for name, item in getattr(value, "__dict__", {}).items():
+        setattr(copied, name, copy_value(item))
+    return copied
+
+
+def _deep_copy(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except TypeError:  # raised by `copy` for locks, files and decoders
+        return value
+
+
+def _copy_image(image: Image.Image) -> Image.Image:
+    """Copy an image with its format and file name, which `Image.copy` leaves out."""
+    copied = image.copy()
+    copied.format = image.format
+    if hasattr(image, "filename"):
+        copied.filename = image.filename
+    return copied
+
+
+def frame_positions(frames: int | str, length: int) -> list[int]:
+    """Return the positions of the frames that represent a video: evenly spaced, including the first and the last.
+
+    A single frame is the first one. There are never more than the video has.
+
+    Args:
+        frames: how many, or `"all"`.
+        length: frames of the video.
+    """
+    if frames == "all" or frames >= length:
+        return list(range(length))
+    return [0] if frames == 1 else [round(place * (length - 1) / (frames - 1)) for place in range(frames)]

@@ -1,0 +1,126 @@
+"""Serialise samples and dataset rows for other processes of a run: bit for bit, of the same types, without pickle.
+
+A packet is a safetensors file: pixels and numbers as tensors, and JSON that says what each of them was. Columns that
+rewards add are sent in Arrow's format. Servers get another form, always RGB: `rewards/server/wire.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+def pack_samples(samples: list | None, latents: list[Tensor] | None) -> Tensor:
+    """Pack samples and their latents into one packet, (bytes,) uint8 on the CPU.
+
+    Args:
+        samples: PIL images, arrays, tensors, or lists of these (with their sound, if they are `VideoWithSound`);
+            or rows: mappings from names to these, texts and numbers.
+        latents: of the same samples.
+
+    Raises:
+        TypeError: a sample is something else.
+    """
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {}
+    forms = [None if own is None else [_form(one, tensors) for one in own] for own in (samples, latents)]
+    text = torch.frombuffer(bytearray(json.dumps(forms).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(save({**tensors, "forms": text})), dtype=torch.uint8)
+
+
+def unpack_samples(packet: Tensor, device: torch.device) -> tuple[list | None, list[Tensor] | None]:
+    """Return what `pack_samples` was given; tensors that were on an accelerator are put on `device`."""
+    from safetensors.torch import load
+
+    tensors = load(packet.numpy().tobytes())
+    samples, latents = json.loads(tensors["forms"].numpy().tobytes())
+    return tuple(own and [_sample(form, tensors, device) for form in own] for own in (samples, latents))
+
+
+def pack_columns(columns: dict[str, list], positions: list[int]) -> bytes:
+    """Pack columns with one value for each of `positions`; no columns give no bytes.
+
+    Raises:
+        pyarrow.ArrowInvalid: a table cannot hold the values.
+    """
+    if not columns:
+        return b""
+    sink = pyarrow.BufferOutputStream()
+    table = pyarrow.table(columns).replace_schema_metadata({"positions": json.dumps(positions)})
+    with pyarrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def unpack_columns(content: bytes) -> tuple[dict[str, list], list[int]]:
+    """Return what `pack_columns` was given."""
+    if not content:
+        return {}, []
+    table = pyarrow.ipc.open_stream(content).read_all()
+    return table.to_pydict(), json.loads(table.schema.metadata[b"positions"])
+
+
+def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Describe a sample in JSON, and add its numbers to `tensors`."""
+    from .files import VideoWithSound
+
+    name = str(len(tensors))
+    if sample is None or isinstance(sample, (bool, int, float, str)):
+        return {"plain": sample}
+    if isinstance(sample, Image.Image) and sample.mode == "P":  # its palette is stored beside the pixels
+        file = io.BytesIO()
+        sample.save(file, "PNG")
+        tensors[name] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        return {"png": name}
+    if isinstance(sample, Image.Image):
+        tensors[name] = torch.frombuffer(bytearray(sample.tobytes()), dtype=torch.uint8)
+        return {"image": name, "mode": sample.mode, "size": sample.size}
+    if isinstance(sample, np.ndarray):
+        tensors[name] = torch.from_numpy(np.array(sample, order="C"))
+        return {"array": name}
+    if isinstance(sample, Tensor):
+        tensors[name] = sample.detach().to("cpu", copy=True).contiguous()
+        return {"tensor": name, "is_on_device": sample.device.type != "cpu"}
+    if isinstance(sample, (list, tuple)):
+        form: dict[str, Any] = {type(sample).__name__: [_form(one, tensors) for one in sample]}
+        if isinstance(sample, VideoWithSound):
+            form |= {"sound": _form(sample.sound, tensors), "sampling_rate": sample.sampling_rate}
+        return form
+    if isinstance(sample, dict):
+        return {"dict": {name: _form(one, tensors) for name, one in sample.items()}}
+    raise TypeError(
+        f"A sample or a column holds a {type(sample).__name__}, which cannot be sent to another process: images, "
+        "arrays, tensors, texts, numbers, and lists and mappings of these can. If it is a sample, leave out "
+        "reward_processes, so that each process scores its own samples."
+    )
+
+
+def _sample(form: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Any:
+    from .files import VideoWithSound
+
+    (kind, content), *_ = form.items()
+    if kind == "plain":
+        return content
+    if kind == "dict":
+        return {name: _sample(part, tensors, device) for name, part in content.items()}
+    if kind == "png":
+        return Image.open(io.BytesIO(tensors[content].numpy().tobytes())).copy()
+    if kind == "image":
+        return Image.frombytes(form["mode"], tuple(form["size"]), tensors[content].numpy().tobytes())
+    if kind == "array":
+        return tensors[content].numpy()
+    if kind == "tensor":
+        return tensors[content].to(device) if form["is_on_device"] else tensors[content]
+    parts = [_sample(part, tensors, device) for part in content]
+    if kind == "VideoWithSound":
+        return VideoWithSound(parts, _sample(form["sound"], tensors, device), form["sampling_rate"])
+    return tuple(parts) if kind == "tuple" else parts

@@ -1,0 +1,95 @@
+"""Counts of prompts, samples and updates, computed from the settings alone. `plan.py` adds the memory."""
+
+import math
+from dataclasses import dataclass
+
+from ..config.settings import DiffusionGRPOConfig
+from ..rewards.reward_processes import Assignment, scoring_process
+from ..rollout.order import RolloutOrder
+
+
+@dataclass
+class Batches:
+    """Counts of prompts, samples and updates of a run, over all processes unless a field says otherwise.
+
+    Attributes:
+        processes: number of processes on all machines.
+        prompts_per_rollout, samples_per_prompt, samples_per_rollout: counts of what is generated and scored.
+        trained_per_prompt: samples per prompt that are trained on: the whole group, or `best_of_n` of it.
+        samples_per_process: samples that one process generates per rollout.
+        reward_processes: number of processes that compute rewards.
+        samples_per_reward_process: most samples that one of them scores per rollout.
+        pipeline_calls: pipeline calls of one process per rollout.
+        micro_batch: samples in one forward and backward pass of one process.
+        micro_batches_per_update: micro-batches of one process in an update.
+        updates_per_rollout: updates between two rollouts.
+        samples_per_update: samples that one update trains on.
+        trained_steps: steps trained per sample.
+        num_inference_steps: denoising steps per sample.
+        rollouts_per_epoch, updates_per_epoch: counts per epoch; None if the size of the dataset is unknown.
+    """
+
+    processes: int
+    prompts_per_rollout: int
+    samples_per_prompt: int
+    samples_per_rollout: int
+    trained_per_prompt: int
+    samples_per_process: int
+    reward_processes: int
+    samples_per_reward_process: int
+    pipeline_calls: int
+    micro_batch: int
+    micro_batches_per_update: int
+    updates_per_rollout: int
+    samples_per_update: int
+    trained_steps: int
+    num_inference_steps: int
+    rollouts_per_epoch: int | None
+    updates_per_epoch: int | None
+
+    @classmethod
+    def of(cls, args: DiffusionGRPOConfig, prompts: int | None) -> "Batches":
+        """Compute the counts.
+
+        Args:
+            args: the settings.
+            prompts: number of rows in the dataset, None if unknown.
+        """
+        start, stop = args.window
+        window = args.sde_window_size or stop - start
+        updates = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
+        rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)
+        size = args.rollout_batch_size or args.per_device_train_batch_size
+        scored = _count_scored(args)
+        accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return cls(
+            processes=args.world_size,
+            prompts_per_rollout=args.batch_sizes.prompts_per_rollout,
+            samples_per_prompt=args.num_generations,
+            samples_per_rollout=args.batch_sizes.prompts_per_rollout * args.num_generations,
+            trained_per_prompt=args.batch_sizes.trained_per_prompt,
+            samples_per_process=args.batch_sizes.rollout_share,
+            reward_processes=len(scored),
+            samples_per_reward_process=max(scored),
+            pipeline_calls=math.ceil(args.batch_sizes.rollout_share / size),
+            micro_batch=args.per_device_train_batch_size,
+            micro_batches_per_update=args.gradient_accumulation_steps,
+            updates_per_rollout=updates,
+            samples_per_update=accumulated * args.data_processes,
+            trained_steps=max(1, round(args.timestep_fraction * window)),
+            num_inference_steps=args.num_inference_steps,
+            rollouts_per_epoch=rollouts,
+            updates_per_epoch=None if rollouts is None else rollouts * updates,
+        )
+
+
+def _count_scored(args: DiffusionGRPOConfig) -> list[int]:
+    """Count the samples per rollout that each reward process scores."""
+    if not args.scores_on_some:
+        return [args.batch_sizes.rollout_share] * args.world_size
+    order, copies = RolloutOrder(args.batch_sizes, args.seed, 0), args.context_parallel_size
+    made = [order.of_process(order.made, process).tolist() for process in range(args.data_processes)]
+    ranks = {copies * scoring_process(process, len(made), args.reward_processes) for process in range(len(made))}
+    return [
+        len(Assignment.of(made, args.num_generations, args.reward_processes, rank, copies).taken) for rank in ranks
+    ]

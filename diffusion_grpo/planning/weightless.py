@@ -1,0 +1,264 @@
+"""Pipelines without weights, built from configuration files, and measurements of their rollouts.
+
+The pipeline is of diffusers' own class. Its networks hold fake tensors (torch's `FakeTensorMode`), which have a shape
+and a dtype but no memory. It is loaded by the rules of training and rolled out by the same code, so nothing is
+estimated per family.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ..config.settings import DiffusionGRPOConfig
+from ..policy.rollout import Policy, Trajectory, rollout
+from ..training.model import checkpoint_share, choose_dtype, set_scheduler
+
+WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
+
+
+def find_configuration(model: str) -> Path:
+    """Find the folder with the configuration files of a pipeline, downloading them from the Hub if needed.
+
+    Raises:
+        OSError: `model` is not a folder, and the Hub cannot be reached or has no such pipeline.
+    """
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, ignore_patterns=[*WEIGHTS, "*.png", "*.jpg", "*.gif", "*.mp4"]))
+
+
+def build_weightless_pipeline(
+    folder: Path, args: DiffusionGRPOConfig, is_full_training: bool
+) -> tuple[DiffusionPipeline, FakeTensorMode]:
+    """Build the pipeline of a folder as `load_pipeline` does, but with fake tensors instead of weights.
+
+    Raises:
+        ValueError: neither diffusers nor transformers has the class of one of its parts.
+    """
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dtype = choose_dtype(args, is_full_training)
+    parts: dict[str, Any] = {}
+    for name, entry in index.items():
+        if name.startswith("_"):
+            continue
+        if not isinstance(entry, list) or entry[0] is None or entry[1] is None:
+            parts[name] = None if isinstance(entry, list) else entry
+            continue
+        own = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
+        parts[name] = _build_part(folder / name, entry, own, mode)
+    pipe = getattr(diffusers, index["_class_name"])(**parts)
+    return set_scheduler(pipe, args.scheduler_kwargs), mode
+
+
+def _build_part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeTensorMode) -> Any:
+    library, name = entry
+    cls = getattr(diffusers, name, None) or getattr(transformers, name, None)
+    if cls is None:
+        raise ValueError(f"{folder.name} is a {name} of {library}, which diffusers and transformers do not have.")
+    if not issubclass(cls, nn.Module):
+        return cls.from_pretrained(folder)
+    if issubclass(cls, transformers.PreTrainedModel):
+        config = cls.config_class.from_pretrained(folder)
+        with mode:
+            part = cls(config)
+        own = dtype or getattr(config, "dtype", None)  # as transformers does by default
+        kept = set(part._keep_in_fp32_modules_strict or ())
+        kept |= set(part._keep_in_fp32_modules or ()) if own == torch.float16 else set()
+    else:
+        with mode:
+            part = cls.from_config(cls.load_config(folder))
+        own, kept = dtype, set(part._keep_in_fp32_modules or ())
+    return _cast(part, own or torch.float32, kept).eval()
+
+
+def _cast(part: nn.Module, dtype: torch.dtype, kept: set[str]) -> nn.Module:
+    """Cast the part, except for what its class keeps in float32, and move it to the meta device."""
+
+    def cast(name: str, tensor: Tensor) -> Tensor:
+        is_kept = kept & set(name.split(".")) and dtype != torch.float32
+        to = tensor.dtype if not tensor.is_floating_point() else torch.float32 if is_kept else dtype
+        return torch.empty(tensor.shape, dtype=to, device="meta")
+
+    _replace(part, cast)
+    return part
+
+
+def move_to_cpu(pipe: DiffusionPipeline, mode: FakeTensorMode) -> None:
+    """Replace the weights of a prepared pipeline by fake tensors on the CPU, so that it can be called."""
+
+    def fake(name: str, tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            _replace(part, fake)
+
+
+def _replace(part: nn.Module, new: Callable[[str, Tensor], Tensor]) -> None:
+    """Replace each weight and buffer. Tied tensors stay tied."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for prefix, module in part.named_modules():
+        own = {"recurse": False, "remove_duplicate": False}
+        for name, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
+            if id(tensor) not in made:
+                other = new(f"{prefix}.{name}", tensor)
+                if isinstance(tensor, nn.Parameter):
+                    other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+                made[id(tensor)] = tensor, other
+            setattr(module, name, made[id(tensor)][1])
+
+
+@dataclass
+class Measurement:
+    """Sizes of one micro-batch of a rollout, measured on a pipeline without weights.
+
+    Attributes:
+        samples: number of samples in the micro-batch.
+        step_bytes: bytes per recorded step and sample: latents before and after the step, log-probability, step index.
+        sample_bytes: bytes per sample that do not depend on the number of trained steps, such as seeds and tokens.
+        evaluations: forward passes of the trained network per step and sample; 2 with guidance in most pipelines.
+        activations: bytes that autograd keeps for the backward pass of one step of the micro-batch.
+        recomputed: the part of `activations` in the largest block that gradient checkpointing recomputes.
+    """
+
+    samples: int
+    step_bytes: int
+    sample_bytes: int
+    evaluations: float
+    activations: int
+    recomputed: int
+
+
+def measure(
+    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], samples: int, args: DiffusionGRPOConfig
+) -> Measurement:
+    """Roll out the first step of one micro-batch, then repeat its network calls with gradient.
+
+    Args:
+        policy: policy of a pipeline from `build_weightless_pipeline` that is prepared for training.
+        mode: the fake tensor mode of that pipeline.
+        inputs: keyword arguments of the pipeline's call for the micro-batch.
+        samples: number of samples in the micro-batch.
+        args: settings of the run.
+    """
+    calls: list[tuple[nn.Module, tuple, dict]] = []
+    with _record_calls(policy, calls):
+        _, trajectory = rollout(
+            policy,
+            inputs,
+            seeds=range(samples),
+            num_inference_steps=args.num_inference_steps,
+            steps=[[0]] * samples,
+            is_complete=False,
+        )
+    rows = [next(x for x in pytree.tree_leaves(call[1:]) if torch.is_tensor(x) and x.ndim > 1) for call in calls]
+    activations, recomputed = count_kept_bytes(policy, mode, calls, args)
+    per_step, per_sample = count_trajectory_bytes(trajectory)
+    return Measurement(samples, per_step, per_sample, sum(map(len, rows)) / samples, activations, recomputed)
+
+
+def count_trajectory_bytes(trajectory: Trajectory) -> tuple[int, int]:
+    """Count the bytes per step and sample, and the bytes per sample outside its steps."""
+    tensors = trajectory.tensors()
+    by_step = [tensors.pop(name) for name in ("latents", "next_latents", "log_probs", "steps")]
+    per_step = sum(_count_bytes(tensor) for tensor in by_step) // trajectory.steps.numel()
+    return per_step, sum(_count_bytes(tensor) for tensor in tensors.values()) // len(trajectory)
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@contextlib.contextmanager
+def _record_calls(policy: Policy, calls: list) -> Iterator[None]:
+    """Append the calls of the trained networks in the first step of a rollout to `calls`."""
+    real = [network.forward for network in policy.networks]
+
+    def wrap(network: nn.Module, forward: Callable) -> Callable:
+        def record_and_call(*args: Any, **kwargs: Any) -> Any:
+            if policy.scheduler.driver.current == 0:
+                calls.append((network, args, kwargs))
+            return forward(*args, **kwargs)
+
+        return functools.wraps(forward)(record_and_call)
+
+    for network, forward in zip(policy.networks, real, strict=True):
+        network.forward = wrap(network, forward)
+    try:
+        yield
+    finally:
+        for network in policy.networks:
+            del network.forward
+
+
+def count_kept_bytes(
+    policy: Policy, mode: FakeTensorMode, calls: list[tuple[nn.Module, tuple, dict]], args: DiffusionGRPOConfig
+) -> tuple[int, int]:
+    """Count the bytes besides the weights that autograd keeps, in all and in the largest recomputed block.
+
+    A checkpointed block keeps only its inputs. During its recomputation it keeps everything.
+    """
+    weights = {identify_storage(x) for network in policy.networks for x in [*network.parameters(), *network.buffers()]}
+    outside, largest = KeptStorages(weights), 0
+
+    def run_block(block: Callable, *inputs: Any) -> Any:
+        nonlocal largest
+        inside = KeptStorages(weights)
+        for tensor in inputs:
+            if torch.is_tensor(tensor):
+                outside.add(tensor)
+        with inside:
+            output = block(*inputs)
+        largest = max(largest, inside.bytes)
+        return output
+
+    if args.activation_checkpointing:
+        for network in policy.networks:
+            share = args.selective_checkpointing
+            network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(run_block, share))
+    with torch.enable_grad(), outside:
+        for network, positional, named in calls:
+            with policy.access.forward_context():
+                network(*positional, **named)
+    return outside.bytes + largest, largest
+
+
+class KeptStorages(torch.autograd.graph.saved_tensors_hooks):
+    """Counter of the bytes that autograd keeps. Each storage counts once; those in `known` do not count."""
+
+    def __init__(self, known: set[int]):
+        super().__init__(self._pack, lambda tensor: tensor)
+        self.known, self.bytes = set(known), 0
+        self.alive: list[Tensor] = []  # keeps addresses from being reused
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.add(tensor)
+        return tensor
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor."""
+        if identify_storage(tensor) not in self.known:
+            self.known.add(identify_storage(tensor))
+            self.alive.append(tensor)
+            self.bytes += tensor.untyped_storage().nbytes()
+
+
+def identify_storage(tensor: Tensor) -> int:
+    """Return a number that identifies the tensor's storage, even without memory."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,1 @@
+"""A pipeline seen as a policy: rollout, replay, and what they share."""

@@ -1,0 +1,232 @@
+"""What every policy shares: the pipeline, its trained networks, and how they are called."""
+
+import contextlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from ..pipelines import family_of
+from .drivers import UnsupportedPipeline
+from .language_model import Drawn, draw
+from .network_gate import NetworkAccess, NetworkGates
+from .prompt_cache import PromptCache
+from .token_process import Sampling, TokenDistribution, TokenTrajectory
+from .trajectory import RolloutRequest, StepDistribution, Trajectory, generators
+
+POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
+
+
+class UntrainedStepError(ValueError):
+    """A step is trained on that passes none of the trained networks."""
+
+
+class Policy(ABC):
+    """A pipeline seen as a policy: it acts in a rollout and is scored in a replay.
+
+    There are two kinds: [`~diffusion_grpo.policy.denoising.DenoisingPolicy`], whose actions are denoising steps, and
+    [`~diffusion_grpo.policy.token.TokenPolicy`], whose actions are tokens. The pipeline itself is left as it was.
+
+    Args:
+        pipe: any diffusers pipeline.
+        component: names of the trained networks; see [`policy_component`].
+        access: how the networks are called; the default fits one process in full precision.
+        sampling: how a language model in the pipeline's call draws tokens: `temperature`, `top_k` and `top_p`, where
+            they differ from its own generation config.
+
+    Attributes:
+        component: names of the trained networks.
+        draws_tokens: whether the actions are tokens.
+        draws_globally: whether a call of the pipeline has drawn from torch's global generator so far.
+
+    Raises:
+        ValueError: `sampling` is given for a pipeline that draws no tokens.
+        UnsupportedPipeline: the pipeline has no such network.
+    """
+
+    draws_tokens: bool = False
+
+    def __init__(
+        self,
+        pipe: DiffusionPipeline,
+        component: str | Sequence[str] | None = None,
+        access: NetworkAccess | None = None,
+        sampling: dict[str, float | None] | None = None,
+    ):
+        self.pipe = pipe
+        self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original under torch.no_grad
+        self.component = policy_component(pipe, component)
+        self.family = family_of(pipe)
+        self.access = access or NetworkAccess()
+        self.sampling = self._make_sampling(sampling or {})
+        self.gates = NetworkGates(lambda: self.networks, self.access, self.family.network_call)
+        self.prompts = PromptCache()
+        self.draws_globally = False
+
+    @property
+    @abstractmethod
+    def default_noise_level(self) -> float | None:
+        """The usual noise of the process; None for a policy without one."""
+
+    @abstractmethod
+    def rollout(
+        self, inputs: dict[str, Any], request: RolloutRequest
+    ) -> tuple[Any, Trajectory | TokenTrajectory | None]:
+        """Call the pipeline and record what is trained; see [`~diffusion_grpo.policy.rollout.rollout`]."""
+
+    @abstractmethod
+    def replay(
+        self,
+        inputs: dict[str, Any],
+        trajectory: Trajectory | TokenTrajectory,
+        step: int,
+        forwards: Sequence[Callable] | None = None,
+    ) -> StepDistribution | TokenDistribution:
+        """Score one recorded step; see [`~diffusion_grpo.policy.rollout.replay`]."""
+
+    @abstractmethod
+    def check_latents(self) -> None:
+        """Refuse a pipeline that has no denoised latents to give to a reward.
+
+        Raises:
+            UnsupportedPipeline: it has none.
+        """
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The trained networks, as the pipeline calls them; several where experts take turns over the steps."""
+        return [getattr(self.pipe, name) for name in self.component]
+
+    @property
+    def network(self) -> nn.Module:
+        """The trained network, or the first of several."""
+        return self.networks[0]
+
+    @property
+    def writer(self) -> nn.Module | None:
+        """The language model that writes tokens in the pipeline's call; None where there is none."""
+        return getattr(self.pipe, self.family.language_model or "", None)
+
+    def refuse_step(self, step: int) -> NoReturn:
+        """Refuse to train on a step that passes none of the trained networks, such as one of another expert.
+
+        Raises:
+            UntrainedStepError: always.
+        """
+        trained = ", ".join(self.component)
+        others = [name for name in policy_component(self.pipe) if name not in self.component]
+        both = f", or train them all with train_component={', '.join(sorted([*self.component, *others]))!r}"
+        raise UntrainedStepError(
+            f"Step {step} of {type(self.pipe).__name__}'s loop does not pass {trained} (train_component), so there is "
+            f"nothing to train in it; set sde_window to the steps that {trained} takes{both if others else ''}."
+        )
+
+    def take_spare(self) -> Tensor | float:
+        """Return zero, with the gradient of calls that were only made to keep step with other processes; once."""
+        return self.gates.take_spare()
+
+    def draw_tokens(self, call: dict[str, Any], seeds: Tensor) -> Drawn:
+        """Draw tokens with the pipeline's language model; `call` holds the arguments of its `generate`."""
+        return draw(
+            self.writer,
+            call,
+            count=self.family.token_count(call),
+            vocabulary=self.family.vocabulary(self.pipe),
+            sampling=self.sampling,
+            seeds=seeds,
+        )
+
+    def call_arguments(
+        self, inputs: dict[str, Any], num_inference_steps: int | None, initial_seeds: Tensor
+    ) -> dict[str, Any]:
+        """See [`call_arguments`]."""
+        return call_arguments(self.pipe, inputs, num_inference_steps, initial_seeds)
+
+    def _make_sampling(self, wanted: dict[str, float | None]) -> Sampling | None:
+        if self.writer is not None:
+            return Sampling.of(self.writer.generation_config, **wanted)
+        named = [name for name, value in wanted.items() if value is not None]
+        if named:
+            raise ValueError(f"{type(self.pipe).__name__} draws no tokens; leave out {', '.join(named)}.")
+        return None
+
+    @contextlib.contextmanager
+    def _seeded(self, seeds: Tensor) -> Iterator[None]:
+        """Seed torch's global generator for a call of the pipeline, the same in rollout and replay; leave no trace.
+
+        Whether the pipeline draws from it is noted in `draws_globally`.
+        """
+        device = self.pipe._execution_device  # which is not where the first of its parts waits
+        devices = [device] if device.type == "cuda" else []
+        states = [torch.get_rng_state, *(partial(torch.cuda.get_rng_state, device) for device in devices)]
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(int(seeds[0]))
+            before = [state() for state in states]
+            try:
+                yield
+            finally:
+                after = [state() for state in states]
+                self.draws_globally |= not all(map(torch.equal, before, after))
+
+
+def call_arguments(
+    pipe: DiffusionPipeline, inputs: dict[str, Any], num_inference_steps: int | None, initial_seeds: Tensor
+) -> dict[str, Any]:
+    """Build the keyword arguments of a pipeline call; the same in rollout and replay.
+
+    Args:
+        pipe: the pipeline.
+        inputs: those for one batch.
+        num_inference_steps: length of the loop; None leaves it to the pipeline.
+        initial_seeds: (batch,) one per sample.
+    """
+    drawn = generators(initial_seeds)
+    parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    arguments = dict(family_of(pipe).arguments(pipe, inputs))
+    if num_inference_steps is not None and "num_inference_steps" in parameters:  # a token writer has no loop
+        arguments["num_inference_steps"] = num_inference_steps
+    if "generator" in parameters:  # not every pipeline takes a list
+        arguments["generator"] = drawn if len(drawn) > 1 else drawn[0]
+    is_image = {"height", "num_frames"} & set(parameters)  # sound and depth maps keep their own form
+    if "output_type" in parameters and (is_image or parameters["output_type"].default == "pil"):
+        arguments.setdefault("output_type", "pil")
+    return arguments
+
+
+def policy_component(pipe: DiffusionPipeline, component: str | Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return the names of the networks that are trained.
+
+    Args:
+        pipe: the pipeline.
+        component: names in a sequence, or in a string separated by commas, as in the setting `train_component`. By
+            default the first of transformer, unet, prior and decoder, with its second expert where the pipeline has
+            one (`transformer_2` of Wan 2.2).
+
+    Raises:
+        UnsupportedPipeline: the pipeline has no such network; the message lists those it has.
+    """
+    is_network = {name: isinstance(getattr(pipe, name, None), nn.Module) for name in pipe.components}
+    if component is None:
+        names = [name for name in POLICY_COMPONENTS if is_network.get(name) or is_network.get(f"{name}_2")]
+        names = [name for name in (*names[:1], *(f"{name}_2" for name in names[:1])) if is_network.get(name)]
+        missing = f"none of the networks {', '.join(POLICY_COMPONENTS)}"
+    else:
+        wanted = split_component(component)
+        names = list(wanted) if all(is_network.get(name) for name in wanted) else []
+        missing = f"no network {', '.join(wanted)!r}"
+    if names:
+        return tuple(names)
+    raise UnsupportedPipeline(
+        f"{type(pipe).__name__} has {missing}; set train_component to one of its modules: "
+        f"{', '.join(name for name, found in is_network.items() if found)}."
+    )
+
+
+def split_component(component: str | Sequence[str]) -> tuple[str, ...]:
+    """Split the setting `train_component` into names: "transformer, transformer_2" names two."""
+    return tuple(name.strip() for name in component.split(",")) if isinstance(component, str) else tuple(component)

@@ -1,0 +1,168 @@
+"""Does this pipeline train? One small rollout and its replay answer in seconds and leave the pipeline as it was."""
+
+import contextlib
+import dataclasses
+import math
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from .rollout import DenoisingPolicy, UnsupportedPipeline, replay, rollout, sample_seed
+from .schedulers import UnsupportedScheduler
+
+MAX_RATIO_ERROR = 1e-5
+
+
+@dataclasses.dataclass
+class ReplayReport:
+    """What `check_pipeline` found.
+
+    Attributes:
+        pipeline, scheduler: class names.
+        policy: name of the network that would be trained; several joined by ", " where experts take turns.
+        steps: replayed steps.
+        max_log_prob_error: largest |log p of the replay - log p of the rollout|.
+        max_ratio_error: largest |ratio - 1|, over samples and steps; 0 is what on-policy means.
+        grad_norm: of the replayed log-probabilities, over the networks' parameters; NaN if a step has no gradient.
+        trains: whether the ratio is 1 within 1e-5 and gradients arrive.
+        reason: a sentence, where it does not train.
+    """
+
+    pipeline: str
+    scheduler: str
+    policy: str | None = None
+    steps: int = 0
+    max_log_prob_error: float = float("nan")
+    max_ratio_error: float = float("nan")
+    grad_norm: float = float("nan")
+    trains: bool = False
+    reason: str | None = None
+
+
+def check_pipeline(
+    pipe: DiffusionPipeline,
+    inputs: dict[str, Any],
+    num_inference_steps: int = 4,
+    sde_type: str = "auto",
+    noise_level: float | None = None,
+    seed: int = 0,
+) -> ReplayReport:
+    """Roll the pipeline out once, to the end as in training, and replay every step.
+
+    The pipeline is left as it was: scheduler, forward, gradients, training mode and frozen parameters.
+
+    Args:
+        pipe: any diffusers pipeline.
+        inputs: keyword arguments of its `__call__`, e.g. `{"prompt": ["a cat", "a dog"], "height": 512}`.
+        num_inference_steps: at least 2; the last step has no noise and is not replayed.
+        sde_type, noise_level: the process, see [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
+        seed: of the samples.
+    """
+    report = ReplayReport(type(pipe).__name__, type(getattr(pipe, "scheduler", None)).__name__)
+    if num_inference_steps < 2:
+        raise ValueError(f"num_inference_steps must be at least 2 to replay a step, got {num_inference_steps}.")
+    if noise_level is not None and noise_level <= 0:
+        raise ValueError(f"noise_level must be above 0 for a step to have a density, got {noise_level}.")
+    try:
+        policy = DenoisingPolicy(pipe, sde_type=sde_type)
+    except (UnsupportedScheduler, UnsupportedPipeline) as error:
+        return dataclasses.replace(report, reason=str(error))
+    report.policy = ", ".join(policy.component)
+    try:
+        differences, squares = _replay_steps(policy, inputs, num_inference_steps, noise_level, seed)
+    except (UnsupportedScheduler, UnsupportedPipeline) as error:
+        return dataclasses.replace(report, reason=str(error))
+    except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
+        return dataclasses.replace(report, reason=_inner_error(error))
+    report.steps = len(differences)
+    report.grad_norm = float(torch.stack(squares).sum().sqrt())
+    report.max_log_prob_error = float(torch.stack(differences).abs().max())
+    report.max_ratio_error = float(torch.stack(differences).expm1().abs().max())
+    report.reason = _why_not(report)
+    report.trains = report.reason is None
+    return report
+
+
+def _replay_steps(
+    policy: DenoisingPolicy, inputs: dict[str, Any], num_inference_steps: int, noise_level: float | None, seed: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return, per trained step, the differences of the log-probabilities, and the squared gradients."""
+    seeds = [sample_seed(seed, row) for row in range(_count(inputs))]
+    with _left_untouched(policy) as parameters:
+        settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
+        _, trajectory = rollout(policy, inputs, seeds=seeds, **settings)
+        squares = [torch.zeros(())]
+        differences = []
+        for column, step in enumerate(trajectory.steps[0].tolist()):
+            with torch.enable_grad():
+                log_prob = replay(policy, inputs, trajectory, step).log_prob
+            if not log_prob.requires_grad:
+                squares.append(torch.tensor(float("nan")))
+            else:
+                gradients = torch.autograd.grad(log_prob.sum(), parameters, allow_unused=True)
+                found = [gradient.float().square().sum().cpu() for gradient in gradients if gradient is not None]
+                squares.append(torch.stack(found).sum() if found else torch.tensor(float("nan")))
+            differences.append((log_prob.detach().cpu() - trajectory.log_probs[:, column]).double())
+    return differences, squares
+
+
+def _inner_error(error: Exception) -> str:
+    """Describe an exception by class, message and place, in one sentence."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    message = " ".join(str(error).split())
+    message = f"{message[:300]}..." if len(message) > 300 else message
+    return (
+        f"The call ended with {type(error).__name__}: {message.rstrip('.')} "
+        f"(in {place.name}, {Path(place.filename).name} line {place.lineno})."
+    )
+
+
+def _count(inputs: dict[str, Any]) -> int:
+    """Count the samples of one call: prompts times images per prompt."""
+    names = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings", "image", "video")
+    given = next((inputs[name] for name in names if inputs.get(name) is not None), None)
+    counts = isinstance(given, list) and not isinstance(given[0], list) or torch.is_tensor(given) and given.ndim > 1
+    count = len(given) if counts else inputs.get("batch_size") or 1
+    return count * max(inputs.get("num_images_per_prompt") or 1, inputs.get("num_videos_per_prompt") or 1)
+
+
+def _why_not(report: ReplayReport) -> str | None:
+    if math.isnan(report.max_ratio_error):
+        return "The log-probabilities are not finite: something in the pipeline's weights or inputs is not, either."
+    if not report.max_ratio_error <= MAX_RATIO_ERROR:
+        return (
+            f"The replay does not reproduce the rollout: the ratio is off by {report.max_ratio_error:.1e}, more than "
+            f"{MAX_RATIO_ERROR:.0e}; something in the pipeline is random or stateful between two calls."
+        )
+    if not 0 < report.grad_norm < float("inf"):
+        return f"In some step no finite gradient reaches {report.policy} (norm {report.grad_norm})."
+    return None
+
+
+@contextlib.contextmanager
+def _left_untouched(policy: DenoisingPolicy) -> Iterator[list[nn.Parameter]]:
+    """Put modules into eval mode and make the networks' parameters trainable; restore all on leaving."""
+    pipe = policy.pipe
+    modules = [module for part in pipe.components.values() if isinstance(part, nn.Module) for module in part.modules()]
+    modes = [module.training for module in modules]
+    parameters = [p for network in policy.networks for p in network.parameters() if p.is_floating_point()]
+    frozen = [not parameter.requires_grad for parameter in parameters]
+    attributes = dict(pipe.__dict__)  # a call leaves its guidance scale and the like behind
+    for module in modules:
+        module.training = False
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield parameters
+    finally:
+        pipe.__dict__.clear()
+        pipe.__dict__.update(attributes)
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        for parameter, was_frozen in zip(parameters, frozen, strict=True):
+            parameter.requires_grad_(not was_frozen)

@@ -1,0 +1,299 @@
+"""The policy whose actions are denoising steps: a stochastic scheduler in the pipeline, and gates before its networks.
+
+A `DenoisingPolicy` rolls the pipeline out, replays one recorded step, or predicts at a given latent. Each time it
+calls the pipeline as any user would, while a driver decides what each step does.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from ..media.files import extract_samples
+from .base import Policy
+from .drivers import Driver, Finisher, Predictor, Recorder, StepScored, Teacher, UnsupportedPipeline
+from .network_gate import NetworkAccess, replace_attribute
+from .schedulers import StochasticScheduler, stochastic_scheduler
+from .trajectory import Prediction, RolloutRequest, StepDistribution, Trajectory
+
+
+class DenoisingPolicy(Policy):
+    """A pipeline whose scheduler takes Gaussian steps.
+
+    Args:
+        pipe: any diffusers pipeline with such a scheduler.
+        component: names of the trained networks; see [`~diffusion_grpo.policy.base.policy_component`].
+        sde_type, log_prob_type: the process, and the form of its log-probability; see
+            [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
+        access, sampling: see [`~diffusion_grpo.policy.base.Policy`].
+
+    Raises:
+        ValueError: an `sde_type` or `log_prob_type` that does not fit, or `sampling` where no tokens are drawn.
+        UnsupportedPipeline: the pipeline has no network or no scheduler to train.
+        UnsupportedScheduler: the scheduler takes no Gaussian steps.
+    """
+
+    def __init__(
+        self,
+        pipe: DiffusionPipeline,
+        component: str | Sequence[str] | None = None,
+        sde_type: str = "auto",
+        access: NetworkAccess | None = None,
+        sampling: dict[str, float | None] | None = None,
+        log_prob_type: str = "gaussian",
+    ):
+        self.scheduler = _make_scheduler(pipe, sde_type, log_prob_type)
+        super().__init__(pipe, component, access, sampling)
+
+    @property
+    def default_noise_level(self) -> float:
+        return self.scheduler.process.noise_level
+
+    def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, Trajectory | None]:
+        """Call the pipeline with noise in its steps, and record the trained ones.
+
+        Returns:
+            the samples, None where nothing was decoded; and the trajectory, None where nothing is recorded.
+        """
+        noise_level = self.default_noise_level if request.noise_level is None else request.noise_level
+        steps = None
+        if request.steps is not None:
+            steps = torch.tensor([list(row) for row in request.steps], dtype=torch.int64)
+            steps = steps.reshape(len(request.steps), -1)
+        noise_steps = None if request.noise_steps is None else set(request.noise_steps)
+        if noise_level <= 0 or (steps is not None and not steps.numel()):
+            noise_steps = noise_steps if noise_level > 0 else set()
+            steps = torch.empty(len(request.seeds), 0, dtype=torch.int64)
+        recorder = Recorder(
+            request.seeds,
+            request.initial_seeds,
+            noise_steps,
+            steps,
+            noise_level,
+            request.device,
+            request.is_complete,
+            request.noise_in_last_step,
+        )
+        samples = self._sample(inputs, request, recorder)
+        if noise_level <= 0 or (steps is not None and not steps.numel()):
+            return samples, None
+        return samples, recorder.trajectory(
+            seeds=request.seeds,
+            initial_seeds=request.initial_seeds,
+            num_inference_steps=request.num_inference_steps,
+            noise_level=noise_level,
+        )
+
+    def _sample(self, inputs: dict[str, Any], request: RolloutRequest, recorder: Recorder) -> Any:
+        """Run the pipeline under the recorder; return its samples, and add their latents where asked for."""
+        shown = inputs if request.is_decoded else inputs | {"output_type": "latent"}
+        arguments = self.call_arguments(shown, request.num_inference_steps, request.initial_seeds)
+        samples = None
+        with self.acting(recorder), contextlib.suppress(StepScored):
+            samples = extract_samples(self.pipe, self.pipe(**arguments))
+        if request.latents is None:
+            return samples
+        found = samples if not request.is_decoded else self._call_for_latents(inputs, request, recorder)
+        request.latents.extend(self._split_latents(found, recorder))
+        return samples if request.is_decoded else None
+
+    def replay(
+        self,
+        inputs: dict[str, Any],
+        trajectory: Trajectory,
+        step: int,
+        forwards: Sequence[Callable] | None = None,
+    ) -> StepDistribution:
+        """Score one recorded step under the networks as they are now.
+
+        Args:
+            inputs: the keyword arguments of the rollout for the same samples.
+            trajectory: of these samples, each with `step` among its trained steps.
+            step: index of the step in the loop.
+            forwards: used in place of the networks' own forwards, one per network.
+
+        Raises:
+            ValueError: the step was not recorded for all samples.
+        """
+        rows, columns = (trajectory.steps == step).nonzero(as_tuple=True)
+        if len(rows) != len(trajectory):
+            raise ValueError(
+                f"step {step} was recorded for {len(rows)} of {len(trajectory)} samples; select those first."
+            )
+        teacher = Teacher(
+            step,
+            trajectory.latents[rows, columns],
+            trajectory.next_latents[rows, columns],
+            trajectory.noise_level,
+            trajectory.initial_seeds,
+            trajectory.tokens,
+        )
+        self._call_until_scored(teacher, inputs, trajectory.num_inference_steps, forwards)
+        if teacher.scored is None:
+            raise RuntimeError(f"{type(self.pipe).__name__} ended before step {step}; it was not replayed.")
+        return teacher.scored
+
+    def predict(
+        self,
+        inputs: dict[str, Any],
+        latents: Tensor,
+        step: int,
+        *,
+        num_inference_steps: int,
+        initial_seeds: Tensor | Sequence[int],
+        tokens: Tensor | None = None,
+        forwards: Sequence[Callable] | None = None,
+    ) -> Prediction:
+        """Return what the pipeline hands to `scheduler.step` for a given latent at a given step.
+
+        The pipeline runs its whole loop up to `step`, so that everything that depends on the index of a step is as in
+        a rollout; the network runs for this step alone. Gradients flow where torch's grad mode lets them.
+
+        Args:
+            inputs: keyword arguments of the pipeline's `__call__` for one batch.
+            latents: (batch, ...) float32, what step `step` is handed, in the scheduler's own coordinates; where a step
+                moves several latents, all of them, each flattened, one after the other. Step 0 has no step before it:
+                there the pipeline draws its initial latent from `initial_seeds`, and `latents` must equal it.
+            step: index of the step in the loop.
+            num_inference_steps: length of the loop.
+            initial_seeds: (batch,) seeds of the initial latents.
+            tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote, if there is one.
+            forwards: used in place of the networks' own forwards, one per network.
+
+        Raises:
+            ValueError: the step lies outside the loop, or is 0 and the latents are not the initial ones.
+        """
+        initial_seeds = torch.as_tensor(initial_seeds, dtype=torch.int64)
+        predictor = Predictor(step, latents, initial_seeds, tokens)
+        self._call_until_scored(predictor, inputs, num_inference_steps, forwards)
+        return predictor.found
+
+    def _call_until_scored(
+        self, driver: Driver, inputs: dict[str, Any], num_inference_steps: int, forwards: Sequence[Callable] | None
+    ) -> None:
+        """Call the pipeline with gradients allowed, until the driver leaves it."""
+        arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
+        with self.acting(driver, forwards), contextlib.suppress(StepScored):
+            self.undecorated(self.pipe, **arguments)
+
+    @contextlib.contextmanager
+    def acting(self, driver: Driver, forwards: Sequence[Callable] | None = None) -> Iterator[None]:
+        """Give the pipeline a stochastic scheduler, gates and cached prompts; restore it on leaving.
+
+        Args:
+            driver: decides what each scheduler step does, and whether the network must really run for it.
+            forwards: used in place of the networks' own forwards, for example a reference model's.
+        """
+        pipe, original = self.pipe, self.pipe.scheduler
+        inner = {k: v for k, v in pipe.__dict__.items() if isinstance(v, DiffusionPipeline)}  # combined pipelines
+        holders = [holder for holder in (pipe, *inner.values()) if getattr(holder, "scheduler", None) is original]
+        self.scheduler.driver = driver
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.gates.put_up(driver, forwards))
+            stack.enter_context(self.prompts.serve(pipe))
+            stack.enter_context(self._writing(driver))
+            stack.enter_context(self._seeded(driver.initial_seeds))
+            # __dict__, not setattr: a pipeline's own __setattr__ would write our class into its config
+            for holder in holders:
+                stack.enter_context(replace_attribute(holder, "scheduler", self.scheduler))
+            for holder in (pipe, *inner.values()):
+                stack.enter_context(replace_attribute(holder, "_progress_bar_config", {"disable": True}))
+            for name, part in inner.items():
+                stack.enter_context(replace_attribute(pipe, name, _Undecorated(part)))
+            try:
+                yield
+                self.gates.finish()
+            finally:
+                self.scheduler.driver = None
+
+    @contextlib.contextmanager
+    def _writing(self, driver: Driver) -> Iterator[None]:
+        """Draw what a language model writes once, from the initial seeds; every replay gets the same tokens."""
+        if self.writer is None:
+            yield
+            return
+
+        def generate(**call: Any) -> Tensor:
+            if driver.tokens is None:
+                driver.tokens = self.draw_tokens(call, driver.initial_seeds).ids
+            return torch.cat([call["input_ids"], driver.tokens.to(call["input_ids"].device)], dim=1)
+
+        with self.family.bridged(self.pipe), replace_attribute(self.writer, "generate", generate):
+            yield
+
+    def check_noise_in_last_step(self) -> None:
+        """Refuse noise in the last step of a process that has none there.
+
+        Raises:
+            ValueError: `noise_in_last_step` would change nothing.
+        """
+        if self.scheduler.process.is_silent_at_end:
+            raise ValueError(
+                f"noise_in_last_step=True changes nothing: {type(self.pipe).__name__} is sampled by "
+                f"{self.scheduler.process.name}, whose noise is 0 in the last step whatever is asked for; leave it "
+                "out."
+            )
+
+    # Latents, for rewards that take them
+
+    def check_latents(self) -> None:
+        if "output_type" not in inspect.signature(self.undecorated).parameters:
+            raise UnsupportedPipeline(
+                f"A reward takes latents, but {type(self.pipe).__name__} gives none: its call has no output_type; use "
+                "rewards that take what it makes."
+            )
+
+    def _call_for_latents(self, inputs: dict[str, Any], request: RolloutRequest, recorder: Recorder) -> Any:
+        """Return what the same call gives when asked for latents; neither network nor decoder runs for it."""
+        inputs = inputs | {"output_type": "latent"}
+        arguments = self.call_arguments(inputs, request.num_inference_steps, recorder.initial_seeds)
+        with self.acting(Finisher(recorder)):
+            return self.pipe(**arguments)[0]
+
+    def _split_latents(self, found: Any, recorder: Recorder) -> list[Tensor]:
+        """Return one float32 tensor per sample; refuse what is no latent, or more of them than the steps moved."""
+        left = Finisher(recorder).left
+        is_tensor = torch.is_tensor(found) and found.ndim > 1 and len(found) == recorder.count
+        if not is_tensor or found[0].numel() > left[0].numel():
+            shape = tuple(found.shape) if torch.is_tensor(found) else type(found).__name__
+            raise UnsupportedPipeline(
+                f'{type(self.pipe).__name__} returned {shape} for output_type="latent" where its last step left '
+                f"{tuple(left.shape)}; use rewards that take what it makes."
+            )
+        return list(found.float().unbind())
+
+
+def _make_scheduler(pipe: DiffusionPipeline, sde_type: str, log_prob_type: str) -> StochasticScheduler:
+    original = getattr(pipe, "scheduler", None)
+    if original is None:
+        raise UnsupportedPipeline(
+            f"{type(pipe).__name__} has no scheduler, so it takes no denoising steps that could be trained."
+        )
+    parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    takes_latents = {"latents", "image_latents"} & set(parameters)
+    if hasattr(type(pipe), "invert") and not takes_latents:
+        raise UnsupportedPipeline(
+            f"{type(pipe).__name__} starts from what its method invert has read off a given image before; only "
+            "pipelines whose call alone makes a sample can be trained."
+        )
+    return stochastic_scheduler(original, sde_type, log_prob_type)
+
+
+class _Undecorated:
+    """A pipeline inside a pipeline, called without its `torch.no_grad` where gradients are wanted."""
+
+    def __init__(self, pipe: DiffusionPipeline):
+        self.__dict__["_pipe"] = pipe
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._pipe, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return inspect.unwrap(type(self._pipe).__call__)(self._pipe, *args, **kwargs)

@@ -1,0 +1,341 @@
+"""Drivers decide what each step of a stochastic scheduler does: the recorder in a rollout, the teacher in a replay.
+
+A driver gets each step of the pipeline's loop from the scheduler and returns the latent that the pipeline goes on
+with. The recorder makes a `Trajectory`, the teacher the `StepDistribution` of one recorded step, the predictor a
+`Prediction`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .schedulers import StochasticScheduler
+from .trajectory import Prediction, StepDistribution, Trajectory, generators
+
+
+class UnsupportedPipeline(ValueError):
+    """The pipeline's steps cannot be recorded and replayed one by one."""
+
+
+class _Parts:
+    """The latents that one step of the loop moves: one, or one for each scheduler (video and audio)."""
+
+    def __init__(self):
+        self.handed: list[Tensor] = []
+        self.next: list[Tensor] = []
+        self.scores: list[Tensor] = []
+
+    def add(self, handed: Tensor, next_latents: Tensor, score: Tensor) -> None:
+        """Add one latent's part of the step: its input, its output, and the output's log-density."""
+        self.handed.append(handed)
+        self.next.append(next_latents)
+        self.scores.append(score)
+
+    def log_prob(self) -> Tensor:
+        """Return the (batch,) log-density of all parts, averaged over all their dimensions."""
+        if len(self.scores) == 1:
+            return self.scores[0]
+        sizes = [part[0].numel() for part in self.next]
+        return sum(size * score for size, score in zip(sizes, self.scores, strict=True)) / sum(sizes)
+
+
+def _distribution(means: list[Tensor], stds: list[Tensor], log_prob: Tensor) -> StepDistribution:
+    """Build a step's distribution; flattened if the step moves several latents."""
+    mean, std = means[0], stds[0]
+    if len(means) > 1:
+        std = _join([std.expand(mean.shape) for mean, std in zip(means, stds, strict=True)])
+        mean = _join(means)
+    if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
+        std = torch.where(std > 0, std, 1.0)
+    return StepDistribution(mean, std, log_prob)
+
+
+def _first_rows(values: Sequence[Tensor], sample: Tensor, count: int) -> list[Tensor]:
+    """Return the first copy of each sample, of values that have one row per sample."""
+    return [value[:count] if value.ndim and len(value) == len(sample) else value for value in values]
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    """Join several latents of each sample into one tensor, (batch, ...)."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], dim=1)
+
+
+class Driver:
+    """What all drivers share: the position in the loop, and which scheduler has taken which step.
+
+    Attributes:
+        initial_seeds: (batch,) of the samples' initial latents.
+        needs_network: whether the network must really run for the current step.
+        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote, or is to have written.
+    """
+
+    needs_network: bool
+
+    def __init__(self, initial_seeds: Tensor, count: int, noise_level: float):
+        self.initial_seeds, self.count, self.noise_level = initial_seeds, count, noise_level
+        self.current = 0
+        self.tokens: Tensor | None = None
+        self.taken: set[tuple[StochasticScheduler, int]] = set()
+
+    def enter(self, scheduler: StochasticScheduler, index: int) -> None:
+        """Note that a scheduler takes step `index`; several schedulers take each step together."""
+        if (scheduler, index) in self.taken or index + 1 < self.current:
+            raise UnsupportedPipeline(
+                "The pipeline runs its denoising loop several times in one call (chunks or stages that build on each "
+                "other), and such steps cannot be replayed one by one. If it makes a long video in chunks, ask for as "
+                "many frames as fit into one."
+            )
+        self.taken.add((scheduler, index))
+        self.current = index + 1
+
+    def rows(self, sample: Tensor) -> int:
+        """Return how often each sample is in the batch: twice if a pipeline keeps both halves of guidance."""
+        if len(sample) % self.count:
+            raise UnsupportedPipeline(
+                f"The pipeline steps {len(sample)} latents at once where {self.count} samples were asked for; roll "
+                "out one sample at a time (rollout_batch_size=1)."
+            )
+        return len(sample) // self.count
+
+
+class Recorder(Driver):
+    """Drives a rollout: draws noise where it is asked for, records what is trained."""
+
+    needs_network = True
+
+    def __init__(
+        self,
+        seeds: Tensor,
+        initial_seeds: Tensor,
+        noise_steps: set[int] | None,
+        trained_steps: Tensor | None,
+        noise_level: float,
+        device: str | torch.device,
+        is_complete: bool = True,
+        noise_in_last_step: bool = False,
+    ):
+        super().__init__(initial_seeds, len(seeds), noise_level)
+        self.generators = generators(seeds)
+        self.noise_steps, self.trained_steps = noise_steps, trained_steps
+        self.noise_in_last_step = noise_in_last_step
+        self.device, self.is_complete = device, is_complete
+        self.records: dict[int, _Parts] = {}
+        self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
+        self.loop_length: int | None = None
+
+    def _begin(self, scheduler: StochasticScheduler) -> None:
+        """Take what depends on the loop's length from the loop itself: image-to-image starts in the middle."""
+        self.loop_length = scheduler.loop_length
+        noisy = range(self.loop_length) if self.noise_steps is None else self.noise_steps
+        last = self.loop_length - 1
+        self.noise_steps = {step for step in noisy if step != last or self.noise_in_last_step}
+        if self.trained_steps is None:
+            self.trained_steps = torch.arange(self.loop_length - 1).expand(self.count, -1)
+        trained = self.trained_steps.flatten().tolist()
+        if trained and max(trained) >= self.loop_length - 1:
+            raise UnsupportedPipeline(
+                f"The pipeline takes {self.loop_length} steps, and the last has no noise: trained steps must be below "
+                f"{self.loop_length - 1}, got {sorted(set(trained))}; it makes fewer steps than num_inference_steps "
+                "says (strength below 1), so raise num_inference_steps or set sde_window."
+            )
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if self.loop_length is None:
+            self._begin(scheduler)
+        if not self.is_complete and self.records and index > self.trained_steps.max():
+            raise StepScored
+        self.enter(scheduler, index)
+        if index not in self.noise_steps:
+            latents = scheduler.deterministic(prediction, timestep, sample)
+        else:
+            latents = self._draw_next(scheduler, index, prediction, timestep, sample)
+        self.left[id(scheduler)] = latents.clone()  # pipelines write conditions into what they are handed
+        return latents
+
+    def _draw_next(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        copies = self.rows(sample)
+        mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
+        noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
+        noise = torch.cat([noise] * copies) if copies > 1 else noise
+        latents = (mean + std * noise.to(mean.device)).to(sample.dtype)
+        if index in self.trained_steps:
+            handed = self.left.get(id(scheduler), sample)[: self.count].float()
+            # scored as rounded: what replay is given back must be what was scored
+            next_latents, mean, std = _first_rows((latents.float(), mean, std), sample, self.count)
+            score = scheduler.log_prob(next_latents, mean, std)
+            kept = (x.clone().to(self.device) for x in (handed, next_latents, score))
+            self.records.setdefault(index, _Parts()).add(*kept)
+        return latents
+
+    def trajectory(self, **settings) -> Trajectory:
+        """Return the recorded steps.
+
+        Raises:
+            UnsupportedPipeline: the loop ended before all trained steps were taken.
+        """
+        trained = [] if self.trained_steps is None else self.trained_steps.unique().tolist()
+        missing = [step for step in trained if step not in self.records]
+        if missing or not trained:
+            raise UnsupportedPipeline(
+                f"The pipeline took no step {missing or ''} through its scheduler; nothing can be recorded."
+            )
+        steps = {
+            step: (_join(parts.handed), _join(parts.next), parts.log_prob()) for step, parts in self.records.items()
+        }
+        latents, next_latents, log_probs = (
+            torch.stack(
+                [
+                    torch.stack([steps[step][i][row] for step in columns.tolist()])
+                    for row, columns in enumerate(self.trained_steps)
+                ]
+            )
+            for i in range(3)
+        )
+        tokens = None if self.tokens is None else self.tokens.to(self.device)
+        return Trajectory(
+            latents, next_latents, log_probs, steps=self.trained_steps.clone(), tokens=tokens, **settings
+        )
+
+
+class Finisher(Driver):
+    """Drives a call that ends as a rollout did, without the network: its last step returns what the rollout's did.
+
+    Args:
+        recorder: of that rollout.
+
+    Raises:
+        UnsupportedPipeline: the steps move several latents (video and sound).
+    """
+
+    needs_network = False
+
+    def __init__(self, recorder: Recorder):
+        super().__init__(recorder.initial_seeds, recorder.count, recorder.noise_level)
+        self.tokens, self.last = recorder.tokens, recorder.loop_length - 1
+        if len(recorder.left) != 1:
+            raise UnsupportedPipeline(
+                f"The pipeline's steps move {len(recorder.left)} latents at once (video and sound), and a reward that "
+                "takes latents gets one; use a reward that takes the decoded samples."
+            )
+        (self.left,) = recorder.left.values()
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        return self.left.clone() if index == self.last else sample
+
+
+class StepScored(Exception):
+    """Raised to leave the pipeline: the step is scored, and later steps and the decoder are not needed."""
+
+
+class _Follower(Driver):
+    """What teacher and predictor share: both walk to one step without the network, and hand it a given latent.
+
+    Args:
+        index: the step at which the network runs.
+        latents: (batch, ...) what that step is handed.
+    """
+
+    def __init__(self, index: int, latents: Tensor, initial_seeds: Tensor, tokens: Tensor | None, noise_level: float):
+        super().__init__(initial_seeds, len(latents), noise_level)
+        self.tokens, self.index = tokens, index
+        self.latents = latents
+        self.offset = 0  # into the flattened latents of a step that moves several
+
+    @property
+    def needs_network(self) -> bool:
+        return self.current == self.index
+
+    def hand_over(self, index: int, sample: Tensor) -> Tensor:
+        """Return what a step before the one at which the network runs leaves behind."""
+        if index < self.index - 1:
+            return sample
+        part, self.offset = take_part(self.latents, self.offset, sample, self.count)
+        return torch.cat([part] * self.rows(sample)).to(sample)
+
+
+def take_part(whole: Tensor, start: int, sample: Tensor, count: int) -> tuple[Tensor, int]:
+    """Return the next part of (batch, ...) flattened latents in the shape of a pipeline's, and where it ends."""
+    end = start + sample[0].numel()
+    return whole.flatten(1)[:, start:end].reshape(count, *sample.shape[1:]), end
+
+
+class Teacher(_Follower):
+    """Drives a replay: hands back what was recorded up to the replayed step, and scores that step."""
+
+    def __init__(
+        self,
+        index: int,
+        latents: Tensor,
+        next_latents: Tensor,
+        noise_level: float,
+        initial_seeds: Tensor,
+        tokens: Tensor | None = None,
+    ):
+        super().__init__(index, latents, initial_seeds, tokens, noise_level)
+        self.next_latents, self.next_offset = next_latents, 0
+        self.parts, self.means, self.stds = _Parts(), [], []
+        self.scored: StepDistribution | None = None
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        self.rows(sample)  # refuses a batch that does not divide
+        if index < self.index:
+            return self.hand_over(index, sample)
+        mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
+        next_latents, self.next_offset = take_part(self.next_latents, self.next_offset, sample, self.count)
+        next_latents = next_latents.to(device=mean.device, dtype=torch.float32)
+        mean, std = _first_rows((mean, std), sample, self.count)
+        self.parts.add(sample, next_latents, scheduler.log_prob(next_latents, mean, std))
+        self.means.append(mean)
+        self.stds.append(std)
+        if self.next_offset >= self.next_latents[0].numel():
+            self.scored = _distribution(self.means, self.stds, self.parts.log_prob())
+            raise StepScored
+        return sample  # another scheduler steps the other part
+
+
+class Predictor(_Follower):
+    """Drives a prediction: hands one step a given latent, and keeps what the pipeline makes of it.
+
+    Args:
+        index: the step.
+        latents: (batch, ...) what the step is handed.
+        initial_seeds: (batch,) of the samples' initial latents.
+        tokens: (batch, tokens) what a language model in the pipeline's call wrote, if there is one.
+    """
+
+    def __init__(self, index: int, latents: Tensor, initial_seeds: Tensor, tokens: Tensor | None = None):
+        super().__init__(index, latents, initial_seeds, tokens, noise_level=0.0)
+        self.predictions: list[Tensor] = []
+        self.samples: list[Tensor] = []
+        self.found: Prediction | None = None
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        if self.index >= scheduler.loop_length:
+            raise ValueError(
+                f"The pipeline takes {scheduler.loop_length} steps, so there is no step {self.index} to predict at; "
+                "choose an earlier one (the first is 0)."
+            )
+        if index < self.index:
+            return self.hand_over(index, sample)
+        if self.index == 0:
+            self._refuse_other_initial_latents(sample)
+        prediction, sample = _first_rows((prediction, sample), sample, self.count)
+        self.predictions.append(prediction)
+        self.samples.append(sample)
+        if sum(part[0].numel() for part in self.samples) >= self.latents[0].numel():
+            self.found = Prediction(_join(self.predictions), _join(self.samples))
+            raise StepScored
+        return sample  # another scheduler steps the other part
+
+    def _refuse_other_initial_latents(self, sample: Tensor) -> None:
+        given, self.offset = take_part(self.latents, self.offset, sample, self.count)
+        if not torch.equal(given.to(sample), sample[: self.count]):
+            raise ValueError(
+                "The latents given for step 0 are not the pipeline's initial latents, which no step before it could "
+                "replace; predict at step 1 or later, or pass the initial_seeds of the rollout."
+            )

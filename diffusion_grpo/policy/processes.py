@@ -1,0 +1,198 @@
+"""Processes that turn a deterministic sampler into a stochastic policy.
+
+A process is one pure float32 function from a prediction, and the latent it was made for, to mean and standard
+deviation of the next latent. To add one, write the function and an entry of `PROCESSES`: its name, the function, the
+coordinates of the schedulers it fits, and its usual noise.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+MeanStd = tuple[Tensor, Tensor]
+
+
+def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return the (batch,) Gaussian log-density of `value` (batch, ...), averaged over all other dimensions.
+
+    An average, not a sum: for tensors as large as latents a sum turns rounding into ratios far from 1.
+    """
+    moves = std > 0
+    if not moves.all():  # tokens that a pipeline holds fixed have no density and do not count
+        moves = moves.expand(value.shape).flatten(1)
+        density = log_density_by_element(value, mean, torch.where(std > 0, std, 1.0)).flatten(1)
+        return (density * moves).sum(1) / moves.sum(1)
+    return log_density_by_element(value, mean, std).flatten(1).mean(1)
+
+
+def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return what Flow-GRPO's code uses as the log-density under CPS: `-(value - mean)**2`, averaged, (batch,).
+
+    It leaves out 1 / (2 * std**2) and the constants, so its ratios move 2 * std**2 times as far as the Gaussian's, and
+    noisy steps weigh more than later ones. `std` only says what is held fixed. The average is as in [`log_density`].
+    """
+    error = (-((value - mean) ** 2)).flatten(1)
+    moves = (std > 0).expand(value.shape).flatten(1)
+    return (error * moves).sum(1) / moves.sum(1)
+
+
+LOG_PROBS = {"gaussian": log_density, "squared_error": squared_error}
+
+
+def log_density_by_element(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return the Gaussian log-density of each element of `value`."""
+    return -((value - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+
+
+def flow_sde(
+    prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float, sigma_max: Tensor
+) -> MeanStd:
+    """Flow-GRPO's reverse SDE (https://huggingface.co/papers/2505.05470).
+
+    Args:
+        prediction: velocity v = noise - data at `sigma`, (batch, ...).
+        sample: latent x at `sigma`, (batch, ...).
+        sigma, sigma_next: noise levels in [0, 1], `sigma_next < sigma`; 0-dimensional or broadcastable to `sample`.
+        noise_level: the paper's a.
+        sigma_max: stands in for `sigma` in 1 - sigma where `sigma` is (almost) 1, usually the schedule's second sigma.
+    """
+    dt = sigma_next - sigma
+    # solvers start the schedule at 1 or just below it, where 1 - sigma would blow the noise up
+    bounded = torch.where(sigma > 0.99, torch.minimum(sigma, sigma_max), sigma)
+    g = noise_level * torch.sqrt(sigma / (1 - bounded))
+    mean = sample * (1 + g**2 / (2 * sigma) * dt) + prediction * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
+    return mean, g * torch.sqrt(-dt)
+
+
+def dance_sde(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
+    """DanceGRPO's SDE with constant noise (https://huggingface.co/papers/2505.07818); `noise_level` is its eta.
+
+    Arguments as in [`flow_sde`].
+    """
+    dt = sigma_next - sigma
+    clean = sample - sigma * prediction
+    score = -(sample - (1 - sigma) * clean) / sigma**2
+    mean = sample + prediction * dt - 0.5 * noise_level**2 * score * dt
+    return mean, noise_level * torch.sqrt(-dt)
+
+
+def cps(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
+    """Coefficients-Preserving Sampling (https://huggingface.co/papers/2509.05952); `noise_level` in [0, 1].
+
+    Fresh noise replaces predicted noise, so that each latent keeps exactly the noise its sigma says. Arguments as in
+    [`flow_sde`].
+    """
+    std = sigma_next * math.sin(noise_level * math.pi / 2)
+    clean = sample - sigma * prediction
+    noise = sample + (1 - sigma) * prediction
+    return (1 - sigma_next) * clean + torch.sqrt(sigma_next**2 - std**2) * noise, std
+
+
+def ddim(
+    prediction: Tensor,
+    sample: Tensor,
+    alpha_cumprod: Tensor,
+    alpha_cumprod_next: Tensor,
+    *,
+    noise_level: float,
+    prediction_type: str = "epsilon",
+    clip: Callable[[Tensor], Tensor] | None = None,
+) -> MeanStd:
+    """DDIM with eta = `noise_level` (https://huggingface.co/papers/2010.02502), as DDPO trains it
+    (https://huggingface.co/papers/2305.13301).
+
+    Args:
+        prediction: noise, v or clean sample at the current step, (batch, ...).
+        sample: latent at the current step, (batch, ...).
+        alpha_cumprod, alpha_cumprod_next: cumulative alphas of this step and of the one it leads to, in (0, 1].
+        noise_level: eta; 1 gives DDPM's variance.
+        prediction_type: "epsilon", "v_prediction" or "sample".
+        clip: bounds the predicted clean sample, where the scheduler's config asks for it.
+    """
+    alpha, beta = alpha_cumprod, 1 - alpha_cumprod
+    if prediction_type == "epsilon":
+        clean, noise = (sample - beta.sqrt() * prediction) / alpha.sqrt(), prediction
+    elif prediction_type == "v_prediction":
+        clean = alpha.sqrt() * sample - beta.sqrt() * prediction
+        noise = alpha.sqrt() * prediction + beta.sqrt() * sample
+    elif prediction_type == "sample":
+        clean, noise = prediction, (sample - alpha.sqrt() * prediction) / beta.sqrt()
+    else:
+        raise ValueError(f"prediction_type must be epsilon, v_prediction or sample, got {prediction_type!r}.")
+    if clip is not None:
+        clean = clip(clean)
+    beta_next = 1 - alpha_cumprod_next
+    std = noise_level * torch.sqrt(beta_next / beta * (1 - alpha / alpha_cumprod_next))
+    # clamped: with eta 1 from pure noise the root is 0, and rounding may put it below
+    return alpha_cumprod_next.sqrt() * clean + torch.sqrt((beta_next - std**2).clamp(min=0)) * noise, std
+
+
+def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
+    """Ancestral sampling where latents are data + sigma * noise (EDM, https://huggingface.co/papers/2206.00364).
+
+    It is DDIM's process (https://huggingface.co/papers/2010.02502) in these models' coordinates, x / sqrt(alpha).
+
+    Args:
+        clean: the denoised sample predicted at `sigma`, (batch, ...).
+        sample: latent at `sigma`, (batch, ...).
+        sigma, sigma_next: noise levels in [0, inf), `sigma_next < sigma`.
+        noise_level: eta in [0, 1]; 0 is Euler's method.
+    """
+    std = noise_level * sigma_next * torch.sqrt(1 - (sigma_next / sigma) ** 2)
+    # clamped: rounding may put the root just below 0
+    return clean + torch.sqrt((sigma_next**2 - std**2).clamp(min=0)) * ((sample - clean) / sigma), std
+
+
+Coordinates = Literal["flow", "variance_preserving", "sigma"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """An entry of `PROCESSES`.
+
+    Attributes:
+        name: its value of the setting `sde_type`.
+        function: takes tensors by position and `noise_level` by keyword. Schedulers of its coordinates offer further
+            keywords; it gets those that its signature names.
+        coordinates: how the schedulers it fits write latents.
+
+            * "flow": (1 - sigma) * data + sigma * noise. By position prediction, sample, sigma and sigma_next; offered
+              is `sigma_max`, the schedule's second sigma.
+            * "variance_preserving": sqrt(alpha) * data + sqrt(1 - alpha) * noise. By position prediction, sample,
+              alpha_cumprod and alpha_cumprod_next; offered are `prediction_type` and `clip`.
+            * "sigma": data + sigma * noise. By position the predicted clean sample, sample, sigma and sigma_next.
+        noise_level: the usual one, the default of the setting `noise_level`.
+        is_silent_at_end: whether its noise vanishes at the end of the schedule, so that the last step never has any.
+    """
+
+    name: str
+    function: Callable[..., MeanStd]
+    coordinates: Coordinates
+    noise_level: float
+    is_silent_at_end: bool = False
+
+    def __call__(self, *tensors: Tensor, noise_level: float, **offered: Any) -> MeanStd:
+        """Return mean and std of the next latent."""
+        named = inspect.signature(self.function).parameters
+        taken = {name: value for name, value in offered.items() if name in named}
+        return self.function(*tensors, noise_level=noise_level, **taken)
+
+
+# the first entry of each kind of coordinates is what sde_type="auto" means for its schedulers
+PROCESSES = {
+    "flow_sde": Process("flow_sde", flow_sde, "flow", 0.7),
+    "dance_sde": Process("dance_sde", dance_sde, "flow", 0.3),
+    "cps": Process("cps", cps, "flow", 0.8, is_silent_at_end=True),
+    "ddim": Process("ddim", ddim, "variance_preserving", 1.0),
+    "ancestral": Process("ancestral", ancestral, "sigma", 1.0, is_silent_at_end=True),
+}
+
+
+def processes_of(coordinates: Coordinates) -> list[Process]:
+    """Return the processes for schedulers that write latents in these coordinates; the first is the default."""
+    return [process for process in PROCESSES.values() if process.coordinates == coordinates]

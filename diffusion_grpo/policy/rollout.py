@@ -1,0 +1,159 @@
+"""The pipeline is the policy: rollouts that record, replays that score, predictions at any latent.
+
+All three take a diffusers pipeline and the keyword arguments of its `__call__`. `rollout` returns samples and a
+`Trajectory`; `replay` the `StepDistribution` of one recorded step under the network as it is now, with gradient;
+`predict` what the pipeline hands to its scheduler at a given latent. No model family has code here: guidance, packing
+and conditions are the pipeline's own in all three, so they cannot drift apart.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from .base import POLICY_COMPONENTS, Policy, policy_component
+from .denoising import DenoisingPolicy
+from .drivers import UnsupportedPipeline
+from .token import TokenPolicy
+from .token_process import TokenDistribution, TokenTrajectory
+from .trajectory import Prediction, RolloutRequest, StepDistribution, Trajectory, sample_seed, trained_steps
+
+__all__ = [
+    "POLICY_COMPONENTS",
+    "DenoisingPolicy",
+    "Policy",
+    "StepDistribution",
+    "TokenPolicy",
+    "Trajectory",
+    "UnsupportedPipeline",
+    "policy_component",
+    "predict",
+    "replay",
+    "rollout",
+    "sample_seed",
+    "trained_steps",
+]
+
+
+def _as_policy(policy: Policy | DiffusionPipeline) -> Policy:
+    return policy if isinstance(policy, Policy) else DenoisingPolicy(policy)
+
+
+@torch.no_grad()
+def rollout(
+    policy: Policy | DiffusionPipeline,
+    inputs: dict[str, Any],
+    *,
+    seeds: Sequence[int],
+    num_inference_steps: int,
+    initial_seeds: Sequence[int] | None = None,
+    steps: Sequence[Sequence[int]] | None = None,
+    noise_steps: Sequence[int] | None = None,
+    noise_in_last_step: bool = False,
+    noise_level: float | None = None,
+    device: str | torch.device = "cpu",
+    is_complete: bool = True,
+    latents: list[Tensor] | None = None,
+    is_decoded: bool = True,
+) -> tuple[Any, Trajectory | TokenTrajectory | None]:
+    """Call the pipeline as a user would, with noise in its steps, and record the trained ones.
+
+    Args:
+        policy: a [`Policy`], or a pipeline to make one of. The actions of a [`TokenPolicy`] are tokens: `seeds` fix
+            the tokens, `initial_seeds` what decodes them, and `steps` and `noise_steps` mean nothing.
+        inputs: keyword arguments of the pipeline's `__call__` for one batch.
+        seeds: one per sample. Each fixes the noise of its sample's steps, whatever else is in the batch.
+        num_inference_steps: length of the loop.
+        initial_seeds: one per sample, for its initial latent. Samples with equal ones share it. By default `seeds`;
+            the noise of the steps then comes from seeds derived from them, so that the two are independent.
+        steps: trained steps, one row of ascending indices per sample; all but the last by default. Empty: none.
+        noise_steps: steps that draw noise, at least the trained ones; all but the last by default.
+        noise_in_last_step: whether the loop's last step draws noise too, if it is among `noise_steps` or these are
+            not given. It is never trained.
+        noise_level: of the process; its usual one by default. 0 samples deterministically and records nothing; tokens
+            are still drawn.
+        device: where the trajectory is kept.
+        is_complete: False ends the call once the last trained step is recorded; there are no samples then.
+        latents: a list to which each sample's denoised latent is added, as a call with `output_type="latent"`
+            returns it.
+        is_decoded: False decodes nothing; there are only latents then.
+
+    Returns:
+        the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
+        [`~media.VideoWithSound`] where it returns sound too), or None where nothing was decoded; and the trajectory,
+        or None where nothing is recorded.
+
+    Raises:
+        UnsupportedPipeline: the pipeline does not return latents when asked.
+    """
+    policy = _as_policy(policy)
+    seeds = torch.as_tensor(seeds, dtype=torch.int64)
+    if initial_seeds is None:  # two streams: with a single one the first noise would equal the initial latent
+        initial_seeds, seeds = seeds, torch.tensor([sample_seed(seed, "noise") for seed in seeds.tolist()])
+    if latents is not None:
+        policy.check_latents()
+    request = RolloutRequest(
+        seeds=seeds,
+        initial_seeds=torch.as_tensor(initial_seeds, dtype=torch.int64),
+        num_inference_steps=num_inference_steps,
+        steps=steps,
+        noise_steps=noise_steps,
+        noise_in_last_step=noise_in_last_step,
+        noise_level=noise_level,
+        device=device,
+        is_complete=is_complete,
+        latents=latents,
+        is_decoded=is_decoded,
+    )
+    return policy.rollout(inputs, request)
+
+
+def replay(
+    policy: Policy | DiffusionPipeline,
+    inputs: dict[str, Any],
+    trajectory: Trajectory | TokenTrajectory,
+    step: int,
+    forward: Callable | Sequence[Callable] | None = None,
+) -> StepDistribution | TokenDistribution:
+    """Score one recorded step under the network as it is now. Gradients flow where torch's grad mode lets them.
+
+    Args:
+        policy: as in [`rollout`].
+        inputs: the same keyword arguments for the same samples.
+        trajectory: of these samples, each with `step` among its trained steps.
+        step: index of the step in the loop; of tokens the only one, 0.
+        forward: used in place of the network's own forward, for example a reference model's; one per network.
+
+    Raises:
+        ValueError: the step was not recorded for all samples.
+    """
+    return _as_policy(policy).replay(inputs, trajectory, step, [forward] if callable(forward) else forward)
+
+
+def predict(
+    policy: DenoisingPolicy | DiffusionPipeline,
+    inputs: dict[str, Any],
+    latents: Tensor,
+    step: int,
+    *,
+    num_inference_steps: int,
+    initial_seeds: Tensor | Sequence[int],
+    tokens: Tensor | None = None,
+    forward: Callable | Sequence[Callable] | None = None,
+) -> Prediction:
+    """Return what the pipeline hands to `scheduler.step` for a given latent at a given step.
+
+    See [`~diffusion_grpo.policy.denoising.DenoisingPolicy.predict`] for the arguments. Losses on re-noised samples
+    (DiffusionNFT, https://huggingface.co/papers/2509.16117) are built on it.
+    """
+    return _as_policy(policy).predict(
+        inputs,
+        latents,
+        step,
+        num_inference_steps=num_inference_steps,
+        initial_seeds=initial_seeds,
+        tokens=tokens,
+        forwards=[forward] if callable(forward) else forward,
+    )

@@ -1,0 +1,172 @@
+"""Which stochastic process a diffusers scheduler can run, and the scheduler that runs it.
+
+`stochastic_scheduler` keeps class, config and schedule of a pipeline's scheduler where it can, so that the pipeline
+cannot tell the difference; its `step` asks a driver for the next latent (`stochastic_steps.py`). Schedulers that
+cannot be trained are refused with the reason.
+"""
+
+import copy
+from typing import Any
+
+from diffusers import (
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
+    DDIMScheduler,
+    DDPMScheduler,
+    DDPMWuerstchenScheduler,
+    DEISMultistepScheduler,
+    DPMSolverMultistepScheduler,
+    DPMSolverSinglestepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+    HeunDiscreteScheduler,
+    LMSDiscreteScheduler,
+    PNDMScheduler,
+    SchedulerMixin,
+    UnCLIPScheduler,
+    UniPCMultistepScheduler,
+)
+
+from .log_prob_type import check_log_prob
+from .processes import LOG_PROBS, PROCESSES, processes_of
+from .stochastic_steps import (
+    EDM_SCHEDULERS,
+    CosineSteps,
+    DDIMSteps,
+    FlowSteps,
+    SigmaSteps,
+    StochasticScheduler,
+    UnsupportedScheduler,
+    stochastic_class,
+)
+
+__all__ = ["PROCESSES", "StochasticScheduler", "UnsupportedScheduler", "stochastic_scheduler"]
+
+_FLOW_SCHEDULERS = (FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler)
+_FLOW_CAPABLE = (
+    UniPCMultistepScheduler,
+    DPMSolverMultistepScheduler,
+    DPMSolverSinglestepScheduler,
+    DEISMultistepScheduler,
+)
+_VARIANCE_PRESERVING = (
+    DDIMScheduler,
+    DDPMScheduler,
+    PNDMScheduler,
+    EulerDiscreteScheduler,
+    EulerAncestralDiscreteScheduler,
+    HeunDiscreteScheduler,
+    LMSDiscreteScheduler,
+    UnCLIPScheduler,
+    *_FLOW_CAPABLE,
+)
+_DDIM_BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
+_CONSISTENCY = "is a consistency sampler: its steps jump to the clean sample and add all of the next noise anew"
+_REFUSED = {  # part of a scheduler's name -> why it cannot be scored
+    "LCM": _CONSISTENCY,
+    "TCD": _CONSISTENCY,
+    "CMStochastic": _CONSISTENCY,
+    "SCM": _CONSISTENCY,
+    "FlowMap": "is a flow-map sampler: its network predicts the jump between two given times, not a velocity",
+    "Amused": "draws discrete tokens, which have no Gaussian density",
+    "VQDiffusion": "draws discrete tokens, which have no Gaussian density",
+    "Helios": "belongs to a rollout over chunks that build on each other, whose steps cannot be replayed one by one",
+    "RePaint": "jumps back and forth in time and draws its own noise on the way",
+}
+
+
+def _is_flow(scheduler: SchedulerMixin) -> bool:
+    if isinstance(scheduler, _FLOW_SCHEDULERS):
+        return True
+    return isinstance(scheduler, _FLOW_CAPABLE) and scheduler.config.prediction_type == "flow_prediction"
+
+
+def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] | None:
+    """Return the mixin and the diffusers class for a scheduler; None where there are none."""
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and scheduler.config.get("sigma_max", 1.0) > 1:
+        return SigmaSteps, type(scheduler)  # Cosmos 2 turns its network's output into EDM's
+    if _is_flow(scheduler):
+        is_heun = isinstance(scheduler, FlowMatchHeunDiscreteScheduler)
+        base = FlowMatchEulerDiscreteScheduler if is_heun else type(scheduler)
+        return FlowSteps, base
+    if isinstance(scheduler, (CogVideoXDDIMScheduler, CogVideoXDPMScheduler)):
+        return DDIMSteps, CogVideoXDDIMScheduler
+    if isinstance(scheduler, EDM_SCHEDULERS):
+        return SigmaSteps, type(scheduler)
+    if isinstance(scheduler, DDPMWuerstchenScheduler):
+        return CosineSteps, type(scheduler)
+    if isinstance(scheduler, EulerDiscreteScheduler) and scheduler.config.timestep_type == "continuous":
+        return SigmaSteps, type(scheduler)
+    if isinstance(scheduler, _VARIANCE_PRESERVING):
+        return DDIMSteps, DDIMScheduler
+    return None
+
+
+def step_kind(scheduler: SchedulerMixin) -> type[StochasticScheduler] | None:
+    """Return the mixin that draws the scheduler's steps; None where there is none."""
+    found = _kind(scheduler)
+    return None if found is None else found[0]
+
+
+def _refusal(scheduler: SchedulerMixin) -> UnsupportedScheduler:
+    name = type(scheduler).__name__
+    reasons = [reason for part, reason in _REFUSED.items() if name.startswith(part)]
+    if reasons:
+        return UnsupportedScheduler(f"{name} {reasons[0]}.")
+    return UnsupportedScheduler(
+        f"{name} takes no Gaussian steps that can be scored here; give the pipeline a flow-matching Euler, UniPC, "
+        "DPM-Solver, DDIM, DDPM, PNDM or Euler scheduler."
+    )
+
+
+def _ddim_config(scheduler: SchedulerMixin) -> dict[str, Any]:
+    """Return a config that gives DDIM the noise schedule of any variance-preserving scheduler."""
+    config = {"clip_sample": False, **scheduler.config}  # DDIM clips by default; only a config that says so may
+    if config.get("beta_schedule", "linear") not in _DDIM_BETA_SCHEDULES:
+        config["trained_betas"] = scheduler.betas.tolist()
+        config["_use_default_values"] = ()  # or from_config would drop what was left at its default before
+    return config
+
+
+def stochastic_scheduler(
+    scheduler: SchedulerMixin, process: str = "auto", log_prob_type: str = "gaussian"
+) -> StochasticScheduler:
+    """Return the scheduler to train with: the schedule of `scheduler`, with `process` on top.
+
+    Flow matching (Euler, Heun, or UniPC, DPM-Solver and DEIS set to flow prediction), EDM and Euler with continuous
+    timesteps keep their own class, sigmas and shift. Other variance-preserving schedulers become DDIM built from their
+    config. A flow-matching Euler with sigmas above 1 counts as EDM: its latents are data + sigma * noise.
+
+    Args:
+        scheduler: the pipeline's own scheduler; it is not modified.
+        process: a key of `PROCESSES`, or "auto" for the first that fits: `flow_sde` for flow matching, `ancestral` for
+            EDM, `ddim` otherwise.
+        log_prob_type: "gaussian", or "squared_error" for Flow-GRPO's form of the log-probability under `cps`.
+
+    Raises:
+        ValueError: unknown process, or one that does not fit the scheduler; a `log_prob_type` that does not fit it.
+        UnsupportedScheduler: the scheduler takes no Gaussian steps that can be scored here.
+    """
+    name = type(scheduler).__name__
+    if process != "auto" and process not in PROCESSES:
+        raise ValueError(f"sde_type must be auto or one of {', '.join(PROCESSES)}, got {process!r}.")
+    found = _kind(scheduler)
+    if found is None:
+        raise _refusal(scheduler)
+    kind, base = found
+    fitting = [each.name for each in processes_of(kind.coordinates)]
+    if process != "auto" and process not in fitting:
+        raise ValueError(f"sde_type={process!r} does not fit {name}; use auto or one of {', '.join(fitting)}.")
+    process = fitting[0] if process == "auto" else process
+    check_log_prob(log_prob_type, process, LOG_PROBS)
+    if base is type(scheduler):  # with all that was set on it after it was built, such as set_shift
+        stochastic = copy.copy(scheduler)
+        stochastic.__class__ = stochastic_class(kind, base)
+    else:
+        config = _ddim_config(scheduler) if base is DDIMScheduler else dict(scheduler.config)
+        stochastic = stochastic_class(kind, base).from_config(config)
+        stochastic.original = copy.deepcopy(scheduler)
+    stochastic.process, stochastic.log_prob_type = PROCESSES[process], log_prob_type
+    return stochastic

@@ -1,0 +1,316 @@
+"""Mixins that make a diffusers scheduler stochastic: its schedule stays, its `step` asks a driver.
+
+A driver (`drivers.py`) chooses the next latent; a mixin gives it mean and std, or the step without noise. There is one
+mixin for each way of writing latents. The arithmetic is in `processes.py`; `schedulers.py` says which scheduler gets
+which mixin.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from diffusers import (
+    CogVideoXDDIMScheduler,
+    CosineDPMSolverMultistepScheduler,
+    EDMDPMSolverMultistepScheduler,
+    EDMEulerScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SchedulerMixin,
+)
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
+from torch import Tensor
+
+from .processes import LOG_PROBS, Coordinates, MeanStd, Process, ancestral, ddim
+
+EDM_SCHEDULERS = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSolverMultistepScheduler)
+
+
+class UnsupportedScheduler(ValueError):
+    """The pipeline's scheduler does not take Gaussian steps that this library knows how to score."""
+
+
+class StepDriver(Protocol):
+    """Decides what each step of a stochastic scheduler does; see `drivers.py`."""
+
+    def step(self, scheduler: "StochasticScheduler", index: int, prediction: Tensor, timestep: Any, sample: Tensor):
+        """Return the latent after step `index` (counted from 0 in this call of the pipeline)."""
+
+
+class StochasticScheduler:
+    """Mixin in front of a diffusers scheduler: the schedule stays the original's, `step` asks the driver.
+
+    What the class in use lacks and the original has (`sigmas`, `variance_type`, ...) is the original's.
+
+    Attributes:
+        coordinates: how latents are written, which decides which processes fit.
+        process: an entry of `PROCESSES`.
+        log_prob_type: what counts as the log-probability of a step, a key of `LOG_PROBS`.
+        driver: decides what a step does; without one, steps are deterministic. Copies share it.
+        original: a copy of the pipeline's own scheduler, with the same timesteps set.
+    """
+
+    coordinates: Coordinates
+    process: Process
+    log_prob_type: str = "gaussian"
+    driver: StepDriver | None = None
+    original: SchedulerMixin | None = None
+    index: int = 0
+    first: int | None = None
+    options: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("original")
+            if original is None or name.startswith("__") or not hasattr(original, name):
+                raise
+            return getattr(original, name)
+
+    def __deepcopy__(self, memo: dict) -> "StochasticScheduler":
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__ = {k: v if k == "driver" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
+        return clone
+
+    @property
+    def position(self) -> int:
+        """The current step's index in the whole schedule; image-to-image starts in the middle."""
+        return self.first + self.index
+
+    @property
+    def loop_length(self) -> int:
+        """Number of steps of this loop; known from its first step on."""
+        return len(self.timesteps) - self.first
+
+    def scale_model_input(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Scale the network's input as the class itself does, if it does."""
+        scale = getattr(super(), "scale_model_input", None)
+        return sample if scale is None else scale(sample, *args, **kwargs)
+
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
+        """As in diffusers, but the driver chooses the next latent. Return `SchedulerOutput` or a tuple of one."""
+        self._locate(timestep)
+        self._step_index = self.position
+        self.options = {name: value for name, value in kwargs.items() if value is not None}
+        try:
+            if self.driver is None:
+                latents = self.deterministic(model_output, timestep, sample)
+            else:
+                latents = self.driver.step(self, self.index, model_output, timestep, sample)
+        finally:  # a replay leaves the pipeline here
+            self.options = {}
+        self.index += 1
+        self._step_index = self.position  # pipelines that mix in noise between steps read it
+        return SchedulerOutput(prev_sample=latents) if return_dict else (latents,)
+
+    def _locate(self, timestep: Any) -> None:
+        """Note where in the schedule the loop starts, at its first step."""
+        if self.first is not None:
+            return
+        self.first = self.begin_index
+        if self.first is None:
+            if torch.is_tensor(timestep) and timestep.ndim:
+                timestep = timestep.flatten()[0]
+            self.first = int((self.timesteps == timestep).nonzero()[0])
+
+    def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        """Return the next latent without noise, (batch, ...) in the dtype of the pipeline."""
+        raise NotImplementedError
+
+    def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        """Return mean (batch, ...) and std of the next latent, float32, with the gradient of `prediction`."""
+        raise NotImplementedError
+
+    def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        """Return the (batch,) log-probability of the latent that a step left, given mean and std."""
+        return LOG_PROBS[self.log_prob_type](next_latents, mean, std)
+
+
+class FlowSteps(StochasticScheduler):
+    """Latents are (1 - sigma) * data + sigma * noise: flow matching, with sigmas of the step or of each token."""
+
+    coordinates = "flow"
+
+    def _sigmas(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        sigmas = self.sigmas.to(device=device, dtype=torch.float32)
+        return sigmas[self.position], sigmas[self.position + 1], sigmas[1]
+
+    def _token_sigmas(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sigmas for a timestep per token, (batch, tokens, 1); the next one is the schedule's below."""
+        schedule = self.sigmas.to(device=device, dtype=torch.float32)
+        now = self.options["per_token_timesteps"].to(schedule) / self.config.num_train_timesteps
+        below = torch.where(schedule[:, None, None] < now[None] - 1e-6, schedule[:, None, None], 0.0)
+        return now[..., None], below.amax(0)[..., None], schedule[1]
+
+    def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if "per_token_timesteps" in self.options:
+            sigma_next, sigma, _ = self._token_sigmas(sample.device)  # diffusers turns the sign of the step here
+        else:
+            sigma, sigma_next, _ = self._sigmas(sample.device)
+        # FlowMatchEulerDiscreteScheduler's own arithmetic: products in the prediction's dtype, the sum in float32
+        return (sample.to(torch.float32) + (sigma_next - sigma) * prediction).to(prediction.dtype)
+
+    def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        sigma, sigma_next, sigma_max = self._sigmas(sample.device)
+        prediction, sample = prediction.float(), sample.float()
+        if self.config.get("invert_sigmas"):  # Mochi counts from data to noise
+            sigma, sigma_next, sigma_max, prediction = 1 - sigma, 1 - sigma_next, 1 - sigma_max, -prediction
+        if sigma > 1:
+            raise UnsupportedScheduler(
+                f"{type(self).__bases__[1].__name__} runs through sigma {float(sigma):.3g} here, but the processes of "
+                "flow matching need sigmas between 0 and 1."
+            )
+        if "per_token_timesteps" in self.options:
+            sigma, sigma_next, sigma_max = self._token_sigmas(sample.device)
+            still = sigma_next >= sigma  # a condition's tokens: clean from the start
+            sigma, sigma_next = torch.where(still, 1.0, sigma), torch.where(still, 0.5, sigma_next)
+            mean, std = self.process(
+                -prediction, sample, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max
+            )
+            return torch.where(still, sample, mean), torch.where(still, 0.0, std)
+        return self.process(prediction, sample, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
+
+
+class DDIMSteps(StochasticScheduler):
+    """Variance-preserving latents, written with alphas: DDIM for epsilon-, v- and sample-prediction."""
+
+    coordinates = "variance_preserving"
+    begin_index = None
+
+    def _prediction(self, prediction: Tensor, sample: Tensor) -> Tensor:
+        """Drop the learned variance that some networks predict as well: DDIM's variance is given by eta."""
+        learns_variance = prediction.ndim > 1 and prediction.shape[1] == 2 * sample.shape[1]
+        return prediction.chunk(2, dim=1)[0] if learns_variance else prediction
+
+    def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        prediction = self._prediction(prediction, sample)
+        return super(StochasticScheduler, self).step(prediction, timestep, sample, return_dict=False)[0]
+
+    def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        alphas = self.alphas_cumprod.to(device=sample.device, dtype=torch.float32)
+        timestep_next = int(timestep) - self.config.num_train_timesteps // self.num_inference_steps
+        alpha_next = alphas[timestep_next] if timestep_next >= 0 else self.final_alpha_cumprod.to(alphas)
+        return self.process(
+            self._prediction(prediction, sample).float(),
+            sample.float(),
+            alphas[int(timestep)],
+            alpha_next,
+            noise_level=noise_level,
+            prediction_type=self.config.prediction_type,
+            clip=self._clip if self._clips else None,
+        )
+
+    @property
+    def _clips(self) -> bool:
+        # CogVideoX's scheduler has the option in its config and never reads it
+        if isinstance(self, CogVideoXDDIMScheduler):
+            return False
+        return bool(self.config.clip_sample or self.config.thresholding)
+
+    def _clip(self, clean: Tensor) -> Tensor:
+        if self.config.thresholding:
+            return self._threshold_sample(clean)
+        return clean.clamp(-self.config.clip_sample_range, self.config.clip_sample_range)
+
+
+class CosineSteps(StochasticScheduler):
+    """Stable Cascade's cosine schedule: time runs from 1 to 0."""
+
+    coordinates = "variance_preserving"
+    begin_index = None
+
+    def _alphas(self, timestep: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (-1, *[1] * (sample.ndim - 1))
+        timestep_next = self.previous_timestep(timestep).to(timestep)
+        alphas = [self._alpha_cumprod(t, sample.device).float().view(shape) for t in (timestep, timestep_next)]
+        return alphas[0], alphas[1]
+
+    def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        alphas = self._alphas(timestep, sample)
+        return ddim(prediction.float(), sample.float(), *alphas, noise_level=0.0)[0].to(sample.dtype)
+
+    def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        alphas = self._alphas(timestep, sample)
+        return self.process(prediction.float(), sample.float(), *alphas, noise_level=noise_level)
+
+
+class _StepOrEstimate:
+    """What EDM's `step` returns as a tuple: the next latent, and the clean sample that is estimated on the way.
+
+    Each is computed when it is read, because Cosmos calls `step` twice per step: first it reads the estimate alone and
+    puts guidance and conditions into it, then it steps with that.
+    """
+
+    def __init__(self, step: Callable[[], Tensor], estimate: Callable[[], Tensor]):
+        self.parts = (step, estimate)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.parts[index]()
+
+
+class SigmaSteps(StochasticScheduler):
+    """Latents are data + sigma * noise: EDM, Euler with continuous timesteps, Euler for flows with sigmas above 1."""
+
+    coordinates = "sigma"
+
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
+        """As in [`StochasticScheduler`]; a tuple has the estimated clean sample as well where the class gives it."""
+        take = functools.partial(super().step, model_output, timestep, sample, *args, **kwargs)
+        if return_dict or not isinstance(self, EDMEulerScheduler):
+            return take(return_dict=return_dict)
+        estimate = functools.partial(self._estimate, model_output, timestep, sample)
+        return _StepOrEstimate(lambda: take(return_dict=False)[0], estimate)
+
+    def _estimate(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self._locate(timestep)
+        self._step_index = self.position + 1  # as diffusers leaves it; whoever wants no step takes it back
+        return self._clean(prediction, sample, self.sigmas[self.position])
+
+    def _clean(self, prediction: Tensor, sample: Tensor, sigma: Tensor) -> Tensor:
+        if "pred_original_sample" in self.options:  # Cosmos preconditions by itself
+            return self.options["pred_original_sample"].float()
+        if isinstance(self, EDM_SCHEDULERS):
+            return self.precondition_outputs(sample, prediction, sigma)
+        if isinstance(self, FlowMatchEulerDiscreteScheduler) or self.config.prediction_type == "epsilon":
+            return sample - sigma * prediction
+        if self.config.prediction_type == "v_prediction":
+            return prediction * (-sigma / (sigma**2 + 1) ** 0.5) + (sample / (sigma**2 + 1))
+        return prediction
+
+    def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if isinstance(self, (EulerDiscreteScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler)):
+            given = {k: v for k, v in self.options.items() if k == "pred_original_sample"}
+            return super(StochasticScheduler, self).step(prediction, timestep, sample, return_dict=False, **given)[0]
+        return ancestral(*self._clean_step(prediction, sample), noise_level=0.0)[0].to(sample.dtype)
+
+    def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        return self.process(*self._clean_step(prediction, sample), noise_level=noise_level)
+
+    def _clean_step(self, prediction: Tensor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the predicted clean sample, the sample, and the sigmas of this step and of the next."""
+        sigmas = self.sigmas.to(device=sample.device, dtype=torch.float32)
+        sigma, sigma_next = sigmas[self.position], sigmas[self.position + 1]
+        prediction, sample = prediction.float(), sample.float()
+        return self._clean(prediction, sample, sigma), sample, sigma, sigma_next
+
+
+@functools.cache
+def stochastic_class(kind: type, base: type) -> type:
+    """Return the class of a scheduler that draws its steps: the mixin `kind` in front of `base`, diffusers' class."""
+    own = inspect.signature(base.set_timesteps).parameters
+
+    @functools.wraps(base.set_timesteps)  # pipelines look at the signature for `sigmas`, `timesteps` and `mu`
+    def set_timesteps(self, *args, **kwargs):
+        base.set_timesteps(self, *args, **kwargs)
+        self.index, self.first = 0, None
+        if self.original is not None:  # whose sigmas a pipeline may read
+            theirs = inspect.signature(self.original.set_timesteps).parameters
+            named = dict(zip(list(own)[1:], args, strict=False)) | kwargs
+            self.original.set_timesteps(**{name: value for name, value in named.items() if name in theirs})
+
+    return type(f"Stochastic{base.__name__}", (kind, base), {"set_timesteps": set_timesteps})

@@ -1,0 +1,181 @@
+"""What passes between the stages: requests, trajectories, predictions and step distributions; seeds and trained steps.
+
+A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`.
+Nothing here needs a pipeline.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass
+class SampleTensors:
+    """Tensors with one row per sample, beside settings that all samples share."""
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, rows: Any) -> "SampleTensors":
+        """Return the records of some samples; `rows` indexes the batch dimension."""
+        return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items()})
+
+    @classmethod
+    def cat(cls, parts: Sequence["SampleTensors"]) -> "SampleTensors":
+        """Join several with the same settings."""
+        return dataclasses.replace(
+            parts[0], **{name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
+        )
+
+    @classmethod
+    def align(cls, samples: list["SampleTensors"]) -> list["SampleTensors"]:
+        """Return samples in shapes that can be joined."""
+        return samples
+
+    def to(self, device: str | torch.device) -> "SampleTensors":
+        """Return a copy on another device."""
+        return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all that has one row per sample, by name."""
+        return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+
+    def settings(self) -> dict[str, int | float]:
+        """Return all that is the same for every sample, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
+
+    def metrics(self) -> dict[str, float]:
+        """Return what there is to log about a rollout."""
+        return {}
+
+
+@dataclasses.dataclass
+class Trajectory(SampleTensors):
+    """What a replay needs of a rollout: the trained steps, nothing else.
+
+    Attributes:
+        latents: (batch, steps, ...) float32, input of each trained step: the output of the step before it, or the
+            initial latent. Where a pipeline edits latents between steps, it does so again in the replay.
+        next_latents: (batch, steps, ...) float32, output of each trained step, as rounded to the pipeline's dtype.
+            Where a step moves several latents (video and audio), both hold all of them, flattened one after the other.
+        log_probs: (batch, steps) float32, log-density of `next_latents`, averaged over its dimensions.
+        steps: (batch, steps) int64, index of each trained step in the pipeline's loop, ascending.
+        seeds: (batch,) int64, seed of each sample's step noise.
+        initial_seeds: (batch,) int64, seed of each sample's initial latent.
+        num_inference_steps: length of the pipeline's loop.
+        noise_level: of the process, at the trained steps.
+        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
+    """
+
+    latents: Tensor
+    next_latents: Tensor
+    log_probs: Tensor
+    steps: Tensor
+    seeds: Tensor
+    initial_seeds: Tensor
+    num_inference_steps: int
+    noise_level: float
+    tokens: Tensor | None = None
+
+    def over_steps(self, values: Tensor) -> Tensor:
+        """Average (batch, steps) values over steps; return (batch,)."""
+        return values.mean(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutRequest:
+    """What a rollout is asked for; see [`~diffusion_grpo.policy.rollout.rollout`] for each field.
+
+    Attributes:
+        seeds, initial_seeds: (batch,) int64.
+        num_inference_steps: length of the loop.
+        steps: trained steps, one row of ascending indices per sample; None for all but the last.
+        noise_steps: steps that draw noise; None for all but the last.
+        noise_in_last_step: whether the last step draws noise too.
+        noise_level: of the process; None for its usual one.
+        device: where the trajectory is kept.
+        is_complete: whether the call runs to its end.
+        latents: a list that receives the samples' denoised latents, or None.
+        is_decoded: whether samples are decoded.
+    """
+
+    seeds: Tensor
+    initial_seeds: Tensor
+    num_inference_steps: int
+    steps: Sequence[Sequence[int]] | None = None
+    noise_steps: Sequence[int] | None = None
+    noise_in_last_step: bool = False
+    noise_level: float | None = None
+    device: str | torch.device = "cpu"
+    is_complete: bool = True
+    latents: list[Tensor] | None = None
+    is_decoded: bool = True
+
+
+@dataclasses.dataclass
+class Prediction:
+    """What a pipeline hands to `scheduler.step` at one step.
+
+    Attributes:
+        prediction: (batch, ...) the network's output after guidance, with gradient; in the scheduler's own terms
+            (velocity, noise, v or clean sample). Where a step moves several latents, all of them, flattened.
+        sample: (batch, ...) the latent that it was made for, in the pipeline's dtype.
+    """
+
+    prediction: Tensor
+    sample: Tensor
+
+
+@dataclasses.dataclass
+class StepDistribution:
+    """The Gaussian that the policy draws one step from, and the recorded step's place in it.
+
+    Attributes:
+        mean: (batch, ...) float32.
+        std: float32, broadcastable to `mean`.
+        log_prob: (batch,) float32, of the recorded next latent, averaged over its dimensions.
+    """
+
+    mean: Tensor
+    std: Tensor
+    log_prob: Tensor
+
+    def loss_inputs(self, reference: "StepDistribution | None") -> dict[str, Tensor | None]:
+        """Return what a loss gets of the step beside its log-probability."""
+        return {"mean": self.mean, "std": self.std, "ref_mean": reference and reference.mean}
+
+
+def generators(seeds: Tensor) -> list[torch.Generator]:
+    """Return one generator per sample, on the CPU: what a sample gets depends on its seed, not on batch or device."""
+    return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
+
+
+def sample_seed(*parts: int | str) -> int:
+    """Return a seed in [0, 2**63) that depends on all of `parts` and on nothing else."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def trained_steps(
+    num_inference_steps: int, window: Sequence[int] | None = None, fraction: float = 1.0, seeds: Tensor | None = None
+) -> list[list[int]]:
+    """Choose the steps that are trained. The last is never one: its std goes to 0.
+
+    Args:
+        num_inference_steps: length of the loop.
+        window: [start, stop) of the steps that may be trained; all but the last by default.
+        fraction: share of them that is trained, at least one step.
+        seeds: (batch,) one per sample: each draws its own steps. Without seeds, the first steps, in one row.
+
+    Returns:
+        one row of ascending step indices per sample.
+    """
+    start, stop = window or (0, num_inference_steps - 1)
+    count = max(1, round(fraction * (stop - start)))
+    if seeds is None:
+        return [list(range(start, start + count))]
+    order = [torch.randperm(stop - start, generator=generator) for generator in generators(seeds)]
+    return [sorted((start + steps[:count]).tolist()) for steps in order]

@@ -1,0 +1,1 @@
+"""GenEval: whether an image shows the objects that its prompt asks for."""

@@ -1,0 +1,226 @@
+"""GenEval's models: object detectors from transformers, and CLIP for colours."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from ..models.base import ModelReward
+from ..models.clip import normalize_features
+from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source, check_package
+from .scoring import NAMED, Detection
+
+PHRASES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
+NEED_SCIPY = ("owlv2", "maskformer", "mask2former")  # transformers needs it to load or call these
+GREY = "#999999"  # fills the area outside an object's mask
+
+
+@dataclasses.dataclass(eq=False)
+class TransformersDetector(ModelReward):
+    """An object detector from transformers; not a reward itself, but loaded and offloaded like one.
+
+    Zero-shot detectors (OWL-ViT, OWLv2, Grounding DINO, MM Grounding DINO) are asked for the classes. Of the objects
+    that other detectors (DETR and similar) and segmenters (Mask2Former, MaskFormer) report, those are kept whose class
+    in `id2label` was asked for.
+
+    Args:
+        model: Hub id or folder.
+        min_score: detections with a lower score are dropped.
+
+    Raises:
+        ValueError: when first called, if the model is of none of these families.
+    """
+
+    batch_size: int = 8
+    min_score: float = 0.1
+
+    def sources(self) -> list[Source]:
+        return [Source("detector", self.model, CONFIG + WEIGHTS + IMAGE_PROCESSOR, self.revision)]
+
+    def check_needs(self) -> None:
+        """Also raise ValueError if the model is no detector, and ImportError if it needs a missing package.
+
+        Both are read from `config.json`, and not checked if that is not on this machine yet.
+        """
+        super().check_needs()
+        (source,) = self.sources()
+        if (path := source.path("config.json")) is None:
+            return
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path.parent)
+        if self._family(config) == "zero-shot":
+            source._replace(files=TOKENIZER).check()
+        if config.model_type in NEED_SCIPY:
+            check_package("scipy", 'pip install "diffusion-grpo[rewards]"')
+        if getattr(getattr(config, "backbone_config", None), "model_type", None) == "timm_backbone":
+            check_package("timm", "pip install timm")
+
+    def _family(self, config: Any) -> str:
+        from transformers.models.auto import modeling_auto as auto
+
+        families = {
+            "zero-shot": auto.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING,
+            "segmenter": auto.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING,
+            "detector": auto.MODEL_FOR_OBJECT_DETECTION_MAPPING,
+        }
+        if config.model_type == "detr":  # it is in both families, but was trained on boxes
+            del families["segmenter"]
+        known = [name for name, mapping in families.items() if type(config) in mapping]
+        if not known or config.model_type in ("omdet-turbo", "oneformer"):
+            raise ValueError(
+                f"{self.model} is a {config.model_type}, which is no detector that is known here; use OWLv2, "
+                "Grounding DINO, DETR or Mask2Former, or pass a callable."
+            )
+        return known[0]
+
+    def load(self) -> nn.Module:
+        import transformers as tf
+
+        config = tf.AutoConfig.from_pretrained(self.model, revision=self.revision)
+        self.family, self.needs_ids = self._family(config), "grounding-dino" in config.model_type
+        loader = tf.AutoProcessor if self.family == "zero-shot" else tf.AutoImageProcessor
+        self.processor = loader.from_pretrained(self.model, revision=self.revision)
+        cls = {
+            "zero-shot": tf.AutoModelForZeroShotObjectDetection,
+            "segmenter": tf.AutoModelForUniversalSegmentation,
+            "detector": tf.AutoModelForObjectDetection,
+        }[self.family]
+        return cls.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
+
+    def __call__(self, images: list[Image.Image], labels: list[str]) -> list[list[Detection]]:
+        """Return the objects of the classes `labels` in each image."""
+        return self.in_batches(lambda network, part: self._found(network, part, labels), images)
+
+    def _found(self, network: nn.Module, images: list, labels: list[str]) -> list[list[Detection]]:
+        chunk = [image.convert("RGB") for image in images]
+        sizes = [(image.height, image.width) for image in chunk]
+        read = {"zero-shot": self._asked, "detector": self._boxes, "segmenter": self._masks}[self.family]
+        return [[d for d in own if d.label in labels] for own in read(network, chunk, sizes, labels)]
+
+    def _asked(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+        # one image per call: all have the same texts, and padding would change an image's result
+        results = []
+        for image, size in zip(images, sizes, strict=True):
+            inputs = self.processor(images=image, text=[labels], return_tensors="pt", padding=True)
+            outputs = _outputs(network, inputs)
+            options = {"threshold": self.min_score, "target_sizes": [size]}
+            if self.needs_ids:
+                options |= {"input_ids": inputs["input_ids"], "text_threshold": self.min_score}
+            else:
+                options["text_labels"] = [labels]
+            (result,) = self.processor.post_process_grounded_object_detection(outputs, **options)
+            named = [_nearest(text, labels) for text in result["text_labels"]]
+            results.append(_detections(named, result["scores"], result["boxes"]))
+        return results
+
+    def _boxes(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+        outputs = _outputs(network, self.processor(images=images, return_tensors="pt"))
+        results = self.processor.post_process_object_detection(outputs, threshold=self.min_score, target_sizes=sizes)
+        return [_detections(_names(network, r["labels"].tolist()), r["scores"], r["boxes"]) for r in results]
+
+    def _masks(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+        outputs = _outputs(network, self.processor(images=images, return_tensors="pt"))
+        results = self.processor.post_process_instance_segmentation(
+            outputs, threshold=self.min_score, target_sizes=sizes
+        )
+        found = []
+        for result in results:
+            segments, parts = result["segmentation"].cpu().numpy(), result["segments_info"]
+            names = _names(network, [part["label_id"] for part in parts])
+            masks = [segments == part["id"] for part in parts]
+            found.append(
+                [
+                    Detection(name, float(part["score"]), _box(mask), mask)
+                    for name, part, mask in zip(names, parts, masks, strict=True)
+                    if mask.any()
+                ]
+            )
+        return found
+
+
+@dataclasses.dataclass(eq=False)
+class ClipColors(ModelReward):
+    """Names the colour of objects with CLIP as GenEval does, by comparing their crops with phrases for each colour.
+
+    Outside an object's mask, its crop is grey.
+
+    Args:
+        model: Hub id or folder of a CLIP model; GenEval's is `openai/clip-vit-large-patch14`.
+    """
+
+    def sources(self) -> list[Source]:
+        files = CONFIG + WEIGHTS + TOKENIZER + IMAGE_PROCESSOR
+        return [Source("colors", self.model, files, self.revision)]
+
+    def load(self) -> nn.Module:
+        from transformers import CLIPModel, CLIPProcessor
+
+        self.processor = CLIPProcessor.from_pretrained(self.model, revision=self.revision)
+        return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
+
+    def __call__(self, image: Image.Image, objects: list[Detection], label: str) -> list[str]:
+        """Return one of the ten colours per object."""
+        crops = [_crop(image.convert("RGB"), detection) for detection in objects]
+        return self.in_batches(lambda network, part: self._named(network, part, label), crops)
+
+    def _named(self, network: nn.Module, crops: list, label: str) -> list[str]:
+        pixels = self.processor(images=crops, return_tensors="pt")["pixel_values"].to(network.device, network.dtype)
+        seen = network.visual_projection(network.vision_model(pixels).pooler_output).float()
+        nearest = (seen @ self._classes(network, label).T).argmax(1).tolist()
+        return [list(NAMED)[index] for index in nearest]
+
+    def _classes(self, network: nn.Module, label: str) -> torch.Tensor:
+        """Return `(10, features)` float32: per colour, the normalised mean of its phrases' unit embeddings."""
+        phrases = [phrase.format(color=color, label=label) for color in NAMED for phrase in PHRASES]
+        tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(network.device)
+        said = network.text_projection(network.text_model(**tokens).pooler_output)
+        said = normalize_features(said).reshape(len(NAMED), len(PHRASES), -1).mean(1)
+        return normalize_features(said)
+
+
+def _outputs(network: nn.Module, inputs: Any) -> Any:
+    """Call the network, and return its outputs in float32 for boxes and masks."""
+    for name, value in inputs.items():
+        kind = network.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+        inputs[name] = value.to(network.device, kind) if isinstance(value, torch.Tensor) else value
+    outputs = network(**inputs)
+    for name, value in outputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            outputs[name] = value.float()
+        elif isinstance(value, (list, tuple)):
+            outputs[name] = type(value)(each.float() if isinstance(each, torch.Tensor) else each for each in value)
+    return outputs
+
+
+def _names(network: nn.Module, ids: list[int]) -> list[str]:
+    return [network.config.id2label[number] for number in ids]
+
+
+def _detections(names: list[str], scores: torch.Tensor, boxes: torch.Tensor) -> list[Detection]:
+    rows = zip(names, scores.tolist(), boxes.tolist(), strict=True)
+    return [Detection(name, score, tuple(box)) for name, score, box in rows]
+
+
+def _nearest(text: str, labels: list[str]) -> str:
+    """Return the longest class name that a detected phrase contains, or else the phrase itself."""
+    held = [label for label in labels if label.lower() in text.lower()]
+    return max(held, key=len) if held else text
+
+
+def _box(mask: np.ndarray) -> tuple[float, float, float, float]:
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
+
+
+def _crop(image: Image.Image, detection: Detection) -> Image.Image:
+    if detection.mask is not None:
+        blank = Image.new("RGB", image.size, GREY)
+        image = Image.composite(image, blank, Image.fromarray((detection.mask * 255).astype(np.uint8)))
+    left, top, right, bottom = (round(side) for side in detection.box)
+    return image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))

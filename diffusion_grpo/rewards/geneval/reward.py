@@ -1,0 +1,155 @@
+"""The reward `geneval`: whether an image shows what a GenEval prompt asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Literal
+
+from PIL import Image
+
+from ..models.base import ModelReward
+from .detectors import ClipColors, TransformersDetector
+from .scoring import Detection, Verdict, dense_score, group_by_class, judge, name_pixel_colors, read_requirements
+
+COUNTING = "counting"  # the task that requires a higher score of detections
+
+
+class GenEval:
+    """GenEval's reward: 1 if an image shows everything that its prompt requires, else 0.
+
+    The dataset has GenEval's columns `include`, `exclude` and `tag` (lists, or the same as JSON), or one column
+    `metadata` with a mapping of them. `include` is a list of `{"class", "count"}`, with `"color"` and `"position":
+    [relation, index of the other entry]` where required. `exclude` is a list of `{"class", "count"}`: there must be
+    fewer than that. A row without requirements gets `None`. Rewards with equal settings are equal, so a reward may be
+    both trained on and evaluated.
+
+    Args:
+        detector: Hub id or folder of a detector for transformers (`detectors.TransformersDetector`); from Python, also
+            a callable that takes images and labels and returns a list of `Detection`s per image.
+        colors: "pixels" to compare the object's median colour with ten named ones; otherwise the Hub id or folder of
+            a CLIP model that names the colour, as GenEval does with ViT-L/14.
+        score: the score of an image that lacks something: "correct" gives 0, "partial" the share of the requirements
+            that hold, "dense" the reward that Flow-GRPO trains on (`dense_score`).
+        partial: the same as `score="partial"`.
+        min_score: smallest score of a detection that counts; `min_score_counting` replaces it in the task "counting".
+            GenEval's numbers are for its Mask2Former; other detectors are calibrated differently.
+        max_objects: most objects of one class.
+        max_overlap: of two boxes of one class with a higher intersection over union, only the one with the higher
+            score counts; 1 keeps all.
+        margin: how far apart centres must be, as a share of the summed sizes, to count as left, right, above or below.
+        device: device of the models; by default the accelerator, if there is one.
+        dtype: dtype of the models.
+        revision: branch, tag or commit of the detector's Hub id; `colors_revision` is that of `colors`.
+        offload: whether to keep the models in CPU memory between calls.
+
+    Raises:
+        ValueError: `min_score`, `min_score_counting` or `max_overlap` is outside [0, 1], `score` is unknown, or
+            `partial` is set together with `score="dense"`.
+    """
+
+    def __init__(
+        self,
+        detector: str | Callable,
+        colors: str = "pixels",
+        partial: bool = False,
+        min_score: float = 0.3,
+        min_score_counting: float = 0.9,
+        max_objects: int = 16,
+        max_overlap: float = 1.0,
+        margin: float = 0.1,
+        device: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        revision: str = "main",
+        colors_revision: str = "main",
+        offload: bool = False,
+        score: Literal["correct", "partial", "dense"] = "correct",
+    ):
+        for name, value in (
+            ("min_score", min_score),
+            ("min_score_counting", min_score_counting),
+            ("max_overlap", max_overlap),
+        ):
+            if not 0 <= value <= 1:
+                raise ValueError(f"geneval: {name} is {value}; it lies in [0, 1].")
+        if score not in ("correct", "partial", "dense"):
+            raise ValueError(f"geneval: score is {score!r}; use correct, partial or dense.")
+        if partial and score == "dense":
+            raise ValueError("geneval: partial is set beside score: dense; take one of the two out.")
+        self.score = "partial" if partial else score
+        self.detector, self.colors, self.device = detector, colors, device
+        self.min_score, self.min_score_counting = min_score, min_score_counting
+        self.max_objects, self.max_overlap, self.margin = max_objects, max_overlap, margin
+        self.dtype, self.revision, self.colors_revision, self.offload = dtype, revision, colors_revision, offload
+
+    def settings(self) -> dict[str, Any]:
+        """Return all settings by name."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.colors))
+
+    def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
+        """Return one score per image; see the class."""
+        rows = [read_requirements(columns, row) for row in range(len(images))]
+        labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
+        scores: list[float | None] = [None] * len(images)
+        try:
+            self._judge(images, rows, labels, scores)
+        finally:
+            self._rest()
+        return scores
+
+    def check_needs(self) -> None:
+        """Raise FileNotFoundError or ImportError if the detector, or CLIP for colours, cannot be loaded."""
+        for model in (self._detect, self._name):
+            if isinstance(model, ModelReward):
+                model.check_needs()
+
+    def _judge(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
+        # ask a zero-shot detector only for the classes of the image's own prompt, whatever else is in the batch
+        for asked in sorted(set(labels) - {()}):
+            places = [row for row, own in enumerate(labels) if own == asked]
+            found = self._detect([images[row] for row in places], list(asked))
+            for row, detections in zip(places, found, strict=True):
+                scores[row] = self._value(images[row], detections, rows[row])
+
+    def _value(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> float:
+        if self.score == "dense":
+            objects = self._objects(detections, wanted)
+            return dense_score(objects, wanted["include"], lambda *what: self._name(image, *what), self.margin)
+        verdict = self.verdict(image, detections, wanted)
+        return verdict.share if self.score == "partial" else float(verdict.is_correct)
+
+    def _rest(self) -> None:
+        """Offload the models once, after the last of their many calls."""
+        for model in (vars(self).get(name) for name in ("_detect", "_name")):
+            if self.offload and isinstance(model, ModelReward):
+                model.rest()
+
+    def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
+        """Check one image's detections against its requirements."""
+        objects = self._objects(detections, wanted)
+        return judge(
+            objects, wanted["include"], wanted["exclude"], lambda *what: self._name(image, *what), self.margin
+        )
+
+    def _objects(self, detections: list[Detection], wanted: dict[str, Any]) -> dict[str, list[Detection]]:
+        least = self.min_score_counting if wanted["tag"] == COUNTING else self.min_score
+        return group_by_class(detections, least, self.max_objects, self.max_overlap)
+
+    @cached_property
+    def _detect(self) -> Callable:
+        if callable(self.detector):
+            return self.detector
+        least = min(self.min_score, self.min_score_counting)
+        return TransformersDetector(self.detector, self.device, self.dtype, revision=self.revision, min_score=least)
+
+    @cached_property
+    def _name(self) -> Callable:
+        if self.colors == "pixels":
+            return name_pixel_colors
+        return ClipColors(self.colors, self.device, self.dtype, revision=self.colors_revision)

@@ -1,0 +1,269 @@
+"""GenEval's rules: whether the detected objects meet the requirements of a prompt, and if not, why.
+
+After Ghosh et al. 2023, "GenEval: an object-focused framework for evaluating text-to-image alignment"
+(https://huggingface.co/papers/2310.11513): its six tasks (single object, two objects, counting, colours, position,
+attribution of colours) are all built from counts, colours and relative positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+@dataclasses.dataclass(frozen=True)
+class Detection:
+    """One object that a detector found.
+
+    Attributes:
+        label: class, as the requirements name it.
+        score: confidence in [0, 1].
+        box: (left, top, right, bottom) in pixels.
+        mask: bool array `(height, width)` over the whole image, or None.
+    """
+
+    label: str
+    score: float
+    box: tuple[float, float, float, float]
+    mask: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The result for one image.
+
+    Attributes:
+        checks: one (held, sentence) per requirement: an object's count, its colour or its position.
+    """
+
+    checks: list[tuple[bool, str]]
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether all requirements held: GenEval's score."""
+        return all(held for held, _ in self.checks)
+
+    @property
+    def share(self) -> float:
+        """Share of the requirements that held, in [0, 1]."""
+        return sum(held for held, _ in self.checks) / len(self.checks)
+
+    @property
+    def reason(self) -> str:
+        """The sentences of the requirements that did not hold."""
+        return "; ".join(sentence for held, sentence in self.checks if not held)
+
+
+def read_requirements(columns: dict[str, list], row: int) -> dict[str, Any]:
+    """Read a row's `{"include", "exclude", "tag"}` from columns with lists or JSON; empty if there are none.
+
+    Raises:
+        ValueError: an entry is not in GenEval's format.
+    """
+    values = {name: columns[name][row] for name in ("include", "exclude", "tag") if name in columns}
+    if "metadata" in columns:
+        values = _parsed(columns["metadata"][row]) or {}
+    wanted = {"tag": values.get("tag")}
+    for name in ("include", "exclude"):
+        wanted[name] = [
+            {key: value for key, value in part.items() if value is not None}
+            for part in _parsed(values.get(name)) or []
+        ]
+        for place, part in enumerate(wanted[name]):
+            position = part.get("position", ["", -1])
+            if not {"class", "count"} <= part.keys() or not -1 <= int(position[1]) < place:
+                raise ValueError(
+                    f"geneval: row {row} has {part!r} in {name}; an entry is a mapping with class and count, and a "
+                    "position names an entry before it."
+                )
+    return wanted
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def group_by_class(
+    detections: list[Detection], min_score: float, max_objects: int, max_overlap: float
+) -> dict[str, list[Detection]]:
+    """Group detections above `min_score` by label, highest score first, at most `max_objects` per label."""
+    objects: dict[str, list[Detection]] = {}
+    sure = sorted((d for d in detections if d.score > min_score), key=lambda detection: -detection.score)
+    for label in {detection.label for detection in sure}:
+        kept: list[Detection] = []
+        for detection in [d for d in sure if d.label == label][:max_objects]:
+            if max_overlap == 1 or all(iou(detection.box, other.box) < max_overlap for other in kept):
+                kept.append(detection)
+        objects[label] = kept
+    return objects
+
+
+def iou(a: tuple, b: tuple) -> float:
+    """Return the intersection over union of two boxes (left, top, right, bottom)."""
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    shared = max(width, 0) * max(height, 0)
+    area = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))
+    return shared / (area - shared) if area > shared else 0.0
+
+
+def find_relations(a: Detection, b: Detection, margin: float = 0.1) -> set[str]:
+    """Return where A lies relative to B: any of "left of", "right of", "above", "below"; none if they are too close.
+
+    The offset between the centres is shortened along each axis by `margin` times the summed sizes. A side counts if
+    the rest is more than half of the whole offset.
+    """
+    offset, rest = [], []
+    for low, high in ((0, 2), (1, 3)):
+        apart = (a.box[low] + a.box[high] - b.box[low] - b.box[high]) / 2
+        sizes = abs(a.box[high] - a.box[low]) + abs(b.box[high] - b.box[low])
+        offset.append(apart)
+        rest.append(math.copysign(max(abs(apart) - margin * sizes, 0), apart))
+    if max(map(abs, rest)) < 1e-3:
+        return set()
+    right, down = (part / math.hypot(*offset) for part in rest)
+    sides = {"left of": right < -0.5, "right of": right > 0.5, "above": down < -0.5, "below": down > 0.5}
+    return {side for side, holds in sides.items() if holds}
+
+
+def judge(
+    objects: dict[str, list[Detection]],
+    include: list[dict[str, Any]],
+    exclude: list[dict[str, Any]],
+    name_colors: Callable[[list[Detection], str], list[str]],
+    margin: float = 0.1,
+) -> Verdict:
+    """Check every requirement against the objects that were found.
+
+    Of each class in `include`, the `count` objects with the highest scores are checked. All of them must have the
+    required colour. A position must hold between each of them and each object of the other entry; it fails if that
+    entry failed.
+
+    Args:
+        objects: objects by class, highest score first (`group_by_class`).
+        include, exclude: requirements, see `GenEval`.
+        name_colors: takes objects and their class, and returns one colour name per object.
+        margin: see `GenEval`.
+    """
+    checks: list[tuple[bool, str]] = []
+    matched: list[list[Detection] | None] = []
+    for part in include:
+        label, count = part["class"], part["count"]
+        found = objects.get(label, [])[:count]
+        own = [(len(found) >= count, f"expected {count} or more {label}, found {len(found)}")]
+        if "color" in part:
+            named = name_colors(found, label) if found else []
+            right = named.count(part["color"])
+            what = f"expected {count} {part['color']} {label}, found {', '.join(named) or 'none'}"
+            own.append((right >= count, what))
+        if "position" in part:
+            side, other = part["position"]
+            holds = all(held for held, _ in own) and matched[int(other)] is not None
+            sides = [find_relations(a, b, margin) for a in found for b in matched[int(other)] or []] if holds else []
+            seen = " and ".join(sorted(set().union(*sides))) or "neither side"
+            own.append((holds and all(side in some for some in sides), f"expected {label} {side}, found {seen}"))
+        checks += own
+        matched.append(found if all(held for held, _ in own) else None)
+    for part in exclude:
+        count = len(objects.get(part["class"], []))
+        checks.append((count < part["count"], f"expected fewer than {part['count']} {part['class']}, found {count}"))
+    return Verdict(checks)
+
+
+def dense_score(
+    objects: dict[str, list[Detection]],
+    include: list[dict[str, Any]],
+    name_colors: Callable[[list[Detection], str], list[str]],
+    margin: float = 0.1,
+) -> float:
+    """Return the reward that Flow-GRPO trains on with GenEval's prompts, in (-inf, 1]: how far off the counts are.
+
+    It is the mean over the parts of all entries in `include`. An entry with `count` c and n objects found has the
+    parts:
+
+    * 1 - |c - n| / c, also if there are too many, so below 0 for n > 2c;
+    * if n differs from c, another 0 if a colour or a position is required;
+    * otherwise, for a colour that m of them have, 1 - |c - m| / c;
+    * and for a position, if the colour held: 1 if it holds for all pairs; 0 if the other entry failed; 0 and 1 if it
+      does not hold (Flow-GRPO's server adds the 1 in either case, so a wrong position counts half).
+
+    `exclude` is ignored. After `evaluate_reward` of https://github.com/yifan123/reward-server.
+
+    Args:
+        objects, include, name_colors, margin: as in `judge`, but all objects of a class count.
+    """
+    parts: list[float] = []
+    matched: list[list[Detection] | None] = []
+    for part in include:
+        label, count = part["class"], part["count"]
+        found = objects.get(label, [])
+        parts.append(1 - abs(count - len(found)) / count)
+        holds = len(found) == count
+        if not holds and part.keys() & {"color", "position"}:
+            parts.append(0.0)
+        if holds and "color" in part:
+            right = name_colors(found, label).count(part["color"])
+            parts.append(1 - abs(count - right) / count)
+            holds = right == count
+        if holds and "position" in part:
+            side, others = part["position"][0], matched[int(part["position"][1])]
+            holds = others is not None and all(side in find_relations(a, b, margin) for a in found for b in others)
+            parts += [1.0] if holds else [0.0] if others is None else [0.0, 1.0]
+        matched.append(found if holds else None)
+    return sum(parts) / len(parts) if parts else 0.0
+
+
+# typical sRGB values of the named colours
+NAMED = {
+    "red": (215, 30, 35),
+    "orange": (245, 140, 20),
+    "yellow": (245, 225, 45),
+    "green": (40, 150, 60),
+    "blue": (40, 80, 210),
+    "purple": (130, 50, 170),
+    "pink": (245, 150, 190),
+    "brown": (120, 75, 40),
+    "black": (20, 20, 20),
+    "white": (245, 245, 245),
+}
+
+
+def name_pixel_colors(image: Image.Image, objects: list[Detection], label: str) -> list[str]:
+    """Return the named colour nearest (in CIELAB) to the median colour of each object.
+
+    The median is taken in the object's mask, or else in the middle of its box; "" if that lies outside the image.
+    """
+    pixels, names = np.asarray(image.convert("RGB")), list(NAMED)
+    known = _lab(np.array(list(NAMED.values())))
+    found = []
+    for detection in objects:
+        left, top, right, bottom = detection.box
+        width, height = (right - left) / 4, (bottom - top) / 4
+        rows, columns = _pixels_between(top + height, bottom - height), _pixels_between(left + width, right - width)
+        inside = pixels[rows, columns].reshape(-1, 3) if detection.mask is None else pixels[detection.mask]
+        if not len(inside):
+            found.append("")
+            continue
+        distance = np.linalg.norm(known - _lab(np.median(inside, axis=0)), axis=1)
+        found.append(names[int(distance.argmin())])
+    return found
+
+
+def _pixels_between(low: float, high: float) -> slice:
+    """Return the slice from `low` to `high`: at least one pixel, but none that lies before the first."""
+    return slice(max(0, int(low)), max(0, int(low) + 1, math.ceil(high)))
+
+
+def _lab(rgb: np.ndarray) -> np.ndarray:
+    """Convert sRGB in 0 to 255, `(..., 3)`, to CIELAB under D65 (IEC 61966-2-1, CIE 15)."""
+    linear = rgb / 255
+    linear = np.where(linear <= 0.04045, linear / 12.92, ((linear + 0.055) / 1.055) ** 2.4)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    xyz = linear @ np.array(to_xyz).T / (0.9505, 1.0, 1.089)
+    f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
+    return np.stack([116 * f[..., 1] - 16, 500 * (f[..., 0] - f[..., 1]), 200 * (f[..., 1] - f[..., 2])], axis=-1)

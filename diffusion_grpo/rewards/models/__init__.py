@@ -1,0 +1,1 @@
+"""Rewards computed by networks with published weights."""

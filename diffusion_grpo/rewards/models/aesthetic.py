@@ -1,0 +1,77 @@
+"""The reward `aesthetic`: LAION's aesthetic score, by a small network on top of CLIP's embedding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..needs import CONFIG, WEIGHTS, Source
+from .base import ModelReward, read_weights, weights_path
+from .pixels import CLIP_MEAN, CLIP_STD, crop_squares
+
+WIDTHS = (1024, 128, 64, 16, 1)
+DROPPED = (0, 1, 2)  # layers followed by a dropout, which takes a number in the weights' names
+
+
+@dataclasses.dataclass(eq=False)
+class Aesthetic(ModelReward):
+    """LAION's improved aesthetic predictor: linear layers on the image's normalised CLIP ViT-L/14 embedding.
+
+    https://github.com/christophschuhmann/improved-aesthetic-predictor. The default weights,
+    `sac+logos+ava1-l14-linearMSE`, are those of DDPO (https://arxiv.org/abs/2305.13301) and Flow-GRPO.
+
+    Args:
+        model: Hub id or folder with the predictor's weights.
+        filename: the file with the weights, `.pth` or `.safetensors`.
+        backbone: Hub id or folder of the CLIP model.
+        backbone_revision: branch, tag or commit of `backbone`.
+    """
+
+    model: str = "trl-lib/ddpo-aesthetic-predictor"
+    filename: str = "aesthetic-model.pth"
+    backbone: str = "openai/clip-vit-large-patch14"
+    backbone_revision: str = "main"
+
+    def sources(self) -> list[Source]:
+        return [
+            Source("model", self.model, ((self.filename,),), self.revision),
+            Source("backbone", self.backbone, CONFIG + WEIGHTS, self.backbone_revision),
+        ]
+
+    def load(self) -> nn.Module:
+        from transformers import CLIPConfig, CLIPVisionModelWithProjection
+
+        revision = self.backbone_revision
+        config = CLIPConfig.from_pretrained(self.backbone, revision=revision)
+        config.vision_config.projection_dim = config.projection_dim  # some checkpoints set only the joint one
+        network = nn.Module()
+        network.clip = CLIPVisionModelWithProjection.from_pretrained(
+            self.backbone, revision=revision, config=config.vision_config, dtype=self.torch_dtype
+        )
+        network.predictor = build_predictor(config.projection_dim)
+        weights = read_weights(weights_path(self.model, self.filename, self.revision))
+        network.predictor.load_state_dict({name.removeprefix("layers."): each for name, each in weights.items()})
+        return network
+
+    def __call__(self, images: list[Image.Image], **columns) -> list[float]:
+        """Return one score per image."""
+        return self.in_batches(self._scores, images)
+
+    def _scores(self, network: nn.Module, images: list) -> Tensor:
+        size = network.clip.config.image_size
+        pixels = crop_squares(images, size, size, CLIP_MEAN, CLIP_STD).to(network.clip.device, network.clip.dtype)
+        embeddings = torch.nn.functional.normalize(network.clip(pixels).image_embeds.float(), dim=-1)
+        return network.predictor(embeddings)[:, 0]
+
+
+def build_predictor(width: int) -> nn.Sequential:
+    """Build linear layers from `width` to 1, with dropouts but no activations, as ImageReward uses them too."""
+    layers: list[nn.Module] = []
+    for place, (inner, outer) in enumerate(zip((width, *WIDTHS), WIDTHS)):
+        layers.append(nn.Linear(inner, outer))
+        if place in DROPPED:
+            layers.append(nn.Dropout())
+    return nn.Sequential(*layers)

@@ -1,0 +1,136 @@
+"""Rewards by CLIP: how well an image fits the prompt, or how closely it resembles another image.
+
+Preprocessing, tokens (truncated to the model's 77) and embeddings are those of transformers' port, but always with
+Pillow's resize. If torchvision is installed, transformers would use its resize, which gives other scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source
+from .base import ModelReward
+from .pixels import compare
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel
+
+
+@dataclasses.dataclass(eq=False)
+class ClipReward(ModelReward):
+    """Base class of the rewards by a transformers CLIP: loads it, and embeds images and prompts.
+
+    Args:
+        model: Hub id or folder of a `CLIPModel`.
+        processor: Hub id or folder of its processor; by default the model's own.
+        processor_revision: branch, tag or commit of `processor`, if that is given.
+    """
+
+    model: str = "openai/clip-vit-large-patch14"
+    processor: str | None = None
+    processor_revision: str = "main"
+
+    def sources(self) -> list[Source]:
+        network, reading = CONFIG + WEIGHTS, TOKENIZER + IMAGE_PROCESSOR
+        if self.processor is None:
+            return [Source("model", self.model, network + reading, self.revision)]
+        return [
+            Source("model", self.model, network, self.revision),
+            Source("processor", self.processor, reading, self.processor_revision),
+        ]
+
+    def load(self) -> CLIPModel:
+        from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+
+        revision = self.revision if self.processor is None else self.processor_revision
+        source = self.model if self.processor is None else self.processor
+        self.tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        self.image_processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
+        return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
+
+    def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
+        """Return the unit embeddings of images, `(batch, features)` float32."""
+        pixels = self.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
+        pixels = pixels["pixel_values"].to(network.device, network.dtype)
+        return normalize_features(network.visual_projection(network.vision_model(pixels).pooler_output))
+
+    def embed(self, images: list[Image.Image]) -> list[list[float]]:
+        """Return the embeddings of any number of images as lists, to measure how different the images are."""
+        return self.in_batches(self.encode_images, images)
+
+    def encode_prompts(self, network: CLIPModel, prompts: list[str]) -> Tensor:
+        """Return the unit embeddings of prompts, `(batch, features)` float32; encode each distinct prompt once."""
+        distinct = list(dict.fromkeys(prompts))
+        length = network.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(distinct, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        tokens = tokens.to(network.device)
+        states = network.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+        embeddings = normalize_features(network.text_projection(states.pooler_output))
+        return embeddings[[distinct.index(prompt) for prompt in prompts]]
+
+
+@dataclasses.dataclass(eq=False)
+class ClipScore(ClipReward):
+    """CLIPScore: 100 max(cos(image, prompt), 0), as torchmetrics and diffusers' documentation compute it.
+
+    Hessel et al. 2021, https://arxiv.org/abs/2104.08718, scale by 2.5 instead of 100 and put "A photo depicts" before
+    a caption. Scores by different models cannot be compared, even on the same scale.
+    """
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
+        """Return one score in [0, 100] per image and its prompt."""
+        return self.in_batches(self._scores, images, prompts)
+
+    def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
+        cosines = (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
+        return (100 * cosines).clamp(min=0)
+
+
+@dataclasses.dataclass(eq=False)
+class PickScore(ClipReward):
+    """PickScore: exp(logit scale) cos(image, prompt), by a CLIP ViT-H/14 trained on users' choices.
+
+    Kirstain et al. 2023, https://arxiv.org/abs/2305.01569, https://github.com/yuvalkirstain/PickScore. Good images
+    score about 20 to 23. Flow-GRPO divides by 26 (https://github.com/yifan123/flow_grpo): `std: 26`.
+    """
+
+    model: str = "yuvalkirstain/PickScore_v1"
+    processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], **columns) -> list[float]:
+        """Return one score per image; compare only scores for the same prompt."""
+        return self.in_batches(self._scores, images, prompts)
+
+    def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
+        cosines = (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
+        return network.logit_scale.float().exp() * cosines
+
+
+@dataclasses.dataclass(eq=False)
+class ClipSimilarity(ClipReward):
+    """Cosine between the CLIP embeddings of an image and of its target in a column.
+
+    This is CLIP-I of DreamBooth (https://arxiv.org/abs/2208.12242).
+
+    Args:
+        target_column: column with the targets, PIL images or paths.
+    """
+
+    target_column: str = "target"
+
+    def __call__(self, images: list[Image.Image], **columns) -> list[float | None]:
+        """Return one cosine in [-1, 1] per image: 1 if it equals its target, None if it has none."""
+        return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
+
+    def _cosines(self, network: CLIPModel, images: list, others: list) -> Tensor:
+        return (self.encode_images(network, images) * self.encode_images(network, others)).sum(-1)
+
+
+def normalize_features(embeddings: Tensor) -> Tensor:
+    """Scale embeddings `(batch, features)` to length 1, in float32."""
+    return torch.nn.functional.normalize(embeddings.float(), dim=-1)

@@ -1,0 +1,202 @@
+"""Qwen2-VL with a reward head at marked tokens: the network of HPSv3 and VideoAlign.
+
+Both were trained with plain positions 0, 1, 2, ... for all tokens instead of Qwen2-VL's three-dimensional ones,
+because their code calls the language model with embeddings and leaves the positions at their default. This module uses
+the same positions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Qwen2VLConfig
+
+# Qwen2-VL's chat template, filled in for one user turn with one image or video before the text
+CHAT = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n<|vision_start|>{vision}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
+)
+PAD = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+MARK = re.compile(r"<\|\w+\|>")
+LONGEST_SIDE = 200  # times the shorter side
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of Qwen2-VL's pixels
+
+
+class RewardNetwork(nn.Module):
+    """A Qwen2-VL with a reward head on the hidden states of the tokens `marks` instead of its language head.
+
+    The head always computes in float32.
+
+    Args:
+        backbone: a transformers `Qwen2VLModel`.
+        head: maps hidden states `(..., hidden_size)` to `(..., outputs)`.
+        marks: ids of these tokens; each occurs once in every text.
+    """
+
+    def __init__(self, backbone: nn.Module, head: nn.Module, marks: list[int]):
+        super().__init__()
+        self.backbone, self.head, self.marks = backbone, head.float(), marks
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **vision: Tensor) -> Tensor:
+        """Return `(batch, marks, outputs)` float32 for texts padded on the right."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(3, len(input_ids), -1)
+        hidden = self.backbone(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False, **vision
+        ).last_hidden_state
+        places = torch.stack([(input_ids == mark).int().argmax(1) for mark in self.marks], dim=1)
+        rows = torch.arange(len(input_ids), device=input_ids.device)[:, None]
+        return self.head(hidden[rows, places].float())
+
+
+@functools.cache
+def read_template(name: str) -> str:
+    """Read a text in `templates/`, as its authors wrote it."""
+    return (Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def load_tokenizer(base: str, marks: list[str], revision: str) -> PreTrainedTokenizerBase:
+    """Load Qwen2-VL's tokenizer and add the reward's tokens after its own."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
+    tokenizer.padding_side = "right"
+    tokenizer.add_tokens(marks, special_tokens=True)
+    return tokenizer
+
+
+def rename_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Split a checkpoint into the weights of today's `Qwen2VLModel` and those of the reward head.
+
+    Accepts the names of every transformers since 4.45, with or without PEFT's prefix. Drops the language head.
+    """
+    body, head = {}, {}
+    for key, value in weights.items():
+        name = key.removeprefix("base_model.model.")
+        if name.startswith("rm_head."):
+            head[name.removeprefix("rm_head.")] = value
+        elif not name.startswith("lm_head.") and not name.endswith(".inv_freq"):
+            inner = name.removeprefix("model.")
+            is_placed = inner.startswith(("visual.", "language_model."))
+            body[inner if is_placed else f"language_model.{inner}"] = value
+    return body, head
+
+
+def build_empty_backbone(config: Qwen2VLConfig, vocabulary: int) -> nn.Module:
+    """Build a `Qwen2VLModel` without allocating its weights, which are assigned afterwards."""
+    from accelerate import init_empty_weights
+    from transformers import Qwen2VLModel
+
+    config.text_config.vocab_size = vocabulary
+    with init_empty_weights(include_buffers=False):
+        return Qwen2VLModel(config)
+
+
+def assign(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
+    """Give `network` exactly these weights.
+
+    Raises:
+        ValueError: names are missing or unexpected, or shapes differ.
+    """
+    try:
+        network.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{source} does not hold the weights of this architecture: {error}") from error
+
+
+def fit_size(width: int, height: int, min_pixels: int, max_pixels: int, factor: int = 28) -> tuple[int, int]:
+    """Round width and height to multiples of `factor`, with the pixels within limits and about the same ratio.
+
+    Follows `smart_resize` of qwen-vl-utils operation by operation: for a side that lands on a multiple of `factor`, as
+    with 272 x 272 for HPSv3, another order of the same operations rounds to another size.
+
+    Raises:
+        ValueError: one side is more than 200 times the other.
+    """
+    if max(width, height) > LONGEST_SIDE * min(width, height):
+        raise ValueError(f"An image of {width} x {height} is too long; its sides may differ by {LONGEST_SIDE} times.")
+    sides = [max(factor, round(side / factor) * factor) for side in (width, height)]
+    if math.prod(sides) > max_pixels:
+        shrink = math.sqrt(width * height / max_pixels)
+        sides = [max(factor, math.floor(side / shrink / factor) * factor) for side in (width, height)]
+    elif math.prod(sides) < min_pixels:
+        grow = math.sqrt(min_pixels / (width * height))
+        sides = [math.ceil(side * grow / factor) * factor for side in (width, height)]
+    return sides[0], sides[1]
+
+
+def cut_patches(frames: Tensor, config: Qwen2VLConfig) -> tuple[Tensor, Tensor]:
+    """Cut frames into the patches that Qwen2-VL reads; patches that become one token are neighbours.
+
+    Args:
+        frames: `(frames, 3, height, width)`, integers in [0, 255]; the last frame is repeated to fill a patch.
+        config: the model's configuration; the sides are multiples of patch times merge.
+
+    Returns:
+        Patches `(count, 3 * temporal_patch * patch ** 2)` float32, and the grid `(frames, rows, columns)`.
+    """
+    size, time = config.vision_config.patch_size, config.vision_config.temporal_patch_size
+    merge = config.vision_config.spatial_merge_size
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    pixels = (frames.float() / 255 - mean) / std
+    missing = -len(pixels) % time
+    pixels = torch.cat([pixels, pixels[-1:].expand(missing, -1, -1, -1)])
+    grid = torch.tensor([len(pixels) // time, pixels.shape[2] // size, pixels.shape[3] // size])
+    moments, rows, columns = grid.tolist()
+    cut = pixels.reshape(moments, time, 3, rows // merge, merge, size, columns // merge, merge, size)
+    cut = cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return cut.reshape(grid.prod(), -1), grid
+
+
+def build_batch(
+    texts: list[str], frames: list[Tensor], kind: str, config: Qwen2VLConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Tensor]:
+    """Build the arguments of `RewardNetwork` for texts with one image or video each.
+
+    Args:
+        texts: the user's messages.
+        frames: `(frames, 3, height, width)` per text, see `cut_patches`.
+        kind: "image" or "video".
+    """
+    cut = [cut_patches(own, config) for own in frames]
+    merged = config.vision_config.spatial_merge_size**2
+    chats = [
+        CHAT.format(vision=PAD[kind] * (int(grid.prod()) // merged), text=text)
+        for text, (_, grid) in zip(texts, cut, strict=True)
+    ]
+    tokens = tokenizer(chats, padding=True, return_tensors="pt")
+    grids = torch.stack([grid for _, grid in cut])
+    pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
+    return {
+        "input_ids": tokens["input_ids"],
+        "attention_mask": tokens["attention_mask"],
+        pixels: torch.cat([own for own, _ in cut]),
+        f"{kind}_grid_thw": grids,
+    }
+
+
+def check_prompts(prompts: list[str]) -> list[str]:
+    """Return the prompts if none contains a special token, which the model would not read as text.
+
+    Raises:
+        ValueError: a prompt contains one.
+    """
+    for prompt in prompts:
+        if found := MARK.search(prompt):
+            raise ValueError(f"The prompt {prompt!r} holds {found[0]!r}, a mark of the model's own; take it out.")
+    return prompts
+
+
+def as_frame(image: Image.Image) -> Tensor:
+    """Convert an image to `(3, height, width)` uint8."""
+    rgb = image.convert("RGB")
+    pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
+    return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)

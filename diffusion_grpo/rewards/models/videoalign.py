@@ -1,0 +1,245 @@
+"""The reward `videoalign`: VideoAlign's VideoReward, which scores how well videos look, move and fit the prompt.
+
+Qwen2-VL 2B with a LoRA reads two frames per second, an instruction and the prompt. A linear head at the tokens
+<|VQ_reward|>, <|MQ_reward|> and <|TA_reward|> gives visual quality, motion quality and text alignment, which are then
+normalised with constants from the checkpoint. https://huggingface.co/papers/2501.13918
+"""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import re
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..needs import CONFIG, TOKENIZER, WEIGHTS, Source
+from .base import ModelReward, read_weights, weights_path
+from .qwen_vl import (
+    RewardNetwork,
+    as_frame,
+    assign,
+    build_batch,
+    build_empty_backbone,
+    check_prompts,
+    fit_size,
+    load_tokenizer,
+    read_template,
+    rename_weights,
+)
+
+DIMENSIONS = ("VQ", "MQ", "TA")
+MARKS = [f"<|{dimension}_reward|>" for dimension in DIMENSIONS]
+ADAPTER = "adapter_model.safetensors"
+MIN_PIXELS = 128 * 28 * 28  # of a frame; the checkpoint sets the maximum
+MIN_FRAMES, MAX_FRAMES = 4, 768
+REMEMBERED = 4096  # videos whose three scores are cached
+LORA = re.compile(r"\.lora_([AB])\.(?!default\.)")
+_loaded: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(eq=False)
+class VideoAlign(ModelReward):
+    """One dimension of VideoAlign's reward, normalised as the checkpoint sets it.
+
+    Rewards that differ only in their dimension share one model and one pass over each video.
+
+    Args:
+        model: Hub id, or folder with `model_config.json` and the folder `checkpoint`, either as published or as the
+            authors' training code saves it (`adapter_model.safetensors` and `non_lora_state_dict.pth`).
+        base: Hub id or folder of the Qwen2-VL that it was trained from.
+        base_revision: branch, tag or commit of `base`.
+        checkpoint: name of the folder with the weights.
+        dimension: VQ (visual quality), MQ (motion quality), TA (text alignment), or Overall, the sum of the three.
+
+    Raises:
+        ValueError: `dimension` is unknown.
+    """
+
+    model: str = "KwaiVGI/VideoReward"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    batch_size: int = 2
+    base: str = "Qwen/Qwen2-VL-2B-Instruct"
+    base_revision: str = "main"
+    checkpoint: str = "checkpoint-11352"
+    dimension: Literal["VQ", "MQ", "TA", "Overall"] = "Overall"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dimension not in (*DIMENSIONS, "Overall"):
+            raise ValueError(f"videoalign: dimension is {self.dimension!r}; use {', '.join(DIMENSIONS)} or Overall.")
+        key = tuple(value for name, value in self.settings().items() if name != "dimension")
+        self._scorer = _loaded.setdefault(key, self)
+        self._known: collections.OrderedDict[bytes, list[float]] = collections.OrderedDict()
+        self._one_at_a_time = threading.Lock()
+
+    def __call__(self, videos: list[list[Image.Image]], prompts: list[str], fps: float) -> list[float]:
+        """Return one score per video of `fps` frames per second."""
+        scores = self._scorer.all_dimensions(videos, prompts, fps)
+        if self.dimension == "Overall":
+            return [sum(own) for own in scores]
+        return [own[DIMENSIONS.index(self.dimension)] for own in scores]
+
+    def all_dimensions(self, videos: list[list[Image.Image]], prompts: list[str], fps: float) -> list[list[float]]:
+        """Return VQ, MQ and TA of each video; reuse recent scores of the same frames and prompt."""
+        with self._one_at_a_time:
+            settings = self._settings()
+            chosen = [[video[place] for place in _positions(len(video), fps, settings)] for video in videos]
+            keys = [_key(video, prompt) for video, prompt in zip(chosen, check_prompts(prompts), strict=True)]
+            new = {key: row for row, key in enumerate(keys) if key not in self._known}
+            rows = list(new.values())
+            found = self.in_batches(self._score, [chosen[row] for row in rows], [prompts[row] for row in rows])
+            self._known.update(zip(new, found, strict=True))
+            scores = [self._known[key] for key in keys]
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return scores
+
+    def sources(self) -> list[Source]:
+        parts, base = (f"{self.checkpoint}/model.pth",), CONFIG + TOKENIZER
+        if self._has_adapter:
+            parts, base = (f"{self.checkpoint}/non_lora_state_dict.pth",), base + WEIGHTS
+        return [
+            Source("model", self.model, (("model_config.json",), parts), self.revision),
+            Source("base", self.base, base, self.base_revision),
+        ]
+
+    def load(self) -> RewardNetwork:
+        """Load the checkpoint's weights into the architecture of `base`, without merging the LoRA."""
+        from transformers import AutoConfig
+
+        settings = self._settings()
+        config = AutoConfig.from_pretrained(self.base, revision=self.base_revision)
+        self._tokenizer = load_tokenizer(self.base, MARKS, self.base_revision)
+        body, head = rename_weights(self._weights())
+        backbone = build_empty_backbone(config, len(body["language_model.embed_tokens.weight"]))
+        if any(".lora_A." in name for name in body):
+            _add_lora(backbone, body, settings["peft_lora_config"])
+        # like PEFT and the authors' code, keep adapters in float32 beside a network in half precision
+        dtypes = {name: torch.float32 if ".lora_" in name else self.torch_dtype for name in body}
+        assign(backbone, {name: value.to(dtypes[name]) for name, value in body.items()}, self.model)
+        outputs = len(head.get("weight", DIMENSIONS))  # 3, or 1 whose meaning depends on its token
+        linear = nn.Linear(config.text_config.hidden_size, outputs, bias=False)
+        assign(linear, {name: value.float() for name, value in head.items()}, self.model)
+        return RewardNetwork(backbone, linear, self._tokenizer.convert_tokens_to_ids(MARKS))
+
+    def _settings(self) -> dict[str, Any]:
+        if not hasattr(self, "_read"):
+            path = weights_path(self.model, "model_config.json", self.revision)
+            self._read = _checked(json.loads(path.read_text(encoding="utf-8")), path)
+        return self._read
+
+    @property
+    def _has_adapter(self) -> bool:
+        """Whether the weights are in a folder as the authors' training code saves them."""
+        return (Path(self.model).expanduser() / self.checkpoint / ADAPTER).is_file()
+
+    def _weights(self) -> dict[str, Tensor]:
+        folder = Path(self.model).expanduser() / self.checkpoint
+        if not self._has_adapter:
+            return read_weights(weights_path(self.model, f"{self.checkpoint}/model.pth", self.revision))
+        from transformers import Qwen2VLModel
+
+        adapter = read_weights(folder / ADAPTER)
+        trained = rename_weights(read_weights(folder / "non_lora_state_dict.pth"))
+        adapter, _ = rename_weights({LORA.sub(r".lora_\1.default.", name): value for name, value in adapter.items()})
+        targets = {name.split(".lora_A.")[0] for name in adapter if ".lora_A." in name}
+        base = Qwen2VLModel.from_pretrained(self.base, revision=self.base_revision).state_dict()
+        base |= {name.replace(".base_layer.", "."): value for name, value in trained[0].items()}
+        placed = {_under_lora(name, targets): value for name, value in base.items()}
+        return placed | adapter | {f"rm_head.{name}": value for name, value in trained[1].items()}
+
+    def _score(self, network: RewardNetwork, videos: list, prompts: list[str]) -> list[list[float]]:
+        """Return normalised VQ, MQ and TA; of three outputs per token, the first is read at the first token, etc."""
+        settings = self._settings()
+        frames = [_resized(video, settings["data_config"]["max_frame_pixels"]) for video in videos]
+        texts = [read_template("videoalign").format(text_prompt=prompt) for prompt in prompts]
+        inputs = build_batch(texts, frames, "video", network.backbone.config, self._tokenizer)
+        outputs = network(**{name: value.to(self.torch_device) for name, value in inputs.items()})
+        logits = outputs.diagonal(dim1=1, dim2=2) if outputs.shape[2] == len(DIMENSIONS) else outputs[:, :, 0]
+        scale = settings["inference_config"]
+        return [
+            [(value - scale[f"{name}_mean"]) / scale[f"{name}_std"] for name, value in zip(DIMENSIONS, own)]
+            for own in logits.tolist()
+        ]
+
+
+def _checked(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the checkpoint's settings, checked and with a neutral normalisation if they have none.
+
+    Raises:
+        ValueError: the checkpoint was trained in a way that is not supported here.
+    """
+    expected = {
+        ("data_config", "prompt_template_type"): "detailed_special",
+        ("data_config", "sample_type"): "uniform",
+        ("model_config", "use_special_tokens"): True,
+    }
+    for (part, name), value in expected.items():
+        found = settings.get(part, {}).get(name, value)
+        if found != value:
+            raise ValueError(f"{path} has {name}={found!r}; videoalign reads checkpoints with {value!r}.")
+    neutral = {f"{name}_{moment}": float(moment == "std") for name in DIMENSIONS for moment in ("mean", "std")}
+    return {**settings, "inference_config": settings.get("inference_config") or neutral}
+
+
+def _positions(length: int, fps: float, settings: dict[str, Any]) -> list[int]:
+    """Choose the frames to read: an even number, evenly spaced, as many as the checkpoint's rate asks for.
+
+    Raises:
+        ValueError: the video has only one frame.
+    """
+    if length < 2:
+        raise ValueError("videoalign scores motion, but a video has one frame only.")
+    data = settings["data_config"]
+    if data.get("num_frames") is not None:
+        count = round(data["num_frames"] / 2) * 2
+    else:
+        wanted = min(max(length / fps * data["fps"], MIN_FRAMES), min(MAX_FRAMES, length) // 2 * 2)
+        count = round(wanted / 2) * 2
+    return torch.linspace(0, length - 1, min(count, length)).round().long().tolist()
+
+
+def _resized(video: list[Image.Image], max_pixels: int) -> Tensor:
+    """Resize as torchvision does (bicubic, antialiased, rounded), to `(frames, 3, height, width)`."""
+    frames = torch.stack([as_frame(image) for image in video]).float()
+    width, height = fit_size(*video[0].size, min_pixels=MIN_PIXELS, max_pixels=max_pixels)
+    resized = nn.functional.interpolate(frames, (height, width), mode="bicubic", antialias=True)
+    return resized.clamp(0, 255).round()
+
+
+def _key(video: list[Image.Image], prompt: str) -> bytes:
+    """Return a hash of a video's pixels and its prompt."""
+    digest = hashlib.blake2b(prompt.encode(), digest_size=16)
+    for image in video:
+        digest.update(repr((image.mode, image.size)).encode())
+        digest.update(image.tobytes())
+    return digest.digest()
+
+
+def _under_lora(name: str, targets: set[str]) -> str:
+    """Return the name of a weight once PEFT has wrapped the target layers."""
+    layer, _, kind = name.rpartition(".")
+    return f"{layer}.base_layer.{kind}" if layer in targets else name
+
+
+def _add_lora(backbone: nn.Module, weights: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """Add adapters to the layers that have them in `weights`."""
+    from accelerate import init_empty_weights
+    from peft import LoraConfig, inject_adapter_in_model
+
+    found = {name.split(".lora_A.")[0]: value for name, value in weights.items() if ".lora_A." in name}
+    config = LoraConfig(
+        r=len(next(iter(found.values()))),
+        lora_alpha=settings["lora_alpha"],
+        use_rslora=settings.get("use_rslora", False),
+        target_modules=sorted(found),
+    )
+    with init_empty_weights(include_buffers=False):
+        inject_adapter_in_model(config, backbone)

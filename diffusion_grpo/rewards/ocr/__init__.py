@@ -1,0 +1,1 @@
+"""Rewards that read the text in an image."""

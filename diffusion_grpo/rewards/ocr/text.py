@@ -1,0 +1,282 @@
+"""The reward `text`: whether an image shows the text that its prompt quotes or a column holds.
+
+Images of one line are read by the PP-OCR recognition network in the `rapidocr` wheel, called in batches through
+onnxruntime. Unlike in rapidocr's own interface, there is no detection, retrying or state, so the same image always
+gets the same score. Text in a scene has to be detected first, by rapidocr's interface (`scene=True`) or PaddleOCR.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from ..needs import check_package, needs
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+HEIGHT = 48  # pixels, as in the training of PP-OCR's recognition networks
+BATCH = 64
+PADDLE = "pip install paddleocr paddlepaddle"  # or paddlepaddle-gpu
+
+Match = Literal["edit", "exact", "contains"]
+Engine = Literal["rapidocr", "paddleocr"]
+
+
+def _check_reader(
+    scene: bool = False, engine: Engine = "rapidocr", engine_kwargs: dict | None = None, **options
+) -> None:
+    """Load the reader now, so that problems show before the first samples are made."""
+    _check_engine(engine, engine_kwargs)
+    if engine == "paddleocr":
+        _check_paddle(engine_kwargs or {})
+    elif scene:
+        _scene_reader()
+    else:
+        _recogniser()
+
+
+@needs(_check_reader)
+def text(
+    images: list[Image.Image],
+    prompts: list[str],
+    target_column: str | None = None,
+    match: Match = "edit",
+    ignore_case: bool = True,
+    ignore_spaces: bool = False,
+    scene: bool = False,
+    engine: Engine = "rapidocr",
+    engine_kwargs: dict | None = None,
+    **columns,
+) -> list[float | None]:
+    """Score in [0, 1] how well the text in each image agrees with the wanted text.
+
+    For videos, single frames are read (`Reward.frames`).
+
+    Args:
+        target_column: column with the wanted text; by default, the first text in double quotes in the prompt.
+        match: `"edit"`, 1 - edit distance / length of the longer; `"exact"`, 1 or 0; `"contains"`, Flow-GRPO's rule
+            (https://huggingface.co/papers/2505.05470): 1 if the reading contains the text, else
+            1 - edit distance / length of the text, at least 0, so that other text in the image costs nothing.
+        ignore_case: whether upper and lower case count as the same.
+        ignore_spaces: whether to remove all whitespace before comparing; it is always stripped at both ends.
+        scene: whether to detect lines of text first, and join them with spaces in reading order; otherwise the whole
+            image is read as one line.
+        engine: the reader, `"rapidocr"` or `"paddleocr"` (3.x; always detects lines; Flow-GRPO's reader). To read
+            with a transformers model, use the reward `text_by_model`.
+        engine_kwargs: arguments of `paddleocr.PaddleOCR`, such as another `lang` than `en`, or folders with its
+            models (`text_detection_model_dir`, `text_recognition_model_dir`), which it downloads otherwise.
+
+    Returns:
+        One score per image; `None` if its prompt quotes no text or its column is empty.
+
+    Raises:
+        ImportError: the engine is not installed.
+        ValueError: `engine_kwargs` are given for an engine other than PaddleOCR.
+    """
+    _check_engine(engine, engine_kwargs)
+    wanted = columns[target_column] if target_column else [find_quoted(prompt) for prompt in prompts]
+    if engine == "paddleocr":
+        readings = read_with_paddle(images, engine_kwargs)
+    else:
+        readings = read_scenes(images) if scene else read(images)
+    return score_spelling(readings, wanted, match, ignore_case, ignore_spaces)
+
+
+def score_spelling(
+    readings: list[str],
+    wanted: list[str | None],
+    match: Match = "edit",
+    ignore_case: bool = True,
+    ignore_spaces: bool = False,
+) -> list[float | None]:
+    """Score each reading against the wanted text, with None where no text is wanted; see `text`."""
+
+    def plain(written: str) -> str:
+        written = written.upper() if ignore_case else written
+        return re.sub(r"\s+", "", written) if ignore_spaces else written.strip()
+
+    pairs = zip(readings, wanted, strict=True)
+    return [MATCHES[match](plain(reading), plain(text)) if text else None for reading, text in pairs]
+
+
+def find_quoted(prompt: str) -> str | None:
+    """Return the first text in double quotes, or `None`."""
+    found = re.search(r'"([^"]+)"', prompt)
+    return found.group(1) if found else None
+
+
+def similarity(reading: str, wanted: str) -> float:
+    """Return 1 - Levenshtein distance / length of the longer text: 1 if equal, 0 if nothing matches."""
+    return 1 - edit_distance(reading, wanted) / max(len(reading), len(wanted), 1)
+
+
+def equality(reading: str, wanted: str) -> float:
+    """Return 1 if the texts are equal, else 0."""
+    return float(reading == wanted)
+
+
+def containment(reading: str, wanted: str) -> float:
+    """Return 1 if the reading contains the text, else 1 - Levenshtein distance / length of the text, at least 0."""
+    if wanted in reading:
+        return 1.0
+    return max(0.0, 1 - edit_distance(reading, wanted) / len(wanted))
+
+
+MATCHES = {"edit": similarity, "exact": equality, "contains": containment}
+
+
+def edit_distance(reading: str, wanted: str) -> int:
+    """Return the Levenshtein distance, the number of letters to insert, delete or replace."""
+    row = list(range(len(wanted) + 1))
+    for i, found in enumerate(reading, start=1):
+        diagonal, row[0] = row[0], i
+        for j, letter in enumerate(wanted, start=1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (found != letter))
+    return row[-1]
+
+
+def read(images: list[Image.Image]) -> list[str]:
+    """Read each image with the recognition network (greedy CTC), in batches of images of one size."""
+    session, characters = _recogniser()
+    widths = [max(8, round(HEIGHT * image.width / image.height)) for image in images]
+    readings = [""] * len(images)
+    for width in sorted(set(widths)):
+        rows = [row for row, own in enumerate(widths) if own == width]
+        for start in range(0, len(rows), BATCH):
+            chunk = rows[start : start + BATCH]
+            batch = np.stack([_pixels(images[row], width) for row in chunk])
+            (scores,) = session.run(None, {session.get_inputs()[0].name: batch})  # (batch, positions, classes)
+            for row, classes in zip(chunk, scores.argmax(axis=2), strict=True):
+                readings[row] = _greedy_ctc(classes, characters)
+    return readings
+
+
+def read_scenes(images: list[Image.Image]) -> list[str]:
+    """Detect and read the lines in each image with rapidocr; join them with spaces, from top to bottom."""
+    engine = _scene_reader()
+    readings = []
+    for image in images:
+        found = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR, as in OpenCV
+        readings.append(" ".join(found.txts or ()))
+    return readings
+
+
+def read_with_paddle(images: list[Image.Image], options: dict[str, Any] | None = None) -> list[str]:
+    """Detect and read the lines in each image with PaddleOCR; join them with spaces, in its order.
+
+    Args:
+        options: further arguments of `paddleocr.PaddleOCR`.
+    """
+    engine = _paddle_reader(json.dumps(options or {}, sort_keys=True))
+    readings = []
+    for image in images:
+        (found,) = engine.predict(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR
+        readings.append(" ".join(found["rec_texts"]))
+    return readings
+
+
+def _check_engine(engine: Engine, options: dict[str, Any] | None) -> None:
+    if options and engine != "paddleocr":
+        raise ValueError(f"engine_kwargs are arguments of PaddleOCR, but the engine is {engine}; take them out.")
+
+
+def _check_paddle(options: dict[str, Any]) -> None:
+    """Raise ImportError or FileNotFoundError if anything is missing, without the slow loading of PaddleOCR itself."""
+    from huggingface_hub import constants
+
+    check_package("paddleocr", PADDLE)
+    if "engine" not in options:  # a setting of PaddleOCR by which other packages run the networks
+        check_package("paddle", PADDLE)
+    version = importlib.metadata.version("paddleocr")
+    if int(version.partition(".")[0]) < 3:
+        raise ImportError(f"PaddleOCR {version} is installed, but 3 or later is needed; pip install -U paddleocr.")
+    folder = Path(os.environ.get("PADDLE_PDX_CACHE_HOME", Path.home() / ".paddlex")) / "official_models"
+    named = {"text_detection_model_name", "text_recognition_model_name"} <= _paddle_models(options).keys()
+    if not named and constants.HF_HUB_OFFLINE and not folder.is_dir():
+        raise FileNotFoundError(
+            f"HF_HUB_OFFLINE is set, and PaddleOCR's models are not at {folder}; put them there, or name folders in "
+            "engine_kwargs (text_detection_model_dir, text_recognition_model_dir)."
+        )
+
+
+def _paddle_models(options: dict[str, Any]) -> dict[str, str]:
+    """Read the names of the models in the folders in `options`, because PaddleOCR requires the names as well."""
+    names = {}
+    for key, folder in options.items():
+        if key.endswith("_model_dir"):
+            path = Path(folder) / "inference.yml"
+            if not path.is_file():
+                raise FileNotFoundError(f"{key}={folder} holds no inference.yml; name a folder of PaddleOCR 3.")
+            written = yaml.safe_load(path.read_text(encoding="utf-8"))
+            names[f"{key.removesuffix('dir')}name"] = written["Global"]["model_name"]
+    return names
+
+
+@cache
+def _paddle_reader(options: str) -> Any:
+    """Build PaddleOCR with these arguments (JSON); turning and unwarping pages is off unless they enable it."""
+    given = json.loads(options)
+    _check_paddle(given)
+    import paddleocr
+
+    off = ("use_doc_orientation_classify", "use_doc_unwarping", "use_textline_orientation")
+    language = {} if any("_model_" in key for key in given) else {"lang": "en"}  # named models have their own
+    return paddleocr.PaddleOCR(**language | dict.fromkeys(off, False) | _paddle_models(given) | given)
+
+
+@cache
+def _scene_reader() -> Callable:
+    _recogniser()  # reports missing packages
+    import rapidocr
+
+    return rapidocr.RapidOCR(params={"Global.log_level": "error"})
+
+
+def _pixels(image: Image.Image, width: int) -> np.ndarray:
+    """Convert an image to `(3, 48, width)` float32 in [-1, 1], with BGR channels as in PP-OCR's training."""
+    resized = image.convert("RGB").resize((width, HEIGHT), Image.Resampling.BILINEAR)
+    return (np.asarray(resized, dtype=np.float32)[:, :, ::-1] / 127.5 - 1).transpose(2, 0, 1)
+
+
+def _greedy_ctc(classes: np.ndarray, characters: list[str]) -> str:
+    """Decode greedily: drop the blank (class 0) and merge repeated classes."""
+    kept = classes[np.insert(classes[1:] != classes[:-1], 0, True)]
+    return "".join(characters[index - 1] for index in kept if index > 0)
+
+
+@cache
+def _recogniser() -> tuple[InferenceSession, list[str]]:
+    """Load the recognition network of the installed rapidocr and its characters, once per process."""
+    try:
+        import onnxruntime
+        import rapidocr
+    except ImportError as error:
+        raise ImportError(
+            "rapidocr and onnxruntime, by which it reads, are not installed; get them with "
+            'pip install "diffusion-grpo[ocr]".'
+        ) from error
+    import torch
+
+    models = sorted((Path(rapidocr.__file__).parent / "models").glob("*_rec_*.onnx"))
+    if not models:
+        raise ImportError(
+            f"rapidocr at {Path(rapidocr.__file__).parent} carries no recognition network (models/*_rec_*.onnx); "
+            'install the tested version with pip install "diffusion-grpo[ocr]".'
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(models[0]), options, providers=["CPUExecutionProvider"])
+    characters = session.get_modelmeta().custom_metadata_map["character"].split("\n")
+    classes = session.get_outputs()[0].shape[2]
+    return session, (characters + [" "] * classes)[: classes - 1]  # classes that the list lacks are spaces

@@ -1,0 +1,114 @@
+"""HTTP requests to servers, with limits, time-outs and checked JSON, for the rewards that ask a server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import json
+import urllib.parse
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx2
+
+CONNECT_SECONDS = 5.0
+LONGEST_WAIT = 10.0  # longest Retry-After, in seconds, that is respected
+MAX_ANSWER = 2**22  # bytes; scores need far less
+
+
+class FailedRequest(Exception):
+    """One request did not give a usable answer, but the next may."""
+
+
+class Slots:
+    """A limit on a reward's concurrent requests, over all of its calls that are awaited together.
+
+    Args:
+        count: most requests at one server.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self._own: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # a semaphore belongs to one event loop
+
+    def __call__(self, url: str) -> asyncio.Semaphore:
+        """Return the semaphore to hold during a request to `url`."""
+        own = self._own.setdefault(asyncio.get_running_loop(), {})
+        return own.setdefault(url, asyncio.Semaphore(self.count))
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A server's answer."""
+
+    status: int
+    headers: dict[str, str]
+    text: str
+
+
+async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float, **request: Any) -> Answer:
+    """Send one request and return its answer, which must be complete within `timeout` seconds.
+
+    httpx's own time-outs limit only silence: a server that sends a byte now and then could hold up a run forever.
+
+    Raises:
+        FailedRequest: the answer is not complete in time, or is longer than `MAX_ANSWER`.
+    """
+    import httpx2
+
+    content, limit = bytearray(), httpx2.Timeout(None, connect=min(CONNECT_SECONDS, timeout))
+    try:
+        async with asyncio.timeout(timeout), client.stream(method, url, timeout=limit, **request) as response:
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > MAX_ANSWER:
+                    raise FailedRequest(f"it answered more than {MAX_ANSWER} bytes")
+    except TimeoutError as error:
+        raise FailedRequest(f"no answer within {timeout:g} seconds") from error
+    return Answer(response.status_code, dict(response.headers), content.decode("utf-8", "replace"))
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL names this machine itself."""
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def transport_errors() -> tuple:
+    """Return the exceptions that httpx raises if there is no answer, or none that can be read."""
+    import httpx2
+
+    return (httpx2.TransportError, httpx2.DecodingError, httpx2.InvalidURL)
+
+
+def read_object(answer: Answer) -> dict[str, Any]:
+    """Read the JSON object in an answer; raise FailedRequest if there is none."""
+    try:
+        content = json.loads(answer.text)
+    except (ValueError, RecursionError) as error:
+        raise FailedRequest(f"it answered no JSON: {answer.text[:200]!r}") from error
+    if not isinstance(content, dict):
+        raise FailedRequest(f"it answered {answer.text[:200]!r}, expected an object")
+    return content
+
+
+def read_error(answer: Answer) -> str:
+    """Return the reason that a server gives for a refusal or failure."""
+    try:
+        said = read_object(answer)["error"]
+    except (FailedRequest, KeyError):
+        return answer.text[:200]
+    return str(said.get("message", said) if isinstance(said, dict) else said)[:500]
+
+
+def seconds_to_wait(text: str | None, default: float) -> float:
+    """Return the seconds of a Retry-After header, at most 10, or `default` if it has none."""
+    try:
+        return min(LONGEST_WAIT, max(0.0, float(text)))
+    except (TypeError, ValueError):
+        return default

@@ -1,0 +1,287 @@
+"""The reward `remote`: any reward that `diffusion-grpo rewards serve` serves in another process or on another machine.
+
+Each server takes the next batch when it is free. A server that fails is taken out with a warning, and tried again at
+the next scoring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import os
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from ...media.samples import frame_positions
+from ..answers import RewardError
+from ..contract import PROVIDED
+from ..needs import check_package
+from .http import Answer, FailedRequest, Slots, ask, read_error, read_object, seconds_to_wait, transport_errors
+from .wire import CONTENT_TYPES, Body, write_request
+
+if TYPE_CHECKING:
+    import httpx2
+
+HEALTH_SECONDS = 5.0  # time limit of an answer that needs no scoring
+POLL_SECONDS = 2.0  # between checks whether a server is back
+BUSY = (429, 503)
+REFUSALS = (400, 401, 403, 404, 413)  # a retry would not help
+
+
+class _Broken(Exception):
+    """A server did not give a usable answer."""
+
+
+@dataclasses.dataclass
+class _Server:
+    url: str
+    is_alive: bool = True
+    reason: str = ""
+
+
+class RemoteReward:
+    """A reward computed by servers; async, so that several are asked at the same time.
+
+    Rewards with equal settings are equal, so a reward may be both trained on and evaluated.
+
+    Args:
+        url: URL of a server, such as `http://127.0.0.1:8000`, or a list of these.
+        reward: name of the reward at the server; may be left out if the server has only one.
+        columns: dataset columns to send too, with images or JSON values; none by default.
+        batch_size: samples per request.
+        concurrency: concurrent requests per server.
+        timeout: seconds for one request, and for a server with a full queue to accept it.
+        retries: how often a failed request is sent again to the same server before that is taken out.
+        backoff: seconds before the first retry; doubled for each further one.
+        wait: seconds to wait for a server to come back when all are gone; 0 stops the run.
+        token_env: name of the environment variable with the token that the servers require.
+        groupwise: whether the reward compares the samples of a prompt; each request then holds all samples of one
+            prompt.
+        body: how samples are sent. With `png`, `mp4` (lossless) and `safetensors` (raw, also sound and tensors), the
+            server scores the same pixels. `mp4_lossy` sends videos as a player shows them, in few bytes.
+        latents: whether to send latents, the result of the last denoising step, instead of images; needs
+            `body: safetensors`.
+        num_frames: frames to send of each video, evenly spaced and including the first and last, for a reward on
+            images; 1 sends only the first. All by default.
+
+    Raises:
+        ValueError: there is no URL, or a number is out of range.
+        RewardError: when called, if all servers are gone or one refuses the request.
+    """
+
+    def __init__(
+        self,
+        url: str | list,
+        reward: str | None = None,
+        columns: list | None = None,
+        batch_size: int = 16,
+        concurrency: int = 2,
+        timeout: float = 120.0,
+        retries: int = 3,
+        backoff: float = 0.5,
+        wait: float = 0.0,
+        token_env: str | None = None,
+        groupwise: bool = False,
+        body: Body = "png",
+        num_frames: int | None = None,
+        latents: bool = False,
+    ):
+        urls = [url] if isinstance(url, str) else list(url)
+        if not urls or not all(isinstance(one, str) and one.startswith(("http://", "https://")) for one in urls):
+            raise ValueError(f"remote: url is {url!r}; give http://host:port, or a list of these.")
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("concurrency", concurrency, 1),
+            ("retries", retries, 0),
+            ("backoff", backoff, 0),
+            ("wait", wait, 0),
+            ("num_frames", 1 if num_frames is None else num_frames, 1),
+        ):
+            if value < least:
+                raise ValueError(f"remote: {name} is {value}; use at least {least}.")
+        if given := sorted({*(columns or [])} & {*PROVIDED}):
+            raise ValueError(f"remote: columns names {given[0]!r}, which is no column where rewards are called.")
+        if body not in CONTENT_TYPES:
+            raise ValueError(f"remote: body is {body!r}; use {', '.join(CONTENT_TYPES)}.")
+        if latents and body != "safetensors":
+            raise ValueError(f"remote: latents are no images, which {body} is for; add `body: safetensors`.")
+        if timeout <= 0:
+            raise ValueError(f"remote: timeout is {timeout}; it must be above 0 seconds.")
+        if token_env is not None and not os.environ.get(token_env):
+            raise ValueError(f"remote: token_env names {token_env}, but no such environment variable is set.")
+        self.servers = [_Server(one.rstrip("/")) for one in urls]
+        self.reward, self.columns, self.token_env = reward, list(columns or []), token_env
+        self.batch_size, self.concurrency, self._slots = batch_size, concurrency, Slots(concurrency)
+        self.timeout, self.retries, self.backoff, self.wait = timeout, retries, backoff, wait
+        self.is_groupwise, self.takes_latents = groupwise, latents  # contract.py reads these marks
+        self.body, self.num_frames = body, num_frames
+
+    def check_needs(self) -> None:
+        """Raise ImportError if the HTTP client is missing; servers are not asked before the first scoring."""
+        check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
+
+    def settings(self) -> dict[str, Any]:
+        """Return all settings by name, without the state of the servers."""
+        kept = {name: value for name, value in vars(self).items() if name not in ("servers", "_slots")}
+        return kept | {"url": [server.url for server in self.servers]}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.reward))
+
+    async def __call__(
+        self,
+        completions: list,
+        prompts: list[str],
+        fps: float | None = None,
+        sampling_rate: int | None = None,
+        **columns,
+    ) -> list[float | None]:
+        """Score images, videos, sounds or latents; see the class."""
+        import httpx2
+
+        for name in self.columns:
+            if name not in columns:
+                raise RewardError(f"is to send the column {name!r}, which the dataset lacks")
+        size = len(completions) if self.is_groupwise else self.batch_size
+        pending = [range(start, min(start + size, len(completions))) for start in range(0, len(completions), size)]
+        pending.reverse()  # workers take batches from the end
+        left, gone = len(pending), None  # since when no server has scored anything
+        scores: list[float | None] = [None] * len(completions)
+
+        def body(rows: range) -> bytes:
+            sent = {name: [columns[name][row] for row in rows] for name in self.columns}
+            groups = [0] * len(rows) if self.is_groupwise else None
+            samples = [self._chosen(completions[row]) for row in rows]
+            asked = [prompts[row] for row in rows]
+            return write_request(samples, asked, sent, groups, fps, self.body, sampling_rate, self.takes_latents)
+
+        async with httpx2.AsyncClient(headers=self._headers(), trust_env=False) as client:
+            await asyncio.gather(*(self._look(client, server) for server in self.servers if not server.is_alive))
+            while pending:
+                alive = [server for server in self.servers if server.is_alive]
+                if not alive:
+                    # a server with a good /health may fail every batch, so only a scored batch restarts the wait
+                    gone = time.monotonic() if gone is None or len(pending) < left else gone
+                    left = len(pending)
+                    await self._wait_for_any(client, gone + self.wait)
+                    alive = [server for server in self.servers if server.is_alive]
+                workers = [self._work(client, server, pending, body, scores) for server in alive * self.concurrency]
+                await _all_or_first_error(workers)
+        return scores
+
+    def _headers(self) -> dict[str, str]:
+        token = {"Authorization": f"Bearer {os.environ[self.token_env]}"} if self.token_env else {}
+        return {"Content-Type": CONTENT_TYPES[self.body], "Accept-Encoding": "identity", **token}
+
+    def _chosen(self, sample: Any) -> Any:
+        """Choose the frames of a video to send; return an image as it is."""
+        if self.num_frames is None or not isinstance(sample, list):
+            return sample
+        return [sample[place] for place in frame_positions(self.num_frames, len(sample))]
+
+    async def _work(
+        self, client: httpx2.AsyncClient, server: _Server, pending: list[range], body: Any, scores: list
+    ) -> None:
+        """Take batches for one server until none is left or the server fails."""
+        while pending and server.is_alive:
+            rows = pending.pop()
+            try:
+                async with self._slots(server.url):
+                    answer = await self._ask(client, server, await asyncio.to_thread(body, rows), len(rows))
+            except _Broken as error:
+                pending.append(rows)
+                self._take_out(server, str(error))
+            else:
+                for row, value in zip(rows, answer, strict=True):
+                    scores[row] = value
+
+    def _take_out(self, server: _Server, reason: str) -> None:
+        if server.is_alive:
+            server.is_alive, server.reason = False, reason
+            warnings.warn(f"The reward server {server.url} is taken out: {reason}.", stacklevel=2)
+
+    async def _ask(self, client: httpx2.AsyncClient, server: _Server, body: bytes, count: int) -> list[float | None]:
+        """Score one batch, with retries; raise `_Broken` to give up the server."""
+        attempt, patience = 0, time.monotonic() + self.timeout
+        while True:
+            try:
+                name = self.reward or await self._only_reward(client, server)
+                answer = await ask(
+                    client, "POST", f"{server.url}/score/{quote(name, safe='')}", self.timeout, content=body
+                )
+                if answer.status in BUSY:
+                    if time.monotonic() > patience:
+                        raise _Broken(f"its queue was full for {self.timeout:g} seconds")
+                    await asyncio.sleep(seconds_to_wait(answer.headers.get("retry-after"), self.backoff))
+                    continue
+                return _scores(answer, count, server.url)
+            except (FailedRequest, *transport_errors()) as error:
+                reason = str(error) or type(error).__name__
+                if attempt == self.retries:
+                    raise _Broken(f"{attempt + 1} requests failed, the last with: {reason}") from error
+                await asyncio.sleep(self.backoff * 2**attempt)
+                attempt += 1
+
+    async def _only_reward(self, client: httpx2.AsyncClient, server: _Server) -> str:
+        answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
+        if answer.status in REFUSALS:
+            raise RewardError(f"was refused by {server.url}: {read_error(answer)}")
+        names = read_object(answer).get("rewards")
+        if not isinstance(names, list) or not names:
+            raise FailedRequest(f"/health answered {answer.text[:200]!r}")
+        if len(names) > 1:
+            raise RewardError(f"has no `reward`, and {server.url} serves several: {', '.join(map(str, names))}")
+        return str(names[0])
+
+    async def _look(self, client: httpx2.AsyncClient, server: _Server) -> None:
+        """Take a server back in if it answers."""
+        try:
+            answer = await ask(client, "GET", f"{server.url}/health", HEALTH_SECONDS)
+        except (FailedRequest, *transport_errors()):
+            return
+        server.is_alive = answer.status == 200
+
+    async def _wait_for_any(self, client: httpx2.AsyncClient, end: float) -> None:
+        """Wait until a server is back, for at least one poll; raise RewardError if none is at `end`."""
+        reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
+        if self.wait > 0:
+            warnings.warn(f"All reward servers are gone, waiting up to {self.wait:g} s ({reasons}).", stacklevel=2)
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(POLL_SECONDS, left))
+            await asyncio.gather(*(self._look(client, server) for server in self.servers))
+            if any(server.is_alive for server in self.servers):
+                return
+        raise RewardError(f"has no server left ({reasons}); start one with `diffusion-grpo rewards serve`")
+
+
+async def _all_or_first_error(workers: list) -> None:
+    tasks = [asyncio.ensure_future(worker) for worker in workers]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _scores(answer: Answer, count: int, url: str) -> list[float | None]:
+    """Return the checked scores of an answer; raise RewardError if refused, `FailedRequest` for any other failure."""
+    if answer.status in REFUSALS:
+        raise RewardError(f"was refused by {url} ({answer.status}): {read_error(answer)}")
+    if answer.status != 200:
+        raise FailedRequest(f"status {answer.status}, {read_error(answer)}")
+    scores = read_object(answer).get("scores")
+    if not isinstance(scores, list) or len(scores) != count:
+        found = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer.text[:200]!r}"
+        raise FailedRequest(f"it answered {found}, expected {count} scores")
+    for value in scores:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and math.isfinite(value)):
+            raise FailedRequest(f"it answered the score {value!r}, expected a finite number or null")
+    return scores

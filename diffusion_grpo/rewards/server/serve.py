@@ -1,0 +1,177 @@
+"""The reward server, `diffusion-grpo rewards serve NAME`: receives samples and prompts over HTTP, returns scores.
+
+It is for scorers that are too heavy for the training process, or need other packages. Bodies are JSON with PNGs and
+MP4s in base64, or safetensors; nothing that arrives is executed or unpickled. One thread scores one request at a time.
+A limited number of requests may wait. Any more are refused at once (503), and the client tries again. `remote.py` is
+the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from ..answers import RewardError
+from ..calls import score
+from ..contract import Reward
+from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
+
+MAX_BYTES = 256 * 2**20
+BODY_SECONDS = 120.0
+FPS = 16.0  # of videos sent without a rate
+
+
+def create_app(
+    rewards: list[Reward],
+    token: str | None = None,
+    max_waiting: int = 16,
+    max_bytes: int = MAX_BYTES,
+    max_pixels: int = MAX_PIXELS,
+    body_seconds: float = BODY_SECONDS,
+) -> FastAPI:
+    """Create the server as an ASGI application.
+
+    `GET /health` answers `{"status": "ok", "rewards": [names], "waiting": n, "max_waiting": n}`. `POST /score/NAME`
+    takes the bodies of `wire.write_request` and answers `{"scores": [float | null, ...]}`. Refusals and failures
+    answer `{"error": "one sentence"}`: 400 malformed, 401 wrong token, 404 unknown reward, 408 the body did not arrive
+    in time, 413 too large, 500 the reward failed, 503 the queue is full. If a client goes away, its request leaves the
+    queue and is not scored.
+
+    Args:
+        rewards: rewards to serve under their names.
+        token: if given, requests must carry `Authorization: Bearer token`.
+        max_waiting: most requests that wait or are scored; the next one gets 503.
+        max_bytes: largest body of a request.
+        max_pixels: most pixels of all images in a request together.
+        body_seconds: seconds within which a body must arrive, because it holds a place in the queue meanwhile.
+    """
+    app = FastAPI(title="diffusion-grpo rewards", docs_url=None, redoc_url=None, openapi_url=None)
+    served = {reward.name: reward for reward in rewards}
+    scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
+    queue, one_at_a_time = _Queue(max_waiting), asyncio.Semaphore(1)
+
+    @app.get("/health")
+    async def health(request: Request) -> JSONResponse:
+        if not _is_allowed(request, token):
+            return _refusal(401, "The token is missing or wrong.")
+        return JSONResponse(
+            {"status": "ok", "rewards": list(served), "waiting": queue.waiting, "max_waiting": max_waiting}
+        )
+
+    @app.post("/score/{name}")
+    async def score_samples(name: str, request: Request) -> JSONResponse:
+        if not _is_allowed(request, token):
+            return _refusal(401, "The token is missing or wrong.")
+        if name not in served:
+            return _refusal(404, f"There is no reward {name!r} here; there is {', '.join(served)}.")
+        if not queue.enter():
+            return _refusal(503, f"{max_waiting} requests wait already.", {"Retry-After": "1"})
+        try:
+            async with asyncio.timeout(body_seconds):
+                body = await _body(request, max_bytes)
+            if body is None:
+                return _refusal(413, f"The request is larger than {max_bytes} bytes; send fewer samples at once.")
+            is_safetensors = request.headers.get("content-type") == CONTENT_TYPES["safetensors"]
+            loop = asyncio.get_running_loop()
+            async with _turn(request, one_at_a_time) as is_awaited:
+                if not is_awaited:
+                    return _refusal(408, "The client went away.")  # which nobody reads
+                return await loop.run_in_executor(scorer, _scored, served[name], body, max_pixels, is_safetensors)
+        except TimeoutError:
+            return _refusal(408, f"The request's body did not come within {body_seconds:g} seconds.")
+        finally:
+            queue.leave()
+
+    return app
+
+
+class _Queue:
+    """A counter of the requests that wait or are scored, with a limit."""
+
+    def __init__(self, limit: int):
+        self.limit, self.waiting, self.lock = limit, 0, threading.Lock()
+
+    def enter(self) -> bool:
+        with self.lock:
+            is_free = self.waiting < self.limit
+            self.waiting += is_free
+            return is_free
+
+    def leave(self) -> None:
+        with self.lock:
+            self.waiting -= 1
+
+
+@contextlib.asynccontextmanager
+async def _turn(request: Request, one_at_a_time: asyncio.Semaphore) -> AsyncIterator[bool]:
+    """Wait for a request's turn, once its body is read; yield whether its client is still there."""
+    turn, gone = asyncio.ensure_future(one_at_a_time.acquire()), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)
+        yield not gone.done()
+    finally:
+        for task in (turn, gone):
+            task.cancel()
+        await asyncio.gather(turn, gone, return_exceptions=True)
+        if not turn.cancelled():
+            one_at_a_time.release()
+
+
+def _is_allowed(request: Request, token: str | None) -> bool:
+    given = request.headers.get("authorization", "")
+    return token is None or hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+
+
+def _refusal(status: int, sentence: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": sentence}, status_code=status, headers=headers)
+
+
+async def _body(request: Request, max_bytes: int) -> bytes | None:
+    """Read the request's body; return None as soon as it is too large."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        return None
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            return None
+    return b"".join(parts)
+
+
+def _scored(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) -> JSONResponse:
+    """Decode, score and answer a request, in the scoring thread."""
+    try:
+        samples = read_request(body, max_pixels, is_safetensors)
+    except WireError as error:
+        return _refusal(413 if error.is_too_large else 400, str(error))
+    try:
+        scores = score_request(reward, samples)
+    except RewardError as error:
+        return _refusal(500, str(error))
+    return JSONResponse({"scores": scores})
+
+
+def score_request(reward: Reward, samples: dict[str, Any]) -> list[float | None]:
+    """Score one decoded request, with None for a sample that the reward leaves out."""
+    kind = "videos" if isinstance(samples["samples"][0], list) else "images"
+    kind = "latents" if samples["are_latents"] else kind
+    values = score(
+        [reward],
+        **{kind: samples["samples"]},
+        prompts=samples["prompts"],
+        columns=samples["columns"],
+        groups=samples["groups"],
+        fps=samples["fps"] or FPS,
+        sampling_rate=samples["sampling_rate"],
+    )
+    return [None if value != value else value for value in values[:, 0].tolist()]

@@ -1,0 +1,276 @@
+"""The rewards `vlm_judge` and `unified_reward`: numbers in a vision-language model's replies about each sample.
+
+They work with any server for OpenAI's chat completions (vLLM, SGLang, llama.cpp, OpenAI itself). Failed requests are
+retried. A reply without a readable number gives no reward for that sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import io
+import math
+import os
+import re
+import string
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from PIL import Image
+
+from ...media.samples import frame_positions
+from ..answers import RewardError
+from ..models.qwen_vl import read_template
+from ..needs import check_package
+from .http import (
+    Answer,
+    FailedRequest,
+    Slots,
+    ask,
+    is_loopback,
+    read_error,
+    read_object,
+    seconds_to_wait,
+    transport_errors,
+)
+
+if TYPE_CHECKING:
+    import httpx2
+
+PASSING = (408, 409, 425, 429)  # statuses below 500 after which a retry may succeed
+ALTERNATIVES = 20  # likeliest first tokens to request; OpenAI's maximum
+# finds the 8 in "8/10", "8 / 10", "8 out of 10" and "8 of 10", but also in "a score of 8"
+NUMBER = r"(?<![\d./])(?<!/ )(?<!out of )(?<!\d of )([-+]?(?:\d+(?:\.\d+)?|\.\d+))"
+
+
+@dataclasses.dataclass
+class VlmJudge:
+    """A reward that asks a vision-language model about each sample; async, to ask many questions at once.
+
+    Args:
+        url: URL of the server up to the version, such as `http://127.0.0.1:8000/v1`.
+        model: name of the model at the server.
+        template: the question, which comes after the images. `{prompt}` stands for the prompt, `{name}` for the
+            dataset column of that name; double other braces.
+        answer: `score` reads a number from the reply. `yes_no` gives P(yes) / (P(yes) + P(no)) from the
+            log-probabilities of the reply's first token.
+        pattern: a regular expression whose first group is the number; its last match in the reply counts.
+        score_range: [lowest, highest] valid number; others give None.
+        video_template: the question about videos, if it differs.
+        video_score_range: the range for videos, if it differs.
+        num_frames: frames of a video to show, evenly spaced and including the first and last.
+        max_tokens: maximum length of a reply.
+        concurrency: concurrent requests.
+        timeout: seconds for one request.
+        retries: how often a request is repeated after a failure of the connection or the server.
+        backoff: seconds before the first retry; doubled for each further one.
+        api_key_env: name of the environment variable with the key. The key is sent to the server, and never written.
+        extra: further fields of the request, such as `{"seed": 0}`; None removes a field that this server refuses.
+
+    Raises:
+        ValueError: an argument is out of range, or the variable is not set.
+        RewardError: when called, if a request is refused or gets no answer after all retries.
+    """
+
+    url: str
+    model: str
+    template: str
+    answer: Literal["score", "yes_no"] = "score"
+    pattern: str = NUMBER
+    score_range: list | None = None
+    video_template: str | None = None
+    video_score_range: list | None = None
+    num_frames: int = 8
+    max_tokens: int = 512
+    concurrency: int = 16
+    timeout: float = 120.0
+    retries: int = 3
+    backoff: float = 1.0
+    api_key_env: str | None = None
+    extra: dict | None = None
+
+    def __post_init__(self):
+        _check_url(self.url)
+        _check_pattern(self.pattern)
+        least = {"num_frames": 1, "max_tokens": 1, "concurrency": 1, "retries": 0, "backoff": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"vlm_judge: {name} is {getattr(self, name)}; use at least {value}.")
+        if self.timeout <= 0:
+            raise ValueError(f"vlm_judge: timeout is {self.timeout}; it must be above 0 seconds.")
+        if self.answer not in ("score", "yes_no"):
+            raise ValueError(f"vlm_judge: answer is {self.answer!r}; use score or yes_no.")
+        for limits in (self.score_range, self.video_score_range):
+            if limits is not None and not (len(limits) == 2 and limits[0] < limits[1]):
+                raise ValueError(f"vlm_judge: score_range is {limits!r}; write two numbers, [lowest, highest].")
+        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
+            raise ValueError(f"vlm_judge: api_key_env names {self.api_key_env}, but no such variable is set.")
+        self.url = self.url.rstrip("/")
+        self._slots = Slots(self.concurrency)
+        self._fields = _fields(self.template) | _fields(self.video_template or "")
+
+    def check_needs(self) -> None:
+        """Raise ImportError if the HTTP client is missing; the server is not asked before the first scoring."""
+        check_package("httpx2", 'pip install "diffusion-grpo[rewards]"')
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.url, self.model))
+
+    async def __call__(
+        self, completions: list, prompts: list[str], log_metric: Callable | None = None, **columns
+    ) -> list[float | None]:
+        """Return one number per image or video; None if the reply has none."""
+        import httpx2
+
+        if missing := sorted(self._fields - {"prompt", *columns}):
+            raise RewardError(f"has {{{missing[0]}}} in its template, a column that the dataset lacks")
+        headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
+        limit = self._slots(self.url)
+
+        async def judged(row: int) -> float | None:
+            async with limit:
+                values = {name: columns[name][row] for name in self._fields - {"prompt"}}
+                body = await asyncio.to_thread(self._body, completions[row], {**values, "prompt": prompts[row]})
+                return await self._ask(client, body)
+
+        # a proxy set in the environment cannot reach a server on this machine
+        async with httpx2.AsyncClient(headers=headers, trust_env=not is_loopback(self.url)) as client:
+            tasks = [asyncio.ensure_future(judged(row)) for row in range(len(completions))]
+            try:
+                found = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        if log_metric is not None and found:
+            log_metric("vlm_judge/unread", found.count(None) / len(found))
+        return found
+
+    def _body(self, sample: Any, values: dict[str, Any]) -> dict[str, Any]:
+        """Build the request about one sample, with what `_read` needs to know about it."""
+        frames = sample if isinstance(sample, list) else [sample]
+        strange = [frame for frame in frames if not isinstance(frame, Image.Image)]
+        if strange:
+            raise RewardError(f"judges images and videos, but the samples are {type(strange[0]).__name__}")
+        shown = [frames[place] for place in frame_positions(self.num_frames, len(frames))]
+        is_video = isinstance(sample, list)
+        text = (is_video and self.video_template or self.template).format(**values)
+        content = [{"type": "image_url", "image_url": {"url": _data_url(frame)}} for frame in shown]
+        message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+        kind = {"max_tokens": self.max_tokens}
+        if self.answer == "yes_no":
+            kind = {"max_tokens": 1, "logprobs": True, "top_logprobs": ALTERNATIVES}
+        request = {"model": self.model, "messages": [message], "temperature": 0, **kind, **(self.extra or {})}
+        return {"request": {k: v for k, v in request.items() if v is not None}, "is_video": is_video}
+
+    async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> float | None:
+        """Ask one question, with retries."""
+        for attempt in range(self.retries + 1):
+            wait = self.backoff * 2**attempt
+            try:
+                url = f"{self.url}/chat/completions"
+                answer = await ask(client, "POST", url, self.timeout, json=body["request"])
+                if answer.status == 200:
+                    return self._read(_choice(answer), body["is_video"])
+                reason = f"status {answer.status}, {read_error(answer)}"
+                if answer.status < 500 and answer.status not in PASSING:
+                    raise RewardError(f"was refused by {self.url}: {reason}")
+                wait = seconds_to_wait(answer.headers.get("retry-after"), wait)
+            except (FailedRequest, *transport_errors()) as error:
+                reason = str(error) or type(error).__name__
+            if attempt < self.retries:
+                await asyncio.sleep(wait)
+        raise RewardError(f"got no answer from {self.url} in {self.retries + 1} requests, the last with: {reason}")
+
+    def _read(self, choice: dict[str, Any], is_video: bool) -> float | None:
+        """Read the number in a reply."""
+        if self.answer == "yes_no":
+            return _yes(choice)
+        text = (choice.get("message") or {}).get("content")
+        if not isinstance(text, str):
+            return None
+        found = [match[1] for match in re.finditer(self.pattern, text)]
+        try:
+            value = float(found[-1])
+        except (IndexError, TypeError, ValueError):
+            warnings.warn(f"A reply of {self.model} holds no score: {text[-200:]!r}.", stacklevel=2)
+            return None
+        low, high = (is_video and self.video_score_range) or self.score_range or (-math.inf, math.inf)
+        return value if math.isfinite(value) and low <= value <= high else None
+
+
+@dataclasses.dataclass
+class UnifiedReward(VlmJudge):
+    """UnifiedReward's score of an image (1 to 5) or a video (1 to 10), with its own questions.
+
+    Serve the model, for instance CodeGoat24/UnifiedReward-qwen-7b, with vLLM or SGLang; `model` is the name under
+    which it is served. https://huggingface.co/papers/2503.05236
+    """
+
+    model: str = "UnifiedReward"
+    template: str = read_template("unified_reward_image")
+    pattern: str = r"Final Score:\W*" + NUMBER
+    score_range: list | None = dataclasses.field(default_factory=lambda: [1, 5])
+    video_template: str | None = read_template("unified_reward_video")
+    video_score_range: list | None = dataclasses.field(default_factory=lambda: [1, 10])
+    max_tokens: int = 1024
+
+    __hash__ = VlmJudge.__hash__
+
+
+def _check_url(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"vlm_judge: url is {url!r}; give http://host:port/v1.")
+    if "@" in url:  # it would be written to run.json and into messages
+        raise ValueError("vlm_judge: url holds a name or key; put it into an environment variable, see api_key_env.")
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"vlm_judge: pattern {pattern!r} is no regular expression ({error}).") from error
+    if groups < 1:
+        raise ValueError(f"vlm_judge: pattern {pattern!r} has no group; put the number into round brackets.")
+
+
+def _fields(template: str) -> set[str]:
+    """Return the names in a template's braces."""
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(f"vlm_judge: the template cannot be filled in ({error}); double other braces.") from error
+    if strange := sorted(name for name in names if not name.isidentifier()):
+        raise ValueError(f"vlm_judge: the template has {{{strange[0]}}}, no name of a column; double other braces.")
+    return names
+
+
+def _data_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, format="PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _choice(answer: Answer) -> dict[str, Any]:
+    """Return the first reply in an answer; raise FailedRequest if there is none."""
+    choices = read_object(answer).get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise FailedRequest(f"it answered {answer.text[:200]!r}, expected choices")
+    return choices[0]
+
+
+def _yes(choice: dict[str, Any]) -> float | None:
+    """Return P(yes) / (P(yes) + P(no)) of the first token, ignoring case and spaces; None if neither is likely.
+
+    Raises:
+        RewardError: the server gives no log-probabilities.
+    """
+    try:
+        likeliest = choice["logprobs"]["content"][0]["top_logprobs"]
+        pairs = [(str(one["token"]).strip().lower(), float(one["logprob"])) for one in likeliest]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise RewardError("asks for log-probabilities, which this server does not give; use answer: score") from error
+    yes, no = (sum(math.exp(value) for token, value in pairs if token == word) for word in ("yes", "no"))
+    return yes / (yes + no) if yes + no > 0 else None

@@ -1,0 +1,315 @@
+"""The wire format between `remote.py` and `serve.py`.
+
+A body is JSON with PNGs or MP4s in base64, or a safetensors file with the same JSON in one of its tensors. Data from
+outside is checked here: sizes, types, formats, and how many pixels a few bytes expand to. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+
+MAX_PIXELS = 2**28  # of all images in a request: 64 of 2048 x 2048
+Body = Literal["png", "mp4", "mp4_lossy", "safetensors"]
+CONTENT_TYPES = {"png": "application/json", "mp4": "application/json", "mp4_lossy": "application/json"}
+CONTENT_TYPES |= {"safetensors": "application/safetensors"}
+
+
+class WireError(ValueError):
+    """A body is malformed, or too large (`is_too_large`)."""
+
+    def __init__(self, sentence: str, is_too_large: bool = False):
+        super().__init__(sentence)
+        self.is_too_large = is_too_large
+
+
+def write_request(
+    samples: list,
+    prompts: list[str],
+    columns: dict[str, list],
+    groups: list[int] | None,
+    fps: float | None,
+    body: Body = "png",
+    sampling_rate: int | None = None,
+    are_latents: bool = False,
+) -> bytes:
+    """Write the body of a request.
+
+    Args:
+        samples: PIL images, or lists of PIL frames (with their sound, if they are `VideoWithSound`); with safetensors
+            also arrays and tensors of any kind, such as sound, embeddings or latents.
+        prompts: one per sample.
+        columns: columns with one value per sample, PIL images or JSON values.
+        groups: the group of each sample, or None.
+        fps: frames per second of videos, or None.
+        body: `png` for JSON with PNGs; `mp4` for JSON with lossless H.264 videos, which keep the pixels; `mp4_lossy`
+            for videos as players get them, with a fiftieth of the bytes and other pixels; `safetensors` for raw pixels
+            and numbers.
+        sampling_rate: sampling rate of samples that are sound, or None.
+        are_latents: whether the samples are latents, not yet decoded by an autoencoder.
+
+    Raises:
+        TypeError: a column holds a value that JSON cannot represent.
+        WireError: a sample is neither image nor video, and the body is not safetensors.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    content = {
+        "samples": [_write_sample(sample, f"sample.{row}", body, tensors) for row, sample in enumerate(samples)],
+        "prompts": prompts,
+        "columns": {
+            name: [_write_value(value, f"column.{name}.{row}", body, tensors) for row, value in enumerate(values)]
+            for name, values in columns.items()
+        },
+        "groups": groups,
+        "fps": fps,
+        "sampling_rate": sampling_rate,
+        "are_latents": are_latents,
+        "sounds": _write_sounds(samples),
+    }
+    text = json.dumps(content).encode()
+    if body != "safetensors":
+        return text
+    from safetensors.torch import save
+
+    return save(tensors | {"request": torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+
+
+def read_request(body: bytes, max_pixels: int = MAX_PIXELS, is_safetensors: bool = False) -> dict[str, Any]:
+    """Return the arguments of `write_request`, with PIL images in RGB, and tensors for arrays.
+
+    All samples are of one kind.
+
+    Raises:
+        WireError: the body is malformed, or holds more than `max_pixels`.
+    """
+    tensors = _read_tensors(body) if is_safetensors else {}
+    try:
+        content = json.loads(bytes(tensors.pop("request").numpy()) if is_safetensors else body)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(f"The body is not JSON ({error}).") from error
+    if not isinstance(content, dict) or not isinstance(content.get("samples"), list) or not content["samples"]:
+        raise WireError("The body must be a JSON object with a list of samples that is not empty.")
+    count, source = len(content["samples"]), _Source(max_pixels, tensors)
+    columns = content.get("columns") or {}
+    _check_lists(content, columns, count)
+    kinds = {_kind(sample) for sample in content["samples"]}
+    if len(kinds) != 1 or None in kinds:
+        raise WireError(
+            "samples must be all pictures (strings), all videos (MP4s or lists of strings, not empty), or all tensors."
+        )
+    samples = [_read_sample(sample, source) for sample in content["samples"]]
+    samples, are_latents = _with_sounds(samples, content.get("sounds")), content.get("are_latents", False)
+    if are_latents is not False and not (are_latents is True and kinds == {"tensor"}):
+        raise WireError("are_latents must be false, or true for samples that are tensors.")
+    columns = {name: [_read_value(value, source) for value in values] for name, values in columns.items()}
+    return {"samples": samples, "columns": columns, "are_latents": are_latents} | {
+        name: content.get(name) for name in ("prompts", "groups", "fps", "sampling_rate")
+    }
+
+
+class _Source:
+    """The tensors of a request, and how many more pixels it may contain."""
+
+    def __init__(self, left: int, tensors: dict[str, torch.Tensor]):
+        self.left, self.tensors = left, tensors
+
+    def take(self, pixels: int) -> None:
+        self.left -= pixels
+        if self.left < 0:
+            raise WireError("The pictures have too many pixels in all; send fewer at once.", is_too_large=True)
+
+    def tensor(self, name: Any) -> torch.Tensor:
+        """Return a tensor, each only once, because many references to one would become many copies."""
+        if not isinstance(name, str) or name not in self.tensors:
+            raise WireError(
+                f"A sample or column names the tensor {name!r}, which the body does not hold, or not twice."
+            )
+        return self.tensors.pop(name)
+
+
+def _check_lists(content: dict[str, Any], columns: Any, count: int) -> None:
+    groups = content.get("groups")
+    if not _is_list(content.get("prompts"), count, str):
+        raise WireError(f"prompts must be a list of {count} strings, one per sample.")
+    if not isinstance(columns, dict) or not all(_is_list(values, count, object) for values in columns.values()):
+        raise WireError(f"columns must be an object of lists with {count} values each.")
+    if groups is not None and not _is_list(groups, count, int):
+        raise WireError(f"groups must be null or a list of {count} whole numbers.")
+    for name in ("fps", "sampling_rate"):
+        value = content.get(name)
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+            raise WireError(f"{name} must be null or a number above 0.")
+
+
+def _is_list(values: Any, count: int, kind: type | tuple) -> bool:
+    return isinstance(values, list) and len(values) == count and all(isinstance(value, kind) for value in values)
+
+
+def _write_sample(sample: Any, name: str, body: Body, tensors: dict[str, torch.Tensor]) -> Any:
+    is_video = isinstance(sample, list) and bool(sample) and all(isinstance(one, Image.Image) for one in sample)
+    if body == "safetensors":
+        if is_video or isinstance(sample, Image.Image):
+            frames = [np.asarray(frame.convert("RGB")) for frame in (sample if is_video else [sample])]
+            tensors[name] = torch.from_numpy(np.stack(frames) if is_video else frames[0].copy())
+            return {"video" if is_video else "picture": name}
+        tensors[name] = torch.as_tensor(sample).detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(sample, Image.Image):
+        return _write_picture(sample)
+    if not is_video:
+        raise WireError(f"A sample is a {type(sample).__name__}, no picture or video; send it as safetensors.")
+    return [_write_picture(frame) for frame in sample] if body == "png" else {"mp4": _write_mp4(sample, body)}
+
+
+def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Tensor]) -> Any:
+    """Write a column's value, an image or a JSON value."""
+    if not isinstance(value, Image.Image):
+        return value
+    if body != "safetensors":
+        return {"png": _write_picture(value)}
+    tensors[name] = torch.from_numpy(np.array(value.convert("RGB")))
+    return {"png": {"tensor": name}}
+
+
+def _kind(sample: Any) -> str | None:
+    """Return the kind of a written sample, or None if its form is unknown."""
+    if isinstance(sample, str):
+        return "picture"
+    if isinstance(sample, list):
+        return "video" if sample else None
+    [form] = sample if isinstance(sample, dict) and len(sample) == 1 else [None]
+    return "video" if form == "mp4" else form if form in ("picture", "video", "tensor") else None
+
+
+def _read_sample(sample: Any, source: _Source) -> Any:
+    if isinstance(sample, str):
+        return _read_picture(sample, source)
+    if isinstance(sample, list):
+        return [_read_picture(frame, source) for frame in sample]
+    [(form, value)] = sample.items()
+    if form == "mp4":
+        return _read_mp4(value, source)
+    if form == "tensor":
+        return source.tensor(value).clone()
+    frames = _read_pixels(source.tensor(value), 4 if form == "video" else 3, source)
+    return frames if form == "video" else frames[0]
+
+
+def _read_value(value: Any, source: _Source) -> Any:
+    if not isinstance(value, dict) or set(value) != {"png"}:
+        return value
+    if isinstance(value["png"], dict):
+        return _read_pixels(source.tensor(value["png"].get("tensor")), 3, source)[0]
+    return _read_picture(value["png"], source)
+
+
+def _read_tensors(body: bytes) -> dict[str, torch.Tensor]:
+    """Read the tensors of a safetensors file; the library checks sizes and offsets, and reads only numbers."""
+    import safetensors.torch
+
+    try:
+        return safetensors.torch.load(body)
+    except Exception as error:  # the library's own errors, and KeyError for a dtype that torch lacks
+        raise WireError(f"The body is no file of safetensors ({type(error).__name__}: {error}).") from error
+
+
+def _read_pixels(pixels: torch.Tensor, dimensions: int, source: _Source) -> list[Image.Image]:
+    """Read images from `(height, width, 3)` or `(frames, height, width, 3)` uint8."""
+    if pixels.dtype != torch.uint8 or pixels.ndim != dimensions or pixels.shape[-1] != 3 or not pixels.numel():
+        raise WireError(f"Pixels are {pixels.dtype} {tuple(pixels.shape)}, expected bytes (..., height, width, 3).")
+    source.take(pixels.numel() // 3)
+    return [Image.fromarray(frame) for frame in (pixels[None] if dimensions == 3 else pixels).numpy()]
+
+
+def _write_picture(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, format="PNG", compress_level=1)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _read_picture(text: Any, source: _Source) -> Image.Image:
+    """Read a PNG in base64; check its size in the header before decoding any pixel."""
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
+        source.take(image.width * image.height)
+        return image.convert("RGB")
+    except WireError:
+        raise
+    except Exception as error:  # PIL has no common class for the errors of broken files
+        raise WireError(f"A picture is no PNG in base64 ({type(error).__name__}: {error}).") from error
+
+
+def _write_mp4(frames: list[Image.Image], body: Body) -> str:
+    from ...media.files import write_video
+
+    buffer = io.BytesIO()
+    write_video(list(frames), buffer, fps=1, is_lossless=body == "mp4")  # the true rate is sent separately
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _read_mp4(text: Any, source: _Source) -> list[Image.Image]:
+    """Read an MP4 in base64 frame by frame, to stop early if a few bytes expand to too many frames."""
+    import av
+
+    try:
+        data = io.BytesIO(base64.b64decode(text, validate=True))
+        with av.open(data, format="mp4") as file:
+            stream = file.streams.video[0]
+            if stream.codec_context.name != "h264":
+                raise WireError(f"A video is {stream.codec_context.name}, expected h264.")
+            stream.codec_context.options = {
+                "max_pixels": str(max(1, source.left))
+            }  # limit per frame, checked before decoding
+            frames = []
+            for frame in file.decode(stream):
+                source.take(frame.width * frame.height)
+                frames.append(frame.to_image())
+    except WireError:
+        raise
+    except Exception as error:  # from base64 or PyAV, and IndexError without a stream
+        raise WireError(f"A video is no MP4 in base64 ({type(error).__name__}: {error}).") from error
+    if not frames:
+        raise WireError("A video holds no frames, or larger ones than are taken.")
+    return frames
+
+
+def _write_sounds(samples: list) -> list | None:
+    """Write the raw sound of videos that have one."""
+    from ...media.files import VideoWithSound
+
+    sounds = [sample if isinstance(sample, VideoWithSound) else None for sample in samples]
+    if not any(sound is not None for sound in sounds):
+        return None
+    return [
+        video
+        and {
+            "channels": len(video.sound),
+            "rate": video.sampling_rate,
+            "float32": base64.b64encode(np.ascontiguousarray(video.sound, dtype="<f4").tobytes()).decode(),
+        }
+        for video in sounds
+    ]
+
+
+def _with_sounds(samples: list, sounds: Any) -> list:
+    from ...media.files import VideoWithSound
+
+    if sounds is None:
+        return samples
+    if not _is_list(sounds, len(samples), (dict, type(None))) or not isinstance(samples[0], list):
+        raise WireError("sounds must be null or a list with an object or null for each video.")
+    whole = []
+    for sample, sound in zip(samples, sounds, strict=True):
+        try:
+            data = sound and np.frombuffer(base64.b64decode(sound["float32"], validate=True), dtype="<f4")
+            shape = sound and (int(sound["channels"]), -1)
+            whole.append(VideoWithSound(sample, data.reshape(shape), int(sound["rate"])) if sound else sample)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # OverflowError: int() of infinity
+            raise WireError(f"A sound is not of the form ({type(error).__name__}: {error}).") from error
+    return whole

@@ -1,0 +1,1 @@
+"""One rollout: samples, rewards, advantages, and the buffer that its updates read."""

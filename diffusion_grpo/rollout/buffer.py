@@ -1,0 +1,127 @@
+"""The samples of one rollout, split into micro-batches that are used `num_iterations` times."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..algorithms.batch import MicroBatch, Rows
+from ..data.inputs import PipelineInputs
+from ..policy.token_process import TokenTrajectory
+from ..policy.trajectory import Trajectory
+from .order import update_order
+from .value_model import ValueTargets
+
+
+class RolloutBuffer:
+    """All samples of one rollout that this process trains on.
+
+    It is the only state between rollout and update that a checkpoint has to keep.
+
+    Args:
+        rows: one dataset row per sample.
+        samples: one trajectory per sample, each a batch of one, all with the same number of trained steps. There is
+            a multiple of `micro_batch_size` of them.
+        advantages: (samples, ...) float32, as in [`~diffusion_grpo.algorithms.batch.Part`].
+        inputs: turns rows into keyword arguments of the pipeline's call, and says which samples share a call.
+        micro_batch_size: number of consecutive samples that are trained together, as they were rolled out.
+        seed: for the order of the updates, which is a new one in each iteration after the first.
+        targets: of the value model, if there is one.
+        positions: (samples,) int64 positions of the samples in the rollout of all processes.
+        updates: number of updates in one iteration, each with the same number of micro-batches.
+        weights: (samples,) float32 weight of each sample's loss; None where all are 1.
+        on_policy_slots: number of slots in the first update, in which the policy is still the one that rolled out.
+
+    Attributes:
+        old_log_probs: (samples, steps) float32, the denominator of the ratio.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        samples: list[Trajectory] | list[TokenTrajectory],
+        advantages: Tensor,
+        inputs: PipelineInputs,
+        micro_batch_size: int,
+        seed: int,
+        targets: ValueTargets | None = None,
+        positions: Tensor | None = None,
+        updates: int = 1,
+        weights: Tensor | None = None,
+        on_policy_slots: int | None = None,
+    ):
+        self.rows, self.samples, self.inputs = rows, type(samples[0]).align(samples), inputs
+        self.advantages, self.targets, self.weights = advantages, targets, weights
+        self.old_log_probs = torch.cat([sample.log_probs for sample in self.samples])
+        self.micro_batch_size, self.seed, self.updates = micro_batch_size, seed, updates
+        self.positions = torch.arange(len(rows)) if positions is None else positions
+        self.on_policy_slots = self.micro_batches if on_policy_slots is None else on_policy_slots
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches in one iteration."""
+        return len(self.rows) // self.micro_batch_size
+
+    def range_of(self, slot: int) -> slice:
+        """Return the indices of a slot's samples. Slots count on from one iteration to the next."""
+        iteration, rest = divmod(slot, self.micro_batches)
+        update, micro_batch = divmod(rest, self.micro_batches // self.updates)
+        update = int(update_order(self.seed, iteration, self.updates)[update])
+        start = (update * (self.micro_batches // self.updates) + micro_batch) * self.micro_batch_size
+        return slice(start, start + self.micro_batch_size)
+
+    def micro_batch(self, slot: int) -> MicroBatch:
+        """Return the micro-batch of a slot."""
+        return self.part(self.range_of(slot), is_on_policy=slot < self.on_policy_slots)
+
+    def value_targets(self, slot: int) -> ValueTargets:
+        """Return what the value model learns from a slot."""
+        return self.targets[self.range_of(slot)]
+
+    def part(self, indices: slice, is_on_policy: bool = True) -> MicroBatch:
+        """Return consecutive samples, by their indices, as a micro-batch."""
+        rows = self.rows[indices]
+        return MicroBatch(
+            rows,
+            self.samples[indices],
+            self.inputs.parts(rows),
+            self.advantages[indices],
+            self.old_log_probs[indices],
+            self.inputs,
+            advantages_by_step=self.targets is not None,
+            weights=None if self.weights is None else self.weights[indices],
+            is_on_policy=is_on_policy,
+        )
+
+    def chunks(self) -> list[slice]:
+        """Return the indices of the samples of each micro-batch."""
+        return [
+            slice(start, start + self.micro_batch_size) for start in range(0, len(self.rows), self.micro_batch_size)
+        ]
+
+    def replay_anchor(self, log_probs: Callable[[MicroBatch], Tensor]) -> None:
+        """Set `old_log_probs` from replays, before any update, in the micro-batches that are trained."""
+        self.old_log_probs = torch.cat([log_probs(self.part(chunk)) for chunk in self.chunks()])
+
+    def save(self, path: Path, processes: int = 1) -> None:
+        """Write everything but the rows, which are read from the dataset again.
+
+        Args:
+            path: of this process's file.
+            processes: number of processes that write such a file.
+        """
+        samples = enumerate(self.samples)
+        tensors = {f"{name}.{i}": x.contiguous() for i, sample in samples for name, x in sample.tensors().items()}
+        tensors |= {"advantages": self.advantages, "old_log_probs": self.old_log_probs.clone()}
+        tensors["positions"] = self.positions
+        if self.weights is not None:
+            tensors["weights"] = self.weights
+        if self.targets is not None:
+            tensors |= {f"targets.{name}": getattr(self.targets, name).contiguous() for name in ValueTargets.TENSORS}
+        first = self.samples[0]
+        kind: dict[str, Any] = {"kind": type(first).__name__, "settings": json.dumps(first.settings())}
+        save_file(tensors, path, metadata=kind | {"processes": str(processes), "updates": str(self.updates)})

@@ -1,0 +1,186 @@
+"""Advantages from the rewards of a rollout: relative to the group, or by a value model with GAE."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..algorithms.advantages import Advantages, compute_advantages, normalize
+from ..algorithms.gae import generalized_advantages
+from .value_model import ValueModel, ValueTargets
+
+
+@dataclasses.dataclass
+class Estimate:
+    """The advantages of a rollout, and what is logged about them.
+
+    Attributes:
+        result: advantages and statistics of the samples of all processes.
+        advantages: of this process's samples: `(samples,)`; `(samples, rewards)` for a loss that is summed over
+            rewards; `(samples, steps)` with a value model.
+        targets: of the value model, for this process's samples; None without one.
+        every: as `advantages`, for the samples of all processes.
+        columns: for the table of samples, one value per sample of this process.
+        metrics: values by the key under which they are logged.
+    """
+
+    result: Advantages
+    advantages: Tensor
+    targets: ValueTargets | None
+    every: Tensor
+    columns: dict[str, list[float]]
+    metrics: dict[str, float]
+
+
+class CreditAssigner:
+    """Turns the rewards of a rollout into advantages.
+
+    Args:
+        names: of the reward functions.
+        weights: one per reward function.
+        num_generations: samples of each prompt.
+        num_batches: number of batches in one rollout; batch statistics are taken over each of them.
+        kl_reward: weight of the KL divergence that is subtracted from the reward.
+        scale_rewards, reward_baseline, multi_objective_aggregation, advantage_clip, reward_threshold: see
+            [`~diffusion_grpo.algorithms.advantages.compute_advantages`].
+        values: the value model; None for advantages relative to the group.
+        gamma, gae_lambda: see [`~diffusion_grpo.algorithms.gae.generalized_advantages`].
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        weights: list[float],
+        *,
+        num_generations: int,
+        num_batches: int = 1,
+        kl_reward: float = 0.0,
+        scale_rewards: str = "group",
+        reward_baseline: str = "group",
+        multi_objective_aggregation: str = "sum_then_normalize",
+        advantage_clip: float | None = None,
+        reward_threshold: float | None = None,
+        values: ValueModel | None = None,
+        gamma: float = 1.0,
+        gae_lambda: float = 0.95,
+    ):
+        self.names, self.weights, self.values = names, weights, values
+        self._num_generations, self._num_batches, self._kl_reward = num_generations, num_batches, kl_reward
+        self._scale_rewards, self._reward_baseline = scale_rewards, reward_baseline
+        self._aggregation, self._advantage_clip = multi_objective_aggregation, advantage_clip
+        self._reward_threshold, self._gamma, self._gae_lambda = reward_threshold, gamma, gae_lambda
+
+    def __call__(
+        self, rewards: Tensor, positions: Tensor, divergences: Tensor | None = None, states: Tensor | None = None
+    ) -> Estimate:
+        """Return the advantages of a rollout.
+
+        Args:
+            rewards: `(samples, functions)` of all processes by position, so that groups are consecutive.
+            positions: `(samples of this process,)` int64.
+            divergences: `(samples, steps)` KL divergence from the reference by position, if `kl_reward` is above 0.
+            states: `(samples, steps, STATE_SIZE)` by position, with a value model.
+        """
+        every_position = torch.arange(len(rewards))
+        batches = every_position * self._num_batches // len(rewards)
+        result = compute_advantages(
+            rewards,
+            every_position // self._num_generations,
+            torch.tensor(self.weights),
+            batches=batches,
+            penalty=None if divergences is None else self._kl_reward * divergences.mean(1),
+            scale_rewards=self._scale_rewards,
+            # a value model needs no groups: it learns from equal rewards too
+            reward_baseline=self._reward_baseline if self.values is None else "batch",
+            multi_objective_aggregation=self._aggregation,
+            advantage_clip=self._advantage_clip,
+            reward_threshold=self._reward_threshold,
+        )
+        every, targets = result.advantages, None
+        columns = {"reward": result.rewards[positions].tolist(), "advantage": every[positions].tolist()}
+        metrics = self._measure(rewards, result)
+        if divergences is not None:
+            columns["kl"] = divergences.mean(1)[positions].tolist()
+            metrics["kl/rollout"] = divergences.mean().item()
+        if result.by_reward is not None:
+            every = result.by_reward
+            names = zip(self.names, every[positions].T, strict=True)
+            columns |= {f"advantage/{name}": column.tolist() for name, column in names}
+        if self.values is not None:
+            every, targets = self._estimate_values(result, batches, divergences, states)
+            metrics |= measure_values(targets)
+            targets = targets[positions]
+            columns["advantage"] = every[positions].mean(1).tolist()
+            columns["value"] = targets.values[:, 0].tolist()
+        metrics |= measure_spread("advantage", every)
+        return Estimate(result, every[positions], targets, every, columns, metrics)
+
+    def _measure(self, rewards: Tensor, result: Advantages) -> dict[str, float]:
+        """Return metrics of the rewards of a rollout."""
+        metrics = {
+            "reward_std": result.group_std.mean().item(),
+            "frac_reward_zero_std": result.frac_reward_zero_std,
+            **measure_spread("reward", result.rewards),
+        }
+        if not result.rewards.isnan().all():
+            metrics["reward"] = result.rewards.nanmean().item()
+        if self._advantage_clip is not None:
+            reached = result.advantages.abs() >= self._advantage_clip
+            metrics["frac_advantage_clipped"] = reached.float().mean().item()
+        for name, column in zip(self.names, rewards.T, strict=True):
+            known = column[~column.isnan()]
+            if len(known):
+                metrics[f"rewards/{name}/mean"] = known.mean().item()
+            if len(known) > 1:  # unbiased, like the groups' in `reward_std`
+                metrics[f"rewards/{name}/std"] = known.std().item()
+        return metrics
+
+    @torch.no_grad()
+    def _estimate_values(
+        self, result: Advantages, batches: Tensor, divergences: Tensor | None, states: Tensor
+    ) -> tuple[Tensor, ValueTargets]:
+        """Return `(samples, steps)` advantages over the value model, and the targets it is trained on.
+
+        The reward is received after the last trained step; the KL penalty is spread over the steps. Advantages are
+        normalized over all samples and steps of a batch, unless `scale_rewards` is "none".
+        """
+        total, model = result.rewards.double(), self.values
+        if not model.is_calibrated:
+            is_known = ~total.isnan()
+            if is_known.any():
+                model.calibrate(states[is_known], total[is_known])
+        rewards = torch.zeros(states.shape[:2], dtype=torch.float64)
+        rewards[:, -1] = total
+        if divergences is not None:
+            rewards -= self._kl_reward * divergences.double() / divergences.shape[1]
+        values = model(states.to(model.state_mean.device)).double().cpu()
+        advantages = generalized_advantages(rewards, values, self._gamma, self._gae_lambda)
+        targets = ValueTargets(states, values.float(), (advantages + values).float())
+        if self._scale_rewards == "none":
+            advantages = advantages.nan_to_num(nan=0.0)
+        else:
+            index = batches[:, None].expand_as(advantages).flatten()
+            advantages = normalize(advantages.flatten(), index, index).view_as(advantages)
+        advantages = advantages.masked_fill(result.is_dropped[:, None], 0.0)
+        if self._advantage_clip is not None:
+            advantages = advantages.clamp(-self._advantage_clip, self._advantage_clip)
+        return advantages.float(), targets
+
+
+def measure_values(targets: ValueTargets) -> dict[str, float]:
+    """Return the mean value, and the share of the returns' variance that the value model explains (at most 1)."""
+    is_known = ~targets.returns.isnan()
+    values, returns = targets.values[is_known].double(), targets.returns[is_known].double()
+    metrics = {"value/mean": targets.values.mean().item()}
+    if len(returns) > 1 and returns.var() > 0:
+        metrics["value/explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
+    return metrics
+
+
+def measure_spread(name: str, values: Tensor) -> dict[str, float]:
+    """Return `spread/{name}_min`, `_max` and the unbiased `_std` over all values that are not NaN."""
+    values = values[~values.isnan()].double()
+    if len(values) < 2:
+        return {}
+    found = {"min": values.min(), "max": values.max(), "std": values.std()}
+    return {f"spread/{name}_{key}": value.item() for key, value in found.items()}

@@ -1,0 +1,102 @@
+"""The micro-batches of a run, in order; a new rollout is made when the last one is used up."""
+
+from pathlib import Path
+
+import torch
+
+from ..algorithms.batch import MicroBatch
+from ..config.batch_sizes import BatchSizes
+from ..distributed.backend import DistributedBackend
+from .buffer import RolloutBuffer
+from .generation import RolloutGenerator
+from .order import RolloutOrder
+from .restore import restore_buffer, rollout_file
+from .value_model import ValueTargets
+
+
+class RolloutFeed:
+    """Hands out micro-batches.
+
+    Args:
+        generator: makes rollouts.
+        sizes: of a rollout.
+        seed: of the run.
+        backend: of the processes.
+        device: of this process.
+        trajectory_device: where trajectories are kept.
+
+    Attributes:
+        buffer: of the current rollout; None before the first.
+    """
+
+    def __init__(
+        self,
+        generator: RolloutGenerator,
+        *,
+        sizes: BatchSizes,
+        seed: int,
+        backend: DistributedBackend,
+        device: torch.device,
+        trajectory_device: str | torch.device,
+    ):
+        self._generator, self._sizes, self._seed, self._backend = generator, sizes, seed, backend
+        self._device, self._trajectory_device = device, trajectory_device
+        self._checkpoint: Path | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the current rollout, so that the next micro-batch starts a new one."""
+        self.buffer: RolloutBuffer | None = None
+        self._slot, self._update, self._micro_step = 0, -1, 0
+
+    def resume_from(self, checkpoint: Path) -> None:
+        """Start from a checkpoint, which may lie within a rollout."""
+        self.reset()
+        self._checkpoint = checkpoint
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the last micro-batch handed out is the first of its update."""
+        return self._micro_step == 1
+
+    def next(self, row_indices: list[int], step: int, last_step: int) -> MicroBatch:
+        """Return the next micro-batch.
+
+        Args:
+            row_indices: dataset row of each sample of this process in the rollout.
+            step: number of updates made so far.
+            last_step: number of updates in the whole run.
+        """
+        if self._update != step:
+            self._update, self._micro_step = step, 0
+        micro_batch = step * self._sizes.accumulation + self._micro_step
+        self._micro_step += 1
+        generation, self._slot = divmod(micro_batch, self._sizes.slots)
+        if self._slot == 0 or self.buffer is None:
+            everyone = self._backend.gather(torch.tensor(row_indices, device=self._device)).tolist()
+            order = RolloutOrder(self._sizes, self._seed, generation)
+            if self._slot == 0:
+                self.buffer = self._generator(order, everyone, step, last_step)
+            else:
+                self.buffer = self._restore(order, everyone)
+        return self.buffer.micro_batch(self._slot)
+
+    @property
+    def value_targets(self) -> ValueTargets | None:
+        """What the value model learns from the last micro-batch handed out; None without a value model."""
+        return None if self.buffer.targets is None else self.buffer.value_targets(self._slot)
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write the current rollout into a checkpoint after `step` updates, unless it is used up."""
+        is_within = self.buffer is not None and step * self._sizes.accumulation % self._sizes.slots
+        if is_within and self._backend.groups.is_first:
+            self.buffer.save(rollout_file(folder, self._sizes.data_process), self._sizes.data_processes)
+
+    def _restore(self, order: RolloutOrder, row_indices: list[int]) -> RolloutBuffer:
+        def rows_at(positions: list[int]) -> list[dict]:
+            rows = self._generator.rows_at(positions, row_indices)
+            self._generator.learn(rows)
+            return rows
+
+        folder = self._checkpoint or Path()
+        return restore_buffer(folder, order, self._generator.inputs, rows_at, self._trajectory_device)

@@ -1,0 +1,230 @@
+"""Making a rollout: sample, score, assign credit, and keep what the updates need. Nothing here takes a gradient."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algorithms.batch import Rows
+from ..algorithms.zero_advantages import sample_weights
+from ..data.inputs import PipelineInputs, check_count
+from ..distributed.backend import DistributedBackend
+from ..distributed.failure import ProcessGroupMonitor
+from ..policy.base import Policy
+from ..policy.rollout import rollout
+from ..policy.token_process import TokenTrajectory
+from ..policy.trajectory import Trajectory
+from ..rewards.unscored import UnscoredRollouts
+from ..run.sample_writer import SampleWriter
+from .buffer import RolloutBuffer
+from .credit import CreditAssigner, Estimate
+from .diversity import make_thumbnails, measure_diversity
+from .order import RolloutOrder, invert
+from .replays import Replays
+from .sampling_plan import SamplingPlan
+from .scoring import AnyScoring, RewardScorer, gather_by_position, takes_only_latents
+from .value_model import record_conditions, reduce_calls
+
+Samples = list[Trajectory] | list[TokenTrajectory]
+
+
+class RolloutGenerator:
+    """Makes rollouts, and writes tables and files of their samples.
+
+    Args:
+        policy: samples.
+        inputs: of the pipeline's calls.
+        read_rows: returns decoded rows of the training dataset by their indices.
+        plan: draws seeds and trained steps.
+        scorer: calls the rewards.
+        credit: turns rewards into advantages.
+        replays: measures divergences and anchors.
+        writer: keeps tables and files of samples.
+        backend, monitor: the processes.
+        run_passes: runs a method that calls the network.
+        metrics: collects what is measured.
+        progress: shows how far the rollout is.
+        unscored: counts rollouts in which no reward gave a value.
+        noise_level: of the process; None for tokens.
+        noise_in_last_step: whether the loop's last step draws noise too.
+        measures_divergence: whether the KL divergence from the reference is part of the reward.
+        anchors_on_replay: whether the denominator of the ratio comes from replays.
+        drops_zero_advantages: whether samples with zero advantage are left out of the mean loss.
+        trajectory_device: where trajectories are kept.
+        device: where advantages are kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        inputs: PipelineInputs,
+        read_rows: Callable[[list[int]], Rows],
+        plan: SamplingPlan,
+        scorer: RewardScorer,
+        credit: CreditAssigner,
+        replays: Replays,
+        writer: SampleWriter,
+        backend: DistributedBackend,
+        monitor: ProcessGroupMonitor,
+        run_passes: Callable,
+        metrics: Any,
+        progress: Any,
+        unscored: UnscoredRollouts,
+        noise_level: float | None,
+        noise_in_last_step: bool,
+        measures_divergence: bool,
+        anchors_on_replay: bool,
+        drops_zero_advantages: bool,
+        trajectory_device: str | torch.device,
+        device: torch.device,
+    ):
+        self._policy, self.inputs, self._read_rows, self._plan = policy, inputs, read_rows, plan
+        self._scorer, self._credit, self._replays, self._writer = scorer, credit, replays, writer
+        self._backend, self._monitor, self._run_passes, self._metrics = backend, monitor, run_passes, metrics
+        self._progress, self._unscored = progress, unscored
+        self._noise_level, self._noise_in_last_step = noise_level, noise_in_last_step
+        self._measures_divergence, self._anchors_on_replay = measures_divergence, anchors_on_replay
+        self._drops_zero_advantages = drops_zero_advantages
+        self._trajectory_device, self._device = trajectory_device, device
+
+    def __call__(self, order: RolloutOrder, row_indices: list[int], step: int, last_step: int) -> RolloutBuffer:
+        """Make and score one rollout, and return the buffer for its updates.
+
+        Args:
+            order: of the samples of all processes.
+            row_indices: dataset row of each position.
+            step: number of updates made so far.
+            last_step: number of updates in the whole run.
+
+        Raises:
+            RewardError: a reward failed.
+        """
+        positions = order.own()
+        extra: dict[str, list] = {}
+        with self._monitor.barrier_after("reads its rows"):  # one that fails here reaches no collective
+            rows = self.rows_at(positions.tolist(), row_indices)
+            scoring = self._scorer.begin_rollout(order, row_indices, rows, self._read_rows)
+        scoring.arrivals.watch = self._progress.advance
+        self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
+        with self._monitor.barrier_after("rolls out"), scoring:
+            start = time.perf_counter()
+            samples, trajectories, *observed = self._run_passes(self._roll_out, rows, order, step, scoring)
+            self._note_trajectories(trajectories)
+            self._metrics.add("time/rollout", time.perf_counter() - start - scoring.waited)
+            self._progress.begin("rewards", scoring.count)
+            start = time.perf_counter()
+            local = self._scorer.finish_rollout(scoring, self._metrics.add, extra, self._progress.advance)
+            self._metrics.add("time/reward", time.perf_counter() - start + scoring.waited)
+        divergences, states = (gather_by_position(self._backend, part, order) for part in observed)
+        rewards, local, extra = self._scorer.share_rollout(scoring, local, extra, order)
+        self._unscored.add(rewards)
+        self._metrics.samples += len(rewards)
+
+        found = self._credit(rewards, positions, divergences, states)
+        self._metrics.add_all(found.metrics)
+        self._note_diversity(samples, order)
+        seeds = torch.cat([trajectory.seeds for trajectory in trajectories]).tolist()
+        columns = found.columns | {"seed": seeds} | extra
+        self._writer.write(step, last_step, rows, samples, positions, local, columns)
+        return self._buffer(rows, trajectories, found, order)
+
+    def rows_at(self, positions: list[int], row_indices: list[int]) -> Rows:
+        """Return the dataset rows of the samples at `positions`; `row_indices` has the row index of each position."""
+        return self._read_rows([row_indices[position] for position in positions])
+
+    def learn(self, rows: Rows) -> None:
+        """Find out how the pipeline takes these rows, if that is not known yet."""
+        self._run_passes(self.learn_inputs, rows)
+
+    def learn_inputs(self, rows: Rows) -> None:
+        """As `learn`, when called by `run_passes`."""
+        all_ask = self._backend.accelerator if self._backend.passes_together else None
+        self.inputs.learn(self._policy, rows, self._noise_level, accelerator=all_ask)
+
+    def _roll_out(
+        self, rows: Rows, order: RolloutOrder, step: int, scoring: AnyScoring
+    ) -> tuple[list, Samples, Tensor | None, Tensor | None]:
+        """Do what calls the network.
+
+        Returns:
+            samples, their trajectories, divergences for `kl_reward` and states for a value model, if there are such.
+        """
+        self.learn_inputs(rows)
+        observes = self._credit.values is not None
+        with record_conditions(self._policy) if observes else contextlib.nullcontext() as conditions:
+            trajectories = self._sample(rows, order, step, scoring)
+        divergences = self._replays.rollout_divergences(rows, trajectories) if self._measures_divergence else None
+        states = None
+        if observes:
+            states = reduce_calls(trajectories, conditions, self.inputs.calls(rows))
+        return scoring.samples, trajectories, divergences, states
+
+    @torch.no_grad()
+    def _sample(self, rows: Rows, order: RolloutOrder, step: int, scoring: AnyScoring) -> Samples:
+        """Sample `rows` call by call, pass the samples on to be scored, and return their trajectories."""
+        self._policy.prompts.clear()
+        plan = self._plan.draw(order.generation, order.own())
+        rewards = self._scorer.rewards
+        takes_latents = any(map(takes_only_latents, rewards))
+        is_decoded = self._writer.kept.saves_all(step) or not all(map(takes_only_latents, rewards))
+        trajectories: list = [None] * len(rows)
+        for indices, is_own in self._backend.equalize_outside_updates(self.inputs.calls(rows)):
+            latents = [] if takes_latents else None
+            images, trajectory = rollout(
+                self._policy,
+                self.inputs([rows[index] for index in indices]),
+                seeds=plan.seeds[indices],
+                initial_seeds=plan.initial_seeds[indices],
+                num_inference_steps=self._plan.num_inference_steps,
+                steps=[plan.steps[index] for index in indices],
+                noise_steps=plan.noise_steps,
+                noise_in_last_step=self._noise_in_last_step,
+                noise_level=self._noise_level,
+                device=self._trajectory_device,
+                latents=latents,
+                is_decoded=is_decoded,
+            )
+            check_count(latents if images is None else images, len(indices), self._policy.pipe)
+            if is_own:
+                scoring.add(indices, images, latents)
+            for number, index in enumerate(indices):
+                trajectories[index] = trajectory[[number]]
+        return type(trajectories[0]).align(trajectories)
+
+    def _note_trajectories(self, trajectories: Samples) -> None:
+        if self._policy.draws_tokens:
+            self._metrics.add_all(type(trajectories[0]).cat(trajectories).metrics())
+
+    def _note_diversity(self, samples: list, order: RolloutOrder) -> None:
+        """Measure how different the samples of each prompt are, whichever process made them."""
+        points = None if samples[0] is None else make_thumbnails(samples)  # None: rewards see only latents
+        if points is not None:
+            points = gather_by_position(self._backend, points, order)
+            found = measure_diversity(points, torch.arange(len(points)) // order.sizes.num_generations)
+            if found is not None:
+                self._metrics.add("diversity", found)
+
+    def _buffer(self, rows: Rows, trajectories: Samples, found: Estimate, order: RolloutOrder) -> RolloutBuffer:
+        trained = order.trained(found.result.advantages)
+        positions = order.own(trained)
+        kept = invert(order.own(), len(order.made))[positions]
+        buffer = RolloutBuffer(
+            [rows[index] for index in kept.tolist()],
+            [trajectories[index] for index in kept.tolist()],
+            found.advantages[kept].to(self._device),
+            self.inputs,
+            order.sizes.micro_batch,
+            order.seed,
+            None if found.targets is None else found.targets[kept],
+            positions,
+            order.updates,
+            sample_weights(found.every, trained)[positions] if self._drops_zero_advantages else None,
+            order.sizes.accumulation,
+        )
+        if self._anchors_on_replay:
+            self._run_passes(buffer.replay_anchor, self._replays.log_probs)
+        return buffer

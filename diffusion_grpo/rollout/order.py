@@ -1,0 +1,100 @@
+"""Which process makes which samples of a rollout, and which samples share an update.
+
+The order is drawn once for all processes, and the samples of each update are then divided among them. This makes a run
+the same whatever the number of processes.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..algorithms.advantages import best_of_n
+from ..config.batch_sizes import BatchSizes
+from ..policy.trajectory import sample_seed
+
+
+class RolloutOrder:
+    """The order in which the samples of one rollout are made and trained on.
+
+    A rollout has prompts x num_generations samples; the sample at position p is in group p // num_generations. If a
+    rollout takes several updates, these train on the groups in a random order that depends only on seed and
+    generation: on whole groups where they fit into updates and micro-batches, else on single micro-batches. Every
+    process gets an equal, consecutive share of each update's samples, so that most groups lie on one process, which
+    encodes their prompt once.
+
+    Args:
+        sizes: of the rollout; the checks of the settings ensure that `best_of_n` finds whole groups on each process.
+        seed: of the run.
+        generation: index of the rollout.
+
+    Attributes:
+        made: (samples,) int64 positions of all samples, in the order of the updates.
+        seed: of this rollout's order.
+        generation: index of the rollout.
+        updates: number of updates in one iteration.
+    """
+
+    def __init__(self, sizes: BatchSizes, seed: int, generation: int):
+        self.sizes, self.generation, self.seed = sizes, generation, sample_seed(seed, "order", generation)
+        group, kept = sizes.num_generations, sizes.trained_per_prompt
+        trained = sizes.prompts_per_rollout * kept
+        self.updates = trained // sizes.samples_per_update
+        unit = math.lcm(kept, sizes.micro_batch)  # trained samples that stay together
+        if sizes.samples_per_update % unit:  # groups straddle updates: best_of_n needs all of them
+            unit = sizes.micro_batch if sizes.best_of_n is None else trained
+        self._unit = unit * group // kept  # of those that are made
+        positions = torch.arange(sizes.samples_per_rollout)
+        if self.updates > 1:
+            generator = torch.Generator().manual_seed(self.seed)
+            order = torch.randperm(trained // unit, generator=generator)
+            positions = positions.view(-1, self._unit)[order].flatten()
+        self.made = positions
+
+    def of_process(self, positions: Tensor, process: int) -> Tensor:
+        """Return (positions / processes,) the share of one process in positions in the order of the updates."""
+        if self.sizes.data_processes == 1:
+            return positions
+        return positions.view(self.updates, self.sizes.data_processes, -1)[:, process].flatten()
+
+    def own(self, positions: Tensor | None = None) -> Tensor:
+        """Return this process's share of positions, by default of all samples made."""
+        return self.of_process(self.made if positions is None else positions, self.sizes.data_process)
+
+    def by_process(self) -> Tensor:
+        """Return (samples,) the positions of all processes, one process after the other."""
+        return torch.cat([self.of_process(self.made, process) for process in range(self.sizes.data_processes)])
+
+    def rank_of_position(self) -> Tensor:
+        """Return (samples,) the index of each position in what is gathered from the processes."""
+        return invert(self.by_process())
+
+    def trained(self, ranking: Tensor) -> Tensor:
+        """Return the positions of the samples that are trained on, in the order of the updates.
+
+        Args:
+            ranking: (samples,) values by position, by which `best_of_n` chooses.
+        """
+        if self.sizes.best_of_n is None:
+            return self.made
+        kept = []
+        for positions in self.made.split(self._unit):
+            generator = torch.Generator().manual_seed(sample_seed(self.seed, "best_of_n", int(positions[0])))
+            groups = positions // self.sizes.num_generations
+            kept.append(positions[best_of_n(ranking[positions], groups, self.sizes.best_of_n, generator)])
+        return torch.cat(kept)
+
+
+def update_order(seed: int, iteration: int, updates: int) -> Tensor:
+    """Return (updates,) the order in which an iteration makes the updates of a rollout; the first keeps it."""
+    if iteration == 0:
+        return torch.arange(updates)
+    generator = torch.Generator().manual_seed(sample_seed(seed, "order", iteration))
+    return torch.randperm(updates, generator=generator)
+
+
+def invert(numbers: Tensor, size: int | None = None) -> Tensor:
+    """Return (size,) the index of each number below `size` (by default their count) in distinct `numbers`, or -1."""
+    indices = numbers.new_full((len(numbers) if size is None else size,), -1)
+    indices[numbers] = torch.arange(len(numbers))
+    return indices

@@ -1,0 +1,124 @@
+"""The frozen reference: the base model of a LoRA, or a copy of the network."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from ..distributed.backend import DistributedBackend
+from ..distributed.weights import TrainedWeights
+from ..policy.base import Policy
+from ..policy.token_process import TokenDistribution, TokenTrajectory
+from ..policy.trajectory import StepDistribution, Trajectory
+from ..run.adapters import reference_adapters
+
+
+class AdapterReference:
+    """The reference of a LoRA: the same network with the adapter switched off.
+
+    Args:
+        policy: whose networks carry the adapter.
+        model: a `PeftModel`, or a `ModuleDict` of several.
+    """
+
+    module: None = None
+
+    def __init__(self, policy: Policy, model: nn.Module):
+        self._policy, self._model = policy, model
+
+    def shard(self) -> None:
+        """Do nothing: the reference shares the network of the policy."""
+
+    @torch.no_grad()
+    def replay(
+        self, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory, step: int
+    ) -> StepDistribution | TokenDistribution:
+        """Score one recorded step under the reference."""
+        with disable_adapters(self._model):
+            return self._policy.replay(inputs, trajectory, step)
+
+
+class CopiedReference:
+    """The reference of full training: a frozen copy of the network.
+
+    Args:
+        policy: in whose pipeline the copy is called.
+        model: the network to copy, or a `ModuleDict` of several.
+        backend: says where the copy waits and how it is sharded.
+        device: where the copy runs.
+        is_offloaded: whether the copy waits in CPU memory between uses.
+
+    Attributes:
+        module: the copy, or the engine that wraps it.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        model: nn.Module,
+        backend: DistributedBackend,
+        device: torch.device,
+        is_offloaded: bool,
+    ):
+        self._policy, self._model, self._backend = policy, model, backend
+        self._device, self._is_offloaded = device, is_offloaded
+        self.module = copy.deepcopy(model).requires_grad_(False).eval()
+        self.module.to("cpu" if backend.reference_waits_on_cpu(is_offloaded) else device)
+
+    @property
+    def plain_module(self) -> nn.Module:
+        """The copy without the engine that wraps it."""
+        return self._backend.accelerator.unwrap_model(self.module)
+
+    @property
+    def weights(self) -> TrainedWeights:
+        """Those parameters of the copy that the policy trains."""
+        return self._backend.reference_weights(self.plain_module, self._model)
+
+    def shard(self) -> None:
+        """Shard the copy over the processes, if the policy is sharded."""
+        self.module = self._backend.shard_reference(self.module, self._is_offloaded)
+
+    @torch.no_grad()
+    def replay(
+        self, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory, step: int
+    ) -> StepDistribution | TokenDistribution:
+        """Score one recorded step under the reference."""
+        with self._load():
+            return self._policy.replay(inputs, trajectory, step, self._forwards())
+
+    @contextlib.contextmanager
+    def _load(self) -> Iterator[None]:
+        """Have the copy on the device inside, if it waits in CPU memory."""
+        is_moved = self._is_offloaded and self._backend.moves_references
+        if is_moved:
+            self.module.to(self._device)
+        try:
+            yield
+        finally:
+            if is_moved:
+                self.module.to("cpu")
+
+    def _forwards(self) -> list[Callable]:
+        """Return what to call for each network: modules, whose hooks gather sharded weights."""
+        model = self.plain_module
+        return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
+
+
+@contextlib.contextmanager
+def disable_adapters(model: nn.Module) -> Iterator[None]:
+    """Switch the LoRA off inside, or restore it as it was before training.
+
+    Raises:
+        TypeError: a network without an adapter.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in model.values() if isinstance(model, nn.ModuleDict) else [model]:
+            if not isinstance(part, PeftModel):
+                raise TypeError(f"{type(part).__name__} has no adapter to switch off.")
+            stack.enter_context(reference_adapters(part))
+        yield

@@ -1,0 +1,82 @@
+"""Replays without a gradient: log-probabilities of recorded steps, and their divergence from a reference."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algorithms.base import Reference
+from ..algorithms.batch import MicroBatch, Rows
+from ..algorithms.losses import kl_divergence
+from ..data.inputs import PipelineInputs
+from ..distributed.backend import DistributedBackend
+from ..policy.base import Policy
+from ..policy.token_process import TokenTrajectory
+from ..policy.trajectory import Trajectory
+from .buffer import RolloutBuffer
+
+
+class Replays:
+    """Replays recorded steps without training on them.
+
+    Its methods call the network, so they are run by [`~diffusion_grpo.distributed.generation.NetworkPasses`].
+
+    Args:
+        policy: the current policy.
+        reference: the frozen one, or None.
+        inputs: of the pipeline's calls.
+        backend: keeps processes in step.
+        batch_size: number of samples in one pipeline call of a rollout.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Reference | None,
+        inputs: PipelineInputs,
+        backend: DistributedBackend,
+        batch_size: int,
+    ):
+        self._policy, self._reference, self._inputs = policy, reference, inputs
+        self._backend, self._batch_size = backend, batch_size
+
+    def log_probs(self, batch: MicroBatch) -> Tensor:
+        """Return (batch, steps) log-probabilities of the recorded steps under the current policy."""
+        return self._measure(batch, lambda *step: self._policy.replay(*step).log_prob)
+
+    def sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
+        """Return (batch,) each sample's log-ratio, averaged over its trained steps."""
+        now = self.log_probs(batch)
+        return batch.mean_over_steps(now - batch.old_log_probs.to(now))
+
+    def divergences(self, batch: MicroBatch) -> Tensor:
+        """Return (batch, steps) KL divergence of the current policy from the reference."""
+        return self._measure(batch, self._divergence)
+
+    def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
+        """Return (samples, steps) KL divergence from the reference, in the batches of the rollout."""
+        advantages = torch.zeros(len(rows))
+        buffer = RolloutBuffer(rows, samples, advantages, self._inputs, self._batch_size, seed=0)
+        return torch.cat([self.divergences(buffer.part(chunk)) for chunk in buffer.chunks()])
+
+    def _divergence(self, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> Tensor:
+        now = self._policy.replay(inputs, trajectory, step)
+        return kl_divergence(now.mean, self._reference.replay(inputs, trajectory, step).mean, now.std)
+
+    @torch.no_grad()
+    def _measure(
+        self, batch: MicroBatch, measure: Callable[[dict[str, Any], Trajectory | TokenTrajectory, int], Tensor]
+    ) -> Tensor:
+        """Return (batch, steps) the results of `measure` at each trained step."""
+        values = torch.empty_like(batch.old_log_probs)
+        parts = batch.parts
+        turns = batch.passes(take_turns=len(self._policy.component) > 1)
+        passes = [one for turn in turns for one in self._backend.equalize_outside_updates(turn)]
+        for (number, step), _ in passes:  # a repeated pass gives the same values
+            indices, whole = batch.calls[number], parts[number]
+            part = whole.at_step(step)
+            found = values[indices]
+            found[whole.trajectory.steps == step] = measure(part.inputs, part.trajectory, step).to(found)
+            values[indices] = found
+        return values

@@ -1,0 +1,234 @@
+"""A value model for PPO: the reward to expect from where a denoising step starts.
+
+It is trained beside the policy and shares no weights with it. It sees each step reduced to a small vector, its state,
+which a rollout can keep.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from transformers import TrainerCallback
+
+from ..algorithms.gae import value_loss
+from ..policy.denoising import DenoisingPolicy
+from ..policy.trajectory import Trajectory
+
+STRETCHES = 64  # parts of a latent, each reduced to its mean and its root mean square
+CONDITIONS = 64  # numbers to which prompt and other conditions are reduced
+FREQUENCIES = 8  # cosines of the time in the loop
+STATE_SIZE = 2 * STRETCHES + CONDITIONS + 1 + FREQUENCIES
+VALUE_WEIGHTS = "value_model.safetensors"
+
+
+class ValueModel(nn.Module):
+    """The reward expected from a state: a network with two hidden layers.
+
+    Inputs and output are scaled by means and standard deviations of the first rollout ([`calibrate`]), which are saved
+    with the weights. At first the output is that rollout's mean reward everywhere.
+
+    Args:
+        seed: of the initial weights, the same on every process; torch's global generator is left as it was.
+        width: of the hidden layers.
+    """
+
+    def __init__(self, seed: int = 0, width: int = 256):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.layers = nn.Sequential(
+                nn.Linear(STATE_SIZE, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1)
+            )
+        nn.init.zeros_(self.layers[-1].weight)
+        nn.init.zeros_(self.layers[-1].bias)
+        self.register_buffer("state_mean", torch.zeros(STATE_SIZE))
+        self.register_buffer("state_std", torch.ones(STATE_SIZE))
+        self.register_buffer("reward_mean", torch.zeros(()))
+        self.register_buffer("reward_std", torch.ones(()))
+        self.register_buffer("is_calibrated", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the values `(...)` of states `(..., STATE_SIZE)`, in units of the reward."""
+        scaled = (states - self.state_mean) / self.state_std
+        return self.reward_mean + self.reward_std * self.layers(scaled).squeeze(-1)
+
+    @torch.no_grad()
+    def calibrate(self, states: Tensor, rewards: Tensor) -> None:
+        """Set the scales from a rollout.
+
+        Args:
+            states: `(samples, steps, STATE_SIZE)`.
+            rewards: `(samples,)`, without NaN.
+        """
+        states, rewards = states.flatten(0, 1).to(self.state_mean), rewards.to(self.reward_mean)
+        self.state_mean.copy_(states.mean(0))
+        # what hardly varies at first, such as a single prompt, may vary later, at a scale of about 1
+        self.state_std.copy_(states.std(0, correction=0).clamp(min=0.01))
+        self.reward_mean.copy_(rewards.mean())
+        std = rewards.std(correction=0)
+        self.reward_std.copy_(torch.where(std > 0, std, 1.0))
+        self.is_calibrated.fill_(True)
+
+    def loss(self, targets: "ValueTargets", clip: float | None) -> Tensor:
+        """Return `value_loss` in units of the first rollout's standard deviation, so that no reward is too small."""
+        size, targets = self.reward_std, targets.to(self.reward_std.device)
+        values = self(targets.states)
+        return value_loss(values / size, targets.values / size, targets.returns / size, clip)
+
+    def save(self, folder: Path) -> None:
+        """Write weights and scales into a checkpoint."""
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, folder / VALUE_WEIGHTS)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, bit for bit.
+
+        Raises:
+            ValueError: the checkpoint holds no value model.
+        """
+        if not (folder / VALUE_WEIGHTS).is_file():
+            raise ValueError(f"{folder} has no {VALUE_WEIGHTS}; it was not written with advantage_estimator='gae'.")
+        self.load_state_dict(load_file(folder / VALUE_WEIGHTS))
+
+
+@dataclasses.dataclass
+class ValueTargets:
+    """What the value model is trained on after a rollout.
+
+    Attributes:
+        states: `(samples, steps, STATE_SIZE)` float32.
+        values: `(samples, steps)` float32, of the value model before any update on this rollout.
+        returns: `(samples, steps)` float32, advantage plus value; NaN where no reward scored the sample.
+    """
+
+    states: Tensor
+    values: Tensor
+    returns: Tensor
+
+    TENSORS = ("states", "values", "returns")
+
+    def __getitem__(self, indices: Any) -> "ValueTargets":
+        """Return the targets of some samples."""
+        return ValueTargets(**{name: getattr(self, name)[indices] for name in self.TENSORS})
+
+    def to(self, device: torch.device) -> "ValueTargets":
+        """Return a copy on a device."""
+        return ValueTargets(**{name: getattr(self, name).to(device) for name in self.TENSORS})
+
+
+# States: the latents and conditions of the policy's calls, reduced to a vector per step
+
+
+def reduce_states(trajectory: Trajectory, conditions: Tensor) -> Tensor:
+    """Reduce the trained steps of a rollout to what the value model sees.
+
+    A latent, in whatever layout, is cut into `STRETCHES` consecutive parts, each reduced to its mean and its root mean
+    square; the time in the loop is given as a number in [0, 1) and as cosines.
+
+    Args:
+        trajectory: of the samples.
+        conditions: `(samples, CONDITIONS)` of the same samples, see [`record_conditions`].
+
+    Returns:
+        `(samples, steps, STATE_SIZE)` float32 on the CPU.
+    """
+    columns = []
+    for step in range(trajectory.steps.shape[1]):
+        latents = trajectory.latents[:, step].float().flatten(1)[:, None]
+        mean = functional.adaptive_avg_pool1d(latents, STRETCHES)[:, 0].cpu()
+        square = functional.adaptive_avg_pool1d(latents**2, STRETCHES)[:, 0].cpu()
+        time = trajectory.steps[:, step, None].cpu() / trajectory.num_inference_steps
+        waves = torch.cos(math.pi * time * torch.arange(1, FREQUENCIES + 1))
+        columns.append(torch.cat([mean, square.sqrt(), conditions.cpu(), time, waves], 1))
+    return torch.stack(columns, 1)
+
+
+def reduce_calls(samples: list[Trajectory], conditions: list[Tensor], calls: list[list[int]]) -> Tensor:
+    """Return the states of samples that may differ in shape, in the order of the samples.
+
+    Args:
+        samples: one trajectory per sample.
+        conditions: one tensor per pipeline call, see [`record_conditions`].
+        calls: indices of the samples of each call.
+    """
+    order = [index for indices in calls for index in indices]
+    found = dict(zip(order, torch.cat(conditions), strict=True))
+    return torch.cat([reduce_states(sample, found[index][None]) for index, sample in enumerate(samples)])
+
+
+@contextlib.contextmanager
+def record_conditions(policy: DenoisingPolicy) -> Iterator[list[Tensor]]:
+    """Record the conditions that the policy's networks get, in every rollout inside the context.
+
+    Yields:
+        a list to which each rollout adds a `(batch, CONDITIONS)` tensor: the mean over the network's calls in the
+        first step, with and without guidance.
+    """
+    found: list[Tensor] = []
+    calls: list[Tensor] = []
+    last = None
+
+    def note(network: nn.Module, args: tuple, kwargs: dict) -> None:
+        nonlocal last
+        driver = policy.scheduler.driver
+        if not driver.needs_network:  # a call that only repeats the latents of the rollout
+            return
+        if driver is not last:
+            last = driver
+            calls.clear()
+            found.append(torch.zeros(driver.count, CONDITIONS))
+        if driver.current == 0:
+            calls.append(pool_conditions(args, kwargs, driver.count))
+            found[-1] = torch.stack(calls).mean(0)
+
+    hooks = [network.register_forward_pre_hook(note, with_kwargs=True) for network in policy.networks]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def pool_conditions(args: tuple, kwargs: dict, count: int) -> Tensor:
+    """Reduce the arguments of a network's call to `(count, CONDITIONS)` numbers on the CPU.
+
+    This uses every float tensor after the first one (the latents) that has as many rows, such as prompt embeddings.
+    Each is averaged over all but its first and last dimension, scaled to unit size and projected by a fixed random
+    matrix, which nearly keeps distances whatever the width; the projections are added. The result is zero for networks
+    that take their samples in lists.
+    """
+    leaves = [x for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x) and x.is_floating_point()]
+    leaves = [x for x in leaves if x.ndim >= 2]
+    total = torch.zeros(count, CONDITIONS)
+    rows = len(leaves[0]) if leaves and len(leaves[0]) % count == 0 else 0
+    for index, leaf in enumerate(x for x in leaves[1:] if len(x) == rows):
+        width = leaf.shape[-1]
+        pooled = leaf.detach().float().reshape(rows, -1, width).mean(1).cpu()
+        pooled = pooled / (pooled.square().mean(1, keepdim=True).sqrt() + 1e-6)
+        generator = torch.Generator().manual_seed(index)
+        projection = torch.randn(width, CONDITIONS, generator=generator) / math.sqrt(width)
+        total += (pooled @ projection).view(-1, count, CONDITIONS).mean(0)
+    return total
+
+
+class ValueCallback(TrainerCallback):
+    """Averages the value model's gradients over the processes, and clears them: no engine wraps this model."""
+
+    def __init__(self, values: ValueModel, accelerator: Accelerator):
+        self.values, self.accelerator = values, accelerator
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        for parameter in self.values.parameters():
+            parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.values.zero_grad()

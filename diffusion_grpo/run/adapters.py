@@ -1,0 +1,384 @@
+"""LoRAs that a pipeline carries, and the one that is trained.
+
+Other adapters stay as they are, and networks can still be saved with what their adapters add. What would lose an
+adapter is refused before anything is changed.
+"""
+
+import contextlib
+import copy
+import functools
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import set_peft_model_state_dict as set_state
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from ..policy.network_gate import replace_attribute
+from .weights import ADAPTER_WEIGHTS, LORA_WEIGHTS, load_weights
+
+TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
+REFERENCE = "grpo_reference"  # copy of an adapter that is trained further: what it was at the start
+TRAINED = "default"  # peft's name
+
+
+# What a pipeline carries
+
+
+def list_adapters(pipe: DiffusionPipeline) -> dict[str, list[str]]:
+    """List the adapters in each of the pipeline's modules that has any, without references of an earlier run."""
+    modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    found = {name: [a for a in getattr(part, "peft_config", {}) if a != REFERENCE] for name, part in modules.items()}
+    return {name: adapters for name, adapters in found.items() if adapters}
+
+
+def list_kept_adapters(pipe: DiffusionPipeline, model: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]:
+    """List the adapters beside those that are trained.
+
+    Args:
+        pipe: the pipeline.
+        model: the trained one, or a `ModuleDict` of several.
+        names: of the trained networks.
+    """
+    models = {name: model[name] if isinstance(model, nn.ModuleDict) else model for name in names}
+    trained = {name: part.active_adapter for name, part in models.items() if isinstance(part, PeftModel)}
+    carried = list_adapters(pipe)
+    kept = {name: [a for a in adapters if a != trained.get(name)] for name, adapters in carried.items()}
+    return {name: adapters for name, adapters in kept.items() if adapters}
+
+
+def continues_lora(lora_path: str | None, lora_adapter: str | None, peft_config: PeftConfig | None) -> bool:
+    """Tell whether an existing LoRA is trained further.
+
+    Raises:
+        ValueError: there is a `peft_config` beside it, or `lora_path` can be no folder, file or Hub id.
+    """
+    if lora_path is None and lora_adapter is None:
+        return False
+    if peft_config is not None:
+        name = "lora_path" if lora_path is not None else "lora_adapter"
+        raise ValueError(f"{name} names a LoRA that has its own rank and layers; leave out peft_config.")
+    if lora_path is not None and not Path(lora_path).expanduser().exists():
+        if lora_path.startswith((".", "/", "~")) or lora_path.count("/") != 1:
+            raise ValueError(f"lora_path: there is no folder or file {lora_path}, and a Hub id is `owner/name`.")
+    return True
+
+
+def check_adapters(
+    pipe: DiffusionPipeline,
+    names: tuple[str, ...],
+    lora_adapter: str | None,
+    keep_adapters: bool,
+    is_full_training: bool,
+) -> None:
+    """Refuse adapters that training would drop, switch off, or save in a form that does not load.
+
+    Args:
+        pipe: nothing in it has been changed yet.
+        names: of the trained networks.
+        lora_adapter: name of the adapter that is to be trained further.
+        keep_adapters: whether others may stay.
+        is_full_training: whether all weights are trained.
+
+    Raises:
+        ValueError: one sentence with what to set.
+    """
+    carried = list_adapters(pipe)
+    for name in names if lora_adapter is not None else []:
+        if lora_adapter not in carried.get(name, []):
+            there = f"it has {', '.join(carried[name])}" if name in carried else "it has none"
+            raise ValueError(f"lora_adapter={lora_adapter!r}: pipe.{name} carries no such adapter ({there}).")
+    others = {
+        component: [adapter for adapter in adapters if component not in names or adapter != lora_adapter]
+        for component, adapters in carried.items()
+    }
+    component, adapters = next(((key, value) for key, value in others.items() if value), (None, None))
+    if component is None and keep_adapters:
+        raise ValueError("keep_adapters=True, but the pipeline carries no other adapter; leave it out.")
+    if component is not None and is_full_training:
+        raise ValueError(
+            f"Full training would not leave a folder that from_pretrained loads, because pipe.{component} carries the "
+            f"adapter {adapters[0]!r}; merge it with pipe.fuse_lora() and pipe.unload_lora_weights(), set "
+            f"lora_adapter={adapters[0]!r} to train it further, or load the pipeline anew."
+        )
+    if component is not None and not keep_adapters:
+        further = f"set lora_adapter={adapters[0]!r} to train it further, " if component in names else ""
+        raise ValueError(
+            f"pipe.{component} carries the adapter {adapters[0]!r} already; {further}set keep_adapters=True to leave "
+            "it active and frozen beside the trained one, or load the pipeline anew to train without it."
+        )
+    for name in carried:
+        _check_state(getattr(pipe, name), name, lora_adapter if name in names else None)
+
+
+def _check_state(network: nn.Module, component: str, lora_adapter: str | None) -> None:
+    for layer in _tuner_layers(network):
+        if layer.merged:
+            raise ValueError(
+                f"pipe.{component} has the adapter {layer.merged_adapters[0]!r} both fused into its weights and "
+                "loaded; call pipe.unload_lora_weights() to keep the fused weights, or pipe.unfuse_lora()."
+            )
+        usual = _usual_scale(layer, lora_adapter)
+        if usual is not None and abs(layer.scaling[lora_adapter] - usual) > 1e-6 * usual:
+            raise ValueError(
+                f"lora_adapter={lora_adapter!r} is scaled by {layer.scaling[lora_adapter] / usual:g}, which its saved "
+                f"weights would not say; call pipe.set_adapters({lora_adapter!r}, 1.0) first."
+            )
+
+
+def _usual_scale(layer: BaseTunerLayer, adapter: str | None) -> float | None:
+    if adapter not in getattr(layer, "scaling", {}):
+        return None
+    rank = layer.r[adapter]
+    return layer.lora_alpha[adapter] / (rank**0.5 if getattr(layer, "use_rslora", {}).get(adapter) else rank)
+
+
+def _tuner_layers(network: nn.Module) -> list[BaseTunerLayer]:
+    return [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
+
+
+# The one that is trained
+
+
+def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep_adapters: bool) -> str:
+    """Load a LoRA into the trained networks, to be trained further.
+
+    Args:
+        pipe: the pipeline.
+        names: of the trained networks.
+        source: folder of a run, a checkpoint or PEFT's, a file, or a Hub id of any LoRA that the pipeline loads.
+        keep_adapters: whether other adapters may stay.
+
+    Returns:
+        the adapter's name.
+
+    Raises:
+        ValueError: there is none for a trained network in it, or other adapters are in the way.
+    """
+    if list_adapters(pipe):
+        check_adapters(pipe, names, None, keep_adapters, is_full_training=False)
+    name = choose_adapter_name(pipe)
+    folder = _peft_folder(source)
+    if folder is None:
+        load_weights(pipe, source, adapter_name=name)
+    else:
+        PeftModel.from_pretrained(getattr(pipe, names[0]), folder, adapter_name=name)
+    carried = list_adapters(pipe)
+    missing = [component for component in names if name not in carried.get(component, [])]
+    if missing:
+        raise ValueError(f"lora_path: {source} holds no LoRA for {missing[0]}; set train_component to what it is for.")
+    beside = [component for component in carried if component not in names and name in carried[component]]
+    if beside and not keep_adapters:
+        raise ValueError(
+            f"lora_path: {source} has a LoRA for {beside[0]} too, which is not trained and would be missing beside "
+            "what is saved; set keep_adapters=True to use it nevertheless."
+        )
+    return name
+
+
+def _peft_folder(source: str) -> Path | None:
+    """Find a LoRA in PEFT's layout alone, which diffusers does not load; the Hub is asked for it."""
+    folder = Path(source).expanduser()
+    if not folder.exists():
+        try:
+            folder = Path(hf_hub_download(source, "adapter_config.json")).parent
+            hf_hub_download(source, ADAPTER_WEIGHTS)
+        except EntryNotFoundError:
+            return None
+    is_peft = (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_config.json").is_file()
+    return folder if is_peft and not (folder / LORA_WEIGHTS).is_file() else None
+
+
+def read_config(source: str) -> LoraConfig:
+    """Read what a saved LoRA is like, without its weights.
+
+    Raises:
+        ValueError: it has no `adapter_config.json`.
+    """
+    path = Path(source).expanduser() / "adapter_config.json"
+    try:
+        path = path if path.parent.exists() else Path(hf_hub_download(source, path.name))
+    except EntryNotFoundError:
+        pass
+    if not path.is_file():
+        raise ValueError(
+            f"lora_path: {source} has no {path.name}, which tells its rank; plan with use_peft, lora_r and "
+            "lora_target_modules in place of lora_path."
+        )
+    return LoraConfig.from_pretrained(path.parent)
+
+
+def unwrap(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:
+    """Put the network itself in the place of a `PeftModel` around it; its adapters stay in it."""
+    for name in names:
+        if isinstance(getattr(pipe, name), PeftModel):
+            setattr(pipe, name, getattr(pipe, name).get_base_model())
+
+
+def choose_adapter_name(pipe: DiffusionPipeline) -> str:
+    """Name a new adapter: `default`, or `default_2` and so on where that is taken."""
+    taken = {adapter for adapters in list_adapters(pipe).values() for adapter in adapters}
+    names = [TRAINED, *(f"{TRAINED}_{number}" for number in range(2, len(taken) + 2))]
+    return next(name for name in names if name not in taken)
+
+
+def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> PeftModel:
+    """Wrap a network to train one LoRA; adapters that were active stay so, and are frozen.
+
+    Args:
+        network: with all parameters frozen.
+        peft_config: of a new adapter; None trains the one called `name` further.
+        name: of the adapter.
+
+    Raises:
+        ValueError: one of the config's `target_modules` matches no module of the network.
+    """
+    _drop_reference(network)
+    active = [adapter for adapter in _active_adapters(network) if adapter != name]
+    state = None
+    if peft_config is None:
+        state = {key: value.clone() for key, value in get_peft_model_state_dict(network, adapter_name=name).items()}
+        peft_config = copy_config(network, name)
+    else:
+        peft_config = fill_targets(network, peft_config)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is an adapter already
+        model = get_peft_model(network, peft_config, adapter_name=name)
+    trained = {id(parameter) for parameter in network.parameters() if parameter.requires_grad}
+    if state is not None:
+        _add_reference(model, state, name)
+    for layer in _tuner_layers(network):
+        layer.enable_adapters(True)
+        layer.set_adapter([*active, name])
+    for parameter in network.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+    network.save_pretrained = functools.wraps(type(network).save_pretrained)(functools.partial(save_merged, network))
+    return model
+
+
+def _drop_reference(network: nn.Module) -> None:
+    """Take away what an earlier trainer of the same pipeline kept."""
+    if getattr(network, "peft_config", {}).pop(REFERENCE, None) is not None:
+        for layer in _tuner_layers(network):
+            layer.delete_adapter(REFERENCE)
+
+
+def copy_config(network: nn.Module, name: str) -> PeftConfig:
+    """Copy the config of an adapter to train it further, without dropout, which a replay could not repeat."""
+    peft_config = copy.deepcopy(network.peft_config[name])
+    peft_config.lora_dropout, peft_config.inference_mode = 0.0, False
+    return peft_config
+
+
+def _add_reference(model: PeftModel, state: dict[str, Any], name: str) -> None:
+    """Give the adapter its weights back, which peft has initialised anew, and keep a copy of it."""
+    network = model.get_base_model()
+    set_state(network, state, adapter_name=name)
+    model.add_adapter(REFERENCE, copy.deepcopy(model.peft_config[name]))
+    set_state(network, state, adapter_name=REFERENCE)
+
+
+def _active_adapters(network: nn.Module) -> list[str]:
+    layers = [layer for layer in _tuner_layers(network) if not layer.disable_adapters]
+    return list(dict.fromkeys(adapter for layer in layers for adapter in layer.active_adapters))
+
+
+def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
+    """Copy a config, with the usual target modules of the network where it names none.
+
+    Raises:
+        ValueError: it names modules that the network does not have; the message lists those it has.
+    """
+    peft_config = copy.deepcopy(peft_config)  # peft writes into it
+    names = [name for name, _ in network.named_modules() if name]
+    targets = peft_config.target_modules
+    if not targets and not peft_config.target_parameters:
+        found = (list(filter(functools.partial(_is_target, names), usual)) for usual in TARGETS)
+        peft_config.target_modules = set(next((usual for usual in found if usual), []))
+        if not peft_config.target_modules:
+            raise ValueError(
+                f"{type(network).__name__} has none of the usual attention layers; set target_modules to some of "
+                f"its modules: {_linear_names(network)}."
+            )
+    elif isinstance(targets, str) and targets.lower() == "all-linear":
+        return peft_config
+    elif targets:
+        is_regex = isinstance(targets, str)
+        missing = [] if is_regex else sorted(target for target in targets if not _is_target(names, target))
+        if missing or (is_regex and not any(re.fullmatch(targets, name) for name in names)):
+            raise ValueError(
+                f"target_modules: {type(network).__name__} has no module {', '.join(missing) or targets}; choose from "
+                f"{_linear_names(network)}."
+            )
+    return peft_config
+
+
+def _is_target(names: tuple[str, ...], target: str) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name in names)
+
+
+def _linear_names(network: nn.Module) -> str:
+    """List the ends of the names of layers that can have a LoRA, without the numbers of blocks."""
+    layers = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding, BaseTunerLayer)
+    paths = [name.split(".") for name, module in network.named_modules() if isinstance(module, layers) and name]
+    ends = [path[-2:] if path[-1].isdigit() else path[-1:] for path in paths if not {"lora_A", "lora_B"} & set(path)]
+    return ", ".join(sorted({".".join(end) for end in ends} - {"base_layer"}))
+
+
+# Reference, and saving
+
+
+@contextlib.contextmanager
+def reference_adapters(model: PeftModel) -> Iterator[None]:
+    """Make the network what it was before training inside; adapters that are kept stay active.
+
+    A new LoRA is switched off; one that is trained further is replaced by its copy from the start.
+    """
+    name = model.active_adapter
+    if list(model.peft_config) == [name]:
+        with model.disable_adapter():
+            yield
+        return
+    instead = [REFERENCE] if REFERENCE in model.peft_config else []
+    with contextlib.ExitStack() as stack:
+        for layer in _tuner_layers(model):
+            others = [adapter for adapter in layer.active_adapters if adapter != name]
+            # not peft's set_adapter, which would also change what is trained
+            stack.enter_context(replace_attribute(layer, "_active_adapter", [*others, *instead]))
+        yield
+
+
+def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Save a network as its own class does, with what its active adapters add merged into the weights.
+
+    diffusers would write the adapters' layers under names that `from_pretrained` does not know.
+    """
+    with merge_adapters(network), replace_attribute(network, "_hf_peft_config_loaded", False):
+        type(network).save_pretrained(network, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def merge_adapters(network: nn.Module) -> Iterator[None]:
+    """Give a network plain layers inside, with active adapters merged; afterwards it is as before, bit for bit."""
+    layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, BaseTunerLayer)]
+    with contextlib.ExitStack() as stack:
+        for name, layer in layers:
+            base = layer.get_base_layer()
+            for parameter in base.parameters():
+                stack.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = parameter.data.clone()
+            layer.merge(adapter_names=[] if layer.disable_adapters else layer.active_adapters)
+            layer.merged_adapters.clear()
+            for parameter in base.parameters():
+                parameter.data = parameter.data.cpu()  # one layer at a time is doubled on the accelerator
+            path, _, own = name.rpartition(".")
+            parent = network.get_submodule(path)
+            stack.callback(setattr, parent, own, layer)
+            setattr(parent, own, base)
+        yield

@@ -1,0 +1,143 @@
+"""The model card, `README.md`: base model, how to load the weights, rewards, settings and images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from ..data.held_out import describe_prompts
+from ..policy.base import split_component
+from . import markdown
+from .folder import format_updates
+from .weights import LORA_WEIGHTS, POLICY_FOLDER
+
+
+def write_model_card(
+    folder: str | Path,
+    run: dict[str, Any],
+    history: list[dict[str, Any]],
+    name: str | None,
+    updates: int,
+    repository: str | None = None,
+) -> None:
+    """Write `README.md` with base model, rewards, settings, curve and sample images.
+
+    Args:
+        folder: the run's output folder; images in it are shown.
+        run: contents of `run.json`.
+        history: the trainer's `log_history`.
+        name: title; by default that of the repository, or the folder's.
+        updates: that were done.
+        repository: Hub id under which readers find the weights; None where they are in this folder alone.
+    """
+    folder = Path(folder)
+    lora = run["trains_by"] != "full"
+    source = repository or folder.resolve().name
+    data = ModelCardData(
+        library_name="diffusers",
+        **_base_model(run["model"], lora),
+        **run.get("license", {}),
+        pipeline_tag=run.get("pipeline_tag"),
+        tags=["diffusion-grpo", "grpo", "reinforcement-learning", *(["lora"] if lora else [])],
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {markdown.escape(name or source.split('/')[-1])}",
+        f"{run['pipeline']} {markdown.code(run['model'])}, its {run['component']} trained with GRPO by "
+        f"diffusion-grpo ({run['trains_by']}) for {updates} update{'' if updates == 1 else 's'}.",
+        "## Use",
+        *([] if repository else [f"{markdown.code(source)} is the folder that holds this file: give its path."]),
+        f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
+        *_average_note(run["settings"]),
+        *_adapters_note(run),
+        "## Rewards",
+        _reward_table(run, history),
+        *[f"![{title}]({file})" for title, file in _list_images(folder)],
+        "## Settings",
+        f"```json\n{json.dumps(run['settings'], indent=2)}\n```",
+        f"Versions: {', '.join(f'{package} {version}' for package, version in run['versions'].items())}.",
+        "The method: [Flow-GRPO](https://huggingface.co/papers/2505.05470), "
+        "[DDPO](https://huggingface.co/papers/2305.13301).",
+    ]
+    ModelCard("\n\n".join(parts)).save(folder / "README.md")
+
+
+def _base_model(model: str, lora: bool) -> dict[str, str]:
+    """Return the Hub's link to the base model, for models that came from the Hub."""
+    if model.count("/") != 1 or Path(model).exists() or not _is_repo_id(model):
+        return {}
+    return {"base_model": model, "base_model_relation": "adapter" if lora else "finetune"}
+
+
+def _is_repo_id(model: str) -> bool:
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str:
+    is_embedded = lora and run["model"] == "tiny"  # it has no name on the Hub
+    base = "tiny.PATH" if is_embedded else json.dumps(run["model"] if lora else source)
+    lines = ["from diffusers import DiffusionPipeline"]
+    lines += ["from diffusion_grpo import tiny"] if is_embedded else []
+    way = run.get("loads_by", "load_lora_weights")
+    lines += ["from peft import PeftModel"] if lora and way == "peft" else []
+    is_local = lora and not is_embedded and not _base_model(run["model"], lora)
+    note = "  # a folder on the machine that trained it" if is_local else ""
+    lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base}){note}"]
+    names = split_component(run["component"])
+    for name in names if lora else []:
+        into = "" if name == names[0] else f", load_into_{name}=True"
+        place = json.dumps(source)
+        if name != names[0]:
+            place = f'{place}, subfolder="{name}"' if is_on_hub else json.dumps(f"{source}/{name}")
+        if way == "load_lora_weights":
+            lines.append(f"pipe.load_lora_weights({place}{into})")
+        elif way == "load_lora_adapter":
+            arguments = f'{place}, prefix=None, weight_name="{LORA_WEIGHTS}"'
+            lines.append(f"pipe.{name}.load_lora_adapter({arguments})")
+        else:
+            lines.append(f"PeftModel.from_pretrained(pipe.{name}, {place})  # changes the pipeline itself")
+    return "\n".join(lines)
+
+
+def _average_note(settings: dict[str, Any]) -> list[str]:
+    """Say which weights are published, where a moving average was kept."""
+    if settings.get("ema_decay") is None:
+        return []
+    return [
+        f"These weights are the moving average of the policy (`ema_decay` {settings['ema_decay']:g}), which the "
+        f"evaluations measured. The folder `{POLICY_FOLDER}` holds the policy itself, for training to go on from."
+    ]
+
+
+def _adapters_note(run: dict[str, Any]) -> list[str]:
+    """Say which other LoRAs belong to what was measured, where some were kept."""
+    kept = [f"`{adapter}` ({part})" for part, adapters in run.get("kept_adapters", {}).items() for adapter in adapters]
+    if not kept:
+        return []
+    return [f"It was trained and measured beside adapters that this folder does not hold: {', '.join(kept)}."]
+
+
+def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:
+    evaluations = [entry for entry in history if "eval_reward" in entry]
+    weights = dict(zip(run["reward_funcs"], run["reward_weights"], strict=True))
+    shown = evaluations[:1] + evaluations[-1:] if len(evaluations) > 1 else evaluations
+    times = [format_updates(entry["step"]) for entry in shown]
+    lines = [f"| {' | '.join(['reward', 'weight', *times])} |", "|---" * (2 + len(shown)) + "|"]
+    for name in [*run["reward_funcs"], *run["eval_reward_funcs"]]:
+        key = f"eval_rewards/{name}/mean"
+        values = [f"{entry[key]:.3f}" if key in entry else "–" for entry in shown]
+        lines.append(f"| {' | '.join([markdown.escape(name), str(weights.get(name, 'only evaluated')), *values])} |")
+    if shown:
+        lines += ["", f"Means over {describe_prompts(run.get('prompts', {}))}."]
+    return "\n".join(lines)
+
+
+def _list_images(folder: Path) -> list[tuple[str, str]]:
+    pictures = [("reward", "curve.png"), ("the same prompts and seeds over the training", "grid.png")]
+    return [(title, file) for title, file in pictures if (folder / file).is_file()]

@@ -1,0 +1,90 @@
+"""The model card's header, and which of a run's files are published.
+
+Names stand there without this machine's folders.
+"""
+
+import inspect
+import logging
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from diffusers import DiffusionPipeline
+from huggingface_hub import metadata_load, try_to_load_from_cache
+
+logger = logging.getLogger(__name__)
+LICENSE_FIELDS = ("license", "license_name", "license_link")
+UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*"]  # in every push
+# in one without push_samples: weights, what diffusers needs beside them, the card and the images that it shows
+PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]
+PUBLISHED += ["model_index.json"]
+SAMPLES = ["samples/*", "evaluations/*", "validation/*", "failures/*", "runs/*"]
+
+
+def public_model_name(model: str) -> str:
+    """Return a model's name for people elsewhere: a Hub id as it is, of a local folder the last part of its path."""
+    path = Path(model).expanduser()
+    if not (path.is_absolute() or path.exists()):
+        return model
+    parts = path.resolve().parts
+    cached = [part.removeprefix("models--") for part in parts if part.startswith("models--")]  # the Hub's cache
+    return cached[-1].replace("--", "/", 1) if cached else parts[-1]
+
+
+def strip_folders(value: Any) -> Any:
+    """Strip settings for readers elsewhere: of an absolute path only the last part is left."""
+    if isinstance(value, dict):
+        return {name: strip_folders(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [strip_folders(item) for item in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
+def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str | None:
+    """Return the Hub's name of the task that a pipeline was trained on; None where the Hub has none.
+
+    Args:
+        pipeline: its class.
+        given: names of the inputs that this run gives it.
+    """
+    parameters = inspect.signature(pipeline.__call__).parameters
+    if "Prior" in pipeline.__name__:  # makes embeddings for another pipeline
+        return None
+    source = "image" if {"image", "images"} & set(given) else "text"
+    if {"num_frames", "video_length"} & parameters.keys():
+        return f"{source}-to-video"
+    if any(name.startswith("audio_") for name in parameters):
+        return "text-to-audio"
+    return f"{source}-to-image" if "prompt" in parameters else "unconditional-image-generation"
+
+
+def find_license(model: str) -> dict[str, str]:
+    """Read the licence fields of the base model's card, if that card is on this machine; nothing is downloaded."""
+    if model == "tiny":
+        return {"license": "apache-2.0"}
+    card = Path(model).expanduser() / "README.md"
+    if not card.is_file() and model.count("/") == 1:
+        cached = try_to_load_from_cache(model, "README.md")
+        card = Path(cached) if isinstance(cached, str) else card
+    if not card.is_file():
+        return {}
+    try:
+        data = metadata_load(card) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        logger.warning("The licence of %s is left out of the model card: %s cannot be read (%s).", model, card, error)
+        return {}
+    return {name: data[name] for name in LICENSE_FIELDS if isinstance(data.get(name), str)}
+
+
+def list_upload_patterns(components: Collection[str], push_samples: bool) -> dict[str, list[str] | None]:
+    """Return `allow_patterns` and `ignore_patterns` of `upload_folder` for a run's folder.
+
+    Args:
+        components: of the pipeline; their folders are weights.
+        push_samples: publish samples, the report and trackers' events too: everything but checkpoints.
+    """
+    if push_samples:
+        return {"allow_patterns": None, "ignore_patterns": UNPUBLISHED}
+    allowed = [*PUBLISHED, *(f"{name}/*" for name in components)]
+    return {"allow_patterns": allowed, "ignore_patterns": [*UNPUBLISHED, *SAMPLES]}

@@ -1,0 +1,235 @@
+"""What a run left in its folder, as one `Run`: the report, the summary and the model card agree on it here."""
+
+import itertools
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+# Built-in rewards that cannot pass 1, so that "what was missing" means something.
+AT_MOST_ONE = ("text", "color", "tesseract", "brightness")
+
+
+def format_updates(step: int) -> str:
+    """Say when something was measured: `before training`, `after 1 update`, `after 20 updates`."""
+    return "before training" if step == 0 else f"after {step} update{'s' if step > 1 else ''}"
+
+
+def format_measured(mean: float, error: float | None) -> str:
+    """Write a mean with its standard error, where that is known."""
+    return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
+
+
+@dataclass
+class Run:
+    """One run.
+
+    Attributes:
+        path: its folder.
+        info: run.json.
+        train: log entries of updates, by step.
+        evaluations: log entries of held-out evaluations, by step; the first is before the first update if its step
+            is 0.
+        baselines: the untrained model used in other ways, `[{"name", "rewards": {name: {"mean", "std_error"}}, ...}]`.
+        samples: held-out samples of each evaluation, by step: dicts with prompt, seed, image, rewards.
+        rollouts: samples of training that were kept as files, by the updates done when they were made.
+        seconds: wall time of the run, evaluations included.
+        updates: optimizer updates done.
+    """
+
+    path: Path
+    info: dict[str, Any]
+    train: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+    baselines: list[dict[str, Any]]
+    samples: dict[int, list[dict[str, Any]]]
+    rollouts: dict[int, list[dict[str, Any]]]
+    seconds: float
+    updates: int
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Trained rewards, then those only measured."""
+        return [*self.info["reward_funcs"], *self.judges]
+
+    @property
+    def prompts(self) -> dict[str, int | None]:
+        """How many prompts there are; see `held_out.count_prompts`."""
+        return self.info.get("prompts") or {}
+
+    @property
+    def times(self) -> list[str]:
+        """When the first and the last evaluation took place, in words; one of them alone; or none."""
+        return list(dict.fromkeys(format_updates(self.evaluations[at]["step"]) for at in (0, -1) if self.evaluations))
+
+    @property
+    def judges(self) -> list[str]:
+        """Rewards that were measured and never trained on."""
+        return [name for name in self.info.get("eval_reward_funcs") or [] if name not in self.info["reward_funcs"]]
+
+    @property
+    def weights(self) -> list[float]:
+        """One weight per trained reward."""
+        return self.info.get("reward_weights") or [1.0] * len(self.info["reward_funcs"])
+
+    def maximum(self, name: str) -> float | None:
+        """Return the most that a reward (or `reward`, what they come to together) can be, where that is known."""
+        if name != "reward":
+            is_changed = self.info.get("reward_options", {}).get(name, {}).keys() & {"mean", "std", "clip"}
+            return 1.0 if name in AT_MOST_ONE and not is_changed else None
+        if not all(self.maximum(func) for func in self.info["reward_funcs"]) or min(self.weights) < 0:
+            return None
+        aggregation = self.info.get("settings", {}).get("multi_objective_aggregation", "sum_then_normalize")
+        return {"min_then_normalize": min(self.weights), "product_then_normalize": 1.0}.get(
+            aggregation, sum(self.weights)
+        )
+
+    def held_out(self, name: str, index: int) -> tuple[float | None, float | None]:
+        """Return mean and standard error of `reward` or a reward function in evaluation `index` (0 first, -1 last)."""
+        if not self.evaluations:
+            return None, None
+        entry = self.evaluations[index]
+        if name == "reward":
+            return entry.get("eval_reward"), entry.get("eval_reward_std_error")
+        return entry.get(f"eval_rewards/{name}/mean"), entry.get(f"eval_rewards/{name}/std_error")
+
+    def baseline_cells(self, name: str) -> dict[str, tuple[float | None, float | None]]:
+        """Return mean and standard error of `reward` or a reward function in each baseline, by the baseline's name."""
+        cells = {}
+        for line in self.baselines:
+            cell = line["reward"] if name == "reward" else line["rewards"].get(name, {})
+            cells[line["name"]] = (cell.get("mean"), cell.get("std_error"))
+        return cells
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read the folder of a finished, stopped or running run.
+
+    Raises:
+        ValueError: `run_dir` is not such a folder.
+    """
+    path = Path(run_dir)
+    if not (path / "run.json").is_file():
+        raise ValueError(f"{path} holds no run.json, so it is not the output folder of a run.")
+    info = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    history = read_log_history(path)
+    train = [entry for entry in history if "reward" in entry and "eval_reward" not in entry]
+    evaluations = list({entry["step"]: entry for entry in history if "eval_reward" in entry}.values())
+    baselines = path / "baselines.json"
+    samples = read_samples(path)
+    names = [*info["reward_funcs"], *(info.get("eval_reward_funcs") or [])]
+    if not history:  # running, and nothing saved yet
+        evaluations = [evaluation_of(step, rows, names) for step, rows in samples.items()]
+    return Run(
+        path=path,
+        info=info,
+        train=sorted({entry["step"]: entry for entry in train}.values(), key=lambda entry: entry["step"]),
+        evaluations=sorted(evaluations, key=lambda entry: entry["step"]),
+        baselines=json.loads(baselines.read_text(encoding="utf-8")) if baselines.is_file() else [],
+        samples=samples,
+        rollouts=read_rollouts(path),
+        seconds=run_seconds(history),
+        updates=max((entry["step"] for entry in [*history, *evaluations]), default=0),
+    )
+
+
+def read_log_history(path: Path) -> list[dict[str, float]]:
+    """Return the longest log there is: of the finished run, or of its newest checkpoint."""
+    states = [path / "trainer_state.json", *path.glob("checkpoint-*/trainer_state.json")]
+    histories = [json.loads(state.read_text(encoding="utf-8"))["log_history"] for state in states if state.is_file()]
+    return max(histories, key=lambda history: max((entry["step"] for entry in history), default=-1), default=[])
+
+
+def read_rollouts(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Read samples of training that were kept as files, by step, in the order of their positions in the rollout."""
+    found = {}
+    for folder in sorted(path.glob("samples/step-*/")):
+        files = path.glob(f"samples/{folder.name}*.parquet")  # one of each process
+        rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
+        kept = [row for row in rows if row.get("image") is not None]
+        if kept:
+            found[int(folder.name.split("-")[1])] = sorted(kept, key=lambda row: row["image"])
+    return found
+
+
+def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Read samples of every evaluation that left a table, by step, in the order of the evaluation's prompts."""
+    tables: dict[int, list[list[dict]]] = {}
+    for file in sorted(path.glob("evaluations/step-*.parquet"), key=lambda file: (len(file.stem), file.stem)):
+        tables.setdefault(int(file.stem.split("-")[1]), []).append(pyarrow.parquet.read_table(file).to_pylist())
+    # where several processes evaluated, they took the prompts in turns and wrote a table each
+    turns = {step: itertools.chain.from_iterable(itertools.zip_longest(*parts)) for step, parts in tables.items()}
+    return {step: [row for row in turns[step] if row is not None] for step in sorted(turns)}
+
+
+def evaluation_of(step: int, rows: list[dict[str, Any]], names: list[str]) -> dict[str, float]:
+    """What an evaluation logs, computed from its table of samples."""
+    keys = {"reward": ("eval_reward", "eval_reward_std_error")}
+    keys |= {name: (f"eval_rewards/{name}/mean", f"eval_rewards/{name}/std_error") for name in names}
+    entry: dict[str, float] = {"step": step}
+    for name, (mean_key, error_key) in keys.items():
+        values = [row[name] for row in rows if row.get(name) is not None and not math.isnan(row[name])]
+        if values:
+            entry[mean_key] = statistics.fmean(values)
+            if len(values) > 1:
+                entry[error_key] = statistics.stdev(values) / math.sqrt(len(values))
+    return entry
+
+
+def run_seconds(history: list[dict[str, float]]) -> float:
+    """Return the wall time: the trainer's, or (as that counts from the last resume) the sum of the logged parts."""
+    measured = max((entry["train_runtime"] for entry in history if "train_runtime" in entry), default=0.0)
+    parts, last = 0.0, 0
+    for entry in history:
+        if "time/rollout" in entry:  # means over the updates since the entry before
+            seconds = sum(value for key, value in entry.items() if key.startswith("time/"))
+            parts += seconds * max(1, entry["step"] - last)
+            last = entry["step"]
+        parts += entry.get("eval_runtime", 0.0)
+    return max(measured, parts)
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """Return what summary.json holds; None where nothing was measured.
+
+    `before` is measured before the first update and nothing else is called so; `first` is what the first of several
+    evaluations gave, whenever that was; `after` is what the last one gave that came after an update.
+    """
+    steps = [entry["step"] for entry in run.evaluations]
+    total, speeds = compare(run, "reward"), [e["samples_per_second"] for e in run.train if "samples_per_second" in e]
+    return {
+        "evaluation_prompts": run.prompts.get("eval") or 0,
+        "evaluation_prompts_in_training": run.prompts.get("eval_in_train"),
+        "first_evaluation_after": steps[0] if steps else None,
+        "last_evaluation_after": steps[-1] if steps else None,
+        **{f"reward_{when}": total[when] for when in ("before", "first", "after")},
+        "standard_error": total["standard_error"],
+        "rewards": {name: compare(run, name) for name in run.reward_names},
+        "seconds": run.seconds,
+        "samples_per_second": math.fsum(speeds) / len(speeds) if speeds else None,
+        "updates": run.updates,
+    }
+
+
+def describe_change(run: Run, name: str) -> str | None:
+    """Say what evaluations gave, such as `0.400 ± 0.020 before training, 0.900 ± 0.020 after 20 updates`, or one."""
+    values = [run.held_out(name, at) for at in (0, -1)[-len(run.times) :]]
+    if not run.times or any(mean is None for mean, _ in values):
+        return None
+    return ", ".join(f"{format_measured(*value)} {when}" for value, when in zip(values, run.times, strict=True))
+
+
+def compare(run: Run, name: str) -> dict[str, float | None]:
+    """Return `before`, `first`, `after` (see `summarise`) and the standard error of the last evaluation."""
+    steps = [entry["step"] for entry in run.evaluations]
+    first, (last, error) = run.held_out(name, 0)[0], run.held_out(name, -1)
+    return {
+        "before": first if steps and steps[0] == 0 else None,
+        "first": first if len(steps) > 1 else None,
+        "after": last if steps and steps[-1] > 0 else None,
+        "standard_error": error,
+    }

@@ -1,0 +1,51 @@
+"""One run at a time in an output folder.
+
+The operating system gives the lock back when the process ends, however it ends: what a killed run leaves behind is
+never in the way.
+"""
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .manifest import ResumeError
+
+LOCK, HOLDER = "_lock", "_lock.json"  # Trainer pushes nothing whose name begins with "_"
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold `folder` until the end; no other process, and no other trainer of this one, enters it meanwhile.
+
+    Raises:
+        ResumeError: another run holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ResumeError(
+            f"{folder} is being written by another run{_holder(folder)}; wait until it has ended or end it, or choose "
+            "another output_dir."
+        ) from None
+    holder = folder / HOLDER
+    try:
+        holder.write_text(json.dumps({"process": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def _holder(folder: Path) -> str:
+    """Say who holds the folder, if that is known."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be writing this just now
+        said = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
+        return f" (process {said['process']} on {said['host']})"
+    return ""

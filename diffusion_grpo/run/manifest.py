@@ -1,0 +1,66 @@
+"""Tell whether a checkpoint is what was written, by a list of its files with sizes and hashes, written last."""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+THREADS = 8
+
+
+class ResumeError(ValueError):
+    """A run cannot start in its folder, or go on from the checkpoint that was asked for."""
+
+
+class DamagedCheckpoint(ResumeError):
+    """A file of a checkpoint is missing, or is not what was written."""
+
+
+def write_manifest(folder: Path) -> None:
+    """List all files under `folder`; call it once, when every process has written its own."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    with ThreadPoolExecutor(THREADS) as pool:
+        hashes = pool.map(_hash, files)
+        listed = {
+            path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": value}
+            for path, value in zip(files, hashes, strict=True)
+        }
+    (folder / MANIFEST).write_text(json.dumps({"files": listed}, indent=1), encoding="utf-8")
+
+
+def has_manifest(folder: Path) -> bool:
+    """Tell whether its files can be checked; versions before this one wrote none."""
+    return (folder / MANIFEST).is_file()
+
+
+def check_manifest(folder: Path) -> None:
+    """Compare the files with what was written: names and sizes first, then every byte.
+
+    Raises:
+        DamagedCheckpoint: one of them is missing or differs; the message names it.
+    """
+    try:
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        expected = {folder / name: (entry["size"], entry["sha256"]) for name, entry in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST} cannot be read") from None
+    for path, (size, _) in expected.items():
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{folder} is damaged: {path.relative_to(folder)} is missing")
+        if path.stat().st_size != size:
+            found = path.stat().st_size
+            raise DamagedCheckpoint(
+                f"{folder} is damaged: {path.relative_to(folder)} has {found} bytes, and {size} were written"
+            )
+    with ThreadPoolExecutor(THREADS) as pool:
+        for path, found in zip(expected, pool.map(_hash, expected), strict=True):
+            if found != expected[path][1]:
+                raise DamagedCheckpoint(
+                    f"{folder} is damaged: {path.relative_to(folder)} is not what was written (its SHA-256 differs)"
+                )
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

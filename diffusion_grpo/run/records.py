@@ -1,0 +1,234 @@
+"""What a run writes about itself: `run.json` and tables of samples."""
+
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from peft import PeftConfig
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..config.settings import DiffusionGRPOConfig, describe
+from ..media.files import write_sample
+from .card_data import public_model_name, strip_folders
+from .manifest import ResumeError
+
+logger = logging.getLogger(__name__)
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
+IDENTITY = ("model", "trains_by", "reward_funcs")
+# settings without which a resumed run would no longer be the one that was started; others may be changed on the way
+IDENTITY_SETTINGS = (
+    "seed",
+    "num_generations",
+    "num_inference_steps",
+    "sde_type",
+    "noise_level",
+    "noise_in_last_step",
+    "log_prob_type",
+    "sde_window",
+    "sde_window_size",
+    "scheduler_kwargs",
+    "num_iterations",
+    "best_of_n",
+    "advantage_estimator",
+)
+# what a run leaves at its end, or `save_model` at any time
+RESULTS = ("summary.json", "model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+SAMPLES = ("evaluations", "samples", "validation")  # folders in which each update's have its number
+NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
+NOT_SETTINGS |= {"lora_path"}  # `trains_by` tells what of it is to be told
+
+
+def make_record(
+    model: str,
+    args: DiffusionGRPOConfig,
+    peft_config: PeftConfig | None,
+    reward_funcs: list[str],
+    eval_reward_funcs: list[str],
+    reward_weights: list[float],
+) -> dict[str, Any]:
+    """Return the contents of `run.json`, as far as they are known before the model is loaded."""
+    return {
+        "model": public_model_name(model),
+        "trains_by": _trains_by(args, peft_config),
+        "reward_funcs": reward_funcs,
+        "eval_reward_funcs": eval_reward_funcs,
+        "reward_weights": reward_weights,
+        "prompts_per_rollout": args.batch_sizes.prompts_per_rollout,  # over all processes, however many there are
+        "settings": list_changed_settings(args),
+        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+    }
+
+
+def _trains_by(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str:
+    if args.lora_adapter is not None:
+        return f"LoRA {args.lora_adapter}, trained further"
+    if args.lora_path is not None:  # a Hub id, or a folder without what is around it
+        path = Path(args.lora_path).expanduser()
+        return f"LoRA {path.resolve().name if path.exists() else args.lora_path}, trained further"
+    return "full" if peft_config is None else f"LoRA rank {getattr(peft_config, 'r', '?')}"
+
+
+def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, without paths and secrets."""
+    defaults = DiffusionGRPOConfig(output_dir=args.output_dir, use_cpu=args.use_cpu)
+    changed = {}
+    for setting in dataclasses.fields(args):
+        value = getattr(args, setting.name)
+        if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
+            continue
+        if isinstance(value, (str, int, float, list, dict, type(None))):
+            changed[setting.name] = strip_folders(describe(getattr(value, "value", value)))
+    return changed
+
+
+def has_result(output_dir: str | Path) -> bool:
+    """Tell whether a run has ended in this folder, or its weights were saved at the top of it."""
+    return any((Path(output_dir) / name).is_file() for name in RESULTS)
+
+
+def holds_run(output_dir: str | Path) -> bool:
+    """Tell whether this folder holds what a run should not overwrite: a checkpoint or a result.
+
+    A run that was interrupted before its first checkpoint leaves neither, and is simply started again.
+    """
+    folder = Path(output_dir)
+    return has_result(folder) or (folder.is_dir() and get_last_checkpoint(folder) is not None)
+
+
+def refuse_used_folder(output_dir: str | Path, how_to_resume: str) -> None:
+    """Refuse a folder that holds a run.
+
+    Args:
+        how_to_resume: what to write to go on with that run.
+
+    Raises:
+        ResumeError: there is one.
+    """
+    if holds_run(output_dir):
+        last = get_last_checkpoint(output_dir)
+        newest = f" (newest: {Path(last).name})" if last else " (it has saved no checkpoint)"
+        raise ResumeError(
+            f"{output_dir} holds a run already{newest}; {how_to_resume} to go on with it, choose another output_dir, "
+            "or delete it."
+        )
+
+
+def check_output_folder(output_dir: str, run: dict[str, Any], is_resumed: bool) -> None:
+    """Refuse, before a model is loaded, an output folder in which nothing can be trained.
+
+    A run that was interrupted only gets a warning: `train(resume_from_checkpoint=True)` may yet go on with it.
+
+    Args:
+        output_dir: the folder.
+        run: what this run says of itself.
+        is_resumed: whether the settings say to go on with what is there.
+
+    Raises:
+        ValueError: another run is there.
+        ResumeError: a run has ended there, and the settings do not say to go on with it.
+    """
+    if not holds_run(output_dir):
+        return
+    check_same_run(output_dir, run)
+    if is_resumed:
+        return
+    if has_result(output_dir):
+        refuse_used_folder(output_dir, "set resume_from_checkpoint=True in the settings")
+    logger.warning(
+        "%s holds a run that was interrupted (newest: %s); train(resume_from_checkpoint=True) goes on with it.",
+        output_dir,
+        Path(get_last_checkpoint(output_dir)).name,
+    )
+
+
+def clear_started_run(output_dir: Path) -> None:
+    """Remove samples of a run that was interrupted before its first checkpoint, and which is started again.
+
+    Those from before the first update stay: they may be this run's already.
+    """
+    if not (output_dir / "run.json").is_file():
+        return
+    for path in [path for name in SAMPLES for path in (output_dir / name).glob("step-*")]:
+        if not path.name.startswith("step-000000"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
+    """Refuse an output folder that holds another run.
+
+    Raises:
+        ValueError: model, rewards, what is trained or how it is sampled differ from the run that is there.
+    """
+    path = Path(output_dir) / "run.json"
+    if not path.is_file():
+        return
+    other = json.loads(path.read_text(encoding="utf-8"))
+    other["model"] = public_model_name(other["model"])  # as it is kept now
+    differences = [(key, other[key], run[key]) for key in IDENTITY]
+    differences += [(key, other["settings"].get(key), run["settings"].get(key)) for key in IDENTITY_SETTINGS]
+    here = run["prompts_per_rollout"]
+    differences.append(("prompts_per_rollout", other.get("prompts_per_rollout", here), here))
+    for key, there, here in differences:
+        if there != here:
+            there, here = ("the default" if value is None else repr(value) for value in (there, here))
+            raise ValueError(
+                f"{output_dir} holds another run ({key} is {there} there and {here} here); choose another output_dir."
+            )
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON aside and renames it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"tmp-{path.name}")
+    aside.write_text(json.dumps(content, indent=2), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any]:
+    """Return what a reward gave `log_extra`, one value per sample.
+
+    Raises:
+        ValueError: another number of values.
+    """
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(values) != count:
+        raise ValueError(
+            f"log_extra({name!r}, ...) got {len(values)} values for {count} samples; give one per sample."
+        )
+    return values
+
+
+def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:
+    """Write one parquet table, aside first, and renames it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"tmp-{path.name}")
+    pyarrow.parquet.write_table(pyarrow.table(columns), aside)
+    os.replace(aside, path)
+
+
+def write_files(
+    samples: Iterable[Any], stems: Iterable[Path | None], root: Path, fps: float, sampling_rate: int | None
+) -> dict[str, list[str | None]]:
+    """Write samples as images, videos and sound ([`~media.write_sample`]).
+
+    Args:
+        stems: where each sample's files lie, without their endings; None where it is not kept.
+        root: folder that the names in the table are relative to.
+
+    Returns:
+        two columns of a table: `image`, which stands for a sample, and `file`, the sample itself.
+    """
+    columns: dict[str, list[str | None]] = {"image": [], "file": []}
+    for sample, stem in zip(samples, stems, strict=True):
+        files = (None, None) if stem is None else write_sample(sample, stem, fps, sampling_rate)
+        for column, path in zip(columns.values(), files, strict=True):
+            column.append(None if path is None else str(path.relative_to(root)))
+    return columns

@@ -1,0 +1,413 @@
+"""The page that a run leaves behind, `report.html`, and `summary.json`; both can be written again at any time."""
+
+import base64
+import importlib.util
+import io
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import PIL.Image
+import yaml
+
+from ..data.held_out import describe_prompts, name_prompts
+from .folder import Run, format_updates, read_run, summarise
+from .watch import find_collapse
+
+if TYPE_CHECKING:
+    from .plots import Curve
+
+PACKAGES = ("jinja2", "matplotlib")  # the extra `report`
+SHOWN = 8  # evaluation prompts shown in order
+EXTREMES = 4  # of the most and of the least improved
+ROLLOUTS, ROLLOUT_SAMPLES = 3, 8  # rollouts of training, and samples of each
+FILM_ROWS, FILM_COLUMNS = 6, 8  # prompts and evaluations in the strip
+WIDEST = 384  # pixels of an embedded image or video
+SMALL_VIDEO = 100_000  # bytes up to which one is embedded as it is
+KINDS = {".mp4": "video", ".wav": "audio"}
+
+DIAGNOSTICS = {
+    "ratio/max_error": "Largest |ratio − 1| of the first update after a rollout. Replay is exact when it is 0.",
+    "clip_ratio/region_mean": "Share of samples whose ratio was clipped. 0 with one update a rollout.",
+    "frac_reward_zero_std": "Share of groups whose samples all got the same reward: they teach nothing.",
+    "reward_std": "Spread of the rewards within a group. What GRPO learns from; collapses when it is done.",
+    "diversity": "Mean distance of two samples of a prompt, seen small: 0 where all are the same picture.",
+    "frac_advantage_clipped": "Share of advantages that advantage_clip cut off.",
+    "kl": "Distance to the reference model.",
+    "loss": "The policy loss. Its value says little, its sudden jumps do.",
+    "grad_norm": "Norm of the gradient before clipping.",
+    "learning_rate": "Learning rate.",
+}
+
+
+def write_summary(run_dir: str | Path) -> dict[str, Any]:
+    """Write `summary.json` of a run and returns what it holds.
+
+    Raises:
+        ValueError: `run_dir` is not the output folder of a run.
+    """
+    run = read_run(run_dir)
+    summary = summarise(run)
+    (run.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> Path:
+    """Write `report.html` of a run, with every plot, image, video and sound inside it.
+
+    Args:
+        run_dir: output folder of a run.
+        experiment: JSON of an earlier experiment to show as a table: `title`, `note`, `columns`, `rows` (each `name`
+            and `values`, one per column, None allowed), `command`, `machine`.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        ValueError: `run_dir` is not the output folder of a run.
+        ImportError: the extra `report` is not installed.
+    """
+    if missing_packages():
+        raise ImportError(
+            f"The report needs {' and '.join(missing_packages())}: pip install 'diffusion-grpo[report]'."
+        )
+    import jinja2
+
+    run = read_run(run_dir)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = format_number
+    template = environment.from_string((Path(__file__).parent / "report.html.jinja").read_text(encoding="utf-8"))
+    page = template.render(
+        run=run,
+        zip=zip,
+        summary=summarise(run),
+        gains={name: measure_gain(run, name) for name in ["reward", *run.reward_names]},
+        results=make_results_table(run),
+        findings=list_findings(run),
+        watched=make_watched_table(run),
+        curves=draw_curves(run),
+        pictures=make_cards(run),
+        rollouts=show_rollouts(run),
+        prompts=describe_prompts(run.prompts),
+        prompts_name=name_prompts(run.prompts),
+        film=make_film(run),
+        times=summarise_times(run),
+        diagnostics=draw_diagnostics(run),
+        settings=yaml.safe_dump(run.info.get("settings") or {}, sort_keys=True, default_flow_style=None),
+        experiment=json.loads(Path(experiment).read_text(encoding="utf-8")) if experiment else None,
+    )
+    path = run.path / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def missing_packages() -> list[str]:
+    """List what the report needs and is not installed: a run must not end in an error for want of it."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def write_curve(run_dir: str | Path) -> None:
+    """Write `curve.png`, the reward over the run, where there is any and matplotlib is installed."""
+    run = read_run(run_dir)
+    curve = None if missing_packages() else make_reward_curve(run, "reward")
+    if curve is not None:
+        from .plots import save_curve
+
+        save_curve(curve, run.path / "curve.png")
+
+
+def format_number(value: float | None, digits: int = 3) -> str:
+    """Write a number for people: `–` where there is none, no more digits than say something."""
+    if value is None or value != value:
+        return "–"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:.1e}"
+
+
+def measure_gain(run: Run, name: str) -> float | None:
+    """Return the share of what was missing to the reward's maximum that was gained in evaluations.
+
+    None where it is unknown, and where the reward did not change beyond its noise.
+    """
+    before, after, maximum = run.held_out(name, 0)[0], run.held_out(name, -1)[0], run.maximum(name)
+    if None in (before, after, maximum) or not has_changed(run, name) or before >= maximum:
+        return None
+    return (after - before) / (maximum - before)
+
+
+def has_changed(run: Run, name: str) -> bool | None:
+    """Tell whether a reward differs by more than twice the standard error between the first and the last evaluation.
+
+    None where that cannot be told: with fewer than two evaluations, or on a single sample.
+    """
+    (before, error_before), (after, error_after) = run.held_out(name, 0), run.held_out(name, -1)
+    if len(run.evaluations) < 2 or None in (before, error_before, after, error_after):
+        return None
+    is_visible = f"{before:.3f}" != f"{after:.3f}"
+    return is_visible and abs(after - before) > 2 * math.hypot(error_before, error_after)
+
+
+def make_results_table(run: Run) -> list[dict[str, Any]]:
+    """Return the rows of the evaluations' table: untrained, baselines, trained; each cell (mean, standard error)."""
+    names = ["reward", *run.reward_names]
+    if not run.evaluations:
+        return []
+    rows = [{"name": run.times[0], "cells": [run.held_out(name, 0) for name in names]}]
+    for line in run.baseline_cells("reward"):
+        cells = [run.baseline_cells(name)[line] for name in names]
+        rows.append({"name": f"before training, {line}", "cells": cells})
+    if len(run.evaluations) > 1:
+        rows.append({"name": run.times[-1], "cells": [run.held_out(name, -1) for name in names], "trained": True})
+    return rows
+
+
+def make_watched_table(run: Run) -> list[tuple[str, float, float | None, float, float | None]]:
+    """Return name, mean and standard error before and after of each reward that was only watched."""
+    if len(run.evaluations) < 2:
+        return []
+    first, last = run.evaluations[0], run.evaluations[-1]
+    rows = []
+    for key in first:
+        if key.startswith("eval_watch/") and key.endswith("/mean") and key in last:
+            error = key.removesuffix("/mean") + "/std_error"
+            name = key.removeprefix("eval_watch/").removesuffix("/mean")
+            rows.append((name, first[key], first.get(error), last[key], last.get(error)))
+    return rows
+
+
+def list_findings(run: Run) -> list[str]:
+    """List what a careful reader would notice: replay errors, groups without signal, a reward that fell."""
+    found = []
+    errors = [entry["ratio/max_error"] for entry in run.train if "ratio/max_error" in entry]
+    if errors and max(errors) > 1e-5:
+        found.append(
+            f"The ratio of a first update was off 1 by up to {format_number(max(errors))}: rollout and replay differ "
+            "(see the troubleshooting page)."
+        )
+    silent = [entry["frac_reward_zero_std"] for entry in run.train[-5:] if "frac_reward_zero_std" in entry]
+    if silent and sum(silent) / len(silent) > 0.5:
+        found.append("In the last updates more than half of the groups had equal rewards and taught nothing.")
+    collapsed = find_collapse(run.train)
+    found += [] if collapsed is None else [collapsed]
+    if run.prompts.get("eval_in_train"):
+        found.append(
+            f"The evaluations are on {describe_prompts(run.prompts)}: they do not say how well the model does on new "
+            "prompts."
+        )
+    if len(run.evaluations) < 2:
+        found.append("There are fewer than two evaluations, so nothing can be said about what was learned.")
+        return found
+    changes = [describe_finding(run, name) for name in ["reward", *run.reward_names]]
+    return found + [sentence for sentence in changes if sentence is not None]
+
+
+def describe_finding(run: Run, name: str) -> str | None:
+    """Describe a reward that fell in evaluations or did not change beyond its noise; None where it rose."""
+    before, after = (run.held_out(name, at)[0] for at in (0, -1))
+    if None in (before, after):
+        return None
+    label = "The weighted reward" if name == "reward" else name
+    label += " (a judge, never trained on)" if name in run.judges else ""
+    is_changed = has_changed(run, name)
+    if is_changed is None:
+        return f"{label} was measured on one sample, so its noise is unknown: {before:.3f}, then {after:.3f}."
+    if not is_changed:
+        return f"{label} did not change beyond its noise: {before:.3f}, then {after:.3f}."
+    if after > before:
+        return None
+    return f"{label} fell on {name_prompts(run.prompts)} prompts, from {before:.3f} to {after:.3f}."
+
+
+def draw_curves(run: Run) -> dict[str, str]:
+    """Draw the weighted reward and of each reward function, by name."""
+    from .plots import draw_curve
+
+    plots = {}
+    for name in ["reward", *run.reward_names]:
+        curve = make_reward_curve(run, name)
+        if curve is not None:
+            plots[name] = draw_curve(curve) if name == "reward" else draw_curve(curve, 4.4, 2.6, legend=False)
+    return plots
+
+
+def make_reward_curve(run: Run, name: str) -> "Curve | None":
+    """Return the points of `reward` (the weighted sum) or of a reward function over the run; None without any."""
+    from .plots import Curve
+
+    train_key = "reward" if name == "reward" else f"rewards/{name}/mean"
+    eval_key = "eval_reward" if name == "reward" else f"eval_rewards/{name}/mean"
+    error_key = eval_key.removesuffix("/mean") + ("_std_error" if name == "reward" else "/std_error")
+    train = [entry for entry in run.train if entry.get(train_key) is not None]
+    evaluated = [entry for entry in run.evaluations if entry.get(eval_key) is not None]
+    if not train and not evaluated:
+        return None
+    return Curve(
+        name=name,
+        train_steps=[entry["step"] for entry in train],
+        train=[entry[train_key] for entry in train],
+        eval_steps=[entry["step"] for entry in evaluated],
+        eval=[entry[eval_key] for entry in evaluated],
+        eval_errors=[entry.get(error_key) or 0.0 for entry in evaluated],
+        baselines={line: mean for line, (mean, _) in run.baseline_cells(name).items() if mean is not None},
+        judge=name in run.judges,
+        prompts=name_prompts(run.prompts),
+    )
+
+
+def summarise_times(run: Run) -> dict[str, Any] | None:
+    """Return mean seconds of each stage of an update, their shares, and the plot over the run."""
+    from .plots import STAGES, draw_times
+
+    entries = [entry for entry in run.train if all(f"time/{stage}" in entry for stage in STAGES)]
+    if not entries:
+        return None
+    series = {stage: [entry[f"time/{stage}"] for entry in entries] for stage in STAGES}
+    means = {stage: sum(values) / len(values) for stage, values in series.items()}
+    total = sum(means.values()) or 1.0
+    stages = [
+        {"name": stage, "seconds": mean, "share": mean / total, "color": STAGES[stage]}
+        for stage, mean in means.items()
+    ]
+    plot = draw_times([entry["step"] for entry in entries], series) if len(entries) > 1 else None
+    return {"stages": stages, "total": total, "plot": plot}
+
+
+def draw_diagnostics(run: Run) -> list[dict[str, str]]:
+    """Return a small plot and a sentence for each diagnostic that was logged."""
+    from .plots import draw_series
+
+    plots = []
+    for key, text in DIAGNOSTICS.items():
+        entries = [entry for entry in run.train if entry.get(key) is not None]
+        if entries:
+            steps, values = [entry["step"] for entry in entries], [entry[key] for entry in entries]
+            plot = draw_series(key, steps, values)
+            plots.append({"name": key, "text": text, "plot": plot, "last": values[-1], "most": max(values, key=abs)})
+    return plots
+
+
+def pair_samples(run: Run) -> list[dict[str, Any]]:
+    """Pair samples of the first and the last evaluation side by side: same prompt, same seed."""
+    if len(run.samples) < 2:
+        return []
+    first, last = run.samples[min(run.samples)], run.samples[max(run.samples)]
+    before = {(row["prompt"], row["seed"]): row for row in first}
+    keys = [(row["prompt"], row["seed"]) for row in last]
+    return [{"prompt": key[0], "before": before[key], "after": row} for key, row in zip(keys, last) if key in before]
+
+
+def make_cards(run: Run) -> dict[str, Any] | None:
+    """Return cards with an image before and after: the first prompts in order, then the extremes; and counts."""
+    pairs = pair_samples(run)
+    if not pairs:
+        return None
+    changes = [pair["after"]["reward"] - pair["before"]["reward"] for pair in pairs]
+    rewards = [pair[when]["reward"] for pair in pairs for when in ("before", "after")]
+    noticed = 0.01 * (max(rewards) - min(rewards))
+    counts = {
+        "better": sum(change > noticed for change in changes),
+        "same": sum(abs(change) <= noticed for change in changes),
+        "worse": sum(change < -noticed for change in changes),
+    }
+    shown = [(pair, change) for pair, change in zip(pairs, changes) if has_images(run, pair)]
+    by_change = sorted(shown[SHOWN:], key=lambda item: item[1])
+    best = [pair for pair, change in reversed(by_change) if change > noticed][:EXTREMES]
+    worst = [pair for pair, change in by_change if change < -noticed][:EXTREMES]
+    groups = {
+        f"The first {len(shown[:SHOWN])} {name_prompts(run.prompts)} prompts": [pair for pair, _ in shown[:SHOWN]],
+        "Most improved of the others": best,
+        "Most worsened of the others": worst,
+    }
+    cards = {title: [make_card(run, pair) for pair in group] for title, group in groups.items() if group}
+    before, after = (format_updates(step) for step in (min(run.samples), max(run.samples)))
+    if before == "before training":
+        before, after = "before", "after"
+    return {"counts": counts, "total": len(pairs), "groups": cards, "before": before, "after": after}
+
+
+def has_images(run: Run, pair: dict[str, Any]) -> bool:
+    """Tell whether both images of a pair were kept; a run saves the first few only."""
+    files = [pair["before"].get("image"), pair["after"].get("image")]
+    return all(file and find_image(run, file) is not None for file in files)
+
+
+def find_image(run: Run, file: str) -> Path | None:
+    """Find a sample's image; its path is written relative to the run or to its evaluations folder."""
+    for folder in (run.path, run.path / "evaluations"):
+        if (folder / file).is_file():
+            return folder / file
+    return None
+
+
+def make_card(run: Run, pair: dict[str, Any]) -> dict[str, Any]:
+    """Return what the template shows of one prompt."""
+    rewards = [(name, pair["before"].get(name), pair["after"].get(name)) for name in run.reward_names]
+    samples = {when: embed_sample(run, pair[when]) for when in ("before", "after")}
+    return {"prompt": pair["prompt"], "seed": pair["after"]["seed"], "rewards": rewards, **samples}
+
+
+def embed_sample(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
+    """Embed a sample's image, and of a video or sound its file and kind, as data URIs."""
+    picture = embed_image(find_image(run, sample["image"]))
+    path = find_image(run, sample.get("file") or sample["image"])
+    kind = None if path is None else KINDS.get(path.suffix)
+    return {"picture": picture, "kind": kind, "media": embed_media(path) if kind else None}
+
+
+def show_rollouts(run: Run) -> list[dict[str, Any]]:
+    """Return some samples of training, of the first, the last and a few rollouts between: prompt, image, reward."""
+    steps = sorted(run.rollouts)
+    count = min(ROLLOUTS, len(steps))
+    chosen = dict.fromkeys(steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count))
+    found = []
+    for step in chosen:
+        paths = [(row, run.path / "samples" / row["image"]) for row in run.rollouts[step]]
+        rows = [(row, path) for row, path in paths if path.is_file()][:ROLLOUT_SAMPLES]
+        cards = [
+            {"prompt": row["prompt"], "picture": embed_image(path), "reward": row["reward"]} for row, path in rows
+        ]
+        found += [{"when": format_updates(step), "cards": cards}] if cards else []
+    return found
+
+
+def make_film(run: Run) -> dict[str, Any] | None:
+    """Return the same prompts and seeds in evaluations over the whole run: steps, and each prompt's images."""
+    steps = sorted(run.samples)
+    if len(steps) < 3:
+        return None
+    count = min(FILM_COLUMNS, len(steps))
+    steps = [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
+    rows = []
+    for index, sample in enumerate(run.samples[steps[0]]):
+        samples = [run.samples[step][index] for step in steps if index < len(run.samples[step])]
+        paths = [find_image(run, row["image"]) if row.get("image") else None for row in samples]
+        if len(rows) < FILM_ROWS and len(paths) == len(steps) and None not in paths:
+            rewards = [row["reward"] for row in samples]
+            rows.append({"prompt": sample["prompt"], "pictures": list(zip(map(embed_image, paths), rewards))})
+    return {"steps": steps, "rows": rows} if rows else None
+
+
+def embed_media(path: Path) -> str:
+    """Embed a video or sound as a data URI: as it is if it is small, else compressed, videos to 384 pixels at most."""
+    from ..media.files import compress_sound, shrink_video
+
+    if path.suffix == ".wav":
+        return "data:audio/mp4;base64," + base64.b64encode(compress_sound(path)).decode()
+    content = path.read_bytes() if path.stat().st_size <= SMALL_VIDEO else shrink_video(path, WIDEST)
+    return "data:video/mp4;base64," + base64.b64encode(content).decode()
+
+
+def embed_image(path: Path) -> str:
+    """Embed an image as a data URI: as it is where it is small, else at most 384 pixels wide."""
+    with PIL.Image.open(path) as image:
+        if image.width <= WIDEST:
+            return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+        small = image.convert("RGB")
+        small.thumbnail((WIDEST, WIDEST))
+    buffer = io.BytesIO()
+    small.save(buffer, format="WEBP", quality=88)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()

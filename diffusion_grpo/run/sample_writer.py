@@ -1,0 +1,111 @@
+"""Tables and files of the samples of rollouts."""
+
+import dataclasses
+from pathlib import Path
+
+from torch import Tensor
+
+from .records import write_files, write_samples
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptSamples:
+    """Which samples of a rollout are kept as files.
+
+    A user who asks for `save_samples_steps` gets whole rollouts at these updates and nothing else; everybody else gets
+    a few samples of the first rollout, of one every `log_samples_steps` updates, and of the last.
+
+    Attributes:
+        samples_per_rollout: of all processes.
+        updates_per_rollout: updates that are made on one rollout.
+        save_steps: the setting `save_samples_steps`.
+        log_steps: the setting `log_samples_steps`; None keeps no few samples.
+        count: how many the few are.
+    """
+
+    samples_per_rollout: int
+    updates_per_rollout: int
+    save_steps: int | None
+    log_steps: int | None
+    count: int
+
+    def saves_all(self, step: int) -> bool:
+        """Whether all samples are kept of the rollout after `step` updates: the first at or after each multiple."""
+        return self.save_steps is not None and step % self.save_steps < self.updates_per_rollout
+
+    def number(self, step: int, last_step: int) -> int:
+        """Return how many samples of the rollout after `step` of `last_step` updates are kept, by their position."""
+        if self.saves_all(step):
+            return self.samples_per_rollout
+        if self.save_steps is not None or self.log_steps is None:
+            return 0
+        is_last = step + self.updates_per_rollout >= last_step
+        return self.count if is_last or step % self.log_steps < self.updates_per_rollout else 0
+
+
+class SampleWriter:
+    """Writes what this process has of a rollout's samples into the run's folder.
+
+    Args:
+        folder: for tables and files.
+        reward_names: columns of the table.
+        kept: which samples are kept as files.
+        fps: frames per second of videos.
+        sampling_rate: of sound, in hertz; None where there is none.
+        part: appended to the names of this process's tables, empty where there is one process.
+        is_active: whether this process writes at all.
+        writes_tables: whether every rollout leaves a table.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        reward_names: list[str],
+        kept: KeptSamples,
+        fps: float,
+        sampling_rate: int | None,
+        part: str,
+        is_active: bool,
+        writes_tables: bool,
+    ):
+        self._folder, self._reward_names, self.kept = folder, reward_names, kept
+        self._fps, self._rate, self._part = fps, sampling_rate, part
+        self._is_active, self._writes_tables = is_active, writes_tables
+
+    def write(
+        self,
+        step: int,
+        last_step: int,
+        rows: list[dict],
+        samples: list,
+        positions: Tensor,
+        rewards: Tensor,
+        columns: dict[str, list],
+    ) -> None:
+        """Write the table of a rollout, and the files of those samples that are kept.
+
+        Args:
+            step: updates that are done.
+            last_step: updates of the whole run.
+            rows, samples, positions: one per sample of this process.
+            rewards: (samples, functions).
+            columns: further columns of the table.
+        """
+        if not self._is_active:
+            return
+        files = self._write_files(step, last_step, samples, positions)
+        if not (self._writes_tables or files):
+            return
+        table = {"step": [step] * len(rows), "prompt": [row.get("prompt", "") for row in rows]}
+        table |= dict(zip(self._reward_names, rewards.T.tolist(), strict=True))
+        write_samples(self._folder / f"step-{step:06d}{self._part}.parquet", columns | files | table)
+
+    def _write_files(self, step: int, last_step: int, samples: list, positions: Tensor) -> dict[str, list]:
+        """Return columns that name the files; none where no sample is kept."""
+        number = self.kept.number(step, last_step)
+        if number == 0 or samples[0] is None:  # None: only latents are looked at
+            return {}
+        names = [f"{position:04d}" if position < number else None for position in positions.tolist()]
+        stems = [None if name is None else self._folder / f"step-{step:06d}" / name for name in names]
+        return write_files(samples, stems, self._folder, self._fps, self._rate)

@@ -1,0 +1,220 @@
+"""Weights on disk: what is written here, plain diffusers loads.
+
+A LoRA is written in both PEFT's and diffusers' form. Full training writes the network, and at the end of a run the
+whole pipeline, as diffusers lays it out.
+"""
+
+import dataclasses
+import inspect
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from diffusers.loaders import PeftAdapterMixin
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from diffusers.utils import convert_state_dict_to_diffusers
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..policy.base import policy_component, split_component
+
+POLICY_FOLDER = "policy"  # the policy itself, beside its published average
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyFiles:
+    """Writes and reads the weights of a run's policy as diffusers lays them out.
+
+    Attributes:
+        pipe: the pipeline that is trained.
+        component: names of the trained networks in it.
+    """
+
+    pipe: DiffusionPipeline
+    component: tuple[str, ...]
+
+    def save(self, model: nn.Module, folder: Path, whole_pipeline: bool = False) -> None:
+        """See [`save_policy`]."""
+        save_policy(model, self.pipe, self.component, folder, whole_pipeline)
+
+    def load(self, model: nn.Module, folder: Path) -> None:
+        """See [`load_policy`]."""
+        load_policy(model, self.component, folder)
+
+    def copy(self, checkpoint: Path, folder: Path) -> None:
+        """See [`copy_weights`]."""
+        copy_weights(checkpoint, folder, self.component)
+
+
+def save_policy(
+    model: nn.Module,
+    pipe: DiffusionPipeline,
+    component: tuple[str, ...],
+    folder: str | Path,
+    whole_pipeline: bool = False,
+) -> None:
+    """Write the trained weights to `folder`.
+
+    Args:
+        model: the trained model, unwrapped: a `PeftModel` around the pipeline's network, or that network.
+        pipe: the pipeline it belongs to.
+        component: names of the trained networks in the pipeline.
+        folder: made if needed. LoRA: `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights(folder)`, and
+            PEFT's `adapter_model.safetensors`; for a network that the pipeline loads no LoRA into see [`lora_loader`].
+            Full training: `folder/<component>`.
+        whole_pipeline: for full training, write the other parts too, for `DiffusionPipeline.from_pretrained(folder)`.
+
+    Where several networks share the steps, the LoRA of the first goes to `folder` and that of any other to
+    `folder/<component>`: `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
+    """
+    folder = Path(folder)
+    for part, name, place in _others(model, component, folder):
+        save_policy(part, pipe, (name,), place)
+    model, name = _first(model, component)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, PeftModel):
+        _save_lora(model, pipe, name, folder)
+    elif whole_pipeline:
+        pipe.save_pretrained(folder)
+    else:
+        model.save_pretrained(folder / name)
+
+
+def _first(model: nn.Module, component: tuple[str, ...]) -> tuple[nn.Module, str]:
+    """Return the model itself, or the first of several."""
+    return (model[component[0]] if isinstance(model, nn.ModuleDict) else model), component[0]
+
+
+def _others(model: nn.Module, component: tuple[str, ...], folder: Path) -> Iterator[tuple[nn.Module, str, Path]]:
+    """Yield the models beside the first, their names, and where their weights lie."""
+    for name in component[1:]:
+        yield model[name], name, folder / name if isinstance(model[name], PeftModel) else folder
+
+
+def _save_lora(model: PeftModel, pipe: DiffusionPipeline, name: str, folder: Path) -> None:
+    layers = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    state = {name: tensor.contiguous() for name, tensor in layers.items()}
+    save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = model.peft_config[model.active_adapter]
+    config.save_pretrained(folder)
+    way = lora_loader(pipe, name)
+    layers = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+    if way == "load_lora_adapter":
+        metadata = {LORA_ADAPTER_METADATA_KEY: json.dumps(config.to_dict(), default=sorted)}
+        save_file(layers, folder / LORA_WEIGHTS, metadata={"format": "pt", **metadata})
+    if way != "load_lora_weights":
+        return
+    known = _lora_arguments(pipe)
+    component = name.removesuffix("_2")  # diffusers writes a second expert's LoRA as it does the first's
+    if component == "unet":
+        layers = convert_state_dict_to_diffusers(layers)
+    names = {f"{component}_lora_layers": layers, f"{component}_lora_adapter_metadata": config.to_dict()}
+    pipe.save_lora_weights(folder, **{name: value for name, value in names.items() if name in known})
+
+
+def _lora_arguments(pipe: DiffusionPipeline) -> Mapping[str, Any]:
+    return inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
+
+
+def lora_loader(pipe: DiffusionPipeline, name: str) -> str:
+    """Tell what puts a LoRA of this network into a new pipeline.
+
+    Returns:
+        "load_lora_weights", a method of the pipeline; "load_lora_adapter", a method of the network, where the pipeline
+        has no loader for it; "peft" where diffusers has none at all (PixArt, DiT): `PeftModel.from_pretrained`.
+    """
+    if f"{name.removesuffix('_2')}_lora_layers" in _lora_arguments(pipe):
+        return "load_lora_weights"
+    return "load_lora_adapter" if isinstance(getattr(pipe, name), PeftAdapterMixin) else "peft"
+
+
+def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str | None = None) -> None:
+    """Put trained weights into a pipeline, in place.
+
+    Args:
+        pipe: of the model that was trained.
+        source: a run's folder or one of its checkpoints (or the `policy` in it), with a LoRA (of a second expert too)
+            or with the networks of full training; or any LoRA that the pipeline itself loads, a file or a Hub id.
+        adapter_name: of a LoRA in the pipeline; by default diffusers chooses one.
+
+    Raises:
+        ValueError: the folder holds no such weights.
+    """
+    folder = Path(source)
+    is_lora = any((folder / name).is_file() for name in (ADAPTER_WEIGHTS, LORA_WEIGHTS))
+    networks = [name for name in pipe.components if (folder / name / "config.json").is_file()]
+    networks = [name for name in networks if isinstance(getattr(pipe, name), nn.Module)]
+    if is_lora:
+        _load_lora(pipe, folder, {} if adapter_name is None else {"adapter_name": adapter_name})
+    elif networks:
+        for name in networks:
+            network = getattr(pipe, name)
+            saved = type(network).from_pretrained(folder / name, torch_dtype=network.dtype, use_safetensors=True)
+            network.load_state_dict(saved.state_dict())
+    elif folder.is_dir() and not list(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} holds neither a LoRA nor a network of {type(pipe).__name__}.")
+    elif not hasattr(pipe, "load_lora_weights"):
+        raise ValueError(f"{type(pipe).__name__} loads no LoRA from {source}; give the folder of a run.")
+    else:
+        pipe.load_lora_weights(source, adapter_name=adapter_name)
+
+
+def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> None:
+    records = [place / "run.json" for place in (folder, *folder.resolve().parents[:2])]  # of the run around it
+    trained = [json.loads(path.read_text(encoding="utf-8")).get("component") for path in records if path.is_file()]
+    first, *others = split_component(trained[0]) if trained and trained[0] else policy_component(pipe)
+    for name, place in ((first, folder), *((name, folder / name) for name in others)):
+        if not place.is_dir():
+            continue
+        way = lora_loader(pipe, name)
+        if way == "load_lora_weights":
+            pipe.load_lora_weights(place, **({f"load_into_{name}": True} if place != folder else {}), **named)
+        elif way == "load_lora_adapter":
+            getattr(pipe, name).load_lora_adapter(place, prefix=None, weight_name=LORA_WEIGHTS, **named)
+        else:
+            PeftModel.from_pretrained(getattr(pipe, name), place, **named)
+
+
+def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path) -> None:
+    """Put what `save_policy` wrote back into the model, in place and bit for bit.
+
+    Raises:
+        ValueError: the folder holds no weights of this kind of model.
+    """
+    folder = Path(folder)
+    for part, name, place in _others(model, component, folder):
+        load_policy(part, (name,), place)
+    model, name = _first(model, component)
+    if isinstance(model, PeftModel):
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}; it was not written by LoRA training.")
+        weights = load_file(folder / ADAPTER_WEIGHTS)
+        result = set_peft_model_state_dict(model, weights, adapter_name=model.active_adapter)
+        if result.unexpected_keys:
+            raise ValueError(
+                f"The adapter in {folder} has layers that this model lacks, such as {result.unexpected_keys[0]}; use "
+                "the peft_config it was trained with."
+            )
+        return
+    if not (folder / name).is_dir():
+        raise ValueError(f"{folder} has no folder {name!r}; it was not written by full training of that network.")
+    saved = type(model).from_pretrained(folder / name, torch_dtype=model.dtype, use_safetensors=True)
+    model.load_state_dict(saved.state_dict())
+
+
+def copy_weights(checkpoint: str | Path, folder: str | Path, component: tuple[str, ...]) -> None:
+    """Copy what `save_policy` wrote into a checkpoint, and nothing of the training state, to another folder."""
+    checkpoint, folder = Path(checkpoint), Path(folder)
+    for name in (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS):
+        if (checkpoint / name).is_file():
+            shutil.copy(checkpoint / name, folder / name)
+    for name in (*component, POLICY_FOLDER):
+        if (checkpoint / name).is_dir():
+            shutil.copytree(checkpoint / name, folder / name, dirs_exist_ok=True)

@@ -1,0 +1,1 @@
+"""`diffusion-grpo sample`: samples and their scores, without training."""

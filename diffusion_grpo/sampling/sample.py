@@ -1,0 +1,281 @@
+"""Sampling of a dataset of prompts without training: files, a table and scores in a folder.
+
+Samples come from the pipeline's own scheduler or carry the noise of a rollout. A job may take days, so an interrupted
+job continues with the samples that are missing.
+"""
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet
+import torch
+from datasets import Dataset
+from torch import Tensor
+from tqdm import tqdm
+
+from ..algorithms.advantages import combine, compute_advantages
+from ..data.inputs import PipelineInputs, check_count
+from ..data.prompts import get_prompt_column, get_prompts
+from ..media.files import extract_samples, find_sampling_rate
+from ..pipelines import family_of
+from ..policy.base import call_arguments
+from ..policy.rollout import rollout, sample_seed
+from ..policy.token import make_policy
+from ..rewards import Reward, reward_weights, score
+from ..run import records
+from ..run.weights import load_weights
+from ..training.model import load_pipeline, load_plain_pipeline
+from ..training.setup import make_sampling_plan
+from .settings import SampleSettings
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+TABLE, JOB = "samples.parquet", "sample.json"
+
+
+def check_folder(settings: SampleSettings) -> None:
+    """Check that the output folder holds no samples of another job. A part of the same job is fine.
+
+    Raises:
+        ValueError: the folder holds samples of another job.
+    """
+    folder, identity = settings.output_dir, settings.identity
+    if (folder / TABLE).is_file():
+        there = json.loads((folder / JOB).read_text(encoding="utf-8")) if (folder / JOB).is_file() else {}
+        for name, here in identity.items():
+            if there.get(name) != here:
+                raise ValueError(
+                    f"{folder} holds samples of another job ({name} is {there.get(name)!r} there and {here!r} here); "
+                    "choose another --output_dir, or delete it."
+                )
+
+
+def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
+    """Load the pipeline with its LoRA or trained weights, as training would if there are training settings.
+
+    Raises:
+        ValueError: the model, the LoRA or the weights cannot be loaded.
+    """
+    if settings.train is None or settings.dtype is not None:
+        pipe = load_plain_pipeline(settings.model, settings.dtype, settings.device)
+    else:
+        pipe = load_pipeline(settings.model, settings.train, is_full_training=False)
+        pipe = pipe.to(settings.device or settings.train.device)
+    if settings.lora is not None:
+        load_weights(pipe, settings.lora)
+    return pipe
+
+
+def write_samples(
+    pipe: "DiffusionPipeline",
+    dataset: Dataset,
+    rewards: list[Reward],
+    eval_rewards: list[Reward],
+    settings: SampleSettings,
+) -> dict[str, tuple[float, float]]:
+    """Generate and score `num_generations` samples per row, and write their files and `samples.parquet`.
+
+    Sample i has the seed `settings.seed + i`, so its result does not depend on batches or interruptions. The files are
+    named `0000.png` (`.mp4`, `.wav`) and so on. The table is written after each batch, and samples that it lists are
+    not made again.
+
+    Args:
+        pipe: the pipeline, on its device.
+        dataset: rows with a column `prompt`; see [`~diffusion_grpo.data.inputs.PipelineInputs`] for other columns.
+        rewards: rewards that make up the columns `reward` and `advantage`.
+        eval_rewards: evaluation-only rewards, which do not.
+        settings: settings that [`check_folder`] accepted.
+
+    Returns:
+        Mean and standard error of each reward over the samples that it scored, by name. With several `rewards` also of
+        `reward`, their combination.
+
+    Raises:
+        ValueError: the table in the folder holds other prompts, or the pipeline does not accept an argument.
+    """
+    path, count = settings.output_dir / TABLE, settings.num_generations
+    table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
+    for row, prompt in zip(table[::count], get_prompt_column(dataset)):
+        if row["prompt"] != prompt:
+            raise ValueError(f"{path} holds samples of {row['prompt']!r} where the prompts say {prompt!r}.")
+    make = Sampler(pipe, settings)
+    records.write_json(settings.output_dir / JOB, settings.identity)
+    step = max(1, settings.batch_size // count)  # prompts between two writes of the table
+    with tqdm(total=len(dataset) * count, initial=min(len(table), len(dataset) * count), unit="sample") as bar:
+        for first in range(len(table) // count, len(dataset), step):
+            prompts = range(first, min(first + step, len(dataset)))
+            positions = [prompt * count + turn for prompt in prompts for turn in range(count)]
+            rows = make.inputs.rows(dataset, [position // count for position in positions])
+            samples = make(rows, positions)
+            scores = _score(rewards + eval_rewards, samples, rows, positions, settings, find_sampling_rate(pipe))
+            # the dataset's own rows, where media are file names
+            as_written = [dataset[position // count] for position in positions]
+            table += _make_rows(samples, as_written, positions, scores, settings, find_sampling_rate(pipe))
+            records.write_samples(path, _make_columns(table))
+            bar.update(len(positions))
+    return _finish(table, rewards, eval_rewards, settings)
+
+
+class Sampler:
+    """A sampler of dataset rows, with the pipeline's own scheduler or with the noise of a training rollout.
+
+    Args:
+        pipe: the pipeline.
+        settings: what to sample and how.
+    """
+
+    def __init__(self, pipe: "DiffusionPipeline", settings: SampleSettings):
+        self.pipe, self.settings, train = pipe, settings, settings.train
+        self.inputs = PipelineInputs(pipe, settings)
+        self.given = {} if train else self.inputs.fixed  # command-line values override columns
+        component = train.train_component if train else None
+        self.policy = None
+        if train or settings.noise_level != 0:
+            sampling = train.token_sampling if component is not None and train else None
+            self.policy = make_policy(pipe, component, sde_type=settings.sde_type, sampling=sampling)
+        pipe.set_progress_bar_config(disable=True)
+
+    def __call__(self, rows: list[dict[str, Any]], positions: list[int]) -> list[Any]:
+        """Generate the samples of `rows`. `positions` are their positions in the whole job."""
+        settings, samples = self.settings, [None] * len(rows)
+        # tokens are drawn at random even if the steps after them are noiseless
+        is_drawn = settings.noise_level != 0 or (self.policy is not None and self.policy.draws_tokens)
+        make = self._sample_with_noise if is_drawn else self._sample_plainly
+        if settings.train is not None:
+            level = settings.train.noise_level or self.policy.default_noise_level
+            self.inputs.learn(self.policy, rows, level, settings.train)
+        for first in range(0, len(rows), settings.batch_size):
+            for part in self.inputs.parts(rows[first : first + settings.batch_size]):
+                chosen = [first + number for number in part]
+                inputs = self.inputs([rows[row] for row in chosen], **self.given)
+                made = make(inputs, [positions[row] for row in chosen])
+                check_count(made, len(chosen), self.pipe)
+                for row, sample in zip(chosen, made, strict=True):
+                    samples[row] = sample
+        return samples
+
+    def _sample_plainly(self, inputs: dict[str, Any], positions: list[int]) -> Any:
+        seeds = torch.tensor([self.settings.seed + position for position in positions])
+        arguments = call_arguments(self.pipe, inputs, self.settings.num_inference_steps, seeds)
+        with family_of(self.pipe).bridged(self.pipe):
+            return extract_samples(self.pipe, self.pipe(**arguments))
+
+    def _sample_with_noise(self, inputs: dict[str, Any], positions: list[int]) -> Any:
+        settings, count = self.settings, self.settings.num_generations
+        seeds = [settings.seed + position for position in positions]
+        shared = [settings.seed + position // count * count for position in positions]
+        self.policy.prompts.clear()
+        samples, _ = rollout(
+            self.policy,
+            inputs,
+            seeds=[sample_seed(seed, "noise") for seed in seeds],
+            initial_seeds=shared if settings.same_initial_noise else seeds,
+            num_inference_steps=settings.num_inference_steps,
+            steps=[[]] * len(positions),
+            noise_steps=self.choose_noise_steps(positions[0]),
+            noise_in_last_step=settings.train is not None and settings.train.noise_in_last_step,
+            noise_level=settings.noise_level,
+        )
+        return samples
+
+    def choose_noise_steps(self, position: int) -> range | None:
+        """Choose the steps that draw noise for the sample at `position`, None for all.
+
+        If the training window moves, it moves after as many samples as a training rollout has.
+        """
+        train = self.settings.train
+        if train is None or not train.deterministic_outside_window:
+            return None
+        per_rollout = self.settings.num_generations * train.batch_sizes.prompts_per_rollout
+        return range(*make_sampling_plan(train).draw_window(position // per_rollout))
+
+
+def _score(
+    rewards: list[Reward],
+    samples: list[Any],
+    rows: list[dict],
+    positions: list[int],
+    settings: SampleSettings,
+    rate: int | None,
+) -> dict[str, list]:
+    """Score the samples. Return one column per reward, and the columns that rewards add."""
+    if not rewards:
+        return {}
+    extra: dict[str, list] = {}
+    kind = "videos" if isinstance(samples[0], list) else "images"
+    values = score(
+        rewards,
+        **{kind: samples},
+        prompts=get_prompts(rows),
+        columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
+        groups=[position // settings.num_generations for position in positions],
+        fps=settings.fps,
+        sampling_rate=rate,
+        log_extra=lambda name, column: extra.update({name: records.check_extra_column(name, column, len(rows))}),
+        failure_dir=settings.output_dir / "failures",
+    )
+    return extra | {reward.name: column for reward, column in zip(rewards, values.T.tolist(), strict=True)}
+
+
+def _make_rows(
+    samples: list[Any],
+    rows: list[dict],
+    positions: list[int],
+    scores: dict[str, list],
+    settings: SampleSettings,
+    rate: int | None,
+) -> list[dict[str, Any]]:
+    """Write the files, and make one row per sample: plain columns of the dataset, files, seed, scores."""
+    folder = settings.output_dir
+    columns = records.write_files(
+        samples, [folder / f"{position:04d}" for position in positions], folder, settings.fps, rate
+    )
+    columns |= {"seed": [settings.seed + position for position in positions]} | scores
+    made = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [_keep_plain_columns(row, set(columns)) | one for row, one in zip(rows, made)]
+
+
+def _keep_plain_columns(row: dict[str, Any], taken: set[str]) -> dict[str, Any]:
+    """Keep the values of a dataset row that a table can hold. Prefix names in `taken`, e.g. `image`."""
+    plain = {name: value for name, value in row.items() if isinstance(value, (str, int, float, bool, type(None)))}
+    return {f"input_{name}" if name in taken else name: value for name, value in plain.items()}
+
+
+def _make_columns(table: list[dict[str, Any]]) -> dict[str, list]:
+    names = dict.fromkeys(name for row in table for name in row)
+    return {name: [row.get(name) for row in table] for name in names}
+
+
+def _finish(
+    table: list[dict[str, Any]], rewards: list[Reward], eval_rewards: list[Reward], settings: SampleSettings
+) -> dict[str, tuple[float, float]]:
+    """Add the combined reward and, if there are groups, the advantage to the table. Return the summary."""
+    columns = _make_columns(table)
+    summary = {
+        reward.name: _compute_mean_and_error(torch.tensor(columns[reward.name])) for reward in rewards + eval_rewards
+    }
+    if not rewards:
+        return summary
+    values = torch.tensor([columns[reward.name] for reward in rewards]).T
+    weights = torch.tensor(reward_weights(rewards, settings.reward_weights))
+    names = ("scale_rewards", "reward_baseline", "multi_objective_aggregation", "advantage_clip", "reward_threshold")
+    how = {name: getattr(settings.train, name) for name in names} if settings.train else {}
+    if settings.num_generations > 1:
+        groups = torch.arange(len(table)) // settings.num_generations
+        result = compute_advantages(values, groups, weights, **how)
+        columns |= {"reward": result.rewards.tolist(), "advantage": result.advantages.tolist()}
+    else:
+        together = combine(values, weights, how.get("multi_objective_aggregation", "sum_then_normalize"))
+        columns["reward"] = together.tolist()
+    records.write_samples(settings.output_dir / TABLE, columns)
+    if len(rewards) > 1:
+        summary["reward"] = _compute_mean_and_error(torch.tensor(columns["reward"]))
+    return summary
+
+
+def _compute_mean_and_error(values: Tensor) -> tuple[float, float]:
+    values = values[~values.isnan()].double()
+    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return values.mean().item(), error

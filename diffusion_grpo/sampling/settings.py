@@ -1,0 +1,217 @@
+"""Options and settings of `diffusion-grpo sample`, given as a model with options or as the YAML file of a run.
+
+This module does not import torch, so that invalid options are refused at once.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..config.settings import DiffusionGRPOConfig
+
+PROMPTS_HELP = "file of prompts (.txt, .jsonl, .csv, .parquet), dataset folder, Hub id, or `tiny`"
+OPTIONS = (
+    "prompts",
+    "split",
+    "max_prompts",
+    "lora",
+    "num_generations",
+    "batch_size",
+    "num_inference_steps",
+    "sde_type",
+)
+OPTIONS += ("noise_level", "seed", "fps", "dtype", "device", "guidance_scale", "height", "width", "num_frames")
+WINDOW = ("sde_window", "sde_window_size", "deterministic_outside_window")
+CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the pipeline's call, if given
+
+
+@dataclass
+class SampleSettings:
+    """Settings of one sampling job.
+
+    Attributes:
+        model: Hub id or folder of a pipeline, or `tiny`.
+        prompts, split, max_prompts: dataset, split, and number of rows to use (None: all).
+        reward_funcs, eval_reward_funcs, reward_weights: as in `DiffusionGRPOConfig` and `train`.
+        num_generations: samples per prompt.
+        noise_level: noise level of the stochastic process (None: its default); 0 keeps the pipeline's own scheduler.
+        guidance_scale, height, width, num_frames, pipeline_kwargs: arguments of the pipeline's call.
+        train: settings of the run that these were read from, None without one.
+    """
+
+    model: str
+    prompts: str
+    split: str
+    output_dir: Path
+    max_prompts: int | None = None
+    lora: str | None = None
+    reward_funcs: Any = None
+    eval_reward_funcs: Any = None
+    reward_weights: list[float] | None = None
+    num_generations: int = 1
+    batch_size: int = 16
+    num_inference_steps: int | None = None
+    sde_type: str = "auto"
+    noise_level: float | None = 0.0
+    same_initial_noise: bool = False
+    seed: int = 0
+    fps: float = 16.0
+    dtype: str | None = None
+    device: str | None = None
+    guidance_scale: float | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    pipeline_kwargs: dict[str, Any] = field(default_factory=dict)
+    train: "DiffusionGRPOConfig | None" = None
+
+    def __post_init__(self):
+        for name in ("num_generations", "batch_size", "max_prompts", "num_inference_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}.")
+        if self.noise_level is not None and self.noise_level < 0:
+            raise ValueError(f"--noise_level must be 0 (no noise) or above, got {self.noise_level}.")
+        if self.noise_level != 0 and self.num_inference_steps is None:
+            raise ValueError("Noise in the steps needs --num_inference_steps, the number of steps it is spread over.")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Values that two jobs must share for their samples to belong in one table."""
+        names = ("model", "lora", "num_generations", "num_inference_steps", "sde_type", "noise_level")
+        names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
+        values = {name: getattr(self, name) for name in names}
+        values |= {name: getattr(self.train, name, None) for name in ("scheduler_kwargs", *WINDOW)}
+        return json.loads(json.dumps(values, default=repr))  # the form in which a file returns them
+
+
+def add_call_options(command: argparse.ArgumentParser, steps_default: int | None) -> None:
+    """Add the options that `check` and `sample` share. Those not given keep the pipeline's default."""
+    command.add_argument("--num_inference_steps", type=int, default=steps_default, help="denoising steps")
+    command.add_argument("--guidance_scale", type=float, help="classifier-free guidance")
+    command.add_argument("--height", type=int, help="pixels")
+    command.add_argument("--width", type=int, help="pixels")
+    command.add_argument("--num_frames", type=int, help="frames of a video")
+    command.add_argument("--pipeline_kwargs", help="further arguments of the pipeline's call, as JSON")
+    command.add_argument("--seed", type=int, help="default: 0")
+    command.add_argument("--dtype", help="torch dtype of the weights; default: float32")
+    command.add_argument("--device", help="torch device; default: an accelerator where there is one")
+
+
+def add_sample_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `sample`."""
+    command.add_argument(
+        "source", metavar="model", help="Hub id or folder of a pipeline, `tiny`, or a YAML file of `train`"
+    )
+    command.add_argument("--prompts", help=f"{PROMPTS_HELP}; default: the YAML file's dataset")
+    command.add_argument("--split", help="split of the prompts; default: test, or the YAML file's")
+    command.add_argument(
+        "--max_prompts", type=int, help="use only the first N prompts; default: 16, or all with a YAML file"
+    )
+    command.add_argument("--lora", help="LoRA or weights of a run: its output folder or one of its checkpoints")
+    command.add_argument(
+        "--reward_funcs", nargs="+", help="rewards that score the samples: names, dotted paths, or one YAML mapping"
+    )
+    command.add_argument("--num_generations", type=int, help="samples per prompt; default: 1, or the YAML file's")
+    command.add_argument(
+        "--noise_level",
+        type=float,
+        help="noise in the steps, as in training; default: 0 (the pipeline's own scheduler), or the YAML file's",
+    )
+    command.add_argument("--sde_type", help="stochastic process of that noise; default: auto, or the YAML file's")
+    command.add_argument("--batch_size", type=int, help="samples per pipeline call; default: 16, or the YAML file's")
+    command.add_argument("--fps", type=float, help="frames per second of videos; default: 16, or the YAML file's")
+    command.add_argument("--output_dir", default="samples", help="default: %(default)s")
+    add_call_options(command, steps_default=None)
+    command.epilog = (
+        "With a YAML file of `train` the samples are like those of its rollouts: dataset, rewards, group size, image\n"
+        "size, guidance and noise come from the file. Options given here override it, and so does any other setting\n"
+        "given as --key value. An interrupted job continues: samples in --output_dir are not made again."
+    )
+
+
+def read_call_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Read the options of `add_call_options` that were given, as keyword arguments of a pipeline's call.
+
+    Raises:
+        ValueError: `--pipeline_kwargs` is not a JSON object.
+    """
+    given = {name: getattr(arguments, name) for name in ("num_inference_steps", *CALL)}
+    given = {name: value for name, value in given.items() if value is not None}
+    return given | parse_json_object(arguments.pipeline_kwargs)
+
+
+def parse_json_object(text: str | None) -> dict[str, Any]:
+    """Parse the value of `--pipeline_kwargs`; return {} if it was not given.
+
+    Raises:
+        ValueError: the value is not a JSON object.
+    """
+    values = json.loads(text) if text else {}
+    if not isinstance(values, dict):
+        raise ValueError(f'--pipeline_kwargs is {text}; write a JSON object, {{"key": value}}.')
+    return values
+
+
+def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> SampleSettings:
+    """Read the settings of a job from the command line.
+
+    Args:
+        arguments: parsed options of `add_sample_options`; None for those not given.
+        overrides: words that the parser did not know. With a YAML file they override its settings.
+
+    Raises:
+        ValueError: an option or a setting cannot be used.
+    """
+    given = {name: value for name, value in vars(arguments).items() if name in OPTIONS and value is not None}
+    given |= {
+        "output_dir": Path(arguments.output_dir),
+        "pipeline_kwargs": parse_json_object(arguments.pipeline_kwargs),
+    }
+    if arguments.reward_funcs:
+        given |= {
+            "reward_funcs": read_rewards(arguments.reward_funcs),
+            "eval_reward_funcs": None,
+            "reward_weights": None,
+        }
+    if Path(arguments.source).suffix in (".yaml", ".yml"):
+        return _read_yaml(arguments, list(overrides), given)
+    if overrides:
+        raise ValueError(f"unknown option {overrides[0]}; see diffusion-grpo sample --help.")
+    if "prompts" not in given:
+        raise ValueError("--prompts is missing; give the prompts, or a YAML file of a run in place of the model.")
+    given = {"model": arguments.source, "split": "test", "max_prompts": 16, "dtype": "float32"} | given
+    return SampleSettings(**given)
+
+
+def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[str, Any]) -> SampleSettings:
+    from ..config.parse import parse_train_arguments
+
+    overrides = [*overrides, f"--output_dir={arguments.output_dir}"]
+    if arguments.num_inference_steps is not None:  # the noise window depends on it
+        overrides.append(f"--num_inference_steps={arguments.num_inference_steps}")
+    script, _, train = parse_train_arguments(arguments.source, overrides)
+    names = ("num_generations", "num_inference_steps", "sde_type", "noise_level", "same_initial_noise", "seed", "fps")
+    settings = {name: getattr(train, name) for name in (*names, "reward_weights", *CALL)}
+    settings |= {
+        "model": script.model,
+        "prompts": script.dataset,
+        "split": script.dataset_train_split,
+        "reward_funcs": script.reward_funcs,
+        "eval_reward_funcs": script.eval_reward_funcs,
+        "batch_size": train.rollout_batch_size or train.per_device_train_batch_size,
+        "train": train,
+    }
+    given["pipeline_kwargs"] = (train.pipeline_kwargs or {}) | given["pipeline_kwargs"]
+    return SampleSettings(**(settings | given))
+
+
+def read_rewards(words: list[str]) -> Any:
+    """Read rewards from words: names or dotted paths, or a single word that is a YAML mapping or list."""
+    from ..config.parse import read_overrides
+
+    return read_overrides(["--reward_funcs", *words])["reward_funcs"]

@@ -1,0 +1,1 @@
+"""What surrounds the updates: model set-up, checkpoints, evaluation, callbacks."""

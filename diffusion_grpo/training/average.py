@@ -1,0 +1,107 @@
+"""The moving average of the policy: kept during training, evaluated, and published.
+
+While it is shown, it stands in the network in place of the policy's own weights, from which training goes on.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from diffusers.training_utils import EMAModel
+from torch import Tensor
+from transformers import TrainerCallback
+
+from ..distributed.weights import TrainedWeights
+from ..run.weights import POLICY_FOLDER
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyAverage(TrainerCallback):
+    """Moving average of the trained parameters, with the given decay or `(1 + n) / (10 + n)` while that is smaller.
+
+    n counts updates, as in Flow-GRPO, not steps of the average: 0.9 is reached after 80 updates.
+
+    Args:
+        weights: the trained ones.
+        decay: of the average.
+        interval: updates between two steps of it.
+    """
+
+    def __init__(self, weights: TrainedWeights, decay: float, interval: int):
+        self.weights = weights
+        self.average = EMAModel(weights.parameters, decay=decay)
+        self.interval = interval
+        self.is_shown = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        shares = self.weights.shard(self.average.shadow_params)
+        places = [value.device for value in self.weights.exact()]  # engines move weights when training begins
+        self.average.shadow_params = [share.to(place) for share, place in zip(shares, places, strict=True)]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.interval == 0:
+            self.average.optimization_step = state.global_step  # of updates, and right after a resume too
+            self.average.step([value.requires_grad_() for value in self.weights.exact()])
+
+    @property
+    def shares(self) -> list[Tensor]:
+        """This process's shares of the average, one tensor per parameter."""
+        return self.average.shadow_params
+
+    def take(self, values: list[Tensor]) -> None:
+        """Set the average to these values."""
+        for average, value in zip(self.average.shadow_params, values, strict=True):
+            average.data.copy_(value)
+
+    def show(self) -> None:
+        """Put the average in place of the policy's weights, which wait in CPU memory."""
+        if self.is_shown:
+            return
+        used = self.weights.used()
+        self.average.store(used)
+        self.average.copy_to(used)
+        self.weights.refresh()
+        self.is_shown = True
+
+    def hide(self) -> None:
+        """Put the policy's own weights back."""
+        if not self.is_shown:
+            return
+        self.average.restore(self.weights.used())
+        self.weights.refresh()
+        self.is_shown = False
+
+    @contextlib.contextmanager
+    def place(self, is_shown: bool) -> Iterator[None]:
+        """Give the network the average's weights inside, or the policy's own."""
+        was_shown = self.is_shown
+        self.show() if is_shown else self.hide()
+        try:
+            yield
+        finally:
+            self.show() if was_shown else self.hide()
+
+
+def find_policy_folder(folder: Path, has_average: bool) -> Path:
+    """Find where a checkpoint keeps the policy's own weights: beside their average, or at its top.
+
+    Args:
+        folder: of the checkpoint.
+        has_average: whether the run that resumes keeps an average.
+
+    Raises:
+        ValueError: the checkpoint has the layout of an earlier version, with the average in a subfolder.
+    """
+    if (folder / "ema").is_dir():
+        raise ValueError(
+            f"{folder} has the policy at its top and the average in `ema`, as an earlier version wrote it; resume "
+            "with that version, or start a new run."
+        )
+    own = folder / POLICY_FOLDER
+    if own.is_dir():
+        return own
+    if has_average:
+        logger.warning("%s holds no moving average: it starts anew from the policy's weights there.", folder)
+    return folder

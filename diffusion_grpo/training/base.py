@@ -1,0 +1,334 @@
+"""What transformers' `Trainer` forces on whoever trains a diffusers model: wrapping, saving, loading and pushing."""
+
+import contextlib
+import logging
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import DeepSpeedSchedulerWrapper, broadcast
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, sort_checkpoints
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import PushInProgress, hf_api
+
+from ..distributed import checkpoint_mode
+from ..distributed.backend import DistributedBackend
+from ..run import resume_point
+from ..run.lock import lock_folder
+from ..run.manifest import ResumeError, write_manifest
+from ..run.records import clear_started_run, refuse_used_folder
+from .checkpoints import Checkpointer, replace_folder
+
+logger = logging.getLogger(__name__)
+
+
+class DiffusersTrainer(Trainer):
+    """transformers' `Trainer` for a diffusers model, with whole checkpoints in diffusers' layout.
+
+    A subclass calls `use_checkpointer` before anything is saved or trained, and defines `write_card`.
+
+    Args:
+        backend: of the processes.
+        networks: the trained ones, as the pipeline calls them.
+        kwargs: of `Trainer`.
+    """
+
+    def __init__(self, *, backend: DistributedBackend, networks: list[nn.Module], **kwargs: Any):
+        self._backend, self._networks = backend, networks
+        self._checkpointer: Checkpointer | None = None
+        self._owns_folder = False  # once the run in the output folder is this one's
+        super().__init__(**kwargs)
+        backend.set_engine(self.model)
+        backend.fill_config(self.model)
+
+    def use_checkpointer(self, checkpointer: Checkpointer) -> None:
+        """Take what writes and reads the policy and what stands beside it."""
+        self._checkpointer = checkpointer
+
+    def on_engine_ready(self) -> None:
+        """Do what can be done once the model is wrapped, before the optimizer's state is read."""
+
+    def write_card(self, name: str | None) -> None:
+        """Write the model card into the output folder."""
+
+    # Set-up
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments = super()._build_accelerator_args(**kwargs)
+        arguments.pop("dynamo_plugin", None)  # the network's blocks are compiled already
+        return arguments
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in `Trainer`, but enables FSDP2 where accelerate would fall back to DDP."""
+        super().create_accelerator_and_postprocess()
+        self._backend.bind(self.accelerator, self._networks)
+        self.is_fsdp_enabled = self._backend.is_fsdp
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """As in `Trainer`; weights in diffusers' layout go in before an engine shards them, its own state after."""
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+            self._backend.set_engine(self.model_wrapped)
+            return prepared
+        if resume_from_checkpoint is not None:
+            self._load_from_checkpoint(resume_from_checkpoint)
+        with self._backend.protect_buffers(self.model):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._backend.set_engine(self.model_wrapped)
+        self.on_engine_ready()
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
+    # Where a run starts
+
+    def find_start(
+        self, wanted: str | bool | None, held: contextlib.ExitStack, agree: Callable[[Exception | None], None]
+    ) -> str | None:
+        """Find the checkpoint to go on from, the same on every process; hold the output folder until `held` is left.
+
+        Args:
+            wanted: True for the newest whole checkpoint, a checkpoint's folder, or None to start anew.
+            held: keeps the lock.
+            agree: raises an error of one process on all.
+
+        Raises:
+            ResumeError: another run is writing there, the checkpoint is damaged, or the output folder holds a run and
+                `wanted` does not say to go on with it.
+        """
+        folder, point, error = Path(self.args.output_dir), None, None
+        if self.args.should_save:
+            try:
+                held.enter_context(lock_folder(folder))
+                point = self._find_point(folder, wanted)
+            except ValueError as refused:
+                error = refused
+        agree(error)
+        self._owns_folder = True
+        if wanted and str(wanted).lower() != "true":
+            return str(wanted)
+        step = torch.tensor([-1 if point is None else int(point.name.split("-")[1])], device=self.args.device)
+        step = int(broadcast(step, from_process=0))
+        # without any checkpoint the run was killed before its first, and starts where the unbroken one does
+        return None if step < 0 else str(folder / f"checkpoint-{step}")
+
+    def _find_point(self, folder: Path, wanted: str | bool | None) -> Path | None:
+        resume_point.clear_leftovers(folder)
+        if wanted and str(wanted).lower() != "true":
+            resume_point.check_named(Path(wanted))
+            return None
+        if not wanted and (resume_point.checkpoints(folder) or not self._owns_folder):
+            refuse_used_folder(folder, "pass resume_from_checkpoint=True")
+        point = resume_point.find_newest_whole(folder) if wanted else None
+        if point is None and not self._owns_folder:
+            clear_started_run(folder)
+        return point
+
+    # Save
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        staging = folder.with_name(f"tmp-{folder.name}")
+        self.store_flos()
+        self.save_model(str(staging), _internal_call=True)
+        self._checkpointer.save_beside_weights(staging)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(staging))
+            self._save_scaler(str(staging))
+            self._save_rng_state(str(staging))
+            self._checkpointer.save_rollout(staging, self.state.global_step)
+        self._note_best(folder)
+        if self.args.should_save:
+            self._save_trainer_state(staging)
+            checkpoint_mode.write_mode(staging, self._backend.mode)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:  # every process has written what it writes
+            write_manifest(staging)
+            replace_folder(staging, folder)
+            self._rotate(folder.parent)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write weights that diffusers loads, in `output_dir` or the run's folder; every process calls it.
+
+        With `ema_decay` these are the average's, which the evaluations measure; the policy's own are in `policy`.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        is_final = folder.resolve() == Path(self.args.output_dir).resolve()
+        self._checkpointer.save_weights(folder, whole_pipeline=is_final)
+        if is_final:
+            self.create_model_card()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._backend.save_optimizer(Path(output_dir), self.model, self.optimizer, self.args.should_save):
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _note_best(self, folder: Path) -> None:
+        if self.state.best_global_step:
+            best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
+            if best == folder or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+
+    def _save_trainer_state(self, folder: Path) -> None:
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, state = type(callback).__name__, callback.state()
+                saved = self.state.stateful_callbacks.get(name)
+                self.state.stateful_callbacks[name] = [*saved, state] if isinstance(saved, list) else state
+        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def _rotate(self, folder: Path) -> None:
+        """Delete what `save_total_limit` leaves no room for, out of sight first: never the newest or the best."""
+        limit = self.args.save_total_limit
+        checkpoints = [Path(path) for path in sort_checkpoints(str(folder), use_mtime=True)]
+        newest = folder / f"checkpoint-{self.state.global_step}"
+        protected = {newest, Path(self.state.best_model_checkpoint or newest)}
+        old = [path for path in checkpoints if path not in protected]
+        for path in old[: max(0, len(checkpoints) - max(limit, len(protected)))] if limit else []:
+            aside = path.with_name(f"tmp-{path.name}")
+            path.rename(aside)
+            shutil.rmtree(aside)
+
+    # Load
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._checkpointer.load(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self._checkpointer.load_best(Path(self.state.best_model_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As in `Trainer`; where another mode wrote the checkpoint, the optimizer starts anew and says so.
+
+        Raises:
+            ResumeError: the state is not there, and `resume_without_optimizer` does not say to go on all the same.
+        """
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        is_readable = checkpoint_mode.is_readable(folder, self._backend.mode)
+        is_own_schedule = is_readable and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper)
+        missing = checkpoint_mode.find_missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
+        if missing and not self.args.resume_without_optimizer:
+            raise ResumeError(
+                f"{folder} has no {missing}, without which the weights would end elsewhere; resume from another "
+                "checkpoint, or set resume_without_optimizer=True to start the optimizer anew."
+            )
+        if is_readable and not missing:
+            self._read_optimizer_and_scheduler(folder)
+            return
+        logger.warning(
+            "%s was written %s, and %s %s: weights and learning rate go on from there, the optimizer starts anew.",
+            folder,
+            checkpoint_mode.read_mode(folder),
+            f"has no {missing} to be read" if missing else "its optimizer state cannot be read",
+            checkpoint_mode.describe_mode(self._backend.mode),
+        )
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if isinstance(schedule, LambdaLR):  # others follow the evaluations, not the updates
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # of an optimizer without steps
+                for _ in range(self.state.global_step):
+                    schedule.step()
+
+    def _read_optimizer_and_scheduler(self, folder: Path) -> None:
+        with resume_point.refuse_unreadable(folder):
+            if self._backend.load_optimizer(folder, self.model, self.optimizer):
+                self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            else:
+                super()._load_optimizer_and_scheduler(str(folder))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with resume_point.refuse_unreadable(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with resume_point.refuse_unreadable(Path(checkpoint or "")):
+            super()._load_scaler(checkpoint)
+
+    # Hub
+
+    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
+        """Write the model card, `README.md`, into the output folder."""
+        if self.is_world_process_zero():
+            self.write_card(model_name)
+
+    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse what has no meaning without labels.
+
+        Raises:
+            NotImplementedError: always; the message says what to call instead.
+        """
+        raise NotImplementedError(
+            "predict() has no labels to compare with here; call evaluate(dataset, metric_key_prefix='test') to sample "
+            "and score a dataset, or trainer.pipe(...) for samples."
+        )
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Push weights, card and the images in it; with `push_samples` everything but checkpoints.
+
+        See `Trainer.push_to_hub` for the arguments.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token or self.args.hub_token, private=private)
+        self.save_model(_internal_call=True)  # with the card
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(kwargs.get("model_name"))
+        self._finish_current_push()
+        return self._upload(
+            self.args.output_dir,
+            commit_message,
+            run_as_future=not blocking,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            **self._checkpointer.list_upload_patterns(),
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As in `Trainer`, for diffusers' layout and without its pickled arguments."""
+        is_busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        if is_busy and not self.args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self._checkpointer.copy_weights(Path(checkpoint_folder), Path(self.args.output_dir))
+        self.create_model_card()
+        message = f"Training in progress, step {self.state.global_step}"
+        jobs = [self._upload(self.args.output_dir, message, **self._checkpointer.list_upload_patterns())]
+        if self.args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            is_last = self.args.hub_strategy == HubStrategy.CHECKPOINT
+            name = "last-checkpoint" if is_last else Path(checkpoint_folder).name
+            jobs.append(self._upload(checkpoint_folder, f"{message}, checkpoint", path_in_repo=name))
+        if is_busy:
+            self.push_in_progress.jobs.extend(jobs)
+        else:
+            self.push_in_progress = PushInProgress(jobs)
+
+    def _upload(self, folder: str, message: str, **kwargs: Any) -> Any:
+        defaults = {"run_as_future": True, "token": self.args.hub_token, "revision": self.args.hub_revision}
+        return hf_api().upload_folder(
+            repo_id=self.hub_model_id, folder_path=folder, commit_message=message, **defaults | kwargs
+        )

@@ -1,0 +1,214 @@
+"""What happens beside the updates: the moving reference, grids of samples, warnings and the report.
+
+Files go to the run's folder; images, videos and sound also to the trackers that `report_to` names.
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.trainer_callback import CallbackHandler
+
+from ..data.held_out import describe_prompts
+from ..distributed.weights import TrainedWeights
+from ..media.files import read_sound, read_video
+from ..media.samples import frame_positions
+from ..run.watch import find_collapse
+
+GRID_CELL = 256  # pixels, the longest side of an image in the grid
+STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in an image that shows its motion
+
+
+class SyncRefModelCallback(TrainerCallback):
+    """Moves the reference towards the policy (https://huggingface.co/papers/2404.09656).
+
+    TRL's callback of this name gathers both models whole and reads half-precision copies; ours moves each process's
+    shares by the optimizer's 32-bit weights, under FSDP2 and with an offloaded reference too.
+
+    Args:
+        weights: of the policy.
+        ref_weights: returns those of the reference.
+        alpha: share of the policy in the new reference.
+        interval: updates between two synchronisations.
+    """
+
+    def __init__(
+        self, weights: TrainedWeights, ref_weights: Callable[[], TrainedWeights], alpha: float, interval: int
+    ):
+        self.weights, self.ref_weights, self.alpha, self.interval = weights, ref_weights, alpha, interval
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.interval == 0:
+            reference, values = self.ref_weights(), self.weights.exact()
+            if not reference.is_sharded:
+                values = self.weights.join(values)
+            for ref, value in zip(reference.used(), values, strict=True):
+                ref.lerp_(value.to(ref), self.alpha)
+            reference.refresh()
+
+
+class PipelineTensorBoardCallback(TensorBoardCallback):
+    """transformers' callback, which expects a transformers config on the model, without the model."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **{**kwargs, "model": None})
+
+
+class SampleGridCallback(TrainerCallback):
+    """Draws one image after each evaluation, with a row per evaluation and a column per prompt.
+
+    The trackers get it too, with videos and sound.
+
+    Args:
+        handler: knows the active trackers.
+    """
+
+    def __init__(self, handler: CallbackHandler):
+        self.handler = handler
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if state.is_world_process_zero:
+            _show(self.handler, Path(args.output_dir), "evaluations", "grid.png", "samples", state.global_step)
+
+
+class ValidationCallback(TrainerCallback):
+    """Samples the fixed prompts before the first update and every `validation_steps` updates.
+
+    Args:
+        write: samples and writes the files.
+        handler: knows the active trackers.
+    """
+
+    def __init__(self, write: Callable[[], Path], handler: CallbackHandler):
+        self.write, self.handler = write, handler
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.on_step_end(args, state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % args.validation_steps == 0:
+            self.write()
+            if state.is_world_process_zero:
+                name = "validation"
+                _show(self.handler, Path(args.output_dir), name, f"{name}.png", name, state.global_step)
+
+
+def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int) -> None:
+    """Draw the grid of all steps in a folder, and send it with the videos and sounds of the last one."""
+    folders = sorted(path for path in (run / folder).glob("step-*") if path.is_dir())
+    if not folders:
+        return
+    grid = draw_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
+    grid.save(run / file)
+    log_image(handler.callbacks, name, grid, step)
+    files = sorted((run / folder / f"step-{step:06d}").iterdir())
+    log_files(handler.callbacks, name, [path for path in files if path.suffix in (".mp4", ".wav")], step)
+
+
+def draw_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
+    """Draw images in rows, each with a label on its left; images are scaled down to `cell` pixels."""
+    loaded = {label: [_fit(image, cell) for image in images] for label, images in rows.items()}
+    width = max((image.width for images in loaded.values() for image in images), default=1)
+    height = max((image.height for images in loaded.values() for image in images), default=1)
+    columns, margin, gap = max((len(images) for images in loaded.values()), default=0), 64, 4
+    grid = Image.new("RGB", (margin + columns * (width + gap), len(loaded) * (height + gap)), "white")
+    draw = ImageDraw.Draw(grid)
+    for row, (label, images) in enumerate(loaded.items()):
+        draw.text((4, row * (height + gap) + 4), label, fill="black")
+        for column, image in enumerate(images):
+            grid.paste(image, (margin + column * (width + gap), row * (height + gap)))
+    return grid
+
+
+def _fit(image: Path | Image.Image, cell: int) -> Image.Image:
+    image = (Image.open(image) if isinstance(image, Path) else image).convert("RGB")
+    scale = cell / max(image.size)
+    return image if scale >= 1 else image.resize([max(1, round(side * scale)) for side in image.size])
+
+
+def draw_film_strips(videos: list[Path]) -> Image.Image:
+    """Draw a row of evenly spaced frames per video, the first and the last among them: motion as one image."""
+    rows = {}
+    for path in videos:
+        frames = read_video(path)
+        rows[path.stem] = [frames[place] for place in frame_positions(STRIP_FRAMES, len(frames))]
+    return draw_grid(rows, STRIP_CELL)
+
+
+def log_image(callbacks: list[TrainerCallback], name: str, image: Image.Image, step: int) -> None:
+    """Send an image to each active tracker that shows images: tensorboard, wandb, trackio."""
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            callback.tb_writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+        elif isinstance(callback, WandbCallback):
+            callback._wandb.log({name: callback._wandb.Image(image), "train/global_step": step})
+        elif isinstance(callback, TrackioCallback):
+            callback._trackio.log({name: callback._trackio.Image(image), "train/global_step": step})
+
+
+def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], step: int) -> None:
+    """Send videos (MP4) and sounds (WAV) to each active tracker, each under its own name, so that it has a history.
+
+    tensorboard shows no MP4: it gets an image with frames of each video, and sounds as they are.
+    """
+    videos = [path for path in files if path.suffix == ".mp4"]
+    for callback in callbacks if files else []:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            _log_to_tensorboard(callback.tb_writer, name, videos, [path for path in files if path not in videos], step)
+        elif isinstance(callback, (WandbCallback, TrackioCallback)):
+            tracker = callback._wandb if isinstance(callback, WandbCallback) else callback._trackio
+            media = {path: (tracker.Video if path in videos else tracker.Audio)(str(path)) for path in files}
+            tracker.log({f"{name}/{path.stem}": shown for path, shown in media.items()} | {"train/global_step": step})
+
+
+def _log_to_tensorboard(writer: Any, name: str, videos: list[Path], sounds: list[Path], step: int) -> None:
+    if videos:
+        writer.add_image(f"{name}/frames", np.asarray(draw_film_strips(videos)), step, dataformats="HWC")
+    for path in sounds:
+        sound, rate = read_sound(path)
+        writer.add_audio(f"{name}/{path.stem}", sound.mean(axis=0), step, sample_rate=rate)
+
+
+class CollapseCallback(TrainerCallback):
+    """Warns once per run when the trained reward rises while the samples of a prompt become alike."""
+
+    def __init__(self):
+        self.is_said = False
+
+    def on_log(self, args, state, control, **kwargs):
+        found = None if self.is_said or not state.is_world_process_zero else find_collapse(state.log_history)
+        if found is not None:
+            self.is_said = True
+            warnings.warn(f"Update {state.global_step}: {found}", stacklevel=2)
+
+
+class ReportCallback(TrainerCallback):
+    """Writes `report.html` and `summary.json` at the end, and prints where they are and what was gained."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        from ..run.folder import describe_change, read_run
+        from ..run.report import missing_packages, write_report, write_summary
+
+        state.save_to_json(str(Path(args.output_dir) / "trainer_state.json"))
+        write_summary(args.output_dir)
+        run, missing = read_run(args.output_dir), missing_packages()
+        change = describe_change(run, "reward")
+        if change is not None:
+            print(f"Reward {change}, on {describe_prompts(run.prompts)}.")
+        if missing:  # the weights are what matters, the page can be written later
+            print(
+                f"No report: {' and '.join(missing)} not installed. After pip install 'diffusion-grpo[report]': "
+                f"diffusion-grpo report {args.output_dir}"
+            )
+        else:
+            print(f"Report: {write_report(args.output_dir)}")

@@ -1,0 +1,383 @@
+"""Held-out evaluation: the same prompts and seeds each time, no noise in the steps.
+
+The main evaluation also leaves images (or videos, or sound) and a table in the run's folder. Validation prompts are
+sampled in the same way and never scored.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from ..algorithms.advantages import combine
+from ..data.inputs import PipelineInputs, check_count
+from ..distributed.backend import DistributedBackend
+from ..distributed.collectives import gather_means
+from ..distributed.failure import ProcessGroupMonitor
+from ..policy.base import Policy
+from ..policy.rollout import rollout
+from ..policy.trajectory import sample_seed
+from ..rewards import Reward
+from ..rollout.diversity import (
+    cosine_distance,
+    embed_samples,
+    find_embedders,
+    kind_of,
+    make_thumbnails,
+    measure_diversity,
+    pixel_distance,
+)
+from ..rollout.feed import RolloutFeed
+from ..rollout.generation import RolloutGenerator
+from ..rollout.replays import Replays
+from ..rollout.scoring import RewardScorer, takes_only_latents
+from ..run.records import write_files, write_samples
+from ..run.watch import summarise_rollouts
+from .average import PolicyAverage
+from .watched_rewards import load_watched_rewards
+
+
+@dataclasses.dataclass
+class _Part:
+    """What one process made of one dataset: `rewards` (samples, functions) are its own, `every` those of all.
+
+    Their last columns are those of the `watched` rewards.
+    """
+
+    samples: list[Any]
+    rows: list[dict]
+    positions: list[int]
+    rewards: Tensor
+    extra: dict[str, list]
+    every: Tensor
+    watched: list[Reward]
+    diversity: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSettings:
+    """How evaluations are made.
+
+    Attributes:
+        seed: of the run.
+        num_generations: samples of each prompt.
+        num_inference_steps: of an evaluation.
+        batch_size: samples of one pipeline call.
+        watched: names of rewards that are only looked at (`watch_rewards`).
+        shown: how many images of the main evaluation are kept.
+        aggregation: how several rewards become one number.
+        fps: frames per second of videos.
+        sampling_rate: of sound, in hertz; None where there is none.
+        folder: of the run.
+    """
+
+    seed: int
+    num_generations: int
+    num_inference_steps: int
+    batch_size: int
+    watched: list[str] | None
+    shown: int
+    aggregation: str
+    fps: float
+    sampling_rate: int | None
+    folder: Path
+
+
+class Evaluator:
+    """Samples prompts without noise, and scores them.
+
+    Args:
+        policy: what samples.
+        inputs: of the pipeline's calls.
+        scorer: calls rewards.
+        generator: finds out how the pipeline takes rows.
+        feed: has the last rollout, on which the distance to the reference is measured.
+        replays: measure it.
+        average: the moving average that is evaluated in place of the policy's weights, or None.
+        eval_rewards: rewards that are only measured, in evaluations.
+        reward_weights: of the trained rewards.
+        backend, monitor: the processes.
+        run_passes: runs a method that passes the network.
+        settings: returns how evaluations are made, which a user may change between two of them.
+        has_reference: whether there is one to measure a distance to; none for tokens, and none in full training with
+            beta=0, which would need a second copy of the weights for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        inputs: PipelineInputs,
+        scorer: RewardScorer,
+        generator: RolloutGenerator,
+        feed: RolloutFeed,
+        replays: Replays,
+        average: PolicyAverage | None,
+        eval_rewards: list[Reward],
+        reward_weights: list[float],
+        backend: DistributedBackend,
+        monitor: ProcessGroupMonitor,
+        run_passes: Callable,
+        settings: Callable[[], EvaluationSettings],
+        has_reference: bool,
+    ):
+        self._policy, self._inputs, self._scorer, self._generator = policy, inputs, scorer, generator
+        self._rewards, self._weights = scorer.rewards + eval_rewards, torch.tensor(reward_weights)
+        self._feed, self._replays, self._average, self._has_reference = feed, replays, average, has_reference
+        self._backend, self._monitor, self._run_passes, self._read_settings = backend, monitor, run_passes, settings
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        datasets: dict[str, Dataset],
+        prefix: str,
+        pipeline_kwargs: dict[str, Any],
+        step: int,
+        history: list[dict[str, Any]],
+    ) -> dict[str, float]:
+        """Measure each dataset, and all together, with the averaged weights where there are any.
+
+        Args:
+            datasets: by name.
+            prefix: of the metrics; images and a table are kept for "eval".
+            pipeline_kwargs: over those of training.
+            step: updates that are done.
+            history: what was logged so far.
+        """
+        with self._averaged_weights():
+            distance = self._distance_to_reference() if prefix.startswith("eval") else {}
+            metrics = self._evaluate(datasets, prefix, pipeline_kwargs, step, history)
+        return metrics | {f"{prefix}_{name}": value for name, value in distance.items()}
+
+    def _evaluate(
+        self,
+        datasets: dict[str, Dataset],
+        prefix: str,
+        pipeline_kwargs: dict[str, Any],
+        step: int,
+        history: list[dict[str, Any]],
+    ) -> dict[str, float]:
+        start = time.perf_counter()
+        own_metrics: dict[str, list[float]] = defaultdict(list)  # not among those of training
+        parts = {name: self._measure(data, pipeline_kwargs, own_metrics) for name, data in datasets.items()}
+        watched = next(iter(parts.values())).watched
+        metrics = self._metrics(prefix, torch.cat([part.every for part in parts.values()]), watched)
+        for name, part in parts.items() if len(parts) > 1 else ():
+            metrics |= self._metrics(f"{prefix}_{name}", part.every, watched)
+        for key in dict.fromkeys(key for part in parts.values() for key in part.diversity):
+            found = [part.diversity[key] for part in parts.values() if key in part.diversity]
+            metrics[f"{prefix}_{key}"] = sum(found) / len(found)
+        own = gather_means(self._backend.accelerator, own_metrics)
+        metrics |= {f"{prefix}_{name}": value for name, value in own.items()}
+        metrics[f"{prefix}_runtime"] = time.perf_counter() - start
+        if prefix == "eval":
+            metrics |= {f"eval_{name}": value for name, value in summarise_rollouts(history).items()}
+            if self._backend.groups.is_first:
+                self._keep(parts, step)
+            self._backend.accelerator.wait_for_everyone()
+        return metrics
+
+    @torch.no_grad()
+    def write_validation(self, prompts: list[str], step: int) -> Path:
+        """Sample fixed prompts, from the same seeds each time and without noise in the steps; score nothing.
+
+        The weights are those that evaluations measure.
+
+        Returns:
+            the folder with an image, video or sound per prompt.
+        """
+        with self._averaged_weights():
+            return self._write_validation(prompts, step)
+
+    def _write_validation(self, prompts: list[str], step: int) -> Path:
+        positions, own = self._share_positions(len(prompts))
+        rows = [{"prompt": prompts[position]} for position in positions]
+        samples = self._run_passes(self._sample, rows, positions, {})
+        number = own if self._backend.groups.is_first else 0
+        folder = self._settings.folder / "validation" / f"step-{step:06d}"
+        stems = [folder / f"{position:04d}" for position in positions[:number]]
+        write_files(samples[:number], stems, folder, self._settings.fps, self._settings.sampling_rate)
+        self._backend.accelerator.wait_for_everyone()
+        return folder
+
+    @property
+    def _settings(self) -> EvaluationSettings:
+        return self._read_settings()
+
+    def _averaged_weights(self) -> contextlib.AbstractContextManager:
+        """Have the moving average in place of the policy's weights inside, where there is one."""
+        return contextlib.nullcontext() if self._average is None else self._average.place(is_shown=True)
+
+    def _distance_to_reference(self) -> dict[str, float]:
+        """Measure the KL divergence at the trained steps of one micro-batch of the last rollout, whatever beta is.
+
+        Nothing is measured before the first rollout.
+        """
+        if self._feed.buffer is None or not self._has_reference:
+            return {}
+        local = self._run_passes(self._replays.divergences, self._feed.buffer.micro_batch(0)).mean()
+        accelerator = self._backend.accelerator
+        return {"kl": accelerator.gather(local.to(accelerator.device)).mean().item()}
+
+    def _share_positions(self, total: int) -> tuple[list[int], int]:
+        """Return which of all prompts this process samples, and how many are its own: the others keep it in step."""
+        groups = self._backend.groups
+        own = list(range(groups.index, total, groups.count))
+        spare = math.ceil(total / groups.count) - len(own) if self._backend.passes_together else 0
+        return own + [0] * spare, len(own)
+
+    def _measure(self, dataset: Dataset, pipeline_kwargs: dict, own_metrics: dict[str, list[float]]) -> _Part:
+        count, processes = self._settings.num_generations, self._backend.groups.count
+        total = len(dataset) * count
+        prompts, own = self._share_positions(len(dataset))
+        mine = [prompt * count + turn for prompt in prompts for turn in range(count)]  # a prompt's samples together
+        made = [
+            [prompt * count + turn for prompt in range(process, len(dataset), processes) for turn in range(count)]
+            for process in range(processes)
+        ]
+        funcs, extra = self._rewards, {}
+        kind, points, local = None, {}, None
+        # a process that fails here comes to no collective of the samples
+        with self._monitor.barrier_after("reads rows for the evaluation"):
+            rows = self._inputs.rows(dataset, [position // count for position in mine])
+        with self._monitor.barrier_after("samples for the evaluation"):
+            latents = [None] * len(rows) if any(map(takes_only_latents, funcs)) else None
+            samples = self._run_passes(self._sample, rows, mine, pipeline_kwargs, latents)
+            samples, rows, mine = (part[: own * count] for part in (samples, rows, mine))
+            latents = latents and latents[: own * count]
+            positions, scored, latents = self._scorer.exchange(made, count, samples, latents)
+            if positions:
+                kind, groups = kind_of(scored), [position // count for position in positions]
+                looked_at = funcs + load_watched_rewards(self._settings.watched, kind, funcs)
+                scored_rows = rows if positions == mine else self._inputs.rows(dataset, groups)
+                log_metric = lambda name, value: own_metrics[name].append(value)  # noqa: E731
+                local = self._scorer.score(looked_at, scored, scored_rows, groups, log_metric, extra, latents)
+                points = _points(funcs, scored) if count > 1 and kind is not None else {}
+        kind, *_ = self._backend.gather_json(kind)  # the first process has samples
+        watched = load_watched_rewards(self._settings.watched, kind, funcs)
+        local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
+        if self._scorer.channel is not None:
+            self._scorer.channel.close()
+            extra = self._scorer.share_extra(extra, positions, mine)
+        every = self._gather(local, positions, total)
+        found = self._diversity(points, positions, total)
+        return _Part(samples, rows, mine, every[mine], extra, every, watched, found)
+
+    def _diversity(self, points: dict[str, Tensor], positions: list[int], total: int) -> dict[str, float]:
+        """Return how different the samples of a prompt are, wherever they were made."""
+        groups, found = torch.arange(total) // self._settings.num_generations, {}
+        widths, *_ = self._backend.gather_json({key: own.shape[1] for key, own in points.items()})
+        for key, width in widths.items():
+            every = self._gather(points.get(key, torch.empty(0, width)), positions, total)
+            found[key] = measure_diversity(every, groups, pixel_distance if key == "diversity" else cosine_distance)
+        return found
+
+    def _metrics(self, prefix: str, rewards: Tensor, watched: list[Reward]) -> dict[str, float]:
+        """Return means and standard errors of (samples, functions) rewards, without what no function scored."""
+        metrics = _mean_and_error(f"{prefix}_reward", self._combine(rewards))
+        names = [f"rewards/{reward.name}" for reward in self._rewards]
+        names += [f"watch/{reward.name}" for reward in watched]
+        for name, column in zip(names, rewards.T, strict=True):
+            metrics |= _mean_and_error(f"{prefix}_{name}", column, "/mean", "/std_error")
+        return metrics
+
+    def _sample(
+        self,
+        rows: list[dict],
+        positions: list[int],
+        pipeline_kwargs: dict,
+        latents: list[Tensor | None] | None = None,
+    ) -> list[Any]:
+        """Return what the pipeline makes of each row; put the latents it is made from into `latents`, if given."""
+        settings, samples = self._settings, [None] * len(rows)
+        self._generator.learn_inputs(rows)
+        for first in range(0, len(rows), settings.batch_size):
+            self._policy.prompts.clear()
+            parts = self._inputs.parts(rows[first : first + settings.batch_size])
+            for part, _ in self._backend.equalize_outside_updates(parts):  # a repeated one gives the same samples
+                chosen = [first + number for number in part]
+                own = None if latents is None else []
+                images, _ = rollout(
+                    self._policy,
+                    self._inputs([rows[row] for row in chosen], **pipeline_kwargs),
+                    seeds=[sample_seed(settings.seed, "evaluation", positions[row]) for row in chosen],
+                    num_inference_steps=settings.num_inference_steps,
+                    noise_level=0.0,
+                    latents=own,
+                )
+                check_count(images, len(chosen), self._policy.pipe)
+                for number, row in enumerate(chosen):
+                    samples[row] = images[number]
+                    if latents is not None:
+                        latents[row] = own[number]
+        self._policy.prompts.clear()  # what was encoded beside other prompts differs in the last bits
+        return samples
+
+    def _gather(self, local: Tensor, positions: list[int], total: int) -> Tensor:
+        """Return (total, ...) of all processes in the order of the samples; `local` (positions, ...) is this one's."""
+        if self._backend.groups.processes == 1:
+            return local
+        is_counted = self._scorer.channel is not None or self._backend.groups.is_first  # each position once
+        return self._scorer.gather_at(local if is_counted else local[:0], positions if is_counted else [], total)
+
+    def _combine(self, rewards: Tensor) -> Tensor:
+        """Return (samples,) the one number of the trained rewards, as in training; NaN where none scored."""
+        return combine(rewards[:, : len(self._weights)], self._weights, self._settings.aggregation)
+
+    def _keep(self, parts: dict[str, _Part], step: int) -> None:
+        """Write images of the first prompts of each dataset, and one table of all samples of this process."""
+        settings = self._settings
+        folder, name_of_step = settings.folder / "evaluations", f"step-{step:06d}"
+        (folder / name_of_step).mkdir(parents=True, exist_ok=True)
+        names = [reward.name for reward in self._rewards]
+        names += [reward.name for reward in next(iter(parts.values())).watched]
+        shown = math.ceil(settings.shown / len(parts))
+        columns: dict[str, list] = defaultdict(list)
+        for dataset, part in parts.items():
+            stem, count = f"{dataset}-" if len(parts) > 1 else "", len(part.rows)
+            stems = [
+                folder / name_of_step / f"{stem}{position:04d}" if position < shown else None
+                for position in part.positions
+            ]
+            files = write_files(part.samples, stems, folder.parent, settings.fps, settings.sampling_rate)
+            table = {
+                "step": [step] * count,
+                "dataset": [dataset] * count,
+                "prompt": [row.get("prompt", "") for row in part.rows],
+                "seed": [sample_seed(settings.seed, "evaluation", position) for position in part.positions],
+                **files,
+                **dict(zip(names, part.rewards.T.tolist(), strict=True)),
+                "reward": self._combine(part.rewards).tolist(),
+            }
+            done = len(columns["step"])
+            for name, values in (part.extra | table).items():  # a column may be one dataset's alone
+                columns[name] += [None] * (done - len(columns[name])) + values
+        for values in columns.values():
+            values += [None] * (len(columns["step"]) - len(values))
+        groups = self._backend.groups
+        rank = f"-rank{groups.index}" if groups.count > 1 else ""
+        write_samples(folder / f"{name_of_step}{rank}.parquet", dict(columns))
+
+
+def _points(funcs: list[Reward], samples: list[Any]) -> dict[str, Tensor]:
+    """Return what distances of samples are taken between: thumbnails, and embeddings of rewards that have some."""
+    embedded = {f"diversity/{reward.name}": embed_samples(reward, samples) for reward in find_embedders(funcs)}
+    return {"diversity": make_thumbnails(samples).float()} | embedded
+
+
+def _mean_and_error(key: str, values: Tensor, mean: str = "", error: str = "_std_error") -> dict[str, float]:
+    values = values[~values.isnan()]
+    if len(values) == 0:
+        return {}
+    found = {f"{key}{mean}": values.double().mean().item()}
+    if len(values) > 1:  # one value says nothing about its noise
+        found[f"{key}{error}"] = values.double().std().item() / math.sqrt(len(values))
+    return found

@@ -1,0 +1,32 @@
+"""Stop a run whose loss or gradient is NaN or infinite."""
+
+import torch
+from torch import Tensor
+from transformers.trainer_utils import get_last_checkpoint
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite; the weights are those of the last update."""
+
+
+def refuse_non_finite(value: Tensor, name: str, update: int, output_dir: str, has_stepped: bool) -> None:
+    """Refuse a value that is NaN or infinite.
+
+    Args:
+        value: what was measured.
+        name: what it is called.
+        update: number of the running update, from 1.
+        output_dir: of the run.
+        has_stepped: whether the engine may have changed the weights already.
+
+    Raises:
+        NonFiniteError: the value is not finite; the message names the newest checkpoint.
+    """
+    if torch.isfinite(value).all():
+        return
+    last = get_last_checkpoint(output_dir)
+    kept = "the weights may hold it already" if has_stepped else "the weights were not updated"
+    raise NonFiniteError(
+        f"The {name} of update {update} is {value.item()}; {kept}. "
+        f"Newest whole checkpoint: {last or 'none'}. Try a lower learning rate, or float32."
+    )

@@ -1,0 +1,85 @@
+"""What is measured between two lines of the log."""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from ..distributed.backend import DistributedBackend
+from ..distributed.collectives import gather_means
+from .memory import measure_peak_memory
+
+TOTALS = ("time/rollout", "time/reward", "time/update")  # seconds per update, of the slowest process
+# metrics of which the largest or the smallest value since the last log is kept, not the mean
+LARGEST = ("ratio/max_error", "ratio/max", "spread/reward_max", "spread/advantage_max", "memory/peak_gib", *TOTALS)
+SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min")
+
+
+class Metrics:
+    """Values by name, collected until they are logged.
+
+    Attributes:
+        samples: made by all processes since the last log.
+    """
+
+    def __init__(self):
+        self._values: dict[str, list[float]] = defaultdict(list)
+        self._is_paused = False
+        self._logged_step: int | None = None
+        self.samples = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def add(self, name: str, value: float) -> None:
+        """Note one value."""
+        if not self._is_paused:
+            self._values[name].append(value)
+
+    def add_all(self, values: Mapping[str, float]) -> None:
+        """Note a value of each name."""
+        for name, value in values.items():
+            self.add(name, value)
+
+    @contextlib.contextmanager
+    def pause(self, is_paused: bool = True) -> Iterator[None]:
+        """Note nothing inside: for passes that are made only because other processes make them."""
+        before, self._is_paused = self._is_paused, is_paused or self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Note the seconds that are spent inside."""
+        start = time.perf_counter()
+        yield
+        self.add(name, time.perf_counter() - start)
+
+    def start(self, step: int) -> None:
+        """Count updates from here, unless something was logged before."""
+        if self._logged_step is None:
+            self._logged_step = step
+
+    def reset(self) -> None:
+        """Forget everything: another run begins."""
+        self._values.clear()
+        self._logged_step = None
+
+    def gather(self, backend: DistributedBackend, step: int) -> dict[str, float]:
+        """Return means over all processes since the last log, and forget them; a collective.
+
+        Args:
+            backend: of the processes.
+            step: updates that are done.
+        """
+        updates = max(1, step - self._logged_step)
+        measured = self._values | {name: [sum(self._values[name]) / updates] for name in TOTALS}
+        measured["memory/peak_gib"] = [measure_peak_memory(backend.accelerator.device)]
+        found = gather_means(backend.accelerator, measured, largest=LARGEST, smallest=SMALLEST)
+        if self.samples:
+            found["samples_per_second"] = self.samples / (sum(found[name] for name in TOTALS) * updates)
+        self.samples, self._logged_step = 0, step
+        self._values.clear()
+        return found

@@ -1,0 +1,320 @@
+"""From what the user names to a pipeline ready to train.
+
+A Hub id, a folder, "tiny" or a pipeline becomes a pipeline with everything frozen and in eval mode, and the model
+that is trained: its network, or a LoRA around it.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from peft import PeftConfig
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .. import tiny
+from ..config.settings import DiffusionGRPOConfig
+from ..pipelines import family_of
+from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
+from ..run import adapters
+from .scheduler_settings import change_scheduler
+
+HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is neither a name nor a pipeline.
+
+    Raises:
+        TypeError: one sentence with what to pass.
+    """
+    if isinstance(model, (str, DiffusionPipeline)):
+        return
+    if isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}, one network alone; pass the pipeline it belongs to: "
+            "DiffusionPipeline.from_pretrained(..., transformer=network)."
+        )
+    found = "None" if model is None else f"a {type(model).__name__}"
+    raise TypeError(f"model is {found}; pass a Hub id, a folder, 'tiny' or a DiffusionPipeline.")
+
+
+def check_args(args: Any) -> None:
+    """Refuse settings of another trainer.
+
+    Raises:
+        TypeError: one sentence with what to pass.
+    """
+    if args is not None and not isinstance(args, DiffusionGRPOConfig):
+        raise TypeError(
+            f"args is a {type(args).__module__.partition('.')[0]} {type(args).__name__}, which lacks the settings of "
+            "diffusion sampling; pass a diffusion_grpo.DiffusionGRPOConfig, in which those of TrainingArguments have "
+            "the same names."
+        )
+
+
+def model_name(model: str | DiffusionPipeline) -> str:
+    """Return what the user called the model, or where the pipeline came from."""
+    return model if isinstance(model, str) else str(model.config.get("_name_or_path") or type(model).__name__)
+
+
+def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> type[DiffusionPipeline] | None:
+    """Read the class of the pipeline from `model_index.json` alone; None for code from elsewhere."""
+    if isinstance(model, DiffusionPipeline):
+        return type(model)
+    given = args.model_init_kwargs or {}
+    if "custom_pipeline" in given:
+        return None
+    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
+    config = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **kwargs)
+    return getattr(diffusers, str(config.get("_class_name")), None)
+
+
+def check_scheduler(
+    model: str | DiffusionPipeline, pipeline: type[DiffusionPipeline] | None, args: DiffusionGRPOConfig
+) -> None:
+    """Refuse `scheduler_kwargs` of a named model before its weights are loaded; `load_pipeline` refuses the others.
+
+    Args:
+        model: as the user gave it.
+        pipeline: of [`pipeline_class`].
+
+    Raises:
+        ValueError: see [`~diffusion_grpo.training.scheduler_settings.change_scheduler`].
+    """
+    given = args.model_init_kwargs or {}
+    if not args.scheduler_kwargs or not isinstance(model, str) or pipeline is None or "scheduler" in given:
+        return
+    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
+    source = tiny.PATH if model == "tiny" else model
+    _, name = DiffusionPipeline.load_config(source, **kwargs)["scheduler"]
+    scheduler = getattr(diffusers, name).from_pretrained(source, subfolder="scheduler", **kwargs)
+    change_scheduler(scheduler, args.scheduler_kwargs, pipeline)
+
+
+def load_pipeline(
+    model: str | DiffusionPipeline, args: DiffusionGRPOConfig, is_full_training: bool
+) -> DiffusionPipeline:
+    """Load a pipeline by its name, with `model_init_kwargs`; one that is given is returned.
+
+    In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
+    float32 weights, as the optimizer needs them.
+    """
+    if isinstance(model, DiffusionPipeline):
+        return set_scheduler(model, args.scheduler_kwargs)
+    kwargs = dict(args.model_init_kwargs or {})
+    kwargs |= {"torch_dtype": dtype} if (dtype := choose_dtype(args, is_full_training)) is not None else {}
+    pipe = DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
+    return set_scheduler(pipe, args.scheduler_kwargs)
+
+
+def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:
+    """Return the `torch_dtype` that `load_pipeline` asks for; None where it leaves that to diffusers."""
+    kwargs = args.model_init_kwargs or {}
+    if "torch_dtype" in kwargs:
+        dtype = kwargs["torch_dtype"]
+        return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not (args.bf16 or args.fp16):
+        return None
+    half = torch.bfloat16 if args.bf16 else torch.float16
+    trained = split_component(args.train_component) if args.train_component else POLICY_COMPONENTS
+    return {**dict.fromkeys(trained, torch.float32), "default": half} if is_full_training else half
+
+
+def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
+    """Load a Hub id, a folder or `tiny` unchanged, by default in float32 and on the accelerator if there is one.
+
+    Raises:
+        ValueError: torch has no such dtype, or no such device.
+    """
+    dtype = dtype or "float32"
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {dtype} is no dtype of torch; use float32, bfloat16 or float16.")
+    if device is None:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {device} is no device of torch; use cpu, cuda, cuda:1 and the like.") from error
+    source = tiny.PATH if model == "tiny" else model
+    return DiffusionPipeline.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
+
+
+def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> DiffusionPipeline:
+    """Change some settings of the pipeline's scheduler, e.g. `{"shift": 3.0}`.
+
+    Raises:
+        ValueError: see [`~diffusion_grpo.training.scheduler_settings.change_scheduler`].
+    """
+    if not settings:
+        return pipe
+    pipe.scheduler = change_scheduler(pipe.scheduler, settings, type(pipe))
+    return pipe
+
+
+def prepare_model(
+    pipe: DiffusionPipeline, args: DiffusionGRPOConfig, peft_config: PeftConfig | None
+) -> tuple[tuple[str, ...], nn.Module]:
+    """Freeze all that is not trained.
+
+    Returns:
+        the names of the trained networks, and the model to optimise: the network, or the `PeftModel` around it; where
+        experts take turns over the steps, a `ModuleDict` of such models.
+    """
+    component = policy_component(pipe, args.train_component)
+    _check_together(pipe, component)
+    adapter = _find_adapter(pipe, component, args, peft_config)
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval()
+    models = {name: _prepare_network(getattr(pipe, name), args, peft_config, adapter) for name in component}
+    family = family_of(pipe)
+    if component == (family.language_model,):
+        for name in family.without_gradient:
+            getattr(pipe, component[0]).get_submodule(name).requires_grad_(False)
+    model = models[component[0]] if len(component) == 1 else nn.ModuleDict(models).eval()
+    # Trainer calls this method of transformers' models; diffusers' have another one, called above
+    model.activation_checkpointing_enable = lambda **kwargs: None
+    return component, model
+
+
+def _check_together(pipe: DiffusionPipeline, names: tuple[str, ...]) -> None:
+    language = family_of(pipe).language_model
+    if len(names) > 1 and language in names:
+        raise ValueError(
+            f"train_component={', '.join(names)!r}: tokens of {language} and denoising steps cannot be trained in one "
+            "run; name one of them, and train the other in a second run."
+        )
+
+
+def _find_adapter(
+    pipe: DiffusionPipeline, names: tuple[str, ...], args: DiffusionGRPOConfig, peft_config: PeftConfig | None
+) -> str | None:
+    """Name the LoRA to train, new or not, with the one to be trained further in the pipeline; None for full training.
+
+    Raises:
+        ValueError: the pipeline carries adapters that the settings do not account for.
+    """
+    if args.lora_path is not None:
+        adapter = adapters.load_lora(pipe, names, args.lora_path, args.keep_adapters)
+    else:
+        is_full_training = peft_config is None and args.lora_adapter is None
+        adapters.check_adapters(pipe, names, args.lora_adapter, args.keep_adapters, is_full_training)
+        if is_full_training:
+            return None
+        adapter = args.lora_adapter or adapters.choose_adapter_name(pipe)
+    adapters.unwrap(pipe, names)
+    for name in names if peft_config is None else []:
+        check_peft_config(adapters.copy_config(getattr(pipe, name), adapter), args.beta or args.kl_reward)
+    return adapter
+
+
+def _prepare_network(
+    network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, adapter: str | None
+) -> nn.Module:
+    """Return a network with what is trained of it: a LoRA around it, or all its weights."""
+    if args.activation_checkpointing:
+        _enable_checkpointing(network, args.activation_checkpointing_kwargs or {}, args.selective_checkpointing)
+    if adapter is not None:
+        model = adapters.wrap_lora(network, peft_config, adapter).eval()
+    else:
+        model = _require_float32_weights(network, args).requires_grad_(True)
+    if args.torch_compile:
+        _compile_blocks(network, args)
+    return model
+
+
+def _require_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.Module:
+    """Return the network with float32 weights: an optimizer's small steps vanish in half precision."""
+    if network.dtype == torch.float32:
+        return network
+    if not (args.bf16 or args.fp16):
+        raise ValueError(
+            f"Full training needs float32 weights, but {type(network).__name__} has {network.dtype}; load it in "
+            "float32, set bf16=True, or train a LoRA with peft_config."
+        )
+    return network.to(torch.float32)
+
+
+def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any], share: float = 1.0) -> None:
+    unknown = set(kwargs) - {"use_reentrant", "preserve_rng_state", "determinism_check"}
+    if unknown:
+        raise ValueError(
+            f"activation_checkpointing_kwargs: {', '.join(sorted(unknown))} cannot be used with diffusers' networks; "
+            "leave it out."
+        )
+    kwargs = {"use_reentrant": False, **kwargs}
+    if getattr(network, "supports_gradient_checkpointing", False):  # transformers' name for it
+        network.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        layers = [layer for layer in network.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for place, layer in enumerate(layers):
+            layer.gradient_checkpointing = _is_chosen(place, share)
+        return
+    if not getattr(network, "_supports_gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(network).__name__} has no gradient checkpointing in diffusers; set gradient_checkpointing=False."
+        )
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, **kwargs)
+    network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(checkpoint, share))
+
+
+def checkpoint_share(checkpoint: Callable, share: float) -> Callable:
+    """Checkpoint a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing` does."""
+    places: dict[Callable, int] = {}  # in the order in which the network calls them
+
+    def checkpointed(block: Callable, *args: Any, **kwargs: Any) -> Any:
+        place = places.setdefault(block, len(places))
+        return checkpoint(block, *args, **kwargs) if _is_chosen(place, share) else block(*args, **kwargs)
+
+    return checkpointed
+
+
+def _is_chosen(place: int, share: float) -> bool:
+    return math.floor((place + 1) * share + 0.5) > math.floor(place * share + 0.5)
+
+
+def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:
+    """Compile the blocks that repeat, which share one graph; the network around them stays replaceable."""
+    names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
+    blocks = [module for module in network.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ValueError(f"{type(network).__name__} names no repeated blocks to compile; set torch_compile=False.")
+    for block in blocks:
+        block.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+
+
+def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:
+    """Refuses what would make the replay differ from the rollout, or leave no reference and nothing to load.
+
+    Args:
+        beta: weight of the KL divergence; above 0 the adapter switched off must be the base model.
+
+    Raises:
+        ValueError: dropout in the adapter, or an adapter that changes the base model's own weights.
+    """
+    if peft_config is None:
+        return
+    reference = " and beta > 0 has no reference" if beta > 0 else ""
+    kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
+    if kind != "LORA":
+        raise ValueError(f"peft_config is of type {kind}; only LoraConfig gives weights that diffusers loads.")
+    if isinstance(peft_config.init_lora_weights, str) and peft_config.init_lora_weights.lower() not in SAFE_INITS:
+        raise ValueError(
+            f"init_lora_weights={peft_config.init_lora_weights!r} changes the base model's own weights, so that the "
+            f"saved LoRA does not fit the published model{reference}; use True, 'gaussian' or 'orthogonal'."
+        )
+    if peft_config.bias != "none":
+        raise ValueError(
+            f"bias={peft_config.bias!r} trains the base model's own biases, which the saved LoRA does not hold"
+            f"{reference}; use bias='none'."
+        )
+    if getattr(peft_config, "lora_dropout", 0.0):
+        raise ValueError(
+            f"lora_dropout={peft_config.lora_dropout} would make every replay differ from its rollout and the ratio "
+            "from 1; set it to 0."
+        )

@@ -1,0 +1,164 @@
+"""Settings of a pipeline's scheduler: change them, and refuse one that changes nothing.
+
+Whether a setting changes something is measured. The scheduler is built with and without it, set to a few steps as the
+pipeline would set it, and stepped on the same tensors by the class that training steps with.
+"""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SchedulerMixin
+from torch import Tensor
+
+from ..policy.schedulers import step_kind, stochastic_scheduler
+from ..policy.stochastic_steps import CosineSteps, FlowSteps, StochasticScheduler
+
+STEPS = 4  # of the schedules that are compared
+NOISE_LEVEL = 0.5
+MU = 0.8  # stands for what a pipeline computes from the size, where it has no `calculate_shift` to be asked
+TOKENS = 1024  # between the base and the largest number of `calculate_shift`'s arguments, which both matter then
+# settings on which it depends whether others are read, and what may be advised
+SWITCHES = {"use_dynamic_shifting": (True, False), "use_flow_sigmas": (True,)}
+OF_SHIFT = {  # setting of the scheduler -> argument of the pipelines' `calculate_shift`
+    "base_image_seq_len": "base_seq_len",
+    "max_image_seq_len": "max_seq_len",
+    "base_shift": "base_shift",
+    "max_shift": "max_shift",
+}
+
+
+def change_scheduler(
+    scheduler: SchedulerMixin, settings: dict[str, Any], pipeline: type[DiffusionPipeline]
+) -> SchedulerMixin:
+    """Build the scheduler anew with some of its settings changed.
+
+    Args:
+        scheduler: the pipeline's own; it is not modified.
+        settings: for instance `{"shift": 3.0}`.
+        pipeline: the class that sets the scheduler's steps.
+
+    Raises:
+        ValueError: the scheduler has no such setting, or it changes no step; the message says what to set.
+    """
+    cls = type(scheduler)
+    known = sorted(set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"})
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        near = [name for name in unknown for name in difflib.get_close_matches(name, known, n=1)]
+        hint = f"; did you mean {', '.join(near)}?" if near else "."
+        raise ValueError(
+            f"scheduler_kwargs: {cls.__name__} has no setting {', '.join(unknown)}; it has {', '.join(known)}{hint}"
+        )
+    changed = cls.from_config(scheduler.config, **settings)
+    for name in settings:
+        if not _acts(name, changed, scheduler.config.get(name), pipeline):
+            raise ValueError(_refusal(name, changed, scheduler.config.get(name), pipeline))
+    return changed
+
+
+def _refusal(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[DiffusionPipeline]) -> str:
+    """Write one sentence, with the switch that would make the setting count where there is one."""
+    config = scheduler.config
+    found = f"scheduler_kwargs: {name}={config[name]} changes no step of {pipeline.__name__}"
+    for switch, advised in SWITCHES.items():
+        if switch == name or switch not in config or (not config[switch]) not in advised:
+            continue
+        switched = type(scheduler).from_config(config, **{switch: not config[switch]})
+        if _acts(name, switched, before, pipeline):
+            advice = f"set {switch}: {str(not config[switch]).lower()} beside it"
+            if config.get("shift_terminal"):
+                advice += f", and shift_terminal: null, or the sigmas are stretched to {config['shift_terminal']}"
+            return f"{found}, whose scheduler has {switch}={config[switch]}; {advice}, or leave it out."
+    return f"{found} as its {type(scheduler).__name__} is set here; leave it out."
+
+
+def _acts(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[DiffusionPipeline]) -> bool:
+    """Tell whether a setting of `scheduler` makes another step than the value `before` does."""
+    value = scheduler.config[name]
+    if value == before:
+        if not isinstance(before, float):
+            return True  # it says what is so anyway
+        before = value + 1.0  # would another value change anything?
+    try:
+        other = type(scheduler).from_config(scheduler.config, **{name: before})
+    except ValueError:  # the settings need each other
+        return True
+    kind = step_kind(scheduler)
+    if kind is None or kind is not step_kind(other) or (name not in OF_SHIFT and _is_read(name, pipeline)):
+        return True
+    pairs = zip_longest(_steps(scheduler, pipeline), _steps(other, pipeline), fillvalue=torch.empty(0))
+    return not all(torch.equal(one, another) for one, another in pairs)
+
+
+def _is_read(name: str, pipeline: type[DiffusionPipeline]) -> bool:
+    """Tell whether the pipeline itself reads this setting of its scheduler."""
+    pattern = re.compile(rf"scheduler\.config(\.|\[[\"']|\.get\([\"']){name}\b")
+    classes = pipeline.__mro__[: pipeline.__mro__.index(DiffusionPipeline)]
+    try:
+        return any(pattern.search(inspect.getsource(cls)) for cls in classes)
+    except OSError:  # a class without source: it may
+        return True
+
+
+def _steps(scheduler: SchedulerMixin, pipeline: type[DiffusionPipeline]) -> list[Tensor]:
+    """Return what a call of the pipeline takes from the scheduler, for each way of setting its timesteps."""
+    seen = []
+    for arguments in _ways(scheduler, pipeline):
+        stochastic = stochastic_scheduler(scheduler)
+        known = inspect.signature(stochastic.set_timesteps).parameters
+        stochastic.set_timesteps(**{name: value for name, value in arguments.items() if name in known})
+        seen.append(stochastic.timesteps.double())
+        # a flow's steps are made of its sigmas alone
+        seen += [stochastic.sigmas.double()] if isinstance(stochastic, FlowSteps) else _walk(stochastic)
+    return seen
+
+
+def _ways(scheduler: SchedulerMixin, pipeline: type[DiffusionPipeline]) -> list[dict[str, Any]]:
+    """Return arguments of `set_timesteps` as the pipeline would give them."""
+    ways: list[dict[str, Any]] = [{"num_inference_steps": STEPS}]
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        ways.append({"sigmas": np.linspace(1.0, 1 / STEPS, STEPS).tolist()})  # FLUX's and most others'
+    if not scheduler.config.get("use_dynamic_shifting"):
+        return ways
+    shift: Callable | None = inspect.unwrap(pipeline.__call__).__globals__.get("calculate_shift")
+    if shift is None:
+        return [way | {"mu": MU} for way in ways]
+    config, known = scheduler.config, inspect.signature(shift).parameters
+    given = {theirs: config[ours] for ours, theirs in OF_SHIFT.items() if ours in config and theirs in known}
+    return [way | {"mu": shift(TOKENS, **given)} for way in ways]
+
+
+def _walk(scheduler: StochasticScheduler) -> list[Tensor]:
+    """Return the latents' scales, and of each step the mean, the std and the step without noise."""
+    noise = torch.Generator().manual_seed(0)
+    latents, prediction = (
+        30 * torch.randn(1, 4, 4, 4, generator=noise) for _ in range(2)
+    )  # so large that they are clipped
+    scheduler.driver = walked = _Walk()
+    walked.seen.append(torch.as_tensor(getattr(scheduler, "init_noise_sigma", 1.0)))
+    timesteps = scheduler.timesteps
+    if isinstance(scheduler, CosineSteps):  # whose pipeline gives one per sample, and leaves out the last
+        timesteps = timesteps[:-1, None]
+    for timestep in timesteps:
+        walked.seen.append(scheduler.scale_model_input(latents, timestep))
+        scheduler.step(prediction, timestep, latents)
+    return walked.seen
+
+
+class _Walk:
+    """A driver that notes what each step is made of."""
+
+    def __init__(self):
+        self.seen: list[Tensor] = []
+
+    def step(self, scheduler: StochasticScheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor):
+        """Note the step `index` and stay where it is."""
+        mean, std = scheduler.distribution(prediction, timestep, sample, NOISE_LEVEL)
+        self.seen += [mean, torch.as_tensor(std), scheduler.deterministic(prediction, timestep, sample)]
+        return sample

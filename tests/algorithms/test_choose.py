@@ -1,0 +1,197 @@
+"""`loss_type` and `loss_kwargs`: names, losses and algorithms of one's own, and what is refused."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from tiny_runs import logged, trained_weights, trainer_for
+
+import diffusion_grpo.losses
+from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.algorithms import ALGORITHMS
+from diffusion_grpo.algorithms.base import Algorithm, PassOutput
+from diffusion_grpo.algorithms.choose import check_loss_kwargs, find_algorithm, load_algorithm
+from diffusion_grpo.algorithms.grpo import GRPO
+from diffusion_grpo.algorithms.losses import LossInputs, LossOutput, grpo
+
+NOT_A_LOSS = math.pi
+
+
+def reinforce(given: LossInputs) -> LossOutput:
+    """A loss of the user's own."""
+    return LossOutput(-(given.advantages * given.log_prob).mean(), {})
+
+
+def scaled_reinforce(given: LossInputs, *, scale: float, offset: float = 0.0) -> LossOutput:
+    """One with settings."""
+    loss = -((given.advantages + offset) * given.log_prob).mean()
+    return LossOutput(scale * loss, {"offset": torch.tensor(offset)})
+
+
+class Reinforce(Algorithm):
+    """REINFORCE (Williams, 1992) on every recorded step, without a ratio: an algorithm of the user's own.
+
+    Args:
+        beta: the run's, weight of the KL divergence to the reference.
+        temperature: a setting of its own; advantages are divided by it.
+    """
+
+    def __init__(self, *, beta: float, temperature: float = 1.0):
+        self.beta, self.temperature = beta, temperature
+
+    def passes(self, batch):
+        steps = sorted({step for part in batch.parts for step in part.trajectory.steps.flatten().tolist()})
+        return [[(part.at_step(step), step) for part in batch.parts for step in steps]]
+
+    def loss(self, policy, reference, part, step):
+        now = policy.replay(part.inputs, part.trajectory, step)
+        loss = -(part.advantage(step).to(now.log_prob) / self.temperature * now.log_prob).sum()
+        if self.beta > 0:
+            other = reference.replay(part.inputs, part.trajectory, step)
+            loss = loss + self.beta * ((now.mean - other.mean) ** 2).sum()
+        drift = (now.log_prob.detach() - part.recorded_log_prob(step).to(now.log_prob)).abs().max()
+        return PassOutput(loss, {"own/log_prob": now.log_prob.mean().item()}, float(drift))
+
+    def check(self, batch, drift):
+        return {"own/drift": drift}
+
+
+class NoPasses:
+    """No algorithm."""
+
+    def loss(self, *args):
+        """Half of one."""
+
+
+def path(thing) -> str:
+    return f"{__name__}.{thing.__name__}"
+
+
+# what `loss_type` may be
+
+
+def test_names_paths_classes_and_functions_are_found():
+    assert find_algorithm("grpo") is ALGORITHMS["grpo"] is GRPO
+    assert find_algorithm("diffusion_grpo.algorithms.losses.grpo") is grpo
+    assert find_algorithm("diffusion_grpo.losses.grpo") is grpo
+    assert find_algorithm(path(reinforce)) is find_algorithm(reinforce) is reinforce
+    assert find_algorithm(path(Reinforce)) is find_algorithm(Reinforce) is Reinforce
+
+
+def test_the_short_module_name_has_the_public_names():
+    assert set(diffusion_grpo.losses.__all__) >= {"LossInputs", "LossOutput", "grpo"}
+    assert diffusion_grpo.losses.LossInputs is LossInputs
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpro", "Unknown loss 'gpro': did you mean 'grpo'"),
+        ("something", "Unknown loss 'something': Known are grpo"),
+        ("nowhere.at_all", "'nowhere.at_all' cannot be imported .*nowhere.*grpo"),
+        ("diffusion_grpo.algorithms.losses.ppo", "cannot be imported .*ppo"),
+        (f"{__name__}.NOT_A_LOSS", "is a float, but a loss must be callable"),
+        (f"{__name__}.NoPasses", "has no method passes or check; let it inherit from .*base.Algorithm"),
+    ],
+)
+def test_what_is_not_known_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        find_algorithm(name)
+
+
+# and `loss_kwargs`
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "loss_kwargs", "message"),
+    [
+        ("grpo", {"delta": 1.0}, "grpo has no setting 'delta'; it has none, so leave loss_kwargs out"),
+        ("grpo", {"epsilon": 1.0}, "epsilon comes from the run's own settings; leave it out here"),
+        ("grpo", {"loss": "x"}, "grpo has no setting 'loss'"),
+        (path(reinforce), {"scale": 1.0}, "reinforce has no setting 'scale'; it has none"),
+        (path(scaled_reinforce), {"scal": 1.0}, "'scal'; it has scale, offset. Did you mean 'scale'"),
+        (path(scaled_reinforce), {"given": 1.0, "scale": 1.0}, "'given'; it has scale, offset"),
+        (path(scaled_reinforce), {"offset": 1.0}, "scaled_reinforce needs scale; give {scale: ...}"),
+        (path(scaled_reinforce), None, "scaled_reinforce needs scale"),
+        (path(Reinforce), {"temprature": 1.0}, "'temprature'; it has temperature. Did you mean 'temperature'"),
+        (path(Reinforce), {"beta": 1.0}, "beta comes from the run's own settings"),
+    ],
+)
+def test_the_config_refuses_settings_that_the_loss_does_not_have(loss_type, loss_kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        DiffusionGRPOConfig("out", use_cpu=True, loss_type=loss_type, loss_kwargs=loss_kwargs)
+
+
+def test_the_command_line_gives_settings_as_json():
+    args = DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(scaled_reinforce), loss_kwargs='{"scale": 2.0}')
+    assert args.loss_kwargs == {"scale": 2.0}
+
+
+def test_what_takes_any_setting_gets_any_but_the_runs():
+    def loose(given, **settings):
+        return LossOutput(given.log_prob.sum(), settings)
+
+    check_loss_kwargs(loose, {"anything": 1})
+    with pytest.raises(ValueError, match="beta comes from the run's own settings"):
+        check_loss_kwargs(loose, {"beta": 1})
+
+
+def test_a_function_becomes_grpos_step_loss_and_a_class_gets_what_it_names():
+    run = {"beta": 0.5, "epsilon": 0.2, "take_turns": True}
+    plain = load_algorithm(reinforce, None, **run)
+    assert isinstance(plain, GRPO) and plain.step_loss is reinforce
+    assert (plain.beta, plain.epsilon, plain.epsilon_high, plain.take_turns) == (0.5, 0.2, 0.2, True)
+    partly = load_algorithm(path(scaled_reinforce), {"scale": 3.0}, **run).step_loss
+    assert isinstance(partly, partial) and partly.func is scaled_reinforce and partly.keywords == {"scale": 3.0}
+    own = load_algorithm(path(Reinforce), {"temperature": 2.0}, **run)
+    assert isinstance(own, Reinforce) and (own.beta, own.temperature) == (0.5, 2.0)
+
+    class Wider(GRPO):
+        """Inherits the constructor, so it gets all that GRPO gets."""
+
+    wider = load_algorithm(Wider, None, **run)
+    assert isinstance(wider, Wider) and wider.epsilon == 0.2 and wider.step_loss is grpo
+
+
+# training
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Weights after two updates under several losses, each beside its trainer."""
+    kinds = {
+        "function": {"loss_type": path(reinforce)},
+        "scaled": {"loss_type": path(scaled_reinforce), "loss_kwargs": {"scale": 1.0}},
+        "offset": {"loss_type": path(scaled_reinforce), "loss_kwargs": {"scale": 1.0, "offset": 0.5}},
+        "class": {"loss_type": path(Reinforce)},
+        "cooler": {"loss_type": path(Reinforce), "loss_kwargs": {"temperature": 1e3}},
+        "held": {"loss_type": path(Reinforce), "beta": 1e6},
+    }
+    made = {}
+    for name, settings in kinds.items():
+        trainer = trainer_for(tmp_path_factory.mktemp(name), max_grad_norm=0.0, **settings)
+        trainer.train()
+        made[name] = trainer, trained_weights(trainer)
+    return made
+
+
+def distance(one: dict, other: dict) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_a_loss_with_settings_trains_by_them(runs):
+    assert distance(runs["function"][1], runs["scaled"][1]) == 0
+    assert distance(runs["function"][1], runs["offset"][1]) > 0
+    assert logged(runs["offset"][0], "offset") == [0.5, 0.5]
+
+
+def test_an_algorithm_of_ones_own_trains(runs):
+    """The class and the function are one loss, summed over samples, written in two ways."""
+    trainer, weights = runs["class"]
+    assert isinstance(trainer.algorithm, Reinforce)
+    assert distance(weights, runs["function"][1]) < 1e-6
+    assert logged(trainer, "own/drift") == [0.0, 0.0] and len(logged(trainer, "own/log_prob")) == 2
+    assert not logged(trainer, "ratio/mean")
+    assert logged(runs["cooler"][0], "grad_norm")[0] == pytest.approx(logged(trainer, "grad_norm")[0] / 1e3, rel=1e-3)
+    assert distance(weights, runs["held"][1]) > 0

@@ -1,0 +1,354 @@
+"""What docs/converting.md promises, against the reference systems' arithmetic written out in float64."""
+
+import math
+
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from tiny_runs import PROMPTS, brightness, logged, trained_weights, trainer_for
+from transformers import TrainerCallback
+
+from diffusion_grpo.algorithms.advantages import best_of_n
+from diffusion_grpo.algorithms.losses import LossInputs, grpo, kl_divergence
+from diffusion_grpo.algorithms.zero_advantages import sample_weights, sum_loss
+from diffusion_grpo.policy.drivers import Recorder
+from diffusion_grpo.policy.processes import cps, flow_sde, log_density, squared_error
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout, trained_steps
+from diffusion_grpo.policy.schedulers import stochastic_scheduler
+from diffusion_grpo.policy.trajectory import Trajectory
+
+SEEDS = [1, 2]
+SHAPE = (3, 4, 2, 2)
+
+
+def joined_buffer(trainer):
+    """All samples of the last rollout as one trajectory."""
+    return Trajectory.cat(trainer.feed.buffer.samples)
+
+
+def sigmas_of(steps, **config):
+    scheduler = FlowMatchEulerDiscreteScheduler(**config)
+    scheduler.set_timesteps(steps)
+    return scheduler.sigmas.double()
+
+
+# The log-probability of CPS
+
+
+def their_cps(prediction, sample, sigma, sigma_next, level):
+    """Flow-GRPO's `sde_type == 'cps'`: mean, std, and minus the squared distance as the log-probability."""
+    std = sigma_next * math.sin(level * math.pi / 2)
+    clean, noise = sample - sigma * prediction, sample + prediction * (1 - sigma)
+    mean = clean * (1 - sigma_next) + noise * torch.sqrt(sigma_next**2 - std**2)
+    return mean, std, lambda value: -((value - mean) ** 2).mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("step", range(9))
+def test_flow_grpos_log_probability_of_cps(step):
+    sigma, sigma_next = sigmas_of(10, shift=3.0)[step : step + 2]
+    torch.manual_seed(step)
+    sample, prediction, other, noise = torch.randn(4, *SHAPE, dtype=torch.float64)
+    prediction.requires_grad_()
+    mean, std, score = their_cps(prediction, sample, sigma, sigma_next, 0.8)
+    value = (mean + std * noise).detach()
+    ours, own_std = cps(prediction, sample, sigma, sigma_next, noise_level=0.8)
+    torch.testing.assert_close(squared_error(value, ours, own_std), score(value), rtol=1e-12, atol=0)
+
+    gradients = [
+        torch.autograd.grad(form(value, ours, own_std).sum(), prediction, retain_graph=True)[0]
+        for form in (squared_error, log_density)
+    ]
+    torch.testing.assert_close(gradients[0], 2 * std**2 * gradients[1], rtol=1e-9, atol=0)
+    # a ratio of theirs is ours to the power of 2 std^2, so that their clip range c is c / (2 std^2) here
+    ref_mean, _, _ = their_cps(other, sample, sigma, sigma_next, 0.8)
+    moved = [form(value, ref_mean, own_std) - form(value, ours, own_std) for form in (squared_error, log_density)]
+    torch.testing.assert_close(moved[0], 2 * std**2 * moved[1], rtol=1e-9, atol=1e-12)
+    # and their KL is ours: beta needs no factor
+    theirs = ((mean - ref_mean) ** 2).mean((1, 2, 3)) / (2 * std**2)
+    torch.testing.assert_close(kl_divergence(ours, ref_mean, own_std), theirs, rtol=1e-9, atol=0)
+
+
+def test_the_factors_of_cps_that_the_page_names():
+    factors = [2 * (sigma * math.sin(0.4 * math.pi)) ** 2 for sigma in sigmas_of(10, shift=3.0)[1:6].tolist()]
+    assert (factors[0], factors[-1]) == (pytest.approx(1.7, abs=0.05), pytest.approx(0.9, abs=0.05))
+
+
+def test_what_is_held_fixed_does_not_count_in_a_squared_error():
+    value, mean = torch.tensor([[1.0, 5.0], [2.0, 9.0]]), torch.zeros(2, 2)
+    assert squared_error(value, mean, torch.tensor([1.0, 0.0])).tolist() == [-1.0, -4.0]
+
+
+def test_a_squared_error_is_recorded_and_replayed():
+    pipe, inputs = tiny_pipelines.build("sd3")
+    policy = DenoisingPolicy(pipe, sde_type="cps", log_prob_type="squared_error")
+    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
+    for step in (0, 1, 2):
+        now = replay(policy, inputs, trajectory, step)
+        assert torch.equal(now.log_prob, trajectory.log_probs[:, step]) and now.log_prob.requires_grad
+        by_hand = -((trajectory.next_latents[:, step] - now.mean).double() ** 2).mean((1, 2, 3))
+        torch.testing.assert_close(now.log_prob.double(), by_hand, rtol=1e-5, atol=0)
+
+
+def test_a_squared_error_is_of_cps_alone():
+    pipe, _ = tiny_pipelines.build("sd3")
+    with pytest.raises(ValueError, match="Flow-GRPO's form for cps, but the process is flow_sde; set sde_type='cps'"):
+        DenoisingPolicy(pipe, log_prob_type="squared_error")
+    with pytest.raises(ValueError, match="one of gaussian, squared_error, got 'square'"):
+        DenoisingPolicy(pipe, sde_type="cps", log_prob_type="square")
+
+
+def test_the_setting_reaches_the_ratio(tmp_path):
+    settings = {"sde_type": "cps", "max_steps": 1}
+    forms = [trainer_for(tmp_path / form, log_prob_type=form, **settings) for form in ("gaussian", "squared_error")]
+    for trainer in forms:
+        trainer.train()
+        assert logged(trainer, "ratio/max_error") == [0.0]
+    gaussian, squared = (joined_buffer(trainer) for trainer in forms)
+    assert torch.equal(gaussian.next_latents, squared.next_latents)  # the rollout is the same
+    assert (squared.log_probs < 0).all() and not torch.allclose(gaussian.log_probs, squared.log_probs)
+    assert logged(forms[0], "grad_norm") != logged(forms[1], "grad_norm")
+
+
+# Noise in the last step
+
+
+def test_the_noise_of_the_last_step_that_the_page_names():
+    sd3 = sigmas_of(10, shift=3.0)
+    flux = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    mu = 0.5 + (1.15 - 0.5) * (1024 - 256) / (4096 - 256)  # 512 x 512
+    flux.set_timesteps(sigmas=[1 - i / 6 for i in range(6)], mu=mu)
+    for sigmas, level, expected in ((sd3, 0.7, 0.006), (flux.sigmas.double(), 0.9, 0.288)):
+        x = torch.zeros(1, 1, dtype=torch.float64)
+        _, std = flow_sde(x, x, sigmas[-2], sigmas[-1], noise_level=level, sigma_max=sigmas[1])
+        assert std.item() == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("process", ["flow_sde", "dance_sde"])
+def test_noise_in_the_last_step_is_one_more_step_of_the_process(process):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    policy, made = DenoisingPolicy(pipe, sde_type=process), []
+    for last in (False, True):
+        latents = []
+        call = dict(seeds=[11, 12], initial_seeds=SEEDS, num_inference_steps=4, noise_level=0.5)
+        _, trajectory = rollout(policy, inputs, noise_in_last_step=last, latents=latents, is_decoded=False, **call)
+        made.append((torch.stack(latents).double(), trajectory))
+    (plain, before), (noisy, after) = made
+    assert torch.equal(before.next_latents, after.next_latents) and torch.equal(before.log_probs, after.log_probs)
+    assert after.steps.tolist() == [[0, 1, 2]] * 2  # it is never trained
+
+    sigmas = policy.scheduler.sigmas.double()
+    x, sigma = after.next_latents[:, -1].double(), sigmas[3]
+    velocity = (x - plain) / sigma  # the step without noise is Euler's
+    clean = x - sigma * velocity
+    score = -(x - (1 - sigma) * clean) / sigma**2
+    g = 0.5 * (torch.sqrt(sigma / (1 - sigma)) if process == "flow_sde" else 1)
+    mean = x - sigma * (velocity - g**2 / 2 * score)
+    noise = []
+    for seed in (11, 12):
+        generator = torch.Generator().manual_seed(seed)
+        noise.append([torch.randn(x.shape[1:], generator=generator) for _ in range(4)][-1])
+    expected = mean + g * torch.sqrt(sigma) * torch.stack(noise).double()
+    torch.testing.assert_close(noisy, expected, rtol=1e-4, atol=1e-4)
+    assert (noisy - plain).abs().max() > 0.01
+
+
+def steps_of_a_loop(begin, noise_steps, noise_in_last_step):
+    """Which steps of a loop of 6 that begins at `begin` drew noise."""
+    scheduler = stochastic_scheduler(FlowMatchEulerDiscreteScheduler(shift=3.0))
+    scheduler.set_timesteps(6)
+    scheduler.set_begin_index(begin)
+    seeds = torch.tensor(SEEDS)
+    scheduler.driver = Recorder(
+        seeds, seeds, noise_steps, torch.zeros(2, 1, dtype=torch.int64), 0.7, "cpu", True, noise_in_last_step
+    )
+    x, prediction, drawn = torch.ones(2, 1, 2, 2), torch.zeros(2, 1, 2, 2), set()
+    for index, timestep in enumerate(scheduler.timesteps[begin:]):
+        after = scheduler.step(prediction, timestep, x, return_dict=False)[0]
+        drawn |= {index} if not torch.equal(after, x) else set()
+    return drawn
+
+
+@pytest.mark.parametrize("noise_steps", [None, set(range(6))], ids=["default", "all"])
+@pytest.mark.parametrize("begin", [0, 2])
+def test_the_last_step_of_a_loop_is_where_it_ends(begin, noise_steps):
+    """Image-to-image begins in the middle, so that its last step has another number than `num_inference_steps` - 1."""
+    every = set(range(6 - begin))
+    assert steps_of_a_loop(begin, noise_steps, False) == every - {5 - begin}
+    assert steps_of_a_loop(begin, noise_steps, True) == every
+
+
+def test_a_window_keeps_the_last_step_without_noise():
+    assert steps_of_a_loop(0, {0, 1, 2}, True) == {0, 1, 2}
+
+
+def test_the_setting_reaches_the_rollout(tmp_path):
+    samples = []
+    for last in (False, True):
+        trainer = trainer_for(tmp_path / str(last), noise_in_last_step=last, max_steps=1)
+        trainer.train()
+        samples.append((joined_buffer(trainer).next_latents, logged(trainer, "reward")))
+        assert logged(trainer, "ratio/max_error") == [0.0]
+    assert torch.equal(samples[0][0], samples[1][0]) and samples[0][1] != samples[1][1]
+
+
+def test_noise_in_a_last_step_that_has_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="noise_in_last_step=True changes nothing with sde_type='cps'"):
+        trainer_for(tmp_path, sde_type="cps", noise_in_last_step=True)
+    with pytest.raises(ValueError, match="CosmosTextToWorldPipeline is sampled by ancestral.*leave it out"):
+        trainer_for(tmp_path, name="cosmos", noise_in_last_step=True)
+
+
+# Samples whose advantage is 0
+
+
+def inputs_of(advantages, ref_mean=None):
+    torch.manual_seed(0)
+    count = len(advantages)
+    mean = torch.randn(count, 3, dtype=torch.float64, requires_grad=True)
+    return LossInputs(
+        log_prob=(mean**2).mean(1) * 1e-2,
+        old_log_prob=torch.zeros(count, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        mean=mean,
+        std=torch.tensor(0.5, dtype=torch.float64),
+        ref_mean=torch.zeros(count, 3, dtype=torch.float64),
+        epsilon=0.1,
+        epsilon_high=0.1,
+        beta=0.3,
+    )
+
+
+def test_flow_grpos_update_without_zero_advantages():
+    """Its mask, two micro-batches of what is left, and the mean over both; ours sums and divides by all."""
+    advantages = [1.5, 0.0, -0.5, 0.0, 0.0, 0.0, 2.0, -1.0]
+    whole = inputs_of(advantages)
+    kept = [i for i, advantage in enumerate(advantages) if advantage != 0]
+    theirs = 0.0
+    for batch in (kept[:2], kept[2:]):
+        ratio, advantage = torch.exp(whole.log_prob[batch]), whole.advantages[batch]
+        policy = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.9, 1.1)).mean()
+        kl = ((whole.mean[batch] ** 2).mean(1) / (2 * 0.5**2)).mean()
+        theirs = theirs + (policy + 0.3 * kl) / 2
+    weights = sample_weights(whole.advantages, torch.arange(8))
+    assert weights.tolist() == [2.0, 0.0, 2.0, 0.0, 0.0, 0.0, 2.0, 2.0]
+    ours = 0.0
+    for rows in (slice(0, 4), slice(4, 6), slice(6, 8)):  # the second has nobody who counts
+        names = ("log_prob", "old_log_prob", "advantages", "mean", "ref_mean")
+        part = LossInputs(
+            **{name: getattr(whole, name)[rows] for name in names},
+            std=whole.std,
+            epsilon=0.1,
+            epsilon_high=0.1,
+            beta=0.3,
+        )
+        ours = ours + sum_loss(grpo, part, weights[rows]).loss / 8
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(loss, whole.mean, retain_graph=True)[0] for loss in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+
+
+def test_weights_are_of_what_is_trained():
+    advantages = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, -1.0], [2.0, 2.0]])
+    assert sample_weights(advantages, torch.tensor([0, 1, 2])).tolist() == [1.5, 0.0, 1.5, 1.5]
+    assert sample_weights(torch.zeros(4), torch.arange(4)).tolist() == [0.0] * 4
+
+
+def test_a_standard_deviation_of_each_sample_goes_with_it():
+    given = inputs_of([1.0, 0.0])
+    each = {**vars(given), "std": torch.tensor([[0.5], [9.0]], dtype=torch.float64)}
+    whole = sum_loss(grpo, given, torch.tensor([2.0, 0.0])).loss
+    torch.testing.assert_close(sum_loss(grpo, LossInputs(**each), torch.tensor([2.0, 0.0])).loss, whole)
+
+
+class KeepGradients(TrainerCallback):
+    """Keeps the gradients of the first update."""
+
+    def __init__(self):
+        self.gradients = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 0:
+            self.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def one_group_of_equals(images, prompts, **columns):
+    """Rewards of the first prompt differ, those of the others are equal."""
+    values = brightness(images)
+    return [value if prompt == PROMPTS[0] else 1.0 for value, prompt in zip(values, prompts, strict=True)]
+
+
+def test_dropping_a_group_of_equals_doubles_what_the_other_says(tmp_path):
+    gradients = []
+    for drop in (False, True):
+        keep = KeepGradients()
+        trainer = trainer_for(
+            tmp_path / str(drop),
+            rewards=one_group_of_equals,
+            shuffle_dataset=False,
+            drop_zero_advantages=drop,
+            callbacks=[keep],
+            max_steps=1,
+            max_grad_norm=0,
+            beta=0.1,
+        )
+        trainer.train()
+        assert logged(trainer, "frac_reward_zero_std") == [0.5] and logged(trainer, "ratio/max_error") == [0.0]
+        gradients.append(keep.gradients)
+    assert any(gradient.abs().max() > 0 for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], 2 * gradient, rtol=1e-4, atol=1e-9)
+
+
+def test_where_every_advantage_is_zero_nothing_moves(tmp_path):
+    trainer = trainer_for(
+        tmp_path,
+        rewards=lambda images, **columns: [1.0] * len(images),
+        drop_zero_advantages=True,
+        max_steps=1,
+        weight_decay=0.0,
+    )
+    before = trained_weights(trainer)
+    trainer.train()
+    assert logged(trainer, "grad_norm") == [0.0] and logged(trainer, "loss") == [0.0]
+    assert all(torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
+
+
+def test_weights_survive_a_resume_within_a_rollout(tmp_path):
+    settings = {"drop_zero_advantages": True, "rewards": one_group_of_equals, "max_steps": 2, "num_iterations": 2}
+    settings |= {"shuffle_dataset": False, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    again = trainer_for(tmp_path / "again", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert again.feed.buffer.weights.tolist() == whole.feed.buffer.weights.tolist()
+    assert 2.0 in whole.feed.buffer.weights.tolist()
+    expected = trained_weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+
+
+# Fractions of the steps, best of n
+
+
+@pytest.mark.parametrize("steps", [2, 6, 10, 16, 20, 50])
+def test_every_number_of_trained_steps_has_a_fraction_of_two_decimals(steps):
+    for count in range(1, steps):
+        fraction = math.ceil(100 * count / (steps - 1)) / 100
+        assert trained_steps(steps, fraction=fraction) == [list(range(count))]
+
+
+def test_fractions_that_the_page_converts():
+    """They truncate, Flow-GRPO of all steps and DanceGRPO of all but the last; here it is rounded."""
+    assert int(10 * 0.99) == len(trained_steps(10)[0]) == 9
+    assert int(15 * 0.6) == len(trained_steps(16, fraction=0.6)[0]) == 9
+    assert int(11 * 0.6) == 6 and len(trained_steps(12, fraction=0.6)[0]) == 7
+    assert len(trained_steps(12, fraction=0.55)[0]) == 6
+
+
+def test_dancegrpos_best_of_n_of_one_prompt():
+    """Its `argsort` over the samples of a process, which are those of one prompt in its scripts."""
+    scores = torch.randn(24, generator=torch.Generator().manual_seed(0))
+    order = torch.argsort(scores)
+    theirs = {*order[-8 // 2 :].tolist(), *order[: 8 // 2].tolist()}
+    chosen = best_of_n(scores, torch.zeros(24, dtype=torch.int64), 8, torch.Generator().manual_seed(0))
+    assert set(chosen.tolist()) == theirs

@@ -1,0 +1,265 @@
+"""GRPO's loss against finite differences, torch's own KL, and what its clip promises."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from diffusion_grpo.algorithms.losses import LossInputs, grpo, kl_divergence, loss_per_reward
+from diffusion_grpo.policy.processes import flow_sde, log_density
+
+
+def inputs(ratio, advantages, *, epsilon=0.1, epsilon_high=0.3, beta=0.0, ref_mean=None) -> LossInputs:
+    """Inputs of three-dimensional latents whose ratios and advantages are given."""
+    log_prob = torch.log(torch.tensor(ratio, dtype=torch.float64)).requires_grad_()
+    batch = len(ratio)
+    return LossInputs(
+        log_prob=log_prob,
+        old_log_prob=torch.zeros(batch, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        mean=torch.ones(batch, 3, dtype=torch.float64, requires_grad=True),
+        std=torch.tensor(0.5, dtype=torch.float64),
+        ref_mean=ref_mean,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        beta=beta,
+    )
+
+
+class Toy(torch.nn.Module):
+    """A policy: the mean of the next latent from a latent, in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, latents):
+        return self.second(torch.tanh(self.first(latents)))
+
+
+def toy_problem():
+    """The loss of a toy policy as a function without arguments, with samples on both sides of the clip and inside."""
+    torch.manual_seed(0)
+    policy, latents = Toy(), torch.randn(16, 5, dtype=torch.float64)
+    std = torch.tensor(0.3, dtype=torch.float64)
+    with torch.no_grad():
+        old_mean = policy(latents)
+        value = old_mean + std * torch.randn_like(old_mean)
+        for parameter in policy.parameters():
+            parameter += 0.03 * torch.randn_like(parameter)
+
+    def log_prob(mean):
+        return torch.distributions.Normal(mean, std).log_prob(value).mean(1)
+
+    def evaluate():
+        mean = policy(latents)
+        return grpo(
+            LossInputs(
+                log_prob=log_prob(mean),
+                old_log_prob=log_prob(old_mean),
+                advantages=torch.linspace(-2, 2, 16, dtype=torch.float64),
+                mean=mean,
+                std=std,
+                ref_mean=old_mean,
+                epsilon=0.02,
+                epsilon_high=0.01,
+                beta=0.7,
+            )
+        )
+
+    return policy, evaluate
+
+
+def test_gradient_equals_finite_differences():
+    policy, evaluate = toy_problem()
+    output = evaluate()
+    assert output.metrics["clip_ratio/low_mean"] > 0 and output.metrics["clip_ratio/high_mean"] > 0
+    assert output.metrics["clip_ratio/region_mean"] < 1
+    output.loss.backward()
+    step = 1e-6
+    for parameter in policy.parameters():
+        values = parameter.data.view(-1)
+        for i in range(len(values)):
+            middle = values[i].item()
+            losses_around = []
+            for shifted in (middle + step, middle - step):
+                values[i] = shifted
+                losses_around.append(evaluate().loss.item())
+            values[i] = middle
+            numeric = (losses_around[0] - losses_around[1]) / (2 * step)
+            assert parameter.grad.view(-1)[i].item() == pytest.approx(numeric, rel=1e-5, abs=1e-8)
+
+
+def test_ratio_one_gives_minus_mean_advantage_and_the_policy_gradient():
+    given = inputs([1.0, 1.0, 1.0], [2.0, -0.5, 0.25])
+    output = grpo(given)
+    assert output.loss.item() == -(2.0 - 0.5 + 0.25) / 3
+    assert output.metrics["ratio/mean"] == 1
+    assert output.metrics["clip_ratio/region_mean"] == 0
+    output.loss.backward()
+    assert torch.equal(given.log_prob.grad, -given.advantages / 3)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "passes", "side"),
+    [
+        (1.5, 1.0, -1.3, False, "high"),  # better and already more likely than allowed
+        (0.5, -1.0, 0.9, False, "low"),  # worse and already less likely than allowed
+        (0.5, 1.0, -0.5, True, None),  # better but less likely: always pulled back
+        (1.5, -1.0, 1.5, True, None),  # worse but more likely: always pulled back
+        (1.2, 1.0, -1.2, True, None),  # within 1 + epsilon_high, but not within 1 + epsilon
+        (0.8, -1.0, 0.9, False, "low"),  # not within 1 - epsilon, though within 1 - epsilon_high
+        (0.95, -1.0, 0.95, True, None),
+    ],
+)
+def test_clip_acts_on_both_sides_and_only_outwards(ratio, advantage, loss, passes, side):
+    given = inputs([ratio], [advantage])
+    output = grpo(given)
+    assert output.loss.item() == pytest.approx(loss, rel=1e-12)
+    output.loss.backward()
+    assert given.log_prob.grad.item() == (pytest.approx(-advantage * ratio) if passes else 0)
+    assert output.metrics["clip_ratio/high_mean"] == (side == "high")
+    assert output.metrics["clip_ratio/low_mean"] == (side == "low")
+    assert output.metrics["clip_ratio/region_mean"] == (side is not None)
+
+
+def test_metrics_are_shares_of_the_batch_without_gradient():
+    output = grpo(inputs([1.5, 0.5, 1.0, 1.0], [1.0, -1.0, 1.0, -1.0], ref_mean=torch.zeros(4, 3)))
+    metrics = {name: value.item() for name, value in output.metrics.items()}
+    assert metrics == {
+        "ratio/mean": pytest.approx(1.0),
+        "ratio/min": pytest.approx(0.5),
+        "ratio/max": pytest.approx(1.5),
+        "clip_ratio/low_mean": 0.25,
+        "clip_ratio/high_mean": 0.25,
+        "clip_ratio/region_mean": 0.5,
+        "kl": 2.0,  # 1**2 / (2 * 0.5**2)
+    }
+    assert not any(value.requires_grad for value in output.metrics.values())
+    assert output.loss.ndim == 0 and output.loss.requires_grad
+
+
+@pytest.mark.parametrize("std_shape", [(), (4, 1, 1), (4, 3, 5)])
+def test_kl_equals_torch_averaged_over_dimensions(std_shape):
+    torch.manual_seed(0)
+    mean, ref_mean = torch.randn(2, 4, 3, 5, dtype=torch.float64)
+    std = torch.rand(std_shape, dtype=torch.float64) + 0.1
+    normals = [torch.distributions.Normal(m, std.expand(4, 3, 5)) for m in (mean, ref_mean)]
+    expected = torch.distributions.kl_divergence(*normals).mean((1, 2))
+    torch.testing.assert_close(kl_divergence(mean, ref_mean, std), expected, rtol=1e-12, atol=0)
+
+
+def test_kl_carries_a_gradient_with_weight_beta():
+    given = inputs([1.0, 1.0], [0.0, 0.0], beta=0.5, ref_mean=torch.zeros(2, 3, dtype=torch.float64))
+    output = grpo(given)
+    assert output.loss.item() == 0.5 * output.metrics["kl"].item() == 1.0
+    output.loss.backward()
+    # d/dmean of beta * mean((mean - 0)**2 / (2 * std**2)) over 6 numbers
+    torch.testing.assert_close(given.mean.grad, torch.full((2, 3), 0.5 * 1 / 0.25 / 6, dtype=torch.float64))
+
+
+def test_kl_is_measured_but_not_felt_with_beta_zero():
+    given = inputs([1.0], [1.0], beta=0.0, ref_mean=torch.zeros(1, 3))
+    assert grpo(given).loss.item() == grpo(dataclasses.replace(given, ref_mean=None)).loss.item()
+    assert "kl" in grpo(given).metrics
+    assert "kl" not in grpo(dataclasses.replace(given, ref_mean=None)).metrics
+
+
+# rewards with a loss each
+
+
+def of_two_rewards(ratio, advantages, **settings) -> LossInputs:
+    """Inputs whose advantages have a column a reward."""
+    given = inputs(ratio, [0.0] * len(ratio), **settings)
+    return dataclasses.replace(given, advantages=torch.tensor(advantages, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.3, 2.0], [1.0, -0.5]])
+def test_where_nothing_is_clipped_losses_per_reward_are_the_loss_of_the_sum(weights):
+    advantages = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    settings = {"beta": 0.7, "ref_mean": torch.zeros(4, 3, dtype=torch.float64)}
+    given = of_two_rewards([1.0, 0.95, 1.05, 1.25], advantages.tolist(), **settings)
+    apart = loss_per_reward(grpo, weights)(given)
+    summed = dataclasses.replace(given, advantages=advantages @ torch.tensor(weights, dtype=torch.float64))
+    together = grpo(summed)
+    gradients = [torch.autograd.grad(output.loss, [given.log_prob, given.mean]) for output in (apart, together)]
+    assert apart.loss.item() == pytest.approx(together.loss.item(), rel=1e-12)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert apart.metrics["kl"] == together.metrics["kl"] and apart.metrics["clip_ratio/region_mean"] == 0
+
+
+def test_the_clip_judges_each_reward_by_itself():
+    """The step is already 1.5 times as likely: the reward that wants it is held back, the other still pulls."""
+    given = of_two_rewards([1.5], [[1.0, -2.0]])
+    output = loss_per_reward(grpo, [1.0, 0.25])(given)
+    assert output.loss.item() == pytest.approx(-1.3 + 0.25 * 2.0 * 1.5)
+    output.loss.backward()
+    assert given.log_prob.grad.item() == pytest.approx(0.25 * 2.0 * 1.5)
+    assert output.metrics["clip_ratio/high_mean"] == 0.5  # of two rewards, one
+    together = grpo(dataclasses.replace(given, advantages=torch.tensor([1.0 - 0.5], dtype=torch.float64)))
+    assert together.loss.item() == pytest.approx(-0.5 * 1.3)  # the sum of the advantages is held back altogether
+
+
+def test_a_negative_weight_turns_the_advantage_not_the_clip():
+    negative = loss_per_reward(grpo, [1.0, -0.5])(of_two_rewards([1.5, 0.5], [[1.0, 2.0], [0.3, -1.0]]))
+    positive = loss_per_reward(grpo, [1.0, 0.5])(of_two_rewards([1.5, 0.5], [[1.0, -2.0], [0.3, 1.0]]))
+    assert negative.loss.item() == positive.loss.item()
+
+
+def test_dancegrpos_loss_for_video():
+    """Its training loop in float64: each reward clamped and clipped, weighted, divided by the steps outside."""
+    ratio = torch.tensor([1.0002, 0.9998, 1.00005], dtype=torch.float64)
+    advantages, coefficients, clip = torch.tensor([[9.0, -0.5], [-7.0, 0.2], [1.0, 1.0]]).double(), [1.0, 0.5], 1e-4
+    expected = 0.0
+    for column, coefficient in zip(advantages.clamp(-5, 5).T, coefficients, strict=True):
+        unclipped, clipped = -column * ratio, -column * ratio.clamp(1 - clip, 1 + clip)
+        expected += coefficient * torch.maximum(unclipped, clipped).mean()
+    given = of_two_rewards(ratio.tolist(), advantages.clamp(-5, 5).tolist(), epsilon=clip, epsilon_high=clip)
+    assert loss_per_reward(grpo, coefficients)(given).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+# conversions that docs/converting.md promises
+
+
+def steps_of_sd3():
+    """The nine of ten steps that Flow-GRPO trains on SD3.5-M: (sigma, sigma_next, sigma_max) in float64."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10)
+    sigmas = scheduler.sigmas.double()
+    return [(sigmas[i], sigmas[i + 1], sigmas[1]) for i in range(9)]
+
+
+@pytest.mark.parametrize("step", range(9))
+def test_flow_grpos_kl_and_log_probability_convert(step):
+    """Its step written as in its code, with g where ours has g * sqrt(-dt)."""
+    sigma, sigma_next, sigma_max = steps_of_sd3()[step]
+    sample, prediction, other, noise = torch.randn(4, 2, 3, 4, 4, dtype=torch.float64)
+    dt = sigma_next - sigma
+    g = torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))) * 0.7
+
+    def their_mean(velocity):
+        return sample * (1 + g**2 / (2 * sigma) * dt) + velocity * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
+
+    theirs = ((their_mean(prediction) - their_mean(other)) ** 2).mean((1, 2, 3)) / (2 * g**2)
+    ours = [
+        flow_sde(velocity, sample, sigma, sigma_next, sigma_max=sigma_max, noise_level=0.7)
+        for velocity in (prediction, other)
+    ]
+    (mean, std), (ref_mean, _) = ours
+    torch.testing.assert_close(theirs, -dt * kl_divergence(mean, ref_mean, std), rtol=1e-9, atol=0)
+    drawn = mean + std * noise
+    scale = g * torch.sqrt(-dt)
+    density = -((drawn - their_mean(prediction)) ** 2) / (2 * scale**2) - torch.log(scale) - math.log(2 * math.pi) / 2
+    torch.testing.assert_close(log_density(drawn, mean, std), density.mean((1, 2, 3)), rtol=1e-5, atol=1e-6)
+
+
+def test_flow_grpos_beta_in_ours():
+    """The numbers of docs/converting.md."""
+    factors = torch.tensor([sigma - sigma_next for sigma, sigma_next, _ in steps_of_sd3()])
+    assert 1 / factors.max() == pytest.approx(3.7, abs=0.05) and 1 / factors.min() == pytest.approx(25, abs=0.1)
+    assert 0.04 * factors.min() == pytest.approx(0.0016, abs=5e-5)
+    assert 0.04 * factors.mean() == pytest.approx(0.0044, abs=5e-5)
+    assert 0.04 * factors.max() == pytest.approx(0.0108, abs=5e-5)

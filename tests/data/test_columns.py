@@ -1,0 +1,178 @@
+"""Pictures, videos and sound from every kind of column, and refusals that name row and column."""
+
+import inspect
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxKontextPipeline, StableAudioPipeline, WanVACEPipeline
+from PIL import Image, ImageChops
+
+from diffusion_grpo.data.columns import Columns, is_media
+from diffusion_grpo.data.prompts import load_prompts
+from diffusion_grpo.media.files import write_sound, write_video
+
+COLORS = ["red", "green", "blue"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Three pictures, a video and a sound; datasets keeps its copies beside them."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "files").mkdir()
+    for color in COLORS:
+        Image.new("RGB", (16, 8), color).save(tmp_path / "files" / f"{color}.png")
+    frames = [Image.new("RGB", (16, 8), color) for color in COLORS]
+    write_video(frames, tmp_path / "files" / "a.mp4", fps=8)
+    write_sound(np.stack([np.full(800, 0.5), np.full(800, -0.5)]), tmp_path / "files" / "a.wav", 8000)
+    return tmp_path / "files"
+
+
+def parameters(cls=FluxKontextPipeline):
+    return inspect.signature(cls.__call__).parameters
+
+
+def images_of(folder):
+    return [Image.open(folder / f"{color}.png") for color in COLORS]
+
+
+def structs(folder):
+    return [{"bytes": (folder / f"{color}.png").read_bytes(), "path": None} for color in COLORS]
+
+
+IMAGE = datasets.Image()
+TABLES = {
+    "pictures": lambda folder: datasets.Dataset.from_dict({"image": images_of(folder)}),
+    "paths, Image": lambda folder: from_paths(folder).cast_column("image", IMAGE),
+    "undecoded": lambda folder: from_paths(folder).cast_column("image", datasets.Image(decode=False)),
+    "plain strings": lambda folder: from_paths(folder),
+    "bytes and path": lambda folder: datasets.Dataset.from_dict({"image": structs(folder)}),
+}
+
+
+def from_paths(folder):
+    return datasets.Dataset.from_dict({"image": [str(folder / f"{color}.png") for color in COLORS]})
+
+
+def assert_same_picture(found, expected):
+    assert isinstance(found, Image.Image) and found.size == expected.size
+    assert ImageChops.difference(found.convert("RGB"), expected.convert("RGB")).getbbox() is None
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_pictures(folder, kind):
+    dataset = TABLES[kind](folder)
+    columns = Columns(dataset, parameters())
+    columns.check("train_dataset")
+    rows = columns.rows([2, 0, 2])
+    assert_same_picture(rows[0]["image"], images_of(folder)[2])
+    assert_same_picture(rows[1]["image"], images_of(folder)[0])
+    assert rows[0] is rows[2]  # decoded once for all samples of a prompt
+    picked = Columns(dataset.select([1, 2]), parameters())
+    picked.check("train_dataset")
+    assert_same_picture(picked.rows([0])[0]["image"], images_of(folder)[1])
+
+
+def test_lists_of_pictures_and_missing_ones(folder):
+    paths = [str(folder / f"{color}.png") for color in COLORS]
+    typed = datasets.Dataset.from_dict({"refs": [paths[:2], [], None]}).cast_column("refs", datasets.List(IMAGE))
+    plain = datasets.Dataset.from_dict({"reference_images": [paths[:2], [], None]})
+    for dataset, name in ((typed, "refs"), (plain, "reference_images")):
+        columns = Columns(dataset, parameters(WanVACEPipeline))
+        columns.check("train_dataset")
+        first, second, third = (row[name] for row in columns.rows([0, 1, 2]))
+        assert_same_picture(first[1], images_of(folder)[1])
+        assert second == [] and third is None
+    single = datasets.Dataset.from_dict({"image": [paths[0], None]}).cast_column("image", IMAGE)
+    columns = Columns(single, parameters())
+    columns.check("train_dataset")
+    assert columns.rows([1])[0]["image"] is None
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_videos_are_lists_of_frames(folder, is_typed):
+    dataset = datasets.Dataset.from_dict({"video": [str(folder / "a.mp4")]})
+    if is_typed:
+        dataset = dataset.cast_column("video", datasets.Video())
+    columns = Columns(dataset, parameters(WanVACEPipeline))
+    columns.check("train_dataset")
+    frames = columns.rows([0])[0]["video"]
+    assert len(frames) == 3 and all(frame.size == (16, 8) for frame in frames)
+    reds = [np.asarray(frame)[..., 0].mean() for frame in frames]
+    assert reds[0] > 200 and max(reds[1:]) < 60
+
+
+def test_sound_is_a_tensor_at_the_rate_that_the_type_asks_for(folder):
+    paths = {"initial_audio_waveforms": [str(folder / "a.wav")]}
+    plain = Columns(datasets.Dataset.from_dict(paths), parameters(StableAudioPipeline))
+    sound = plain.rows([0])[0]["initial_audio_waveforms"]
+    assert sound.shape == (2, 800) and sound.dtype == torch.float32
+    assert torch.allclose(sound.mean(1), torch.tensor([0.5, -0.5]), atol=1e-3)
+    typed = datasets.Dataset.from_dict(paths)
+    typed = typed.cast_column("initial_audio_waveforms", datasets.Audio(sampling_rate=4000, num_channels=1))
+    mono = Columns(typed, {}).rows([0])[0]["initial_audio_waveforms"]
+    assert mono.shape[0] == 1 and abs(mono.shape[1] - 400) <= 4
+    assert mono.abs().max() < 1e-3  # the two channels cancel
+
+
+def test_columns_that_take_text_or_that_no_parameter_takes_stay_strings(folder):
+    path = str(folder / "red.png")
+    dataset = datasets.Dataset.from_dict({"prompt": [path], "negative_prompt": [path], "target": [path]})
+    columns = Columns(dataset, parameters())
+    columns.check("train_dataset")
+    assert columns.rows([0]) == [{"prompt": path, "negative_prompt": path, "target": path}]
+
+
+def test_a_type_is_enough_for_a_column_that_only_rewards_take(folder):
+    dataset = datasets.Dataset.from_dict({"target": images_of(folder)})
+    assert_same_picture(Columns(dataset, {}).rows([1])[0]["target"], images_of(folder)[1])
+    assert is_media(dataset.features["target"]) and not is_media(datasets.Value("string"))
+
+
+def test_a_dataset_with_a_format_of_its_own_gives_what_it_gives(folder):
+    dataset = datasets.Dataset.from_dict({"image": images_of(folder)})
+    dataset.set_transform(lambda batch: {"image": [image.size for image in batch["image"]]})
+    assert Columns(dataset, parameters()).rows([0])[0]["image"] == (16, 8)
+
+
+def test_paths_in_a_file_are_relative_to_its_folder(folder):
+    rows = [{"prompt": "x.png", "image": f"{color}.png", "note": f"a {color} one", "name": color} for color in COLORS]
+    (folder / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = load_prompts(str(folder / "edits.jsonl"))
+    assert dataset.column_names == ["prompt", "image", "note", "name"]
+    assert dataset[0] == rows[0] | {"image": str(folder / "red.png")}
+    Columns(dataset, parameters()).check("train_dataset")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("gone.png", "train_dataset, row 1 .*column 'image': there is no file gone.png .paths are relative"),
+        ("/gone.png", "column 'image': there is no file /gone.png\\.$"),
+        (
+            "https://somewhere/a.png",
+            "row 1 .*https://somewhere/a.png is a network address, and nothing is downloaded.*first",
+        ),
+    ],
+)
+@pytest.mark.parametrize("feature", [None, IMAGE, datasets.Image(decode=False)], ids=str)
+def test_refused_before_a_model_is_loaded(folder, value, message, feature):
+    dataset = datasets.Dataset.from_dict({"image": [str(folder / "red.png"), value]})
+    dataset = dataset if feature is None else dataset.cast_column("image", feature)
+    with pytest.raises(ValueError, match=message):
+        Columns(dataset, parameters()).check("train_dataset")
+
+
+def test_other_files_and_broken_ones_are_refused(folder):
+    (folder / "notes.txt").write_text("x")
+    dataset = datasets.Dataset.from_dict({"image": [str(folder / "notes.txt")]})
+    with pytest.raises(ValueError, match="row 0 .*column 'image'.*notes.txt does not have the extension of an image"):
+        Columns(dataset, parameters()).check("eval_dataset")
+    (folder / "broken.png").write_bytes(b"no picture")
+    dataset = datasets.Dataset.from_dict({"image": [str(folder / "red.png"), str(folder / "broken.png")]})
+    columns = Columns(dataset, parameters())
+    columns.check("train_dataset")
+    with pytest.raises(ValueError, match="Row 1 .*column 'image': cannot identify image file"):
+        columns.rows([0, 1])

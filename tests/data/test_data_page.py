@@ -1,0 +1,49 @@
+"""The examples of docs/data.md run as they stand, with tiny pipelines of the same classes for the models."""
+
+import re
+from pathlib import Path
+
+import pytest
+import tiny_pipelines
+from PIL import Image
+from tiny_runs import SETTINGS, logged
+
+import diffusion_grpo
+from diffusion_grpo import DiffusionGRPOConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+EXAMPLES = dict(re.findall(r"### ([^\n]+)\n+```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
+PIPELINES = {
+    "Editing": ("flux_kontext", {"pipeline_kwargs": {"max_area": 256, "_auto_resize": False}}),
+    "Inpainting": ("sd15_inpaint_9", {"height": 16, "width": 16}),
+    "Image to video": ("wan_image", {"height": 16, "width": 16, "num_frames": 5}),
+    "Mixed sizes": ("sd3", {}),
+}
+TINY = {**SETTINGS, "num_generations": 2, "max_steps": 1}
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_example(title, tmp_path, monkeypatch):
+    name, sizes = PIPELINES[title]
+    (tmp_path / "photos").mkdir()
+    for file in ("street", "field", "mask"):
+        Image.new("RGB", (16, 16), "white" if file == "mask" else "green").save(tmp_path / "photos" / f"{file}.png")
+    monkeypatch.chdir(tmp_path)
+
+    def config(folder, **settings):
+        steps = {"num_inference_steps": 10} if "sde_window" in settings else {}
+        return DiffusionGRPOConfig(folder, **{**settings, **TINY, **steps, **sizes})
+
+    real = diffusion_grpo.DiffusionGRPOTrainer
+    monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOConfig", config)
+    monkeypatch.setattr(
+        diffusion_grpo, "DiffusionGRPOTrainer", lambda model, **rest: real(tiny_pipelines.build(name)[0], **rest)
+    )
+    code = EXAMPLES[title].replace("1344", "32").replace("1024", "16").replace("768", "16")
+    found = {}
+    exec(compile(code, title, "exec"), found)
+    assert logged(found["trainer"], "ratio/max_error") == [0.0]
+
+
+def test_every_example_is_run():
+    assert set(EXAMPLES) == set(PIPELINES)

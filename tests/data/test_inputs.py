@@ -1,0 +1,352 @@
+"""Which samples share a pipeline call: found out by asking the pipeline, and by shape."""
+
+import inspect
+import logging
+import types
+
+import numpy as np
+import pytest
+import tiny_pipelines
+import torch
+from datasets import Dataset
+from diffusers import FluxKontextPipeline
+from peft import LoraConfig
+from PIL import Image
+from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, trained_weights
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.data import inputs as module
+from diffusion_grpo.data.calls import group_by_shape
+from diffusion_grpo.data.inputs import PipelineInputs, check_count
+from diffusion_grpo.media.serialize import pack_samples
+from diffusion_grpo.policy.batching import Form
+from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
+
+KONTEXT = inspect.unwrap(FluxKontextPipeline.__call__)
+FIXED = {"max_area": 256, "_auto_resize": False}
+UNUSED = types.SimpleNamespace(draws_tokens=False)  # a policy that is not called
+
+
+def picture(seed=0, size=(16, 16), mode="RGB"):
+    """Noise of some size (width, height)."""
+    numbers = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(numbers).convert(mode)
+
+
+class Blend(FluxKontextPipeline):
+    """Reads a list of pictures as several of one sample."""
+
+    def __call__(self, prompt, image, guidance_scale=3.5, num_inference_steps=28, generator=None, output_type="pil"):
+        own = dict(num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, generator=generator)
+        return KONTEXT(self, prompt=prompt, image=self.read(image), output_type=output_type, **FIXED, **own)
+
+    def read(self, image):
+        if not isinstance(image, list):
+            return image
+        mean = np.mean([np.asarray(one, dtype=float) for one in image], axis=0)
+        return Image.fromarray(mean.astype(np.uint8))
+
+
+class FirstOnly(Blend):
+    """Reads a list of pictures by its first alone."""
+
+    def read(self, image):
+        return image[0] if isinstance(image, list) else image
+
+
+class Listed(Blend):
+    """Takes one sample at a time, and its picture in a list only."""
+
+    def read(self, image):
+        if not isinstance(image, list) or len(image) > 1:
+            raise TypeError(f"one picture in a list, not {type(image).__name__}")
+        return image
+
+
+def settings(folder, **changes):
+    return DiffusionGRPOConfig(str(folder), **{**SETTINGS, **changes})
+
+
+def kontext(cls=FluxKontextPipeline):
+    pipe, inputs = tiny_pipelines.build("flux_kontext")
+    pipe.__class__ = cls
+    fixed = {"guidance_scale": inputs["guidance_scale"]} if "guidance_scale" in inputs else {}
+    return pipe, fixed | (FIXED if cls is FluxKontextPipeline else {})
+
+
+def learned(cls, folder, row=None, **changes):
+    pipe, fixed = kontext(cls)
+    pipe.vae.decode = None  # a few steps say enough: nothing is decoded
+    inputs = PipelineInputs(pipe, settings(folder, pipeline_kwargs=fixed, **changes))
+    row = row or {"prompt": "a red cat", "image": picture(), "color": "red"}
+    inputs.learn(DenoisingPolicy(pipe), [row, dict(row)], noise_level=0.7)
+    return inputs, row
+
+
+@pytest.mark.parametrize(
+    ("cls", "form"),
+    [
+        (FluxKontextPipeline, Form("batched")),
+        (Blend, Form("single", "in a batch, 'image' of one sample changes other samples")),
+        (FirstOnly, Form("single", "in a batch, 'image' of the last sample is not used")),
+        (Listed, Form("listed", "one picture in a list, not list")),
+    ],
+)
+def test_the_pipeline_is_asked_once(tmp_path, caplog, cls, form):
+    with caplog.at_level(logging.WARNING, "diffusion_grpo"):
+        inputs, row = learned(cls, tmp_path)
+        inputs.learn(UNUSED, [row], noise_level=0.7)  # known: the pipeline is not called again
+    assert inputs.forms == {frozenset({"prompt", "image"}): form}
+    said = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
+    assert len(said) == (form.reason is not None) and all(cls.__name__ in x and form.reason in x for x in said)
+    rows = [row, row | {"image": picture(1)}]
+    assert inputs.parts(rows) == ([[0, 1]] if form.name == "batched" else [[0], [1]])
+    expected = row["image"] if form.name == "single" else [row["image"]]
+    assert inputs([row])["image"] == expected and inputs([row])["prompt"] in ("a red cat", ["a red cat"])
+
+
+def test_an_input_that_a_pipeline_ignores_says_nothing(tmp_path):
+    """Without guidance the negative prompt changes no sample, alone or in a batch."""
+    pipe, inputs = tiny_pipelines.build("sd3")
+    fixed = {**{k: v for k, v in inputs.items() if not isinstance(v, list)}, "guidance_scale": 1.0}
+    given = PipelineInputs(pipe, settings(tmp_path, pipeline_kwargs=fixed))
+    given.learn(DenoisingPolicy(pipe), [{"prompt": "a cat", "negative_prompt": "a dog"}], noise_level=0.7)
+    assert list(given.forms.values()) == [Form("batched")]
+
+
+def test_what_fails_in_every_form_is_the_pipelines_own_error(tmp_path):
+    with pytest.raises(Exception, match="'dict' object has no attribute 'shape'"):
+        learned(FluxKontextPipeline, tmp_path, {"prompt": "a", "image": {"no": "picture"}})
+
+
+class Moody(FirstOnly):
+    """Ignores all pictures of a list but the first, and cannot read dark ones."""
+
+    def read(self, image):
+        if not isinstance(image, list) and np.asarray(image).mean() < 100:
+            raise OSError("this picture is too dark to read")
+        return super().read(image)
+
+
+@pytest.mark.parametrize("shade", [200, 50])
+def test_what_fails_beside_the_form_is_the_pipelines_own_error(tmp_path, shade):
+    """A picture that is too dark, or is when it is turned around, is no answer to how pictures are given."""
+    row = {"prompt": "a red cat", "image": Image.new("RGB", (16, 16), (shade,) * 3)}
+    if shade < 100:  # not taken bare, and in a list of one, which shows that a batch ignores it
+        inputs, _ = learned(Moody, tmp_path, row)
+        assert [form.name for form in inputs.forms.values()] == ["listed"]
+        return
+    with pytest.raises(OSError, match="this picture is too dark to read"):
+        learned(Moody, tmp_path, row)
+
+
+def test_memory_that_runs_out_is_no_answer(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(FluxKontextPipeline, "encode_prompt", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        learned(FluxKontextPipeline, tmp_path)
+
+
+def test_rows_are_grouped_by_what_one_call_must_share():
+    accepted = {"prompt", "image", "height", "video", "boxes", "sound", "negative_prompt"}
+    base = {"prompt": "a", "image": picture(), "height": 16, "video": [picture()] * 2, "boxes": [0.1, 0.2]}
+    base |= {"sound": torch.zeros(1, 4), "negative_prompt": None, "color": "red"}
+    changes = [
+        {},
+        {"prompt": "longer", "image": picture(1), "boxes": [0.3, 0.4], "color": "blue"},  # shares the first's call
+        {"height": 32},
+        {"image": picture(0, (32, 16))},
+        {"image": picture(0, mode="L")},
+        {"video": [picture()] * 3},
+        {"sound": torch.zeros(1, 8)},
+        {"negative_prompt": "x"},
+        {"height": 32, "prompt": "b"},
+    ]
+    groups = group_by_shape([base | change for change in changes], accepted)
+    assert groups == [[0, 1], [2, 8], [3], [4], [5], [6], [7]]
+
+
+def test_another_number_of_samples_is_refused():
+    pipe = kontext(Blend)[0]
+    check_count([1, 2], 2, pipe)
+    with pytest.raises(UnsupportedPipeline, match="Blend returned 1 samples where 2 were asked for"):
+        check_count([1], 2, pipe)
+
+
+def test_classes_are_given_sample_by_sample(tmp_path):
+    """Those of different prompts share a call, and each sample is of its own class."""
+    pipe, inputs = tiny_pipelines.build("dit")
+    rows = {"prompt": ["a cat", "a dog", "a tree", "the sea"], "class_labels": [3, 7, 1, 5]}
+    own = {"num_generations": 2, "guidance_scale": inputs["guidance_scale"], "max_steps": 1}
+    trainer = trainer_of(tmp_path, pipe, {}, rows, **own)
+    seen = []
+    pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["class_labels"].tolist()), with_kwargs=True
+    )
+    trainer.train()
+    assert logged(trainer, "ratio/max_error") == [0.0]
+    assert all(len(labels) == 8 and labels[4:] == [1000] * 4 for labels in seen)
+    assert {label for labels in seen for label in labels[:4]} == {3, 7, 1, 5}
+
+
+def trainer_of(folder, pipe, fixed, rows, rewards=brightness, **changes):
+    args = settings(folder, pipeline_kwargs=fixed, **changes)
+    data = Dataset.from_dict(rows)
+    return DiffusionGRPOTrainer(pipe, rewards, args, train_dataset=data, peft_config=LoraConfig(**LORA))
+
+
+def edits(sizes):
+    pictures = [picture(seed, size) for seed, size in enumerate(sizes)]
+    return {"prompt": ["a red cat", "a blue dog", "a tree", "the sea"][: len(sizes)], "image": pictures}
+
+
+def test_one_by_one_is_what_batches_of_one_do(tmp_path):
+    """Rollout and update pass the samples of a micro-batch one after the other, and the loss stays the same."""
+    runs = []
+    for folder, size in (("four", 4), ("one", 1)):
+        changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size, "max_steps": 1}
+        runs.append(trainer_of(tmp_path / folder, *kontext(Blend), edits([(16, 16)] * 4), seed=3, **changes))
+        runs[-1].train()
+    four, one = runs
+    assert torch.equal(*(joined_trajectory(trainer).next_latents for trainer in (four, one)))
+    assert logged(four, "ratio/max_error") == logged(one, "ratio/max_error") == [0.0]
+    assert logged(four, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-5)
+
+
+def test_a_run_of_single_samples_is_resumed_within_a_rollout(tmp_path):
+    """The pipeline is asked again: taken as one that batches, it would blend the pictures of a micro-batch."""
+    own = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
+    own |= {"num_generations": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer_of(tmp_path / "whole", *kontext(Blend), edits([(16, 16)] * 2), **own)
+    whole.train()
+    again = trainer_of(tmp_path / "again", *kontext(Blend), edits([(16, 16)] * 2), **own)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    expected = trained_weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+
+
+def test_a_rollout_is_cut_into_calls_as_its_updates_are(tmp_path):
+    inputs, row = learned(FluxKontextPipeline, tmp_path, per_device_train_batch_size=2)
+    rows = [row | {"image": picture(0, (16 * (place % count + 1), 16))} for count in (2, 1) for place in range(2)]
+    assert inputs.calls(rows) == [[0], [1], [2, 3]]
+
+
+def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_path, monkeypatch):
+    """This one has no negative prompt, the other one no plain row: both ask about both, each by one row."""
+    own, others = {"prompt": "a cat", "color": "red"}, {"prompt": "a dog", "negative_prompt": "grey"}
+    given = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
+    monkeypatch.setattr(module, "gather_json", lambda _, asked: [asked, [["negative_prompt", "prompt"]]])
+    sent = {0: None, 1: pack_samples([others], None)}
+    monkeypatch.setattr(module, "broadcast_bytes", lambda _, mine, process: mine if process == 0 else sent[process])
+    asked = []
+    monkeypatch.setattr(module, "find_form", lambda policy, row, *rest, **more: asked.append(row) or Form("listed"))
+    given.learn(UNUSED, [own, dict(own)], noise_level=0.7, accelerator=types.SimpleNamespace(process_index=0))
+    assert asked == [{"prompt": "a cat"}, others]
+    assert given.parts([others, others]) == [[0], [1]]
+
+
+def mixed(folder, **changes):
+    """Two prompts of each of two sizes: the samples of most micro-batches are of both."""
+    pipe, inputs = tiny_pipelines.build("sd3")
+    fixed = {k: v for k, v in inputs.items() if not isinstance(v, list) and k not in ("height", "width")}
+    rows = {"prompt": ["a red cat", "a blue dog", "a tree", "the sea"], "height": [16, 32, 16, 32], "width": [16] * 4}
+    own = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "seed": 1}
+    return trainer_of(folder, pipe, fixed, rows, **{**own, **changes})
+
+
+def test_sizes_mix_in_a_micro_batch(tmp_path):
+    sizes = []
+
+    def size_seen(images, height, **columns):
+        sizes.append([image.height for image in images])
+        assert sizes[-1] == height
+        return brightness(images)
+
+    trainer = mixed(tmp_path, rewards=size_seen, max_steps=4, per_device_train_batch_size=8)
+    before = trained_weights(trainer)
+    trainer.train()
+    batches = [trainer.feed.buffer.micro_batch(slot).rows for slot in range(trainer.feed.buffer.micro_batches)]
+    assert any(len({row["height"] for row in rows}) > 1 for rows in batches)
+    assert {height for seen in sizes for height in seen} == {row["height"] for rows in batches for row in rows}
+    assert logged(trainer, "ratio/max_error") == [0.0] * 4
+    assert any(not torch.equal(before[name], value) for name, value in trained_weights(trainer).items())
+
+
+def test_every_sample_weighs_the_same_however_shapes_part_them(tmp_path):
+    runs = []
+    for folder, size in (("together", 8), ("alone", 1)):
+        changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1}
+        runs.append(mixed(tmp_path / folder, **changes))
+        runs[-1].train()
+    together, alone = runs
+    shapes = {tuple(sample.latents.shape) for sample in together.feed.buffer.samples}
+    assert len(shapes) == 2
+    assert logged(together, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
+
+
+def test_a_resumed_run_of_mixed_sizes_equals_an_unbroken_one(tmp_path):
+    own = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+    whole = mixed(tmp_path / "whole", **own)
+    whole.train()
+    expected = trained_weights(whole)
+    for step in (1, 5):
+        again = mixed(tmp_path / f"from-{step}", **own)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert again.state.global_step == 6
+        assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+
+
+def test_pictures_of_different_sizes_are_edited_and_reach_the_rewards(tmp_path):
+    taken, given = [], []
+    pipe, fixed = kontext()
+    encode = pipe.prepare_latents
+
+    def prepare(image, *args, **kwargs):
+        taken.append(tuple(image.shape))
+        return encode(image, *args, **kwargs)
+
+    pipe.prepare_latents = prepare
+
+    def likeness(images, image, **columns):
+        given.append([one.size for one in image])
+        return brightness(images)
+
+    own = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "seed": 1}
+    sizes = [(16, 16), (32, 16), (16, 16), (32, 16)]
+    trainer = trainer_of(tmp_path, pipe, fixed, edits(sizes), rewards=likeness, max_steps=2, **own)
+    trainer.train()
+    assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
+    assert {shape[-2:] for shape in taken} == {(16, 16), (16, 32)}
+    assert sorted(size for sizes in given for size in sizes) == [(16, 16)] * 4 + [(32, 16)] * 4
+
+
+def test_a_picture_that_nobody_takes_is_warned_of_once(tmp_path, caplog):
+    def likeness(images, target, **columns):
+        return brightness(images)
+
+    rows = edits([(16, 16)] * 2) | {"target": [picture(5)] * 2, "imgae": [picture(6)] * 2}
+    with caplog.at_level(logging.WARNING, "diffusion_grpo"):
+        trainer_of(tmp_path, *kontext(), rows, rewards=likeness)
+    said = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
+    assert len(said) == 1 and "does not take imgae, and no reward names it" in said[0] and "image" in said[0]
+
+
+def test_a_missing_file_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    kontext()[0].save_pretrained(tmp_path / "pipe")
+    monkeypatch.setattr(FluxKontextPipeline, "from_pretrained", None)
+    rows = {"prompt": ["a", "b"], "image": [str(tmp_path / "gone.png")] * 2}
+    with pytest.raises(ValueError, match="train_dataset, row 0 .*column 'image': there is no file .*gone.png"):
+        trainer_of(tmp_path / "out", str(tmp_path / "pipe"), None, rows)
+    with pytest.raises(ValueError, match="FluxKontextPipeline does not take num_frames from the settings; it takes"):
+        trainer_of(tmp_path / "out", str(tmp_path / "pipe"), None, edits([(16, 16)] * 2), num_frames=3)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"advantage_estimator": "gae"}, {"kl_reward": 0.1, "loss_type": "grpo"}], ids=str
+)
+def test_sizes_mix_with_a_value_model_and_with_kl_in_the_reward(tmp_path, settings):
+    trainer = mixed(tmp_path, **settings)
+    trainer.train()
+    assert logged(trainer, "ratio/max_error") == [0.0] * 2 and all(np.isfinite(logged(trainer, "loss")))

@@ -1,0 +1,197 @@
+"""Prompts from every source, refusals with the sentence a user reads, and the order of rows."""
+
+import json
+import sys
+import types
+
+import datasets
+import pytest
+
+from diffusion_grpo.data.prompts import (
+    check_dataset,
+    load_prompts,
+    name_datasets,
+)
+from diffusion_grpo.rewards.geneval.scoring import read_requirements
+
+PROMPTS = ["a cat", "snow on the Zugspitze, août", 'the word "RAIN", in red']
+COLORS = ["black", "white", "red"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """datasets keeps its copies where the test ends."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def table():
+    return datasets.Dataset.from_dict({"prompt": PROMPTS, "color": COLORS})
+
+
+def write_txt(table, path):
+    path.write_text("\n".join(["", *(f"  {prompt} " for prompt in table["prompt"]), "   ", ""]), encoding="utf-8")
+
+
+def write_jsonl(table, path):
+    path.write_text("".join(json.dumps(row) + "\n" for row in table), encoding="utf-8")
+
+
+def write_json(table, path):
+    path.write_text(json.dumps(list(table)), encoding="utf-8")
+
+
+WRITERS = {
+    "prompts.txt": write_txt,
+    "prompts.jsonl": write_jsonl,
+    "prompts.json": write_json,
+    "prompts.csv": lambda table, path: table.to_csv(path),
+    "prompts.parquet": lambda table, path: table.to_parquet(path),
+    "saved": lambda table, path: table.save_to_disk(path),
+    "splits": lambda table, path: datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(path),
+}
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "columns"),
+    [("train.txt", "test.txt", ["prompt"]), ("train_metadata.jsonl", "test_metadata.jsonl", ["prompt", "tag"])],
+)
+def test_folders_in_flow_grpos_layout(tmp_path, train, test, columns):
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    for name in (train, test):
+        row = json.dumps({"prompt": f"a {name}", "tag": "colors"})
+        (folder / name).write_text((row if name.endswith(".jsonl") else f"a {name}") + "\n")
+    (folder / "README.md").write_text("not a split")
+    for split, name in (("train", train), ("test", test)):
+        loaded = load_prompts(str(folder), split)
+        assert loaded["prompt"][:] == [f"a {name}"] and loaded.column_names == columns
+        check_dataset(loaded)
+    with pytest.raises(ValueError, match="has no split 'validation'; it has test, train"):
+        load_prompts(str(folder), "validation")
+    (folder / f"train{'.jsonl' if train.endswith('.txt') else '.txt'}").write_text("{}")
+    with pytest.raises(ValueError, match="for 'train'; keep one of them"):
+        load_prompts(str(folder))
+
+
+def test_a_folder_of_text_files_has_prompts(tmp_path):
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    (folder / "words-train.txt").write_text("a cat\na dog\n")
+    assert load_prompts(str(folder))["prompt"][:] == ["a cat", "a dog"]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_sources(name, table, tmp_path):
+    WRITERS[name](table, tmp_path / name)
+    loaded = load_prompts(str(tmp_path / name))
+    check_dataset(loaded)
+    assert list(loaded["prompt"]) == PROMPTS
+    if name != "prompts.txt":
+        assert list(loaded["color"]) == COLORS
+
+
+def test_folder_of_files_has_splits(table, tmp_path):
+    (tmp_path / "folder").mkdir()
+    table.to_parquet(tmp_path / "folder" / "train-0.parquet")
+    table.select([1]).to_parquet(tmp_path / "folder" / "test-0.parquet")
+    assert list(load_prompts(str(tmp_path / "folder"), "test")["prompt"]) == PROMPTS[1:2]
+
+
+def test_split_of_a_saved_dict(table, tmp_path):
+    WRITERS["splits"](table, tmp_path / "splits")
+    assert list(load_prompts(str(tmp_path / "splits"), "test")["prompt"]) == PROMPTS[:1]
+    with pytest.raises(ValueError, match="no split 'validation'; it has train, test"):
+        load_prompts(str(tmp_path / "splits"), "validation")
+
+
+def test_changed_file_is_read_again(table, tmp_path):
+    write_jsonl(table, tmp_path / "prompts.jsonl")
+    load_prompts(str(tmp_path / "prompts.jsonl"))
+    write_jsonl(table.select([2]), tmp_path / "prompts.jsonl")
+    assert list(load_prompts(str(tmp_path / "prompts.jsonl"))["prompt"]) == PROMPTS[2:]
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ValueError, match="There is no file .*absent.txt"):
+        load_prompts(str(tmp_path / "absent.txt"))
+
+
+def test_any_other_source_goes_to_the_hub(monkeypatch, table):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda source, split: asked.append((source, split)) or table)
+    assert load_prompts("someone/prompts", "test") is table
+    assert asked == [("someone/prompts", "test")]
+
+
+def test_tiny_is_the_embedded_models_prompts(monkeypatch):
+    tiny = types.ModuleType("diffusion_grpo.tiny")
+    tiny.prompts = lambda split: f"prompts of {split}"
+    monkeypatch.setitem(sys.modules, "diffusion_grpo.tiny", tiny)
+    monkeypatch.setattr("diffusion_grpo.tiny", tiny, raising=False)
+    assert load_prompts("tiny", "test") == "prompts of test"
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"caption": ["a"], "color": ["b"]}, r"eval_dataset has no column 'prompt', only \['caption', 'color'\]"),
+        ({"prompt": []}, "eval_dataset is empty"),
+        ({"prompt": ["a", None, "b"]}, r"not a string in row 1 \(the first is row 0\): None, of type NoneType"),
+        ({"prompt": [3, 4]}, "not a string in row 0 .*: 3, of type int"),
+        ({"prompt": [["a"], ["b"]]}, r"row 0 .*: \['a'\], of type list"),
+    ],
+)
+def test_refusals(columns, message):
+    with pytest.raises(ValueError, match=message):
+        check_dataset(datasets.Dataset.from_dict(columns), "eval_dataset")
+
+
+def test_other_types_are_refused():
+    with pytest.raises(ValueError, match="train_dataset must be a datasets.Dataset .*, not a list"):
+        check_dataset([{"prompt": "a"}])
+
+
+# GenEval's own form: entries of `include` have other keys from row to row, and a position is a list of two types
+GENEVAL = [
+    {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a photo of a bench"},
+    {
+        "tag": "counting",
+        "include": [{"class": "clock", "count": 2}],
+        "exclude": [{"class": "clock", "count": 3}],
+        "prompt": "a photo of two clocks",
+    },
+    {"tag": "colors", "include": [{"class": "car", "count": 1, "color": "red"}], "prompt": "a photo of a red car"},
+    {
+        "tag": "position",
+        "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["right of", 0]}],
+        "prompt": "a photo of a dog right of a cat",
+    },
+]
+
+
+@pytest.mark.parametrize("rows", [GENEVAL, GENEVAL[:3], GENEVAL[::-1]], ids=["all", "no positions", "backwards"])
+@pytest.mark.parametrize("form", ["columns", "metadata", "metadata as text"])
+def test_geneval_metadata_reaches_the_reward(tmp_path, rows, form):
+    if form != "columns":
+        wrap = json.dumps if form == "metadata as text" else lambda metadata: metadata
+        rows = [{"prompt": row["prompt"], "metadata": wrap(row)} for row in rows]
+    (tmp_path / "geneval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = load_prompts(str(tmp_path / "geneval.jsonl"))
+    check_dataset(dataset)
+    given = [dataset[place] for place in range(len(rows))]
+    columns = {name: [row[name] for row in given] for name in dataset.column_names if name != "prompt"}
+    for place, row in enumerate(given):
+        (wanted,) = [known for known in GENEVAL if known["prompt"] == row["prompt"]]
+        found = read_requirements(columns, place)
+        assert found["include"] == wanted["include"] and found["tag"] == wanted["tag"]
+        assert found["exclude"] == wanted.get("exclude", [])
+
+
+@pytest.mark.parametrize("name", ["../up", "", "a\nb", "x" * 300, 3])
+def test_names_of_evaluation_datasets_go_into_file_names(name):
+    dataset = datasets.Dataset.from_dict({"prompt": ["a"]})
+    with pytest.raises(ValueError, match="The evaluation dataset's name .*; give the dataset another name") as refusal:
+        name_datasets(dataset, {"fine": dataset, name: dataset})
+    assert "\n" not in str(refusal.value)
+    assert [name for name, _ in name_datasets(dataset, {"fine": dataset})] == ["train_dataset", "fine"]

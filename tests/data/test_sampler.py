@@ -1,0 +1,60 @@
+"""The order of rows: whole groups, every prompt, and the same for one seed and epoch."""
+
+from collections import Counter
+
+import pytest
+
+from diffusion_grpo.data.sampler import GroupSampler
+
+
+def test_layout_of_chunks():
+    order = list(GroupSampler(4, 3, 2, repeat_count=2, shuffle=False))
+    assert order == [0, 0, 0, 1, 1, 1] * 2 + [2, 2, 2, 3, 3, 3] * 2
+
+
+def test_shuffled_epoch_is_a_permutation_told_by_seed_and_epoch():
+    def order(seed, epoch):
+        sampler = GroupSampler(50, 1, 5, 1, seed=seed)
+        sampler.set_epoch(epoch)
+        assert list(sampler) == list(sampler)
+        return list(sampler)
+
+    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert all(sorted(rows) == list(range(50)) != rows for rows in orders)
+    assert len({tuple(rows) for rows in orders}) == 4
+    assert order(1, 1) == orders[3]
+
+
+def test_layout_of_a_shuffled_epoch_is_trls():
+    from trl.trainer.utils import RepeatSampler
+
+    ours = list(GroupSampler(12, 4, 3, repeat_count=2, seed=5))
+    distinct = list(dict.fromkeys(ours))
+    theirs = RepeatSampler(distinct, 4, batch_size=3, repeat_count=2, shuffle=False)
+    assert ours == [distinct[i] for i in theirs]
+
+
+@pytest.mark.parametrize(("num_rows", "prompts"), [(7, 3), (5, 4), (1, 4), (2, 5), (3, 3), (9, 1)])
+@pytest.mark.parametrize("repeat_count", [1, 3])
+def test_no_prompt_is_left_out_and_no_dataset_too_small(num_rows, prompts, repeat_count):
+    sampler = GroupSampler(num_rows, 2, prompts, repeat_count, seed=3)
+    rows = list(sampler)
+    size = 2 * prompts
+    assert len(rows) == len(sampler) and len(rows) % (size * repeat_count) == 0
+    assert set(rows) == set(range(num_rows))
+    counts = Counter(rows).values()
+    assert max(counts) - min(counts) <= 2 * repeat_count  # nobody comes more than once oftener than another
+    for start in range(0, len(rows), size):
+        chunk = rows[start : start + size]
+        assert chunk[::2] == chunk[1::2]  # groups of two
+        assert len(set(chunk)) == min(prompts, num_rows)
+        repetition = start // size % repeat_count
+        assert repetition == 0 or chunk == rows[start - size : start]
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_sampler_refuses_nothing(position):
+    numbers = [4, 2, 2, 1]
+    numbers[position] = 0
+    with pytest.raises(ValueError, match="must be at least 1, not 0"):
+        GroupSampler(*numbers)

@@ -1,0 +1,183 @@
+"""Where one of several processes fails, all end with its error and soon; a checkpoint is left to go on from."""
+
+import json
+import re
+import signal
+import time
+import types
+
+import pytest
+import rank_runs
+import ranks_server
+import torch
+from torch import distributed
+
+from diffusion_grpo.distributed import collectives as gathering
+from diffusion_grpo.distributed import failure
+
+SMALL = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_generations": 4,
+    "num_inference_steps": 3,
+    "max_steps": 3,
+    "ddp_timeout": 15,
+}
+LIMIT = 60  # seconds within which the others must end, on a busy machine
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("reward", "RewardError: .*'judge' raised ValueError: the judge is out"),
+        ("loss", "NonFiniteError: .*The loss of update 2 is nan; the weights were not updated"),
+        ("ratio", "RatioError: .*The first ratio after a rollout is off by 5.0e-01"),
+        ("late", "RatioError: .*The first ratio after a rollout is off by 5.0e-01"),
+    ],
+)
+def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL, where)
+    assert ended.codes == [1, 1] and ended.seconds < LIMIT
+    assert all(re.search(words, said) for said in ended.said), [said[-1500:] for said in ended.said]
+    assert "Process 1 of 2 failed" in ended.said[0] and "Process 1 of 2" not in ended.said[1]
+    if where == "reward":  # what was trained until then is kept
+        assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()
+
+
+def test_rows_that_one_process_cannot_read_end_all(tmp_path):
+    """Before a collective of the rollout, to which that process does not come."""
+    settings = SMALL | {"mode": "fsdp2", "ddp_timeout": 600}
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, "rows", limit=120)
+    assert ended.codes == [1, 1] and ended.seconds < LIMIT
+    assert "Process 1 of 2 failed with OSError: cannot read 17.png" in ended.said[0]
+
+
+def test_an_error_that_was_caught_is_over(tmp_path):
+    ended = ranks_server.succeed(tmp_path, 2, rank_runs.catch, tmp_path / "run", SMALL)
+    assert all("went on" in said for said in ended.said)
+
+
+@pytest.mark.parametrize(
+    ("mode", "where"),
+    [
+        ("ddp", "lingering"),
+        pytest.param("ddp", "bug", marks=pytest.mark.distributed),
+        pytest.param("zero3", "lingering", marks=pytest.mark.distributed),
+        pytest.param("zero3", "bug", marks=pytest.mark.distributed),
+    ],
+)
+def test_an_error_in_the_update_ends_all_before_the_time_out(tmp_path, mode, where):
+    """Whether the collective breaks in which the others wait, or does not, as with NCCL."""
+    settings = SMALL | {"ddp_timeout": 600, "mode": mode}
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, where, limit=150)
+    assert ended.codes == [1, 1] and ended.seconds < 100
+    assert "ZeroDivisionError: a loss of one's own" in ended.said[1]
+    assert "Process 1 of 2 failed with ZeroDivisionError: a loss of one's own" in ended.said[0]
+    assert ("this process ends too" in ended.said[0]) or where == "bug"
+
+
+def test_a_slow_reward_is_named_and_outlasts_the_time_out(tmp_path):
+    ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL | {"ddp_timeout": 4}, "slow")
+    assert ended.codes == [0, 0], [said[-1500:] for said in ended.said]
+    assert "Waiting for process 1, which computes the reward judge since" in ended.said[0]
+
+
+SAVED = SMALL | {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 8, "max_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The weights that two processes end with where none is killed, in a mode; each trained once."""
+    found = {}
+
+    def weights(mode):
+        if mode not in found:
+            folder = tmp_path_factory.mktemp("unbroken")
+            ranks_server.succeed(folder, 2, rank_runs.train, folder / "run", SAVED | {"mode": mode})
+            found[mode] = ranks_weights(folder / "run")
+        return found[mode]
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("mode", "moment"),
+    [
+        pytest.param(mode, moment, marks=() if (mode, moment) == ("ddp", "reward") else pytest.mark.distributed)
+        for mode in ("ddp", "zero3", "layered3", "fsdp2")
+        for moment in ("reward", "rollout", "update", "checkpoint")
+    ],
+)
+def test_a_killed_process_ends_the_others_soon_and_the_run_resumes_exactly(tmp_path, unbroken, mode, moment):
+    settings = SAVED | {"mode": mode}
+    calls = {"rollout": 4, "update": 7, "checkpoint": 2, "reward": 0}[moment]
+    run = tmp_path / "run"
+    ended = ranks_server.run(tmp_path, 2, rank_runs.die, run, settings, moment, calls)
+    assert -signal.SIGKILL in ended.codes and 1 in ended.codes and ended.seconds < LIMIT, ended.said
+    (last,) = [said for code, said in zip(ended.codes, ended.said, strict=True) if code == 1]
+    assert re.search("RankError|RuntimeError|DistBackendError|DistNetworkError", last)
+    if moment == "reward":
+        assert "Process 1 gave no sign of life" in last and "computes the reward judge since" in last
+        return
+    assert list(run.glob("checkpoint-*"))
+    ranks_server.succeed(tmp_path / "again", 2, rank_runs.train, run, settings, "brightness", True)
+    one, other = ranks_weights(run), unbroken(mode)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def ranks_weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "weights.safetensors")
+
+
+def test_one_process_waits_for_nobody():
+    alone = failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=1), 1.0, (KeyError,))
+    with pytest.raises(KeyError), alone.barrier_after("x"):
+        raise KeyError("x")
+    with pytest.raises(ValueError, match="y"):
+        alone.agree(ValueError("y"))
+    with pytest.raises(KeyError), alone.propagate_errors():
+        raise KeyError("z")
+    alone.agree(None)
+    measured = {"a": [1.0, 2.0], "b": [1.0, 3.0], "c": [], "d": [4.0, 2.0]}
+    assert gathering.gather_means(alone.accelerator, measured, ("b",), ("d",)) == {"a": 1.5, "b": 3.0, "d": 2.0}
+
+
+def test_silence_is_death_and_any_sign_is_life(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch = failure.SilenceWatch(10.0, 0.0)
+    for second in (4, 8, 12, 16):  # each time another sign
+        now[0] = float(second)
+        watch.look([3], lambda process, second=second: json.dumps({"task": "rolls out", "seconds": second}))
+    now[0] = 25.0
+    watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
+    now[0] = 27.0
+    with pytest.raises(failure.RankError, match="Process 3 gave no sign of life for 11 s .ddp_timeout=10.*rolls out"):
+        watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
+    with pytest.raises(failure.RankError, match="it has not begun last"):
+        failure.SilenceWatch(10.0, 0.0).look([1], lambda process: None)
+
+
+def test_the_store_bears_what_many_processes_ask(monkeypatch):
+    """Of 512 each asks less often than of two; and of the missing only a few are looked at, the first."""
+    two, many = (
+        failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=count), 60.0, ()) for count in (2, 512)
+    )
+    assert two.request_interval(0.2) == 0.2 and 512 / many.request_interval(0.2) == pytest.approx(
+        failure.REQUESTS_PER_SECOND
+    )
+    store, looked_at = distributed.HashStore(), []
+    store.append("1/who", "0 1 3 ")
+    store.add("1/arrived", 3)
+
+    def look(watch, missing, sign_of):
+        looked_at.append(missing)
+        store.add("1/arrived", 509)
+
+    monkeypatch.setattr(failure.SilenceWatch, "look", look)
+    monkeypatch.setattr(failure.SilenceWatch, "is_due", lambda watch: True)
+    monkeypatch.setattr(failure, "MAX_NAMED", 3)
+    many.wait_for_all(store, "1")
+    assert looked_at == [[2, 4, 5]]

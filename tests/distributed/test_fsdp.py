@@ -1,0 +1,263 @@
+"""FSDP2: each of two processes holds half of every weight, and they train what one trains; never DDP in silence."""
+
+import contextlib
+import json
+import os
+import types
+
+import fsdp_run
+import pytest
+import ranks_server
+import tiny_pipelines
+import torch
+from accelerate.utils import DistributedType
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file
+from tiny_runs import GUIDED, OPTIONAL, SMOOTH, pictures, trained_weights, trainer_for
+
+from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.distributed import fsdp
+from diffusion_grpo.distributed.context_parallel import ContextGroups
+from diffusion_grpo.distributed.fsdp import FSDP2Backend
+from diffusion_grpo.distributed.sharded_checkpoints import has_shards
+from diffusion_grpo.training.start import choose_backend
+
+SETTINGS = {
+    "gradient_accumulation_steps": 4,
+    "per_device_train_batch_size": 2,
+    "num_inference_steps": 3,
+    "max_steps": 2,
+}
+FULL = SETTINGS | {"lora": False, "optim": "sgd", "learning_rate": 1e-2}
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+AVERAGED = {"ema_decay": 0.9, "ema_update_interval": 1}
+CASES = {
+    "lora": SETTINGS | SAVED | {"beta": 0.1},
+    # of each rank's two samples none makes a group: those span processes
+    "full": FULL
+    | {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "beta": 0.1}
+    | (SAVED | EVALUATED | AVERAGED),
+}
+TRAINED = CASES | {"optional": SETTINGS | OPTIONAL | {"beta": 0.1}}
+
+
+def results(folder, processes, cases):
+    """What trainings say of themselves, and their weights, by name: here, or with FSDP2 in two processes."""
+    if processes == 1:
+        for name, settings in cases.items():
+            fsdp_run.run(folder / name, dict(settings))
+    else:
+        ranks_server.succeed(folder, processes, fsdp_run.run_all, folder, cases, limit=600)
+    return {
+        name: (
+            json.loads((folder / name / "result.json").read_text()),
+            load_file(folder / name / "weights.safetensors"),
+        )
+        for name in cases
+    }
+
+
+def difference(some, others):
+    assert some.keys() == others.keys()
+    return max(float((some[name] - others[name]).abs().max()) for name in some)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def together(folder):
+    return results(folder / "two", 2, TRAINED)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return results(folder / "one", 1, TRAINED)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_of_two_processes_holds_half_of_every_weight(together, case):
+    """Of frozen weights too; not DDP, which is what accelerate makes of FSDP on CPUs."""
+    report, _ = together[case]
+    assert report["wrapper"].startswith("FSDP")
+    assert report["sharded"] == report["parameters"]
+    assert 0.45 < report["share"] < 0.55
+    assert {"FSDPJointTransformerBlock", "FSDPSD3Transformer2DModel"} <= set(report["units"])
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_two_processes_train_what_one_trains(alone, together, case):
+    """With a LoRA whose units hold frozen weights too; with a sharded reference, average and evaluations in full; and
+    where one process calls the network more often than the other."""
+    (one, weights), (two, shared) = alone[case], together[case]
+    assert one["ratio"] == two["ratio"] == 0.0
+    assert one["rewards"][0] == two["rewards"][0] and one["rewards"] == pytest.approx(two["rewards"], abs=1e-6)
+    assert one["eval_rewards"] == pytest.approx(two["eval_rewards"], abs=1e-6)
+    assert len(one["eval_rewards"]) == (case == "full") * 2
+    assert one["kl"][-1] > 0 and one["kl"] == pytest.approx(two["kl"], rel=1e-3)
+    assert difference(weights, shared) < 1e-6
+
+
+def test_what_is_saved_is_loaded_by_plain_diffusers(folder, together):
+    pipe, _ = tiny_pipelines.build("sd3")
+    pipe.load_lora_weights(folder / "two" / "lora" / "checkpoint-2")
+    trained = {name: tensor for name, tensor in pipe.transformer.state_dict().items() if "lora_" in name}
+    expected = together["lora"][1]
+    assert len(trained) == len(expected)
+    for name, tensor in trained.items():
+        name = f"base_model.model.{name.replace('.default_0.', '.default.')}"
+        assert torch.equal(tensor, expected[name])
+
+    pipe = DiffusionPipeline.from_pretrained(folder / "two" / "full")
+    assert type(pipe.transformer).__name__ == "SD3Transformer2DModel"
+    state = pipe.transformer.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in together["full"][1].items())
+    config = json.loads(
+        (folder / "two" / "full" / "checkpoint-1" / "policy" / "transformer" / "config.json").read_text()
+    )
+    assert config["_class_name"] == "SD3Transformer2DModel"
+
+
+@pytest.mark.parametrize("case", ["lora", pytest.param("full", marks=pytest.mark.distributed)])
+def test_one_process_goes_on_where_two_with_shards_were(folder, tmp_path, alone, together, case):
+    """Optimizer state included: AdamW without it would take another step."""
+    point = folder / "two" / case / "checkpoint-1"
+    assert has_shards(point)
+    settings = {name: value for name, value in CASES[case].items() if name not in SAVED}
+    trainer = trainer_for(tmp_path, **SMOOTH, **settings)
+    trainer.train(resume_from_checkpoint=str(point))
+    assert difference(trained_weights(trainer), alone[case][1]) < 1e-6
+    if case == "lora":
+        mine = [state["exp_avg_sq"] for state in trainer.optimizer.state_dict()["state"].values()]
+        path = folder / "one" / case / "checkpoint-2" / "optimizer.pt"
+        theirs = [state["exp_avg_sq"] for state in torch.load(path, weights_only=True)["state"].values()]
+        assert all(torch.allclose(*pair, rtol=1e-3, atol=1e-12) for pair in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.distributed
+def test_two_processes_resume_their_own_checkpoint_bit_for_bit_and_that_of_one_process(folder, alone, together):
+    points = {
+        f"{case}-{origin}": settings | {"resume": str(folder / origin / case / "checkpoint-1")}
+        for case, settings in CASES.items()
+        for origin in ("one", "two")
+    }
+    resumed = results(folder / "resumed", 2, points)
+    for case in CASES:
+        assert difference(resumed[f"{case}-two"][1], together[case][1]) == 0.0
+        assert difference(resumed[f"{case}-one"][1], alone[case][1]) < 1e-6
+
+
+UNEVEN = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "validation_prompts": ["one", "two", "three"],
+    "validation_steps": 2,
+    "per_device_eval_batch_size": 1,
+}
+MATRIX = {
+    # each sample trains on steps of its own, so processes take different numbers of passes; uneven evaluations
+    "permuted": SETTINGS
+    | UNEVEN
+    | {"permute_steps": True, "timestep_fraction": 0.5, "num_inference_steps": 5}
+    | {"optim": "sgd", "fsdp_gather_for_generation": True},
+    # one process has two shapes in its micro-batch, the other one
+    "mixed": SETTINGS
+    | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "shuffle_dataset": False, "beta": 0.1}
+    | {"columns": {"height": [32, 16, 32, 32], "width": [32, 16, 32, 32]}, "height": None, "width": None},
+    # two passes of the network a step, several updates a rollout
+    "wan": SETTINGS
+    | {"name": "wan", "beta": 0.1, "kl_reward": 0.1, "steps_per_generation": 4, "num_iterations": 2}
+    | {"old_log_prob": "replay", "max_steps": 3},
+    "synced": FULL | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "offload_ref_model": True},
+    "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
+    "bf16": SETTINGS | {"bf16": True, "beta": 0.1},
+    "all weights": FULL | {"gradient_checkpointing": True},
+    "guided": SETTINGS | GUIDED | {"beta": 0.1},
+}
+
+
+@pytest.mark.distributed
+def test_whatever_is_set_two_processes_train_what_one_trains(folder):
+    cases = MATRIX | {"pictures": SETTINGS | pictures(folder / "pictures")}
+    one, two = results(folder / "one", 1, cases), results(folder / "two", 2, cases)
+    for case in cases:
+        (single, weights), (double, shared) = one[case], two[case]
+        assert double["sharded"] == double["parameters"], case
+        assert single["rewards"] == pytest.approx(double["rewards"], abs=1e-6), case
+        assert single["rewards"][0] == double["rewards"][0], case
+        assert single["eval_rewards"] == pytest.approx(double["eval_rewards"], abs=1e-6), case
+        assert difference(weights, shared) < 1e-6, case
+        assert single["ratio"] == double["ratio"], case
+        assert double["ratio"] == 0.0 or case == "permuted"  # whose replays have other batches than its rollout
+
+
+@pytest.mark.distributed
+def test_all_weights_in_half_precision(folder):
+    """Their gradients are rounded in another order: the ratio is exactly 1, the weights are near."""
+    cases = {"half": FULL | {"bf16": True, "gradient_checkpointing": True}}
+    (single, weights), (double, shared) = (results(folder / f"half{n}", n, cases)["half"] for n in (1, 2))
+    assert double["sharded"] == double["parameters"] and single["ratio"] == double["ratio"] == 0.0
+    assert single["rewards"][0] == double["rewards"][0] and difference(weights, shared) < 1e-4
+
+
+# Refusals
+
+
+def ask(monkeypatch, **environment):
+    """Ask for FSDP as a launcher does."""
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "match"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version: 2"),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "TRANSFORMER_BASED_WRAP"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "gradient_checkpointing=True"),
+        ({}, "one process"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_before_a_model_is_loaded(monkeypatch, tmp_path, environment, match):
+    ask(monkeypatch, **environment)
+    with pytest.raises(ValueError, match=match):
+        choose_backend(DiffusionGRPOConfig(str(tmp_path), use_cpu=True, report_to="none"))
+
+
+def test_settings_ask_as_a_launcher_does(tmp_path):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).delenv("ACCELERATE_USE_FSDP", raising=False)
+        assert not choose_backend(DiffusionGRPOConfig(str(tmp_path), use_cpu=True)).is_fsdp
+        args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, fsdp=True, fsdp_config={"version": 1})
+        with pytest.raises(ValueError, match="fsdp_config={'version': 2}"):
+            choose_backend(args)
+        os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # transformers sets it
+
+
+def test_accelerate_may_not_train_in_another_way(monkeypatch):
+    ask(monkeypatch)
+    accelerator = types.SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, is_fsdp2=False, state=None)
+    with pytest.raises(ValueError, match="accelerate would train with MULTI_GPU"):
+        FSDP2Backend(None, ContextGroups(), {}, keeps_gathered=False, processes=2).bind(accelerator, [])
+
+
+def test_units_are_the_blocks_that_a_network_repeats():
+    pipe, _ = tiny_pipelines.build("sd3")
+    assert fsdp.find_repeated_blocks(pipe.transformer) == ["JointTransformerBlock"]
+    assert fsdp.find_repeated_blocks(pipe.transformer, ["Attention"]) == ["Attention"]
+    with pytest.raises(ValueError, match="has no Atention; it is made of .*Attention"):
+        fsdp.find_repeated_blocks(pipe.transformer, ["Atention"])
+    with pytest.raises(ValueError, match="Sequential names no repeated blocks.*fsdp_transformer_layer_cls_to_wrap"):
+        fsdp.find_repeated_blocks(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    pipe, _ = tiny_pipelines.build("glm_image")
+    with pytest.raises(ValueError, match="a language model writes token by token"):
+        fsdp.find_repeated_blocks(pipe.vision_language_encoder)
+
+
+def test_several_networks_are_refused():
+    networks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    with pytest.raises(ValueError, match="FSDP trains one network.*train_component"):
+        fsdp.configure_plugin(types.SimpleNamespace(), networks)

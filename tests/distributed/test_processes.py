@@ -1,0 +1,174 @@
+"""Two processes do what one does: the same samples and rewards, and the same weights within float32's rounding."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_run
+import pyarrow.parquet
+import pytest
+import rank_runs
+import ranks_server
+import tiny_pipelines
+from safetensors.torch import load_file
+
+TESTS = Path(__file__).parents[1]
+SETTINGS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4, "max_steps": 3}
+
+
+def launch(processes, *words):
+    """Runs a script or module on so many processes; one alone is started as users do, without a launcher."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*launcher, *map(str, words)], cwd=TESTS.parent, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def result(folder, processes, **settings):
+    """What a run said of itself, and its trained weights."""
+    ranks_server.succeed(folder / "processes", processes, distributed_run.run, folder, SETTINGS | settings)
+    return json.loads((folder / "result.json").read_text()), load_file(folder / "weights.safetensors")
+
+
+def test_two_processes_train_what_one_trains(tmp_path):
+    alone, weights = result(tmp_path / "one", 1)
+    both, together = result(tmp_path / "two", 2)
+    assert (alone["wrapper"], both["wrapper"]) == ("PeftModel", "DistributedDataParallel")
+    assert alone["ratio"] == both["ratio"] == 0.0
+    assert alone["rewards"] == both["rewards"]
+    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
+
+
+SEVERAL = {  # three updates of four samples a rollout, made twice, and one of the next; groups of three micro-batches
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 6,
+    "num_iterations": 2,
+    "num_generations": 6,
+    "num_inference_steps": 3,
+    "num_batches_per_step": 2,
+    "max_steps": 7,
+    "beta": 0.05,
+    "max_grad_norm": 0.5,
+}
+WHOLE = SEVERAL | {"lora": False, "optim": "sgd", "learning_rate": 0.1, "gradient_checkpointing": True}
+# two prompts an update, one on each process; of each the best and the worst of four
+CHOSEN = SEVERAL | {"steps_per_generation": 4, "num_generations": 4, "best_of_n": 2, "max_steps": 5}
+CHOSEN |= {"permute_steps": True, "timestep_fraction": 0.5}
+ROWS = {"prompt": ["a red cat", "the sea", "a red cat", "a blue dog", "a tree"], "height": [16, 32, 16, 16, 32]}
+SIZES = SEVERAL | {"rows": ROWS, "per_device_train_batch_size": 4, "steps_per_generation": 6, "max_steps": 4}
+
+
+def ran(folder, processes, settings):
+    """Metrics of each update and the weights at the end."""
+    ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, "uneven")
+    report = json.loads((folder / "run" / "result.json").read_text())
+    return report, load_file(folder / "run" / "weights.safetensors"), samples(folder / "run")
+
+
+def samples(run):
+    """What the tables of samples say, whichever process wrote it: by update and seed, prompt, reward, advantage."""
+    found = {}
+    for path in run.glob("samples/*.parquet"):
+        table = pyarrow.parquet.read_table(path).to_pydict()
+        columns = [table[name] for name in ("step", "seed", "prompt", "uneven", "advantage")]
+        found |= {(step, seed): rest for step, seed, *rest in zip(*columns, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SEVERAL,
+        pytest.param(WHOLE, marks=pytest.mark.distributed),
+        pytest.param(SEVERAL | {"bf16": True, "gradient_checkpointing": True}, marks=pytest.mark.distributed),
+        pytest.param(CHOSEN, marks=pytest.mark.distributed),
+        pytest.param(SIZES, marks=pytest.mark.distributed),
+    ],
+    ids=["a group on two", "full", "bf16", "best of n, own steps", "sizes"],
+)
+def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settings):
+    (alone, weights, scored), (both, together, found) = (
+        ran(tmp_path / str(count), count, settings) for count in (1, 2)
+    )
+    assert (both["wrapper"], len(scored)) == ("DistributedDataParallel", len(found))
+    assert scored.keys() == found.keys() and len({step for step, _ in scored}) == 1 + (settings["max_steps"] > 4)
+    for (step, seed), (prompt, reward, advantage) in scored.items():
+        if step == 0:
+            assert found[step, seed] == [prompt, reward, advantage]
+        else:  # weights that differ in the last bits round a few pixels another way
+            assert found[step, seed][0] == prompt and found[step, seed][1] == pytest.approx(reward, abs=1e-4)
+    logs = [[entry for entry in report["log"] if "ratio/mean" in entry] for report in (alone, both)]
+    assert len(logs[0]) == settings["max_steps"] and sorted(logs[0][0]) == sorted(logs[1][0].keys() - {"of_rank_1"})
+    for one, other in zip(*logs, strict=True):
+        for name in ("reward", "reward_std", "rewards/uneven/mean", "dark", "ratio/mean", "kl", "loss"):
+            assert one.get(name) == pytest.approx(other.get(name), abs=1e-4 if name == "loss" else 2e-5)
+    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
+    if settings is not CHOSEN:
+        assert [entry.get("ratio/max_error", 0.0) for log in logs for entry in log] == [0.0] * 2 * len(logs[0])
+    moved = rank_runs.first_weights(settings)
+    assert max((weights[name] - moved[name]).abs().max() for name in weights) > 1e-4
+
+
+@pytest.mark.parametrize("held_out", [["a", "b", "c"], ["alone"]], ids=["three rows", "one row"])
+def test_an_evaluation_counts_every_row_once(tmp_path, held_out):
+    settings = {
+        "held_out": held_out,
+        "num_generations_eval": 2,
+        "per_device_eval_batch_size": 2,
+        "eval_strategy": "no",
+    }
+    metrics = []
+    for count in (1, 2):
+        ranks_server.succeed(tmp_path / str(count), count, rank_runs.evaluate, tmp_path / str(count), settings)
+        metrics.append(json.loads((tmp_path / str(count) / "result.json").read_text()))
+        rows = [pyarrow.parquet.read_table(path) for path in (tmp_path / str(count)).glob("evaluations/*.parquet")]
+        assert sum(len(part) for part in rows) == 2 * len(held_out)
+        assert {prompt for part in rows for prompt in part["prompt"].to_pylist()} == set(held_out)
+    metrics = [{k: v for k, v in own.items() if "runtime" not in k and "of_rank" not in k} for own in metrics]
+    assert metrics[0].keys() == metrics[1].keys() and "eval_reward" in metrics[0]
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-7)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.distributed)])
+def test_a_run_goes_on_within_a_rollout_on_another_number_of_processes(tmp_path, before, after):
+    settings = SEVERAL | {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 4}
+    ranks_server.succeed(tmp_path / "a", before, rank_runs.train, tmp_path / "whole", settings)
+    checkpoint = tmp_path / "whole" / "checkpoint-1"
+    assert len(list(checkpoint.glob("rollout-rank*"))) == before
+    ranks_server.succeed(
+        tmp_path / "b", after, rank_runs.train, tmp_path / "on", settings, "brightness", str(checkpoint)
+    )
+    whole, other = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "on"))
+    assert max((whole[name] - other[name]).abs().max() for name in whole) < 1e-6
+
+
+@pytest.mark.slow
+def test_the_wan_example_runs_on_two_processes(tmp_path):
+    pipe, _ = tiny_pipelines.build("wan")
+    pipe.save_pretrained(tmp_path / "model")
+    small = "--height 16 --width 16 --num_frames 5 --num_generations 2 --gradient_accumulation_steps 1 "
+    small += (
+        "--steps_per_generation 2 --num_inference_steps 4 --eval_num_inference_steps 4 --max_steps 2 --eval_steps 1 "
+    )
+    small += "--save_steps 1 --eval_max_prompts 2 --lora_r 4 --bf16 false --use_cpu true --reward_funcs brightness"
+    run = [
+        "--model",
+        tmp_path / "model",
+        "--output_dir",
+        tmp_path / "run",
+        "--pipeline_kwargs",
+        '{"max_sequence_length": 32}',
+    ]
+    out = launch(2, "-m", "diffusion_grpo.cli", "train", "examples/wan21_ocr.yaml", *small.split(), *run)
+    assert "held-out reward 0." in out
+    assert (tmp_path / "run" / "checkpoint-1" / "rollout-rank1.safetensors").is_file()  # each keeps its own part
+    assert (tmp_path / "run" / "pytorch_lora_weights.safetensors").is_file()

@@ -1,0 +1,142 @@
+"""What every reward with weights gets from its base: loaded once and late, frozen, whole, offloaded if told to."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations import deepspeed
+
+from diffusion_grpo.rewards import check_eval_rewards, load_rewards, score
+from diffusion_grpo.rewards.models.base import ModelReward, default_device, read_weights, weights_path
+
+
+@dataclasses.dataclass(eq=False)
+class Doubled(ModelReward):
+    """Twice the number in a column, by a network of one weight."""
+
+    model: str = "tiny"
+    factor: float = 2.0
+
+    loads = 0
+
+    def sources(self):
+        return []
+
+    def load(self):
+        type(self).loads += 1
+        self.sharded = deepspeed.is_deepspeed_zero3_enabled()
+        network = nn.Linear(1, 1, bias=False).to(self.torch_dtype)  # which draws random numbers
+        nn.init.constant_(network.weight, self.factor)
+        return network
+
+    def __call__(self, prompts, numbers, **columns):
+        self.seen = []
+        return self.in_batches(self._score, numbers)
+
+    def _score(self, network, numbers):
+        self.seen.append((len(numbers), torch.is_grad_enabled(), network.training, network.weight.requires_grad))
+        return network(torch.tensor(numbers, dtype=self.torch_dtype, device=network.weight.device)[:, None])[:, 0]
+
+
+def columns(*numbers):
+    return {"prompts": [""] * len(numbers), "numbers": list(numbers)}
+
+
+def test_it_is_loaded_at_the_first_call_and_scores_frozen_in_batches() -> None:
+    Doubled.loads = 0
+    (reward,) = load_rewards({f"{__name__}.Doubled": {"batch_size": 2, "factor": 3.0, "weight": 0.5}})
+    assert Doubled.loads == 0
+    drawn = torch.get_rng_state()
+    values = score([reward], images=[None] * 3, prompts=["a", "b", "c"], columns={"numbers": [1.0, 2.0, 4.0]})
+    assert values[:, 0].tolist() == [3.0, 6.0, 12.0]
+    assert torch.equal(drawn, torch.get_rng_state())  # a resumed run loads it at another step
+    assert reward.function.seen == [(2, False, False, False), (1, False, False, False)]
+    assert reward.function(**columns(5.0)) == [15.0] and reward.function(**columns()) == []
+    assert Doubled.loads == 1
+    assert reward.options() == {"batch_size": 2, "factor": 3.0}
+
+
+def test_it_keeps_its_own_dtype_under_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert Doubled(factor=1.0)(**columns(1.001)) == [pytest.approx(1.001, abs=1e-6)]
+    assert Doubled(factor=1.0, dtype="bfloat16")(**columns(1.001)) == [1.0]
+
+
+def test_it_is_not_sharded_though_the_policy_is() -> None:
+    config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        reward = Doubled()
+        reward(**columns(1.0))
+        assert not reward.sharded and deepspeed.is_deepspeed_zero3_enabled()
+    finally:
+        del config
+        deepspeed.unset_hf_deepspeed_config()
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_offloaded_between_calls(offload) -> None:
+    reward, events = Doubled(device="cpu", offload=offload), []
+    reward(**columns(1.0))
+    with reward.network() as network:
+        network.to = lambda device: events.append(str(device)) or network
+    reward.in_batches(lambda network, numbers: events.append("scored") or numbers, [1.0])
+
+    def fail(network, numbers):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        reward.in_batches(fail, [0.0])
+    last = ["cpu"] * offload
+    assert events == [*last, "cpu", "scored", *last, "cpu", *last]
+
+
+def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+    reward, same = load_rewards(Doubled()) + load_rewards({f"{__name__}.Doubled": {}})
+    assert Doubled() == Doubled() and hash(Doubled()) == hash(Doubled())
+    assert Doubled() != Doubled(factor=1.0) and Doubled() != object()
+    check_eval_rewards([same], load_rewards({f"{__name__}.Doubled": {}}))
+    with pytest.raises(ValueError, match="different rewards called 'Doubled'"):
+        check_eval_rewards([same], load_rewards({f"{__name__}.Doubled": {"dtype": "bfloat16"}}))
+
+
+def test_wrong_settings_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match="batch_size=0 for tiny; give 1 or more"):
+        load_rewards({f"{__name__}.Doubled": {"batch_size": 0}})
+    with pytest.raises(ValueError, match="no folder ./missing with a reward's weights; a Hub id is `owner/name`"):
+        load_rewards({f"{__name__}.Doubled": {"model": "./missing"}})
+    with pytest.raises(ValueError, match="expected Literal"):
+        load_rewards({f"{__name__}.Doubled": {"dtype": "int8"}})
+    with pytest.raises(ValueError, match="expected bool"):
+        load_rewards({f"{__name__}.Doubled": {"offload": "yes"}})
+    with pytest.raises(ValueError, match="shorter"):
+        Doubled().in_batches(lambda network, a, b: a, [1, 2], [1])
+
+
+def test_the_default_device_is_that_of_the_process(monkeypatch) -> None:
+    assert default_device() == torch.device("cpu") or torch.accelerator.is_available()
+    for name, answer in {
+        "is_available": True,
+        "current_accelerator": torch.device("cuda"),
+        "current_device_index": 1,
+        "device_count": 4,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda answer=answer: answer)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert default_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert default_device() == torch.device("cuda", 3)
+
+
+def test_weights_are_read_without_running_what_they_hold(tmp_path) -> None:
+    weights = {"weight": torch.ones(2)}
+    torch.save({"state_dict": weights}, tmp_path / "a.pth")
+    assert read_weights(weights_path(str(tmp_path), "a.pth"))["weight"].tolist() == [1.0, 1.0]
+    (tmp_path / "b.pth").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(Exception, match="(?i)weights_only|unsupported"):
+        read_weights(tmp_path / "b.pth")
+    torch.save([1.0], tmp_path / "c.pth")
+    with pytest.raises(ValueError, match="holds a list, not a mapping"):
+        read_weights(tmp_path / "c.pth")
+    with pytest.raises(FileNotFoundError, match="holds no d.pth"):
+        weights_path(str(tmp_path), "d.pth")

@@ -1,0 +1,390 @@
+"""Rewards over HTTP, with real servers on loopback: what arrives, and what happens when a server misbehaves."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+from PIL import Image
+from tiny_runs import brightness, trained_weights, trainer_for
+
+from diffusion_grpo import cli
+from diffusion_grpo.rewards import (
+    REWARDS,
+    RemoteReward,
+    RewardError,
+    check_eval_rewards,
+    groupwise,
+    load_rewards,
+    score,
+)
+
+PICTURES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
+PROMPTS = [f"prompt {index}" for index in range(len(PICTURES))]
+SHADES = [shade / 255 for shade in range(0, 250, 25)]
+FAST = {"backoff": 0.01, "timeout": 10.0}
+
+
+@pytest.fixture
+def broken():
+    """Starts a server that answers POST with `status` and `body`, or hangs up on None; gives url and its requests."""
+    running = []
+
+    def start(body: str | None, status: int = 200) -> tuple[str, list]:
+        requests = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                requests.append(self.path)
+                self.rfile.read(int(self.headers["Content-Length"]))
+                if body is None:
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body.encode())))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, *args):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        running.append(server)
+        return f"http://127.0.0.1:{server.server_address[1]}", requests
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def scores_of(remote: RemoteReward, **keywords) -> list:
+    return score([remote], images=PICTURES, prompts=PROMPTS, **keywords)[:, 0].tolist()
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+# what works
+
+
+def test_the_same_scores_as_here(serve) -> None:
+    url = serve({"brightness": {}, "sharpness": {}})
+    assert scores_of(RemoteReward(url, "brightness", batch_size=3)) == pytest.approx(SHADES)
+    (reward,) = load_rewards({"remote": {"url": url, "reward": "brightness", "name": "far", "clip": [0.5, 1]}})
+    assert reward.name == "far" and scores_of(reward)[:2] == [0.5, 0.5]
+    with pytest.raises(RewardError, match="serves several: brightness, sharpness"):
+        scores_of(RemoteReward(url))
+
+
+def test_pictures_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
+    seen = []
+
+    def look(images, prompts, mood, goal, **columns):
+        seen.append(([image.tobytes() for image in images], prompts, mood, goal[0].getpixel((1, 1)), columns.keys()))
+        return [None, 2.0]
+
+    table = score(
+        [RemoteReward(serve(look), columns=["mood", "goal"])],
+        images=PICTURES[:2],
+        prompts=["ä", "b"],
+        columns={"mood": [{"a": 1}, None], "goal": [Image.new("RGB", (2, 2), (1, 2, 3))] * 2, "kept": ["x", "y"]},
+    )
+    assert table[0].isnan() and table[1] == 2
+    pixels, prompts, mood, goal, others = seen[0]
+    assert pixels == [picture.tobytes() for picture in PICTURES[:2]] and prompts == ["ä", "b"]
+    assert mood == [{"a": 1}, None] and goal == (1, 2, 3) and "kept" not in others
+
+
+def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+    spec = {"remote": {"url": "http://a", "reward": "x", "columns": ["mood"]}}
+    check_eval_rewards(load_rewards(spec), load_rewards(spec))
+    assert RemoteReward("http://a") == RemoteReward(["http://a/"])
+    assert hash(RemoteReward("http://a")) == hash(RemoteReward("http://a"))
+    assert RemoteReward("http://a") != RemoteReward("http://b") and RemoteReward("http://a") != object()
+    with pytest.raises(ValueError, match="different rewards called 'remote'"):
+        check_eval_rewards(load_rewards(spec), load_rewards({"remote": {**spec["remote"], "timeout": 5.0}}))
+
+
+def test_groups_are_sent_whole(serve) -> None:
+    @groupwise
+    def size(images):
+        return [float(len(images))] * len(images)
+
+    remote = RemoteReward(serve(size), batch_size=2, groupwise=True)
+    table = score([remote], images=PICTURES, prompts=PROMPTS, groups=[0] * 7 + [1] * 3)
+    assert table[:, 0].tolist() == [7] * 7 + [3] * 3
+
+
+def test_several_servers_share_the_work(serve) -> None:
+    counts = [0, 0]
+
+    def worker(index):
+        def slow(images):
+            counts[index] += len(images)
+            time.sleep(0.05)
+            return [image.getpixel((0, 0))[0] / 255 for image in images]
+
+        return slow
+
+    urls = [serve(worker(index)) for index in range(2)]
+    assert scores_of(RemoteReward(urls, batch_size=1, concurrency=1)) == pytest.approx(SHADES)
+    assert sum(counts) == 10 and min(counts) >= 2
+
+
+def test_a_full_queue_is_tried_again_and_is_no_failure(serve) -> None:
+    inside = []
+
+    def slow(images):
+        inside.append(1)
+        time.sleep(0.05)
+        return [0.5] * len(images)
+
+    url = serve(slow, max_waiting=1)
+    remote = RemoteReward(url, "slow", batch_size=1, concurrency=4, retries=0, timeout=60.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert scores_of(remote) == [0.5] * 10
+    assert len(inside) == 10
+
+
+# what does not
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("no json", 200, "answered no JSON: 'no json'"),
+        ("[1]", 200, "expected an object"),
+        ('{"scores": [1.0]}', 200, "answered 1 scores, expected 10"),
+        ('{"scores": [NaN, 0, 0, 0, 0, 0, 0, 0, 0, 0]}', 200, "the score nan"),
+        ('{"scores": ["1", 0, 0, 0, 0, 0, 0, 0, 0, 0]}', 200, "the score '1'"),
+        ('{"other": 1}', 200, "expected 10 scores"),
+        ("<html>oops</html>", 500, "status 500, <html>oops"),
+        (None, 200, "2 requests failed"),
+    ],
+)
+def test_a_server_that_answers_nonsense_is_taken_out(body, status, said, serve, broken) -> None:
+    bad, requests = broken(body, status)
+    remote = RemoteReward([bad, serve("brightness")], "brightness", retries=1, concurrency=1, **FAST)
+    with pytest.warns(UserWarning, match="taken out"):
+        assert scores_of(remote) == pytest.approx(SHADES)
+    assert len(requests) == 2 and not remote.servers[0].is_alive
+    alone = RemoteReward(bad, "brightness", retries=0, **FAST)
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match=said if body else "no server left"):
+        scores_of(alone)
+
+
+def test_a_reward_that_fails_there_is_named_here(serve) -> None:
+    def failing(images):
+        raise KeyError("weights missing")
+
+    remote = RemoteReward(serve(failing), retries=0, **FAST)
+    with pytest.warns(UserWarning, match="taken out"), pytest.raises(RewardError, match="raised KeyError.*weights"):
+        scores_of(remote)
+
+
+def test_a_slow_server_is_given_up(serve) -> None:
+    def slow(images):
+        time.sleep(1.5)
+        return [1.0] * len(images)
+
+    remote = RemoteReward([serve(slow)], retries=0, timeout=0.3, concurrency=1)
+    with (
+        pytest.warns(UserWarning, match="no answer within 0.3 seconds"),
+        pytest.raises(RewardError, match="no server left"),
+    ):
+        scores_of(remote)
+
+
+@pytest.mark.parametrize(("piece", "said"), [(b" ", "no answer within 0.5 seconds"), (b" " * 2**20, "more than")])
+def test_a_server_that_never_comes_to_an_end_is_given_up(piece, said) -> None:
+    """A byte now and then keeps httpx's own time-outs from striking; a flood fills the memory."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.end_headers()
+            try:
+                for _ in range(40):
+                    self.wfile.write(piece)
+                    time.sleep(0.05)
+            except OSError:
+                pass
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    remote = RemoteReward(
+        f"http://127.0.0.1:{server.server_address[1]}", "x", retries=0, timeout=0.5 if piece == b" " else 9.0
+    )
+    start = time.monotonic()
+    with pytest.warns(UserWarning, match=said), pytest.raises(RewardError, match="no server left"):
+        scores_of(remote)
+    assert time.monotonic() - start < 2
+    server.shutdown()
+    server.server_close()
+
+
+def test_nobody_there(serve) -> None:
+    remote = RemoteReward([closed_port(), closed_port()], "brightness", retries=1, **FAST)
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match="has no server left .*rewards serve"):
+        scores_of(remote)
+    both = RemoteReward([closed_port(), serve("brightness")], "brightness", retries=0, batch_size=2, **FAST)
+    with pytest.warns(UserWarning, match="taken out"):
+        assert scores_of(both) == pytest.approx(SHADES)
+
+
+def test_waits_for_a_server_to_come_back(serve) -> None:
+    url = serve("brightness")
+
+    class Restarted(RemoteReward):
+        def _take_out(self, server, reason):
+            super()._take_out(server, reason)
+            server.url = url
+
+    remote = Restarted(closed_port(), "brightness", retries=0, wait=20.0, **FAST)
+    with pytest.warns(UserWarning, match="waiting up to 20 s"):
+        assert scores_of(remote) == pytest.approx(SHADES)
+
+
+def test_a_server_that_is_well_but_fails_every_batch_is_not_waited_for_again_and_again(serve) -> None:
+    asked = []
+
+    def fails(images):
+        asked.append(1)
+        raise ValueError("no")
+
+    remote = RemoteReward(serve(fails), "fails", retries=0, wait=0.5, **FAST)
+    start = time.monotonic()
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match="no server left .*fails"):
+        scores_of(remote)
+    assert time.monotonic() - start < 5 and 1 <= len(asked) <= 6
+
+
+def test_a_run_whose_servers_are_gone_stops_with_its_state_saved(serve, tmp_path) -> None:
+    """And goes on, with another server, to the weights of a run that was never stopped."""
+    calls = []
+
+    def shade(images):
+        calls.append(len(images))
+        if sum(calls) > 16:  # in the third rollout of eight
+            raise MemoryError("of the scorer")
+        return brightness(images)
+
+    def run(folder, url, **options):
+        settings = {"url": url, "name": "shade", "retries": 0, "body": "safetensors", **options}
+        return trainer_for(tmp_path / folder, rewards={"remote": settings}, max_steps=4)
+
+    good = serve({"brightness": {}})
+    unbroken = run("unbroken", good)
+    unbroken.train()
+    with (
+        pytest.warns(UserWarning, match="taken out"),
+        pytest.raises(RewardError, match="no server left .*MemoryError"),
+    ):
+        run("broken", serve(shade)).train()
+    assert 16 < sum(calls) <= 24 and [one.name for one in (tmp_path / "broken").glob("checkpoint-*")] == [
+        "checkpoint-2"
+    ]
+    resumed = run("broken", good)
+    resumed.train(resume_from_checkpoint=True)
+    for name, weight in trained_weights(unbroken).items():
+        assert torch.equal(weight, trained_weights(resumed)[name]), name
+
+
+def test_tokens(serve, monkeypatch) -> None:
+    url = serve("brightness", token="right")
+    monkeypatch.setenv("REWARD_TOKEN", "right")
+    assert scores_of(RemoteReward(url, token_env="REWARD_TOKEN")) == pytest.approx(SHADES)
+    with pytest.raises(RewardError, match="refused by .*token"):
+        scores_of(RemoteReward(url, "brightness", **FAST))
+    monkeypatch.setenv("REWARD_TOKEN", "wrong")
+    with pytest.raises(RewardError, match="refused by .*401.*token is missing or wrong"):
+        scores_of(RemoteReward(url, "brightness", token_env="REWARD_TOKEN", **FAST))
+    assert httpx2.get(f"{url}/health", trust_env=False).status_code == 401
+
+
+def test_a_column_that_is_not_there() -> None:
+    with pytest.raises(RewardError, match="column 'mood', which the dataset lacks"):
+        scores_of(RemoteReward("http://127.0.0.1:9", "x", columns=["mood"]))
+
+
+# the settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"url": []}, "http://host:port"),
+        ({"url": "localhost:8000"}, "http://host:port"),
+        ({"url": "http://a", "batch_size": 0}, "batch_size"),
+        ({"url": "http://a", "num_frames": 0}, "num_frames"),
+        ({"url": "http://a", "body": "pickle"}, "expected Literal"),
+        ({"url": "http://a", "timeout": 0.0}, "timeout"),
+        ({"url": "http://a", "token_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(arguments, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_rewards({"remote": arguments})
+
+
+# the command
+
+
+def stalls(images):
+    """A reward that says it was called, and takes its time."""
+    print("called", flush=True)
+    time.sleep(60)
+    return [0.0] * len(images)
+
+
+def test_the_command_serves_and_is_killed_mid_batch(serve) -> None:
+    code = "import sys; from diffusion_grpo.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "rewards", "serve", f"{{{__name__}.stalls: {{name: brightness}}}}", "--port"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])}
+    with subprocess.Popen([*words, "0"], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            line = process.stdout.readline()
+            url = line.split(" on ")[1].strip()
+            assert line.startswith("serving brightness on http://127.0.0.1:")
+            remote = RemoteReward([url, serve("brightness")], "brightness", batch_size=5, retries=1, concurrency=1)
+
+            def kill():
+                assert process.stdout.readline() == "called\n"
+                process.send_signal(signal.SIGKILL)
+
+            killer = threading.Thread(target=kill)
+            killer.start()
+            with pytest.warns(UserWarning, match=f"{url} is taken out"):
+                assert scores_of(remote) == pytest.approx(SHADES)
+            killer.join(10)
+        finally:
+            process.kill()
+
+
+def test_the_command_refuses_what_it_cannot_serve(capsys) -> None:
+    for words, said in (
+        (["brigthness"], "brightness"),
+        (["brightness", "--token_env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
+        (["brightness", "--max_waiting", "0"], "at least 1"),
+    ):
+        assert cli.main(["rewards", "serve", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert "brightness" in REWARDS

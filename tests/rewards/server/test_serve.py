@@ -1,0 +1,146 @@
+"""The server of rewards: who waits, who is sent away, and what is not scored because nobody asks for it any more."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx2
+import pytest
+
+from diffusion_grpo import cli
+from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, score
+from diffusion_grpo.rewards.server.wire import write_request
+from tests.rewards.server.test_remote import FAST, PICTURES, SHADES, scores_of
+
+
+def test_a_full_queue_answers_at_once(serve) -> None:
+    release = threading.Event()
+
+    def stuck(images):
+        release.wait(20)
+        return [0.0] * len(images)
+
+    url = serve(stuck, max_waiting=1)
+    body = write_request(PICTURES[:1], ["a"], {}, None, None)
+
+    async def two() -> httpx2.Response:
+        async with httpx2.AsyncClient(timeout=20, trust_env=False) as client:
+            first = asyncio.ensure_future(client.post(f"{url}/score/stuck", content=body))
+            while (await client.get(f"{url}/health")).json()["waiting"] == 0:
+                await asyncio.sleep(0.01)
+            second = await client.post(f"{url}/score/stuck", content=body)
+            release.set()
+            assert (await first).status_code == 200
+            return second
+
+    second = asyncio.run(two())
+    assert second.status_code == 503 and second.headers["Retry-After"] == "1"
+    assert "1 requests wait" in second.json()["error"]
+
+
+def waiting(url: str) -> int:
+    return httpx2.get(f"{url}/health", trust_env=False).json()["waiting"]
+
+
+def test_what_its_client_gave_up_leaves_the_queue_and_is_not_scored(serve) -> None:
+    release, calls = threading.Event(), []
+
+    def stuck(images):
+        calls.append(1)
+        release.wait(20)
+        return [0.5] * len(images)
+
+    url, body = serve(stuck), write_request(PICTURES[:1], ["a"], {}, None, None)
+    first = threading.Thread(target=httpx2.post, args=(f"{url}/score/stuck",), kwargs={"content": body, "timeout": 30})
+    first.start()
+    while not calls:
+        time.sleep(0.01)
+    for _ in range(2):
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{url}/score/stuck", content=body, timeout=0.2, trust_env=False)
+    end = time.monotonic() + 5
+    while waiting(url) > 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert waiting(url) == 1
+    release.set()
+    first.join()
+    assert httpx2.post(f"{url}/score/stuck", content=body, trust_env=False).json() == {"scores": [0.5]}
+    assert len(calls) == 2
+
+
+def test_a_body_that_does_not_come_gives_up_its_place(serve) -> None:
+    url = serve("brightness", body_seconds=0.3)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as half:
+        half.sendall(b"POST /score/brightness HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        answer = half.recv(4096)
+        while not answer.endswith(b"}"):  # headers and body may come apart
+            answer += half.recv(4096)
+    assert b" 408 " in answer.splitlines()[0] and b"within 0.3 seconds" in answer and waiting(url) == 0
+    assert scores_of(RemoteReward(url)) == pytest.approx(SHADES)
+
+
+def test_too_large_and_unknown_are_refused(serve) -> None:
+    url = serve("brightness", max_bytes=1000)
+    with pytest.raises(RewardError, match="413.*larger than 1000 bytes"):
+        scores_of(RemoteReward(url, "brightness", **FAST))
+    assert scores_of(RemoteReward(url, "brightness", batch_size=1)) == pytest.approx(SHADES)
+    with pytest.raises(RewardError, match="404.*no reward 'text' here; there is brightness"):
+        scores_of(RemoteReward(url, "text", batch_size=1, **FAST))
+
+    def chunks():  # without a Content-Length
+        for _ in range(10):
+            yield b"x" * 1000
+
+    assert httpx2.post(f"{url}/score/brightness", content=chunks(), trust_env=False).status_code == 413
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(serve) -> None:
+    """And none of it is waited for: the connection is left open, with nothing sent."""
+    url = serve("brightness", max_bytes=1000, body_seconds=30)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as half:
+        half.sendall(b"POST /score/brightness HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
+        answer = half.recv(4096)
+        while not answer.endswith(b"}"):  # headers and body may come apart
+            answer += half.recv(4096)
+    assert b" 413 " in answer.splitlines()[0]
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_the_limit_is_on_the_bytes_of_the_body(serve, has_length) -> None:
+    body = write_request(PICTURES[:1], ["a"], {}, None, None)
+    for limit, status in ((len(body), 200), (len(body) - 1, 413)):
+        url = serve("brightness", max_bytes=limit)
+        content = body if has_length else iter([body[:10], body[10:]])
+        answer = httpx2.post(f"{url}/score/brightness", content=content, trust_env=False)
+        assert answer.status_code == status, answer.text
+
+
+def test_the_command_passes_its_limits_on(monkeypatch) -> None:
+    given = []
+
+    def create_app(rewards, token, max_waiting, max_bytes):
+        given.append(([reward.name for reward in rewards], token, max_waiting, max_bytes))
+
+    monkeypatch.setattr("diffusion_grpo.rewards.server.serve.create_app", create_app)
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: [each.close() for each in sockets])
+    words = ["brightness", "--port", "0", "--max_megabytes", "3", "--max_waiting", "5"]
+    assert cli.main(["rewards", "serve", *words]) == 0
+    assert given == [(["brightness"], None, 5, 3 * 2**20)]
+
+
+def test_columns_named_like_options_reach_a_served_reward_as_columns_alone(serve) -> None:
+    """`fps` is an option of the client, `target_column` one of the reward that is served."""
+    columns = {"target": PICTURES, "target_column": ["x"] * len(PICTURES), "fps": ["y"] * len(PICTURES)}
+    remote = RemoteReward(serve("psnr"), columns=["target", "target_column"], **FAST)
+    prompts = ["a"] * len(PICTURES)
+    table = score([remote, REWARDS["psnr"]], images=PICTURES, prompts=prompts, columns=columns)
+    assert table[:, 0].tolist() == table[:, 1].tolist() == [100.0] * len(PICTURES)
+    with pytest.raises(ValueError, match="columns names 'fps', which is no column"):
+        RemoteReward("http://a", columns=["fps"])
+
+
+@pytest.mark.parametrize("name", ["two words?", "100 %", "a#b&c"])
+def test_any_name_of_a_reward_finds_it(serve, name) -> None:
+    url = serve({"brightness": {"name": name}})
+    assert scores_of(RemoteReward(url, name)) == pytest.approx(SHADES)

@@ -1,0 +1,301 @@
+"""A vision-language model as a judge, with real servers on loopback that answer well, badly, late or not at all."""
+
+import asyncio
+import base64
+import io
+import json
+import math
+import re
+import socket
+import threading
+import time
+
+import fastapi
+import numpy as np
+import pytest
+import uvicorn
+from PIL import Image
+
+from diffusion_grpo.rewards import RewardError, check_eval_rewards, load_rewards, score
+from diffusion_grpo.rewards.server.http import is_loopback
+from diffusion_grpo.rewards.server.vlm_judge import UnifiedReward, VlmJudge
+
+PICTURES = [Image.new("RGB", (8, 6), (shade, 0, 0)) for shade in (10, 20, 30)]
+PROMPTS = ["a fox", "two {braces}", "ä"]
+
+
+@pytest.fixture
+def model():
+    """Starts servers of chat completions: `model(reply)` gives the url and the requests; `reply` gets a request."""
+    running = []
+
+    def start(reply) -> tuple[str, list]:
+        app, seen = fastapi.FastAPI(), []
+
+        @app.post("/v1/chat/completions")
+        async def complete(request: fastapi.Request):
+            seen.append({"body": await request.json(), "headers": dict(request.headers)})
+            answer = reply(seen[-1]["body"])
+            answer = await answer if asyncio.iscoroutine(answer) else answer
+            if isinstance(answer, fastapi.Response):
+                return answer
+            return {"choices": [{"message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}]}
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        running.append((server, thread, listener))
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/v1", seen
+
+    yield start
+    for server, _, _ in running:
+        server.should_exit = True
+    for _, thread, listener in running:
+        thread.join(10)
+        listener.close()
+
+
+def shown(body) -> list[Image.Image]:
+    """The pictures of a request."""
+    parts = [part for part in body["messages"][0]["content"] if part["type"] == "image_url"]
+    heads = {part["image_url"]["url"].partition(",")[0] for part in parts}
+    assert heads == {"data:image/png;base64"}
+    data = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in parts]
+    return [Image.open(io.BytesIO(one)) for one in data]
+
+
+def said(body) -> str:
+    [text] = [part["text"] for part in body["messages"][0]["content"] if part["type"] == "text"]
+    return text
+
+
+def red(body) -> str:
+    """A model that knows how red the first picture is."""
+    return f"Looking at it, 1 thing is clear. Score: {shown(body)[0].getpixel((0, 0))[0]}"
+
+
+def refusal(status: int, content="{}", **headers) -> fastapi.Response:
+    return fastapi.Response(content, status_code=status, headers=headers)
+
+
+def judge(url, **options) -> VlmJudge:
+    return VlmJudge(url, "tiny", options.pop("template", "Rate it: {prompt}"), backoff=0.01, **options)
+
+
+def values(reward, pictures=PICTURES, prompts=PROMPTS, **keywords) -> list:
+    found = score([reward], images=pictures, prompts=prompts, **keywords)[:, 0].tolist()
+    return [None if math.isnan(value) else value for value in found]
+
+
+# what works
+
+
+def test_pictures_and_question_arrive_and_the_last_number_counts(model, monkeypatch) -> None:
+    url, seen = model(red)
+    monkeypatch.setenv("JUDGE_KEY", "very-secret")
+    template = 'Rate {prompt} in the mood {mood} as {{"score": n}}.'
+    options = {"url": url + "/", "model": "tiny", "template": template, "api_key_env": "JUDGE_KEY"}
+    options |= {"max_tokens": 77, "extra": {"seed": 3, "temperature": None}}
+    (reward,) = load_rewards({"vlm_judge": {**options, "name": "taste", "mean": 10.0, "std": 10.0}})
+    logged = {}
+    moods = {"mood": ["sad", "gay", "x"]}
+    assert values(reward, columns=moods, log_metric=logged.__setitem__) == [0.0, 1.0, 2.0]
+    assert logged == {"vlm_judge/unread": 0.0}
+    by_shade = {shown(request["body"])[0].getpixel((0, 0))[0]: request for request in seen}
+    assert len(seen) == 3 and said(by_shade[20]["body"]) == 'Rate two {braces} in the mood gay as {"score": n}.'
+    fields = {name: value for name, value in by_shade[10]["body"].items() if name != "messages"}
+    assert fields == {"model": "tiny", "max_tokens": 77, "seed": 3}
+    assert {request["headers"]["authorization"] for request in seen} == {"Bearer very-secret"}
+    assert "very-secret" not in json.dumps(reward.options()) + repr(reward)
+    check_eval_rewards([reward], load_rewards({"vlm_judge": {**options, "name": "taste", "mean": 10.0, "std": 10.0}}))
+
+
+def test_frames_of_a_video_in_one_question(model) -> None:
+    url, seen = model(red)
+    video = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in range(11)]
+    reward = judge(url, num_frames=3, video_template="Rate the video: {prompt}", score_range=[5, 9])
+    found = score([reward], videos=[video], prompts=["a"], fps=8)
+    assert [picture.getpixel((0, 0))[0] for picture in shown(seen[0]["body"])] == [0, 5, 10]
+    assert said(seen[0]["body"]) == "Rate the video: a" and found.isnan().all()  # 0 is below 5
+    whole = judge(url, num_frames=20, score_range=[5, 9], video_score_range=[0, 9])
+    assert score([whole], videos=[video], prompts=["a"], fps=8).item() == 0
+    assert len(shown(seen[1]["body"])) == 11
+
+
+def test_yes_is_a_probability(model) -> None:
+    def likely(body):
+        shade = shown(body)[0].getpixel((0, 0))[0]
+        tokens = {10: [("Yes", 0.5), (" yes", 0.1), ("No", 0.2), ("Perhaps", 0.2)], 20: [("no", 1.0)]}
+        pairs = [{"token": token, "logprob": math.log(p)} for token, p in tokens.get(shade, [("Maybe", 0.9)])]
+        choice = {"message": {"content": "Yes"}, "logprobs": {"content": [{"token": "Yes", "top_logprobs": pairs}]}}
+        return refusal(200, json.dumps({"choices": [choice]}))
+
+    url, seen = model(likely)
+    assert values(judge(url, answer="yes_no")) == [pytest.approx(0.6 / 0.8), 0.0, None]
+    assert {(b["max_tokens"], b["logprobs"], b["top_logprobs"]) for b in (r["body"] for r in seen)} == {(1, True, 20)}
+    assert {request["body"]["temperature"] for request in seen} == {0}
+    url, _ = model(red)
+    with pytest.raises(RewardError, match="log-probabilities, which this server does not give"):
+        values(judge(url, answer="yes_no"))
+
+
+def test_unified_reward(model) -> None:
+    replies = {10: "fox (animal): 1\nFinal Score: 4.5", 20: "**Final Score:** 3", 30: "Final Score: 7"}
+    url, seen = model(lambda body: replies[shown(body)[0].getpixel((0, 0))[0]])
+    (reward,) = load_rewards({"unified_reward": {"url": url, "std": 5.0}})
+    assert values(reward) == [pytest.approx(0.9), pytest.approx(0.6), None]  # pictures have 1 to 5
+    assert any(said(request["body"]).endswith("Text Caption: [a fox]") for request in seen)
+    assert {request["body"]["model"] for request in seen} == {"UnifiedReward"}
+    assert score([UnifiedReward(url)], videos=[[PICTURES[2]] * 2], prompts=["a fox"], fps=8).item() == 7  # 1 to 10
+    assert said(seen[-1]["body"]).endswith("Text Prompt: [a fox]")
+
+
+def test_so_many_questions_at_a_time(model) -> None:
+    inside, most = [], []
+
+    async def slow(body):
+        inside.append(1)
+        most.append(len(inside))
+        await asyncio.sleep(0.03)
+        inside.pop()
+        return "5"
+
+    url, _ = model(slow)
+    assert values(judge(url, concurrency=2), PICTURES * 3, PROMPTS * 3) == [5] * 9
+    assert max(most) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("Score: 8/10", 8),
+        ("Score: 8/10.", 8),
+        ("8.5 / 10", 8.5),
+        ("4 out of 5", 4),
+        ("4 of 5", 4),
+        ("I give it a score of 8", 8),
+        ("**8**", 8),
+        ("**8**/10", 8),
+        ("10/10", 10),
+        ("Score: 7.5", 7.5),
+        ("Score: 7.5.", 7.5),
+        ("It has 2 cats. Score: 9.", 9),
+        ("-3", -3),
+        ("+.5", 0.5),
+        ("2024", 2024),
+    ],
+)
+def test_the_number_is_not_that_out_of_which_it_is(reply, expected, model) -> None:
+    url, _ = model(lambda body: reply)
+    assert values(judge(url), PICTURES[:1], PROMPTS[:1]) == [expected]
+
+
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy(model, monkeypatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    url, _ = model(red)
+    assert values(judge(url, retries=0)) == [10, 20, 30]
+    assert is_loopback("http://[::1]:80/v1") and is_loopback("http://localhost/v1")
+    assert not is_loopback("https://api.example.org/v1") and not is_loopback("http://10.0.0.1/v1")
+
+
+# what does not
+
+
+@pytest.mark.parametrize("reply", ["I cannot say.", "", None, "Score: seven", "Score: 1e", 7])
+def test_what_holds_no_score_is_none(reply, model) -> None:
+    url, seen = model(lambda body: reply if shown(body)[0].getpixel((0, 0))[0] == 20 else "Score: 2")
+    logged = {}
+    reward = judge(url, pattern=r"Score: (\d+)$")
+    if isinstance(reply, str):
+        with pytest.warns(UserWarning, match="A reply of tiny holds no score"):
+            assert values(reward, log_metric=logged.__setitem__) == [2, None, 2]
+    else:
+        assert values(reward, log_metric=logged.__setitem__) == [2, None, 2]
+    assert logged == {"vlm_judge/unread": pytest.approx(1 / 3)} and len(seen) == 3  # asked once
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "reason"),
+    [
+        ("no json", 200, "answered no JSON: 'no json'"),
+        ("[1]", 200, "expected an object"),
+        ('{"choices": []}', 200, "expected choices"),
+        ('{"error": {"message": "out of memory"}}', 500, "status 500, out of memory"),
+        ("<html>oops", 503, "status 503, <html>oops"),
+    ],
+)
+def test_a_server_that_fails_is_asked_again_and_then_the_run_stops(content, status, reason, model) -> None:
+    fails = []
+    url, seen = model(lambda body: fails.append(1) or (refusal(status, content) if len(fails) < 3 else "4"))
+    assert values(judge(url), PICTURES[:1], PROMPTS[:1]) == [4] and len(seen) == 3
+    url, seen = model(lambda body: refusal(status, content))
+    with pytest.raises(RewardError, match=re.escape(reason)):
+        values(judge(url, retries=1), PICTURES[:1], PROMPTS[:1])
+    assert len(seen) == 2
+
+
+def test_too_many_requests_wait_as_long_as_they_are_told(model) -> None:
+    fails = []
+    answer = refusal(429, **{"Retry-After": "0.2"})
+    url, _ = model(lambda body: fails.append(1) or (answer if len(fails) < 2 else "4"))
+    start = time.monotonic()
+    assert values(judge(url), PICTURES[:1], PROMPTS[:1]) == [4] and time.monotonic() - start >= 0.2
+
+
+def test_a_refusal_stops_at_once_and_names_no_key(model, monkeypatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "very-secret")
+    url, seen = model(lambda body: refusal(401, '{"error": {"message": "wrong key"}}'))
+    with pytest.raises(RewardError, match="was refused by .*status 401, wrong key") as caught:
+        values(judge(url, api_key_env="JUDGE_KEY"), PICTURES[:1], PROMPTS[:1])
+    assert len(seen) == 1 and "very-secret" not in str(caught.value)
+
+
+def test_a_slow_server_and_none_at_all(model) -> None:
+    async def slow(body):
+        await asyncio.sleep(1.5)
+
+    url, _ = model(slow)
+    with pytest.raises(RewardError, match="in 1 requests, the last with: no answer within 0.2 seconds"):
+        values(judge(url, timeout=0.2, retries=0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    with pytest.raises(RewardError, match="got no answer from"):
+        values(judge(url, retries=1))
+
+
+def test_what_it_cannot_judge(model) -> None:
+    url, _ = model(red)
+    with pytest.raises(RewardError, match="{mood} in its template, a column that the dataset lacks"):
+        values(judge(url, template="{prompt} {mood}"))
+    with pytest.raises(RewardError, match="judges images and videos, but the samples are ndarray"):
+        score([judge(url)], images=[np.zeros((2, 50))], prompts=["a"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"url": "127.0.0.1:8000"}, "give http://host:port/v1"),
+        ({"url": "https://me:key@host/v1"}, "api_key_env"),
+        ({"template": "{prompt"}, "cannot be filled in"),
+        ({"template": '{"a": 1}'}, "double other braces"),
+        ({"pattern": "Score: ("}, "no regular expression"),
+        ({"pattern": "Score"}, "has no group"),
+        ({"score_range": [5, 1]}, "lowest, highest"),
+        ({"video_score_range": [1]}, "lowest, highest"),
+        ({"num_frames": 0}, "num_frames"),
+        ({"timeout": 0.0}, "timeout"),
+        ({"retries": -1}, "retries"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
+        ({"answer": "maybe"}, "expected"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(arguments, reason) -> None:
+    with pytest.raises(ValueError, match=reason):
+        load_rewards({"vlm_judge": {"url": "http://host/v1", "model": "m", "template": "{prompt}", **arguments}})
+    with pytest.raises(ValueError, match="needs the argument 'model'"):
+        load_rewards({"vlm_judge": {"url": "http://host/v1"}})

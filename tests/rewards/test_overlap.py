@@ -1,0 +1,292 @@
+"""Rewards beside the rollout: the same results as after it, whoever is ready first, and what may not be overlapped."""
+
+import asyncio
+import random
+import threading
+import time
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from tiny_runs import brightness, logged, trained_weights, trainer_for
+
+from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards
+from diffusion_grpo.rewards.calls import Scoring
+from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
+
+PICTURES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
+GROUPS = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+CALLS = [[0, 1, 2, 3], [4, 6, 5, 7], [8, 9, 11, 10]]  # of the pipeline; they cut groups and change the order
+
+
+def rollout(rewards, is_wanted, folder=None, between=lambda: None, overlap=None):
+    """Values, metrics and columns of a rollout of three calls."""
+    rewards, metrics, columns = load_rewards(rewards), [], {}
+    overlap = overlap or Overlap(is_wanted, lambda: False)
+    overlap.is_tried = overlap.is_tried or is_wanted
+
+    def begin(funcs, places, samples, latents):
+        rows = {"prompts": [f"prompt {GROUPS[place]}" for place in places], "columns": {"place": places}}
+        return Scoring(funcs, images=samples, **rows, groups=[GROUPS[place] for place in places], indices=places)
+
+    with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
+        for places in CALLS:
+            scoring.add(places, [PICTURES[place] for place in places], None)
+            between()
+        scoring.wait()
+        values = scoring.result(folder, lambda *entry: metrics.append(entry), columns.__setitem__)
+    return values, metrics, columns
+
+
+def shade(images, place, log_metric, log_extra):
+    time.sleep(random.uniform(0, 0.02))
+    log_metric("first", place[0])
+    log_extra("is_dark", [image.getpixel((0, 0))[0] < 100 for image in images])
+    return [None if p == 5 else image.getpixel((0, 0))[0] for image, p in zip(images, place, strict=True)]
+
+
+async def slow(images, place, log_metric):
+    await asyncio.sleep(random.uniform(0, 0.05))
+    log_metric("first", -place[0])
+    assert not torch.is_grad_enabled()
+    return [float(p) for p in place]
+
+
+@groupwise
+def rank(images, prompts, place):
+    assert len(set(prompts)) == 1 and len(images) == 3
+    return [sum(p > other for other in place) for p in place]
+
+
+@batchwise
+def share(images, place):
+    return [p / sum(place) for p in place]
+
+
+def test_the_same_values_metrics_and_columns_as_without_overlap() -> None:
+    rewards = [shade, slow, rank, share]
+    (values, metrics, columns), (others, other_metrics, other_columns) = (
+        rollout(rewards, is_wanted) for is_wanted in (True, False)
+    )
+    torch.testing.assert_close(values, others, rtol=0, atol=0, equal_nan=True)
+    assert metrics == other_metrics and columns == other_columns
+    assert metrics == [("first", 0), ("first", 0), ("first", 3), ("first", -3), ("first", 6), ("first", -6)]
+    assert values[:, 0].isnan().nonzero().flatten().tolist() == [5]
+    assert values[:, 1].tolist() == list(range(12)) and values[:, 2].tolist() == [0, 1, 2] * 4
+    assert values[:, 3].tolist() == pytest.approx([p / 66 for p in range(12)])
+    assert columns["is_dark"] == [True] * 5 + [False] * 7
+
+
+def test_rewards_run_while_the_next_samples_are_made() -> None:
+    """Each waits for something that only happens after its samples were handed over."""
+    is_made, is_awaited = threading.Event(), threading.Event()
+
+    def waits(images):
+        assert is_made.wait(10)
+        return [0.0] * len(images)
+
+    async def awaits(images):
+        is_awaited.set()
+        return [0.0] * len(images)
+
+    def between():
+        is_made.set()
+        assert is_awaited.wait(10)
+
+    assert rollout([waits, awaits], True, between=between)[0].shape == (12, 2)
+    names = [thread.name for thread in threading.enumerate() if thread.name == "rewards" and thread.is_alive()]
+    for _ in range(100):
+        names = [thread.name for thread in threading.enumerate() if thread.name == "rewards"]
+        if not names:
+            break
+        time.sleep(0.05)
+    assert not names  # the threads of a rollout end with it
+
+
+def test_failures_are_those_without_overlap(tmp_path) -> None:
+    def broken(images, place):
+        if 4 in place:
+            raise ConnectionError("gone")
+        return [float("nan") if p == 10 else 0.0 for p in place]
+
+    async def late(images, place):
+        await asyncio.sleep(0.05 if 0 in place else 0)
+        return [1.0] * (len(place) - (4 in place))
+
+    errors, files = [], []
+    for is_wanted in (True, False):
+        folder = tmp_path / str(is_wanted)
+        with pytest.raises(RewardError) as error:
+            rollout([late, broken], is_wanted, folder)
+        errors.append(str(error.value).replace(str(folder), ""))
+        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert errors[0] == errors[1] and files[0] == files[1]
+    assert "'late' returned 2 values, expected 3" in errors[0] and sorted(files[0]) == ["late-3.json", "late-3.png"]
+
+
+def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> None:
+    seen, overlap = [], Overlap(True, lambda: False, waits_for_rollout=lambda: True)
+
+    def noted(images, place):
+        seen.append((threading.current_thread().name, place))
+        return [float(p) for p in place]
+
+    def begin(funcs, places, samples, latents):
+        rows = {"prompts": [""] * len(places), "columns": {"place": places}}
+        return Scoring(funcs, images=samples, **rows, groups=[GROUPS[place] for place in places], indices=places)
+
+    for turn in range(2):
+        with RolloutScoring(load_rewards(noted), GROUPS, begin, overlap) as scoring:
+            for places in CALLS:
+                scoring.add(places, [PICTURES[place] for place in places], None)
+            assert turn == 1 or not seen and not overlap.is_tried
+            scoring.wait()
+            assert scoring.result(None, print, print)[:, 0].tolist() == list(range(12)) and scoring.waited == 0.0
+    assert overlap.is_tried and overlap.is_possible
+    assert [place for _, place in seen[: len(seen) // 2]] == [place for _, place in seen[len(seen) // 2 :]]
+    assert {name for name, _ in seen[: len(seen) // 2]} == {"MainThread"}
+    assert {name for name, _ in seen[len(seen) // 2 :]} == {"rewards"}
+
+
+def test_who_waits_says_for_what() -> None:
+    is_said, said = threading.Event(), []
+
+    def quick(images):
+        return [0.0] * len(images)
+
+    async def awaited(images):
+        while not is_said.is_set():
+            await asyncio.sleep(0.01)
+        return [0.0] * len(images)
+
+    def announce(names):
+        said.append(names)
+        if "awaited" in said:
+            is_said.set()
+
+    def begin(funcs, places, samples, latents):
+        return Scoring(funcs, images=samples, prompts=[""] * len(places), indices=places)
+
+    overlap = Overlap(True, lambda: False)
+    overlap.is_tried = True
+    with RolloutScoring(load_rewards([quick, awaited]), GROUPS, begin, overlap, announce) as scoring:
+        scoring.add(list(range(12)), PICTURES, None)
+        scoring.wait()
+    assert said[-1] == "awaited"
+
+
+def test_calls_of_one_reward_share_its_requests(monkeypatch) -> None:
+    """Three blocks of samples at once make no more requests at a server than one."""
+    under_way, most = [], []
+
+    async def ask(self, client, server, body, count):
+        under_way.append(server.url)
+        most.append(max(under_way.count(url) for url in under_way))
+        await asyncio.sleep(0.01)
+        under_way.remove(server.url)
+        return [1.0] * count
+
+    monkeypatch.setattr(RemoteReward, "_ask", ask)
+    reward = RemoteReward(["http://a", "http://b"], "x", batch_size=1, concurrency=2)
+    assert rollout([reward], True)[0].sum() == 12 and max(most) == 2
+    assert rollout([reward], False)[0].sum() == 12 and max(most) == 2
+
+
+def test_a_reward_that_ends_the_process_ends_it() -> None:
+    def leaves(images):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        rollout([leaves], True)
+
+
+def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:
+    def drawing(images):
+        return torch.rand(len(images)).tolist()
+
+    found = []
+    for is_wanted in (True, False):
+        overlap = Overlap(is_wanted, lambda: False)
+        overlap.is_tried = False
+        torch.manual_seed(0)
+        values = []
+        for _ in range(2):
+            with torch.random.fork_rng():  # as around a call of the pipeline
+                torch.manual_seed(1)
+            rewards = load_rewards(drawing)
+
+            def begin(funcs, places, samples, latents):
+                return Scoring(funcs, images=samples, prompts=[""] * len(places), indices=places)
+
+            with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
+                for places in CALLS:
+                    scoring.add(places, [PICTURES[place] for place in places], None)
+                scoring.wait()
+                values.append(scoring.result(None, print, print))
+            assert scoring.threads is None
+        found.append(torch.stack(values))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert "a reward draws from torch's global generator" in caplog.text
+    pipeline = Overlap(True, lambda: True)
+    assert not pipeline.is_possible and "the pipeline draws" in pipeline.reason
+
+
+def test_a_network_that_makes_room_for_the_rollout_is_not_overlapped() -> None:
+    class Offloaded:
+        offload = True
+
+        def __call__(self, images):
+            assert len(images) == 12 and threading.current_thread() is threading.main_thread()
+            return [1.0] * len(images)
+
+    assert rollout([Offloaded()], True)[0].sum() == 12
+
+
+def test_a_training_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_path, monkeypatch) -> None:
+    """Weights, tables and metrics; also beside rewards that draw numbers and change torch's settings."""
+
+    @groupwise
+    async def ranked(images, log_metric):
+        log_metric("brightest", max(brightness(images)))
+        shades = brightness(images)
+        return [sum(shade > other for other in shades) for shade in shades]
+
+    def careless(images):
+        torch.manual_seed(len(images))
+        torch.rand(3), np.random.rand(), random.random()
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(True)
+        return [torch.zeros(()) for _ in images]
+
+    made = []
+
+    def make_overlap(*args):
+        made.append(Overlap(*args))
+        return made[-1]
+
+    monkeypatch.setattr("diffusion_grpo.training.setup.Overlap", make_overlap)
+    runs = {}
+    for name, rewards, overlap_rewards in (
+        ("beside", {brightness: 1, ranked: 0.1}, True),
+        ("after", {brightness: 1, ranked: 0.1}, False),
+        ("careless", {brightness: 1, ranked: 0.1, careless: 0}, True),
+    ):
+        trainer = trainer_for(
+            tmp_path / name, rewards=rewards, overlap_rewards=overlap_rewards, num_generations=2, num_inference_steps=3
+        )
+        trainer.train()
+        assert made[-1].is_possible == (name == "beside")
+        assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+        columns = [
+            pyarrow.parquet.read_table(path) for path in sorted((tmp_path / name / "samples").glob("*.parquet"))
+        ]
+        metrics = [logged(trainer, key) for key in ("reward", "brightest", "diversity", "ratio/max_error")]
+        tables = [table.drop_columns([c for c in table.column_names if c == "careless"]) for table in columns]
+        runs[name] = trained_weights(trainer), tables, metrics
+    for name in ("after", "careless"):
+        for (key, weight), other in zip(runs["beside"][0].items(), runs[name][0].values(), strict=True):
+            assert torch.equal(weight, other), key
+        assert runs["beside"][1:] == runs[name][1:]
+    assert runs["beside"][2][3] == [0.0, 0.0]

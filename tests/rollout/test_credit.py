@@ -1,0 +1,224 @@
+"""What the rewards of a rollout come to, against references in float64 written out here."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.rollout.credit import measure_values
+from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTargets
+from diffusion_grpo.training.setup import RunRewards, make_credit
+
+GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}  # 4 prompts
+
+
+def settings(**changed) -> DiffusionGRPOConfig:
+    return DiffusionGRPOConfig("out", use_cpu=True, **{"advantage_clip": None, **GROUPS, **changed})
+
+
+def found(args, rewards, positions=None, weights=(1.0,), model=None, **given):
+    """Return the estimate for rewards given as one list per function."""
+    rewards = torch.tensor(rewards, dtype=torch.float32).T
+    positions = torch.arange(len(rewards)) if positions is None else positions
+    functions = [SimpleNamespace(name=name) for name in ("vq", "mq")[: len(weights)]]
+    credit = make_credit(args, RunRewards(functions, list(weights), []), model)
+    return credit(rewards, positions, **given)
+
+
+def random_rewards(functions: int = 1) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.tensor([1.0, 5.0, 0.2, 30.0]).repeat_interleave(4)  # a group each
+    return (torch.randn(functions, 16, generator=generator) * spread).tolist()
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+@pytest.mark.parametrize("scale_rewards", ["group", "batch"])
+def test_statistics_of_the_batch_are_of_each_batch_by_itself(batches, scale_rewards):
+    rewards = random_rewards()
+    estimated = found(settings(num_batches_per_step=batches, scale_rewards=scale_rewards), rewards)
+    expected = []
+    for batch in torch.tensor(rewards[0], dtype=torch.float64).chunk(batches):
+        for group in batch.split(4):
+            std = group.std() if scale_rewards == "group" else batch.std()
+            expected.append((group - group.mean()) / (std + 1e-8))
+    close(estimated.advantages, torch.cat(expected))
+
+
+def test_batches_change_nothing_where_each_group_has_its_own_scale():
+    one, four = (found(settings(num_batches_per_step=n), random_rewards()).advantages for n in (1, 4))
+    assert torch.equal(one, four)
+    one, four = (found(settings(num_batches_per_step=n, scale_rewards="batch"), random_rewards()) for n in (1, 4))
+    assert not torch.allclose(one.advantages, four.advantages)
+
+
+@pytest.mark.parametrize("generations", [1, 4])
+def test_the_baseline_of_the_batch(generations):
+    """Flow-GRPO without statistics by prompt: all samples of a batch are compared with each other."""
+    args = settings(reward_baseline="batch", num_batches_per_step=2, num_generations=generations)
+    estimated = found(args, random_rewards())
+    halves = torch.tensor(random_rewards()[0], dtype=torch.float64).chunk(2)
+    close(estimated.advantages, torch.cat([(half - half.mean()) / (half.std() + 1e-8) for half in halves]))
+    assert estimated.result.frac_reward_zero_std == 0
+    close(estimated.result.group_std, torch.cat([half.std().expand(8) for half in halves]))
+
+
+def test_only_the_samples_of_this_process():
+    rewards, mine = random_rewards(), torch.arange(8, 16)
+    estimated = found(settings(), rewards, mine)
+    close(estimated.advantages, found(settings(), rewards).advantages[8:])
+    assert estimated.columns["reward"] == pytest.approx(rewards[0][8:])
+    assert len(estimated.result.rewards) == 16
+
+
+def test_the_divergence_is_taken_off_the_reward():
+    rewards = random_rewards()
+    divergences = torch.rand(16, 3, generator=torch.Generator().manual_seed(1))
+    estimated = found(settings(kl_reward=2.0), rewards, divergences=divergences)
+    penalised = torch.tensor(rewards, dtype=torch.float64) - 2.0 * divergences.double().mean(1)
+    close(estimated.advantages, found(settings(), penalised.tolist()).advantages)
+    assert estimated.columns["reward"] == pytest.approx(rewards[0])  # what is logged is what was scored
+    assert estimated.metrics["kl/rollout"] == pytest.approx(divergences.mean().item())
+    assert estimated.metrics.keys() - found(settings(), rewards).metrics.keys() == {"kl/rollout"}
+    assert estimated.columns["kl"] == pytest.approx(divergences.mean(1).tolist())
+    nothing = found(settings(kl_reward=2.0), rewards, divergences=torch.zeros(16, 3))
+    assert torch.equal(nothing.advantages, found(settings(), rewards).advantages)
+
+
+def test_the_divergence_counts_once_in_a_sum_and_for_each_reward_normalised_by_itself():
+    rewards, divergences = random_rewards(2), torch.rand(16, 3, generator=torch.Generator().manual_seed(1))
+    penalty = 2.0 * divergences.mean(1)
+    for order in ("sum_then_normalize", "normalize_then_sum", "loss_per_reward"):
+        args = settings(kl_reward=2.0, multi_objective_aggregation=order)
+        estimated = found(args, rewards, weights=(0.5, 3.0), divergences=divergences)
+        table = torch.tensor(rewards, dtype=torch.float64)
+        if order == "sum_then_normalize":
+            summed = (table * torch.tensor([0.5, 3.0])[:, None]).sum(0) - penalty
+            close(estimated.advantages, found(settings(), [summed.tolist()]).advantages)
+        else:
+            plain = settings(multi_objective_aggregation=order)
+            close(estimated.advantages, found(plain, (table - penalty).tolist(), weights=(0.5, 3.0)).advantages)
+
+
+def test_each_reward_has_its_own_advantage_and_best_of_n_goes_by_their_weighted_sum():
+    rewards = random_rewards(2)
+    args = settings(multi_objective_aggregation="loss_per_reward", advantage_clip=1.0)
+    estimated = found(args, rewards, weights=(0.7, -0.2))
+    alone = [found(settings(), [column]).advantages for column in rewards]
+    close(estimated.advantages, torch.stack(alone, 1).clamp(-1, 1))
+    close(estimated.result.advantages, 0.7 * alone[0] - 0.2 * alone[1])  # before the clip, as DanceGRPO ranks
+    assert estimated.result.advantages.abs().max() > 0.9
+    assert estimated.columns["advantage/mq"] == pytest.approx(estimated.advantages[:, 1].tolist())
+    assert estimated.columns["advantage"] == pytest.approx(estimated.result.advantages.tolist())
+
+
+# with a value model
+
+
+def gae_reference(rewards, values, gamma, lam):
+    """The recursion of arXiv 1506.02438, sample by sample in Python's floats."""
+    table = []
+    for row, value in zip(rewards.tolist(), values.tolist(), strict=True):
+        following, advantages = 0.0, []
+        for step in reversed(range(len(row))):
+            next_value = value[step + 1] if step + 1 < len(row) else 0.0
+            following = row[step] + gamma * next_value - value[step] + gamma * lam * following
+            advantages.insert(0, following)
+        table.append(advantages)
+    return torch.tensor(table, dtype=torch.float64)
+
+
+def value_model() -> tuple[ValueModel, torch.Tensor]:
+    """A model whose values differ between states, and the states of 16 samples and 3 steps."""
+    generator = torch.Generator().manual_seed(2)
+    states, model = torch.randn(16, 3, STATE_SIZE, generator=generator), ValueModel()
+    torch.nn.init.normal_(model.layers[-1].weight, generator=generator)
+    model.is_calibrated.fill_(True)
+    return model, states
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (1.0, 0.0)])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_advantages_of_each_step(gamma, lam, batches):
+    (model, states), rewards = value_model(), random_rewards()
+    divergences = torch.rand(16, 3, generator=torch.Generator().manual_seed(1))
+    args = settings(
+        advantage_estimator="gae", gamma=gamma, gae_lambda=lam, kl_reward=0.3, num_batches_per_step=batches
+    )
+    mine = torch.arange(4, 12)
+    estimated = found(args, rewards, mine, divergences=divergences, states=states, model=model)
+    received = -0.3 * divergences.double() / 3
+    received[:, -1] += torch.tensor(rewards[0], dtype=torch.float64)
+    with torch.no_grad():
+        values = model(states)
+    expected = gae_reference(received, values, gamma, lam)
+    close(estimated.targets.returns, (expected + values)[mine])
+    close(estimated.targets.values, values[mine])
+    normal = torch.cat([(part - part.mean()) / part.std() for part in expected.chunk(batches)])
+    close(estimated.advantages, normal[mine])
+    raw = settings(advantage_estimator="gae", gamma=gamma, gae_lambda=lam, kl_reward=0.3, scale_rewards="none")
+    given = {"divergences": divergences, "states": states, "model": model}
+    close(found(raw, rewards, mine, **given).advantages, expected[mine])
+    if gamma == lam == 1:
+        close(expected[:, 0], torch.tensor(rewards[0]) - 0.3 * divergences.mean(1) - values[:, 0])
+
+
+def test_clip_threshold_and_missing_rewards_of_a_value_model():
+    model, states = value_model()
+    rewards = random_rewards()
+    rewards[0][5] = math.nan
+    rewards[0][12:] = [-100.0, -101.0, -102.0, -103.0]
+    args = settings(advantage_estimator="gae", reward_threshold=-50.0, advantage_clip=0.5)
+    estimated = found(args, rewards, states=states, model=model)
+    assert estimated.advantages[5].eq(0).all() and estimated.targets.returns[5].isnan().all()
+    assert estimated.advantages[12:].eq(0).all() and estimated.targets.returns[12:].isfinite().all()
+    assert estimated.advantages.abs().max() == 0.5 and estimated.advantages.isfinite().all()
+
+
+def test_best_of_n_goes_by_the_reward_with_a_value_model():
+    (model, states), rewards = value_model(), random_rewards()
+    estimated = found(settings(advantage_estimator="gae"), rewards, states=states, model=model)
+    assert torch.equal(
+        estimated.result.advantages.view(4, 4).argsort(1), torch.tensor(rewards[0]).view(4, 4).argsort(1)
+    )
+
+
+def test_groups_of_equal_rewards_are_none_to_a_value_model():
+    model, states = value_model()
+    rewards = [[float(place // 4) for place in range(16)]]
+    alone = found(settings(), rewards)
+    assert alone.result.frac_reward_zero_std == 1 and alone.advantages.eq(0).all()
+    estimated = found(settings(advantage_estimator="gae"), rewards, states=states, model=model)
+    assert estimated.result.frac_reward_zero_std == 0 and estimated.advantages.ne(0).all()
+
+
+def test_a_single_sample_a_prompt_needs_a_value_model_or_the_batch():
+    model, states = value_model()
+    args = settings(advantage_estimator="gae", num_generations=1)
+    estimated = found(args, random_rewards(), states=states, model=model)
+    assert estimated.advantages.ne(0).all() and estimated.result.frac_reward_zero_std == 0
+
+
+def test_the_first_rollout_sets_the_scales_of_the_model():
+    model, states = ValueModel(), value_model()[1]
+    rewards = [[1000.0 + value for value in random_rewards()[0]]]
+    estimated = found(settings(advantage_estimator="gae"), rewards, states=states, model=model)
+    assert model.is_calibrated and estimated.metrics["value/mean"] == pytest.approx(sum(rewards[0]) / 16, rel=1e-6)
+    assert estimated.metrics["value/explained_variance"] == pytest.approx(0, abs=1e-6)
+    before = model.reward_mean.clone()
+    found(settings(advantage_estimator="gae"), random_rewards(), states=states, model=model)
+    assert torch.equal(model.reward_mean, before)
+
+
+def test_explained_variance():
+    returns = torch.tensor([[1.0], [2.0], [4.0], [math.nan]])
+    states = torch.zeros(4, 1, STATE_SIZE)
+    assert measure_values(ValueTargets(states, returns.nan_to_num(), returns))["value/explained_variance"] == 1
+    worse = measure_values(ValueTargets(states, -returns.nan_to_num(), returns))
+    assert worse["value/explained_variance"] == pytest.approx(1 - 4)
+    assert "value/explained_variance" not in measure_values(ValueTargets(states, returns, torch.ones(4, 1)))

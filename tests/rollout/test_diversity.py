@@ -1,0 +1,84 @@
+"""Diversity: how different the samples of a prompt are."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_runs import brightness
+
+from diffusion_grpo.rewards import load_rewards
+from diffusion_grpo.rollout.diversity import (
+    FRAMES,
+    SIDE,
+    cosine_distance,
+    embed_samples,
+    find_embedders,
+    kind_of,
+    make_thumbnails,
+    measure_diversity,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def grey(shade: int, size=(64, 40)) -> Image.Image:
+    return Image.new("RGB", size, (shade,) * 3)
+
+
+def noise(size=64) -> Image.Image:
+    return Image.fromarray(RNG.integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def test_diversity_is_the_mean_distance_of_pairs_within_groups() -> None:
+    pictures = [grey(0), grey(255), grey(51), grey(102), grey(102), grey(255)]
+    groups = torch.tensor([7, 7, 3, 3, 3, 1])  # of the last nothing can be said
+    expected = (1.0 + (0.2 + 0.2 + 0.0) / 3) / 2
+    assert measure_diversity(make_thumbnails(pictures), groups) == pytest.approx(expected, abs=1e-6)
+    assert measure_diversity(make_thumbnails(pictures), torch.arange(6)) is None
+    vectors = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]])
+    assert measure_diversity(vectors, torch.zeros(3), cosine_distance) == pytest.approx(2 / 3)
+
+
+def test_grain_is_no_diversity_but_composition_is() -> None:
+    """What the eye takes for the same picture is close, whatever its pixels do."""
+    grains = measure_diversity(make_thumbnails([noise(512) for _ in range(4)]), torch.zeros(4))
+    halves = [Image.new("RGB", (512, 512), "black"), Image.new("RGB", (512, 512), "black")]
+    halves[0].paste("white", (0, 0, 256, 512))
+    halves[1].paste("white", (256, 0, 512, 512))
+    assert grains < 0.03 and measure_diversity(make_thumbnails(halves), torch.zeros(2)) == pytest.approx(1)
+
+
+def test_videos_and_what_is_neither() -> None:
+    videos = [[grey(0)] * 7, [grey(0)] * 2, [grey(255)]]
+    assert [kind_of(part) for part in (videos, [grey(1)], [np.zeros(5)], [torch.zeros(4, 8, 8)])] == [
+        "videos",
+        "images",
+        None,
+        None,
+    ]
+    points = make_thumbnails(videos[:2])
+    assert points.shape == (2, FRAMES * SIDE * SIDE * 3) and points.dtype == torch.uint8
+    moves = [[grey(0), grey(0), grey(0), grey(255)], [grey(0)] * 4]
+    assert measure_diversity(make_thumbnails(moves), torch.zeros(2)) == pytest.approx(math.sqrt(1 / 4))
+    assert make_thumbnails([np.zeros(5)]) is None
+
+
+class Embeds:
+    """A reward whose network embeds pictures: here by their mean colour."""
+
+    def __call__(self, images, **columns):
+        return brightness(images)
+
+    def embed(self, images):
+        return [np.asarray(image, dtype=float).mean((0, 1)).tolist() for image in images]
+
+
+def test_rewards_that_embed_pictures() -> None:
+    rewards = load_rewards([Embeds(), "brightness"])
+    assert [reward.name for reward in find_embedders(rewards)] == ["Embeds"]
+    colours = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "red")]
+    points = embed_samples(rewards[0], colours)
+    assert measure_diversity(points, torch.zeros(3), cosine_distance) == pytest.approx(2 / 3)
+    assert torch.equal(embed_samples(rewards[0], [[colours[0], colours[1]]]), points[:2].mean(0, keepdim=True))

@@ -1,0 +1,118 @@
+"""The order of a rollout: of any number of processes, the same samples share an update."""
+
+import pytest
+import torch
+
+from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.config.batch_sizes import BatchSizes
+from diffusion_grpo.data.sampler import GroupSampler
+from diffusion_grpo.rollout.order import RolloutOrder, invert, update_order
+
+
+def order_of(processes, generation, seed=0, process=0, **sizes):
+    """The order of one rollout; `accumulation` and `steps` are given for one process."""
+    return RolloutOrder(sizes_of(processes, process, **sizes), seed, generation)
+
+
+def sizes_of(processes, process=0, best_of_n=None, generations=4, batch=2, accumulation=4, steps=8):
+    return BatchSizes(
+        num_generations=generations,
+        best_of_n=best_of_n,
+        micro_batch=batch,
+        accumulation=accumulation // processes,
+        steps_per_generation=steps // processes,
+        num_iterations=1,
+        data_processes=processes,
+        data_process=process,
+    )
+
+
+def updates(order, positions):
+    """The set of positions that each update trains on, all processes together."""
+    processes = order.sizes.data_processes
+    shares = [order.of_process(positions, process).view(order.updates, -1) for process in range(processes)]
+    return [sorted(torch.cat([share[update] for share in shares]).tolist()) for update in range(order.updates)]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"generations": 16},  # larger than an update: micro-batches one by one
+        {"generations": 8, "best_of_n": 2},
+        {"steps": 4},
+        {"generations": 6, "batch": 3, "accumulation": 4, "steps": 8},
+    ],
+    ids=["whole groups", "parts of groups", "best of n", "one update", "uneven"],
+)
+def test_updates_do_not_depend_on_the_number_of_processes(processes, case):
+    for generation in range(3):
+        one, many = (order_of(count, generation, **case) for count in (1, processes))
+        assert torch.equal(one.made, many.made)
+        assert sorted(many.by_process().tolist()) == list(range(len(one.made)))
+        ranking = torch.randn(len(one.made), generator=torch.Generator().manual_seed(generation))
+        trained = one.trained(ranking)
+        assert torch.equal(trained, many.trained(ranking))
+        assert updates(one, trained) == updates(many, trained)
+        for process in range(processes):  # each trains on what it made
+            made = many.of_process(many.made, process)
+            assert (invert(made, len(one.made))[many.of_process(trained, process)] >= 0).all()
+
+
+def test_rollouts_of_several_updates_are_mixed_by_seed_and_generation():
+    orders = [order_of(1, generation, seed).made for seed, generation in ((0, 0), (0, 1), (1, 0))]
+    assert len({tuple(order.tolist()) for order in orders}) == 3
+    assert torch.equal(orders[0], order_of(1, 0).made)
+    whole = orders[0].view(-1, 4) // 4
+    assert (whole == whole[:, :1]).all()  # groups stay whole where they fit
+    assert torch.equal(order_of(1, 0, steps=4).made, torch.arange(8))  # one update: nothing to mix
+
+
+def test_best_of_n_of_groups_that_straddle_updates_mixes_all_of_them():
+    order = order_of(1, 0, best_of_n=4, generations=6, batch=2, accumulation=1, steps=4)
+    ranking = torch.arange(12.0)
+    kept = order.trained(ranking)
+    assert sorted(kept.tolist()) == [0, 1, 4, 5, 6, 7, 10, 11]
+    assert not torch.equal(kept, kept.sort().values)
+
+
+def test_iterations_after_the_first_make_the_same_updates_in_another_order():
+    assert update_order(3, 0, 6).tolist() == list(range(6))
+    later = {tuple(update_order(3, iteration, 6).tolist()) for iteration in range(1, 9)}
+    assert len(later) > 4 and all(sorted(order) == list(range(6)) for order in later)
+
+
+def test_best_of_n_needs_whole_groups_in_each_processs_share_of_an_update(monkeypatch):
+    monkeypatch.setattr(DiffusionGRPOConfig, "world_size", 2)
+    common = {"output_dir": "out", "use_cpu": True, "per_device_train_batch_size": 2, "num_generations": 8}
+    args = DiffusionGRPOConfig(**common, gradient_accumulation_steps=2, steps_per_generation=4, best_of_n=4)
+    assert (
+        args.batch_sizes.update_share,
+        args.batch_sizes.samples_per_update,
+        args.batch_sizes.consecutive_samples,
+    ) == (4, 8, 8)
+    with pytest.raises(ValueError, match="best_of_n=4 chooses among whole groups.* 2 x 1 must be a multiple"):
+        DiffusionGRPOConfig(**common, gradient_accumulation_steps=1, steps_per_generation=4, best_of_n=4)
+
+
+@pytest.mark.parametrize(("rows", "prompts"), [(3, 8), (10, 4), (4, 4), (1, 2)])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_groups_of_any_dataset_are_whole_and_the_same_for_any_number_of_processes(rows, prompts, processes):
+    """A simulation of sampler, processes and order: uneven last chunks, few rows, a row twice in a chunk."""
+    sampler = GroupSampler(rows, num_generations=4, prompts_per_rollout=prompts, repeat_count=1, seed=5)
+    numbers = list(sampler)
+    size = prompts * 4
+    accumulation = max(2, processes) if prompts == 2 else 4
+    seen = set()
+    for generation in range(len(numbers) // size):
+        chunk = numbers[generation * size : (generation + 1) * size]
+        shares = [chunk[p * size // processes : (p + 1) * size // processes] for p in range(processes)]
+        gathered = [number for share in shares for number in share]  # what each process is handed, put together
+        assert gathered == chunk
+        order = order_of(processes, generation, accumulation=accumulation, steps=2 * prompts)
+        for position in order.by_process().tolist():
+            seen.add(chunk[position])
+            first = position // 4 * 4
+            assert chunk[position] == chunk[first]  # the row of its group, also where another group has that row
+    assert seen == set(range(rows))

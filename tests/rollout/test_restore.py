@@ -1,0 +1,69 @@
+"""What several processes kept of a rollout is read back by fewer or more of them, bit for bit."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diffusion_grpo.policy.trajectory import Trajectory
+from diffusion_grpo.rollout.buffer import RolloutBuffer
+from diffusion_grpo.rollout.restore import restore_buffer, rollout_file
+from diffusion_grpo.rollout.value_model import ValueTargets
+from tests.rollout.test_order import order_of
+
+
+def sample(position):
+    """A trajectory of one sample whose numbers say where it is in the generation."""
+    drawn = torch.Generator().manual_seed(position)
+    size = 3 + position % 2  # of two shapes
+    noise = [torch.randn(1, 2, size, generator=drawn) for _ in range(2)]
+    seeds = torch.tensor([position])
+    steps, log_probs = torch.tensor([[0, 1]]), torch.randn(1, 2, generator=drawn)
+    return Trajectory(*noise, log_probs, steps, seeds, seeds + 1, num_inference_steps=3, noise_level=0.7)
+
+
+def buffer_of(order, ranking):
+    positions = order.own(order.trained(ranking))
+    numbers = positions.float()[:, None].expand(-1, 2)
+    targets = ValueTargets(numbers[..., None], numbers, numbers + 1)
+    rows = [{"prompt": str(position)} for position in positions.tolist()]
+    samples = [sample(position) for position in positions.tolist()]
+    return RolloutBuffer(rows, samples, numbers / 7, None, 2, order.seed, targets, positions, order.updates)
+
+
+def restore(folder, order):
+    def rows_at(positions):
+        return [{"prompt": str(position)} for position in positions]
+
+    return restore_buffer(folder, order, None, rows_at, "cpu")
+
+
+@pytest.mark.parametrize("best_of_n", [None, 2])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2), (4, 2), (2, 4)])
+def test_any_number_of_processes_goes_on_with_the_rollout_of_any_other(tmp_path, before, after, best_of_n):
+    ranking = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    own = {"best_of_n": best_of_n, "generations": 4, "batch": 2, "accumulation": 4, "steps": 8}
+    for process in range(before):
+        buffer = buffer_of(order_of(before, 3, process=process, **own), ranking)
+        buffer.old_log_probs = buffer.old_log_probs + 1
+        buffer.save(rollout_file(tmp_path, process), before)
+    for process in range(after):
+        order = order_of(after, 3, process=process, **own)
+        found, expected = restore(tmp_path, order), buffer_of(order, ranking)
+        assert found.rows == expected.rows and torch.equal(found.positions, expected.positions)
+        assert torch.equal(found.advantages, expected.advantages)
+        assert torch.equal(found.old_log_probs, expected.old_log_probs + 1)
+        assert torch.equal(found.targets.returns, expected.targets.returns)
+        for one, other in zip(found.samples, expected.samples, strict=True):
+            assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
+        assert [found.range_of(slot) for slot in range(8)] == [expected.range_of(slot) for slot in range(8)]
+
+
+def test_a_file_that_is_missing_or_of_another_order_is_refused(tmp_path):
+    order = order_of(1, 0)
+    with pytest.raises(ValueError, match="rollout-rank0.safetensors is missing"):
+        restore(tmp_path, order)
+    path = rollout_file(tmp_path, 0)
+    buffer_of(order, torch.zeros(16)).save(path)
+    save_file(load_file(path), path, metadata={"kind": "Trajectory", "settings": "{}"})
+    with pytest.raises(ValueError, match="a version that did not keep the samples' positions"):
+        restore(tmp_path, order)

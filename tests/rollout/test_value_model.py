@@ -1,0 +1,280 @@
+"""The value model: GAE against its definition, a case where the true value is known, and what a checkpoint keeps."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import ranks_server
+import resumable_run
+import tiny_pipelines
+import torch
+from safetensors.torch import load_file
+from tiny_runs import (
+    brightness,
+    first_frame_brightness,
+    joined_trajectory,
+    logged,
+    policy_weights,
+    trained_weights,
+    trainer_for,
+)
+from transformers import TrainerCallback
+
+from diffusion_grpo.algorithms.gae import generalized_advantages
+from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
+from diffusion_grpo.distributed.fsdp import FSDP2Backend
+from diffusion_grpo.policy.denoising import DenoisingPolicy
+from diffusion_grpo.policy.rollout import replay, rollout
+from diffusion_grpo.policy.trajectory import Trajectory
+from diffusion_grpo.rollout.value_model import (
+    CONDITIONS,
+    STATE_SIZE,
+    STRETCHES,
+    VALUE_WEIGHTS,
+    ValueCallback,
+    ValueModel,
+    ValueTargets,
+    pool_conditions,
+    record_conditions,
+    reduce_states,
+)
+
+
+def random_walk(samples: int, steps: int, seed: int) -> tuple[Trajectory, torch.Tensor]:
+    """Latents whose mean is a random walk, and the mean at the walk's end: its expectation is the mean so far."""
+    generator = torch.Generator().manual_seed(seed)
+    walk = torch.randn(samples, 1, generator=generator)
+    walk = walk + 0.3 * torch.randn(samples, steps + 1, generator=generator).cumsum(1)
+    texture = 0.1 * torch.randn(samples, steps, 2, 8, 8, generator=generator)
+    texture -= texture.mean((2, 3, 4), keepdim=True)
+    latents = walk[:, :-1, None, None, None] + texture
+    index = torch.arange(steps).expand(samples, -1)
+    zeros = torch.zeros(samples, steps)
+    return Trajectory(latents, latents, zeros, index, zeros[:, 0], zeros[:, 0], steps + 1, 1.0), walk
+
+
+def test_the_value_of_a_random_walk_is_learned():
+    """The reward is 3 times the walk's end plus 20, so the true value of a state is 3 times its mean plus 20."""
+    model = ValueModel(seed=0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for iteration in range(200):
+        trajectory, walk = random_walk(64, 4, seed=iteration)
+        seen, rewards = reduce_states(trajectory, torch.zeros(64, CONDITIONS)), torch.zeros(64, 4)
+        rewards[:, -1] = 3 * walk[:, -1] + 20
+        if iteration == 0:
+            model.calibrate(seen, rewards[:, -1])
+            assert model(seen).eq(rewards[:, -1].mean()).all()  # at first the mean everywhere
+        with torch.no_grad():
+            values = model(seen)
+        returns = generalized_advantages(rewards, values, 1.0, 1.0).float() + values
+        optimizer.zero_grad()
+        model.loss(ValueTargets(seen, values, returns), clip=0.2).backward()
+        optimizer.step()
+    held_out, walk = random_walk(256, 4, seed=1000)
+    error = model(reduce_states(held_out, torch.zeros(256, CONDITIONS))) - (3 * walk[:, :-1] + 20)
+    assert error.square().mean().sqrt() < 0.15 * (3 * walk[:, :-1]).std()
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_no_scale_of_the_reward_is_too_small_to_learn(scale):
+    seen = torch.randn(64, 2, STATE_SIZE, generator=torch.Generator().manual_seed(0))
+    reward = scale * seen[:, 0, 0]
+    model = ValueModel(seed=0)
+    model.calibrate(seen, reward)
+    targets = ValueTargets(seen, model(seen).detach(), reward[:, None].expand(-1, 2))
+    assert model.loss(targets, None).item() == pytest.approx(0.5, rel=1e-3)
+
+
+def test_states_hold_latent_place_and_conditions():
+    trajectory, walk = random_walk(3, 4, seed=0)
+    conditions = torch.randn(3, CONDITIONS)
+    seen = reduce_states(trajectory, conditions)
+    assert seen.shape == (3, 4, STATE_SIZE) and seen.dtype == torch.float32
+    torch.testing.assert_close(seen[..., :STRETCHES].mean(-1), walk[:, :-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(seen[:, 2, 2 * STRETCHES : 2 * STRETCHES + CONDITIONS], conditions)
+    assert seen[0, :, 2 * STRETCHES + CONDITIONS].tolist() == pytest.approx([0.0, 0.2, 0.4, 0.6])
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd15", "flux", "wan"])
+def test_conditions_tell_prompts_apart_and_nothing_else(name):
+    pipe, inputs = tiny_pipelines.build(name)
+    policy, prompts = DenoisingPolicy(pipe), ["a cat", "a dog", "a cat"]
+    inputs = inputs | {"prompt": prompts}
+    inputs.pop("negative_prompt", None)
+    with record_conditions(policy) as found:
+        rollout(policy, inputs, seeds=[0, 1, 2], num_inference_steps=3)
+        rollout(policy, inputs | {"prompt": prompts[1:]}, seeds=[7, 8], num_inference_steps=3)
+    assert [part.shape for part in found] == [(3, CONDITIONS), (2, CONDITIONS)]
+    assert torch.equal(found[0][0], found[0][2]) and not torch.allclose(found[0][0], found[0][1], atol=0.1)
+    torch.testing.assert_close(found[1], found[0][1:], rtol=1e-4, atol=1e-4)
+    assert not any(network._forward_pre_hooks for network in policy.networks)
+
+
+def test_conditions_of_a_call_are_those_with_a_row_for_each_latent():
+    latents, text, ids = torch.randn(4, 8, 8), torch.randn(4, 5, 6), torch.randn(8, 3)
+    both = pool_conditions((latents,), {"text": text, "ids": ids, "timestep": torch.ones(4)}, 2)
+    alone = pool_conditions((latents,), {"text": text}, 2)
+    assert torch.equal(both, alone) and both.abs().max() > 0
+    assert pool_conditions(([torch.randn(3, 8), torch.randn(3, 8)],), {}, 2).eq(0).all()
+
+
+# in training
+
+
+GAE = {"advantage_estimator": "gae"}
+
+
+def test_a_known_value_is_learned_beside_a_fixed_policy(tmp_path):
+    """Each prompt has one reward, so that is the value of all its states; the policy's learning rate is 0."""
+
+    def by_prompt(prompts, **columns):
+        return [float(len(prompt)) for prompt in prompts]
+
+    settings = {"num_inference_steps": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    settings |= {"num_iterations": 2, "max_steps": 31, "learning_rate": 0.0}
+    trainer = trainer_for(
+        tmp_path, rewards=by_prompt, **settings, **GAE, value_learning_rate=5e-3, value_clip=None, gae_lambda=1.0
+    )
+    trainer.train_dataset = trainer.train_dataset.select([0, 3])  # "a red cat", "the sea at night"
+    trainer.train()
+    rewards = torch.tensor([float(len(row["prompt"])) for row in trainer.feed.buffer.rows])
+    values = trainer.feed.buffer.targets.values[:, 0]
+    assert rewards.std() > 1 and (values - rewards).square().mean().sqrt() < 0.7  # before it saw this rollout
+    explained = logged(trainer, "value/explained_variance")
+    assert explained[0] == pytest.approx(0, abs=1e-6) and explained[-1] > 0.9
+    assert max(logged(trainer, "ratio/max_error")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lora": False, "kl_reward": 0.1},
+        {"num_generations": 1, "timestep_fraction": 0.67, "permute_steps": True, "num_inference_steps": 4},
+        {"name": "wan", "importance_sampling_level": "sequence", "num_iterations": 2},
+    ],
+    ids=str,
+)
+def test_training_with_a_value_model(tmp_path, settings):
+    rewards = first_frame_brightness if settings.get("name") == "wan" else brightness
+    trainer = trainer_for(tmp_path, rewards=rewards, **settings, **GAE)
+    policy, values = trained_weights(trainer), {n: v.clone() for n, v in trainer.values.state_dict().items()}
+    trainer.train()
+    # samples that train on other steps are replayed in other batches, which float32 sees
+    assert max(logged(trainer, "ratio/max_error")) <= (1e-6 if settings.get("permute_steps") else 0.0)
+    assert any(not torch.equal(policy[name], value) for name, value in trained_weights(trainer).items())
+    assert any(not torch.equal(values[name], value) for name, value in trainer.values.state_dict().items())
+    assert len(logged(trainer, "value/loss")) == 2
+    assert all(parameter.grad is None for parameter in trainer.values.parameters())
+
+
+def test_the_learning_rate_of_the_value_model_is_its_own(tmp_path):
+    trainer = trainer_for(tmp_path, **GAE, value_learning_rate=0.0)
+    before = [parameter.clone() for parameter in trainer.values.parameters()]
+    trainer.train()
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.values.parameters(), strict=True))
+    rates = [group["lr"] for group in trainer.optimizer.param_groups if group["params"]]
+    assert rates == [1e-3, 1e-3, 0.0][-len(rates) :]
+    trainer.create_optimizer()  # a second time, as in a second train()
+    assert len([group for group in trainer.optimizer.param_groups if group["params"]]) == len(rates)
+
+
+def test_the_advantages_that_are_trained_on(tmp_path):
+    """From the table's rewards and the values kept, by the definition in float64."""
+    trainer = trainer_for(tmp_path, **GAE, gae_lambda=0.7, gamma=0.9, max_steps=2, best_of_n=2, num_generations=4)
+    trainer.train()
+    targets, kept = trainer.feed.buffer.targets, trainer.feed.buffer.advantages
+    advantages = (targets.returns - targets.values).double()
+    # half of the samples were left out, so only a common shift and scale are unknown
+    slope = (kept.double() - kept.double().mean()) / (advantages - advantages.mean())
+    torch.testing.assert_close(slope, slope.mean().expand_as(slope), rtol=1e-3, atol=0)
+    assert kept.shape == (8, 3) and slope.mean() > 0
+
+
+def test_gradients_of_policy_and_value_model_are_those_of_their_objectives(tmp_path):
+    """Of the second update on a rollout, against autograd on what both minimise, written out for all samples."""
+    settings = GAE | {"num_iterations": 2, "max_steps": 2, "max_grad_norm": 0, "epsilon": 1.0, "gae_lambda": 0.5}
+    trainer = trainer_for(tmp_path, **settings, value_learning_rate=0.05, num_inference_steps=4)
+    compared = []
+
+    class Compare(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            buffer, policy, values = trainer.feed.buffer, torch.zeros(()), torch.zeros(())
+            trajectory = joined_trajectory(trainer)
+            assert buffer.advantages.std(1).min() > 1e-3  # each step has its own
+            for rows in (slice(0, 4), slice(4, 8)):
+                values = values + trainer.values.loss(buffer.targets[rows], args.value_clip) / 2
+                for column, step in enumerate((0, 1, 2)):
+                    now = replay(trainer.policy, trainer.inputs(buffer.rows[rows]), trajectory[rows], step)
+                    ratio = torch.exp(now.log_prob - trajectory.log_probs[rows, column])
+                    policy = policy - (ratio * buffer.advantages[rows, column]).sum() / (8 * 3)
+            for objective, part in ((policy, model), (values, trainer.values)):
+                parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
+                for parameter, gradient in zip(parameters, torch.autograd.grad(objective, parameters), strict=True):
+                    torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-7)
+            compared.append(state.global_step)
+
+    trainer.add_callback(Compare)
+    trainer.train()
+    assert compared == [0, 1]
+
+
+def test_a_resumed_run_has_the_same_value_model(tmp_path):
+    settings = GAE | {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer_for(tmp_path / "whole", **settings, ema_decay=0.9)
+    whole.train()
+    for step in (1, 2):  # within a rollout, and between two
+        again = trainer_for(tmp_path / f"from-{step}", **settings, ema_decay=0.9)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        pairs = zip(whole.values.state_dict().values(), again.values.state_dict().values(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        expected = policy_weights(whole)
+        assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
+    saved = load_file(tmp_path / "whole" / "checkpoint-4" / VALUE_WEIGHTS)
+    assert all(torch.equal(saved[name], value) for name, value in whole.values.state_dict().items())
+    whole.save_model()
+    assert not (tmp_path / "whole" / VALUE_WEIGHTS).exists()  # what is published is the policy alone
+    shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "without")
+    (tmp_path / "without" / VALUE_WEIGHTS).unlink()
+    with pytest.raises(ValueError, match="no value_model.safetensors.*advantage_estimator='gae'"):
+        whole.values.load(tmp_path / "without")
+
+
+def test_gradients_are_averaged_over_processes_and_cleared():
+    model = ValueModel()
+    model.loss(ValueTargets(torch.randn(2, 3, STATE_SIZE), torch.zeros(2, 3), torch.ones(2, 3)), None).backward()
+    own = [parameter.grad.clone() for parameter in model.parameters()]
+    callback = ValueCallback(
+        model, SimpleNamespace(reduce=lambda gradient, reduction: {"mean": gradient / 2}[reduction])
+    )
+    callback.on_pre_optimizer_step(None, None, None)
+    assert all(torch.equal(p.grad, gradient / 2) for p, gradient in zip(model.parameters(), own, strict=True))
+    callback.on_optimizer_step(None, None, None)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.distributed
+def test_two_processes_train_what_one_does(tmp_path):
+    settings = GAE | {"kl_reward": 0.1, "save_strategy": "steps", "save_steps": 2}
+    for processes, name in ((1, "one"), (2, "two")):
+        own = settings | {"gradient_accumulation_steps": 2 // processes}
+        ranks_server.succeed(tmp_path / f"{name}-output", processes, resumable_run.run, tmp_path / name, own)
+    for file, tolerance in (("adapter_model.safetensors", 1e-6), (VALUE_WEIGHTS, 1e-5)):
+        one, two = (load_file(tmp_path / name / "checkpoint-2" / file) for name in ("one", "two"))
+        for name, weight in one.items():
+            torch.testing.assert_close(two[name], weight, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedBackend, FSDP2Backend])
+def test_sharded_training_is_refused(kind):
+    backend = kind.__new__(kind)  # without a launcher; the check asks for nothing else
+    with pytest.raises(ValueError, match="DeepSpeed and FSDP would not train"):
+        backend.check_run(("transformer",), permute_steps=False, draws_tokens=False, has_values=True)
+
+
+def test_the_first_weights_depend_on_the_seed_alone():
+    before = torch.random.get_rng_state()
+    one, same, other = ValueModel(seed=1), ValueModel(seed=1), ValueModel(seed=2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(one.layers[0].weight, same.layers[0].weight)
+    assert not torch.equal(one.layers[0].weight, other.layers[0].weight)

@@ -1,0 +1,292 @@
+"""Pipelines that carry LoRAs: trained further, kept, or refused before anything is lost; saved so that they load."""
+
+import json
+
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, get_peft_model
+from tiny_runs import LORA, brightness, trained_weights, trainer_for
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.rollout.reference import disable_adapters
+from diffusion_grpo.run import adapters
+from diffusion_grpo.run import weights as hub
+from diffusion_grpo.training.model import check_args, check_model
+from tests.run.test_weights import picture
+
+STRONG = {"learning_rate": 0.02}
+
+
+def close(one, other):
+    return torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def style(tmp_path_factory):
+    """The folder of a LoRA, and what the pipeline draws with it."""
+    folder = tmp_path_factory.mktemp("style")
+    trainer = trainer_for(folder, **STRONG)
+    trainer.train()
+    trainer.save_model()
+    return folder, picture(trainer.pipe, tiny_pipelines.build("sd3")[1])
+
+
+def with_style(style, name="style"):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    pipe.load_lora_weights(style[0], adapter_name=name)
+    return pipe, inputs
+
+
+def trained(folder, pipe, lora=False, **settings):
+    trainer = trainer_for(folder, lora=lora, model=pipe, **STRONG | settings)
+    trainer.train()
+    return trainer
+
+
+def test_an_adapter_of_the_pipeline_is_trained_further(tmp_path, style):
+    """From where it was: the first samples are the old LoRA's, and the reference stays there."""
+    pipe, inputs = with_style(style)
+    trainer = trainer_for(tmp_path, lora=False, model=pipe, lora_adapter="style", beta=0.1, **STRONG)
+    assert close(picture(pipe, inputs), style[1])
+    names = list(trained_weights(trainer))
+    assert names and all("lora_" in name and ".style." in name for name in names)
+    trainer.train()
+    after = picture(trainer.pipe, inputs)
+    assert not close(after, style[1])
+    with disable_adapters(trainer.model):
+        assert close(picture(trainer.pipe, inputs), style[1])
+    assert torch.equal(picture(trainer.pipe, inputs), after)
+    assert list(trained_weights(trainer)) == names
+    trainer.save_model()
+    fresh, _ = tiny_pipelines.build("sd3")
+    fresh.load_lora_weights(tmp_path)
+    assert close(picture(fresh, inputs), after)
+    assert trainer.run["trains_by"] == "LoRA style, trained further"
+
+
+@pytest.mark.parametrize("layout", ["run", "checkpoint", "peft"])
+def test_a_saved_lora_is_trained_further(tmp_path, style, layout):
+    folder, drawn = style
+    if layout == "checkpoint":
+        folder = tmp_path / "first" / "checkpoint-1"
+        first = trainer_for(tmp_path / "first", **STRONG, max_steps=1, save_strategy="steps", save_steps=1)
+        first.train()
+        drawn = picture(first.pipe, tiny_pipelines.build("sd3")[1])
+    elif layout == "peft":
+        folder = tmp_path / "peft"
+        folder.mkdir()
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            (folder / name).write_bytes((style[0] / name).read_bytes())
+    trainer = trainer_for(tmp_path / "run", lora=False, lora_path=str(folder), **STRONG)
+    _, inputs = tiny_pipelines.build("sd3")
+    assert close(picture(trainer.pipe, inputs), drawn)
+    assert trainer.model.peft_config["default"].r == LORA["r"]
+    assert trainer.run["trains_by"] == f"LoRA {folder.name}, trained further"
+    assert str(folder) not in json.dumps(trainer.run)
+    trainer.train()
+    trainer.save_model()
+    fresh, _ = tiny_pipelines.build("sd3")
+    hub.load_weights(fresh, tmp_path / "run")
+    assert close(picture(fresh, inputs), picture(trainer.pipe, inputs)) and not close(picture(fresh, inputs), drawn)
+
+
+def test_a_run_that_trains_a_lora_further_resumes_exactly(tmp_path, style):
+    settings = STRONG | {"lora": False, "lora_path": str(style[0]), "save_strategy": "steps", "save_steps": 1}
+    settings |= {"beta": 0.1, "max_steps": 3}
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    again = trainer_for(tmp_path / "again", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    expected = trained_weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+
+
+def test_other_adapters_stay_active_and_frozen(tmp_path, style):
+    pipe, inputs = with_style(style)
+    pipe.set_adapters("style", 0.5)
+    half = picture(pipe, inputs)
+    trainer = trainer_for(tmp_path, model=pipe, keep_adapters=True, beta=0.1, max_steps=2, **STRONG)
+    assert close(picture(pipe, inputs), half)  # a new LoRA begins with zeros
+    own = {name: value.clone() for name, value in pipe.transformer.named_parameters() if ".style." in name}
+    assert own and not any(".style." in name for name in trained_weights(trainer))
+    trainer.train()
+    after = picture(pipe, inputs)
+    assert not close(after, half)
+    with disable_adapters(trainer.model):
+        assert close(picture(pipe, inputs), half)
+    kept = {name: value for name, value in pipe.transformer.named_parameters() if ".style." in name}
+    assert all(torch.equal(value, own[name]) and not value.requires_grad for name, value in kept.items())
+    trainer.save_model()
+    fresh, _ = with_style(style)
+    fresh.load_lora_weights(tmp_path, adapter_name="new")
+    fresh.set_adapters(["style", "new"], [0.5, 1.0])
+    assert close(picture(fresh, inputs), after)
+    assert (
+        "beside adapters that this folder does not hold: `style` (transformer)" in (tmp_path / "README.md").read_text()
+    )
+
+
+def test_a_second_trainer_on_the_same_pipeline(tmp_path):
+    """A notebook's cell, run twice: refused before the first one's LoRA is touched; then trained further, or kept."""
+    first = trainer_for(tmp_path / "first", **STRONG)
+    first.train()
+    pipe, (_, inputs) = first.pipe, tiny_pipelines.build("sd3")
+    drawn = picture(pipe, inputs)
+    with pytest.raises(ValueError, match="carries the adapter 'default' already; set lora_adapter='default'.*anew"):
+        trainer_for(tmp_path / "second", model=pipe)
+    with pytest.raises(ValueError, match="Full training.*carries the adapter 'default'; merge it"):
+        trainer_for(tmp_path / "second", model=pipe, lora=False)
+    assert torch.equal(picture(pipe, inputs), drawn)
+    second = trainer_for(tmp_path / "second", model=pipe, lora=False, lora_adapter="default", **STRONG)
+    assert torch.equal(picture(pipe, inputs), drawn)
+    second.train()
+    third = trainer_for(tmp_path / "third", model=pipe, lora=False, lora_adapter="default", **STRONG)
+    drawn = picture(pipe, inputs)
+    with disable_adapters(third.model):
+        assert torch.equal(picture(pipe, inputs), drawn)
+    fourth = trainer_for(tmp_path / "fourth", model=pipe, keep_adapters=True, **STRONG)
+    assert torch.equal(picture(pipe, inputs), drawn) and fourth.model.active_adapter == "default_2"
+    fourth.train()
+    with disable_adapters(fourth.model):
+        assert torch.equal(picture(pipe, inputs), drawn)
+    assert not close(picture(pipe, inputs), drawn)
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd15", "pixart"])
+def test_the_whole_pipeline_is_saved_with_the_lora_in_its_weights(tmp_path, name):
+    trainer = trainer_for(tmp_path / "run", name=name, **STRONG)
+    trainer.train()
+    _, inputs = tiny_pipelines.build(name)
+    drawn = picture(trainer.pipe, inputs)
+    trainer.pipe.save_pretrained(tmp_path / "whole")
+    assert torch.equal(picture(trainer.pipe, inputs), drawn)
+    whole = DiffusionPipeline.from_pretrained(tmp_path / "whole")
+    whole.set_progress_bar_config(disable=True)
+    assert close(picture(whole, inputs), drawn)
+    assert not close(picture(tiny_pipelines.build(name)[0], inputs), drawn)
+    assert not [key for key in whole.components if hasattr(getattr(whole, key), "peft_config")]
+
+
+def test_a_peft_model_as_the_network(tmp_path):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    pipe.transformer = get_peft_model(pipe.transformer, LoraConfig(**LORA, init_lora_weights="gaussian"))
+    with pytest.raises(ValueError, match=r"pipe.transformer carries the adapter 'default' already; set lora_adapter"):
+        trainer_for(tmp_path, model=pipe)
+    trainer = trained(tmp_path, pipe, lora_adapter="default")
+    assert type(trainer.pipe.transformer).__name__ == "SD3Transformer2DModel"
+    trainer.save_model()
+    fresh, _ = tiny_pipelines.build("sd3")
+    fresh.load_lora_weights(tmp_path)
+    assert close(picture(fresh, inputs), picture(trainer.pipe, inputs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_adapter": "other", "lora": False}, r"carries no such adapter \(it has style\)"),
+        ({"lora_path": "x/y", "lora_adapter": "style", "lora": False}, "leave one of them out"),
+        (
+            {"lora_adapter": "style"},
+            "lora_adapter names a LoRA that has its own rank and layers; leave out peft_config",
+        ),
+        ({"lora_path": "./nowhere", "lora": False}, "lora_path: there is no folder or file ./nowhere"),
+        ({"scale": 0.5, "lora_adapter": "style", "lora": False}, r"is scaled by 0.5.*set_adapters\('style', 1.0\)"),
+        ({"fused": True, "keep_adapters": True}, "both fused into its weights and loaded; call pipe.unload_lora"),
+        ({"sync_ref_model": True, "beta": 0.1, "lora_adapter": "style", "lora": False}, "needs full training"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_refused_of_adapters(tmp_path, style, settings, message):
+    pipe, inputs = with_style(style)
+    settings = dict(settings)
+    if scale := settings.pop("scale", None):
+        pipe.set_adapters("style", scale)
+    if settings.pop("fused", False):
+        pipe.fuse_lora()
+    before = picture(pipe, inputs)
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, model=pipe, **settings)
+    assert torch.equal(picture(pipe, inputs), before)
+
+
+def test_keeping_adapters_where_there_are_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="carries no other adapter; leave it out"):
+        trainer_for(tmp_path, keep_adapters=True)
+
+
+def test_a_lora_of_text_encoders_too(tmp_path):
+    """What would be missing beside the saved LoRA is refused, or kept on request."""
+    pipe, _ = tiny_pipelines.build("sd15")
+    pipe.text_encoder.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"), "style")
+    with pytest.raises(ValueError, match="pipe.text_encoder carries the adapter 'style' already; set keep_adapters"):
+        trainer_for(tmp_path, name="sd15", model=pipe)
+    trainer = trainer_for(tmp_path, name="sd15", model=pipe, keep_adapters=True)
+    assert trainer.run["kept_adapters"] == {"text_encoder": ["style"]}
+
+
+# Targets
+
+
+def test_a_config_without_targets_takes_the_networks_usual_ones(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    config = adapters.fill_targets(pipe.transformer, LoraConfig(r=2))
+    assert set(config.target_modules) == {"to_q", "to_k", "to_v", "to_out.0"}
+    language, _ = tiny_pipelines.build("glm_image")
+    config = adapters.fill_targets(language.vision_language_encoder, LoraConfig(r=2))
+    assert set(config.target_modules) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    trainer = trainer_for(tmp_path, lora=False, peft_config=LoraConfig(r=2), max_steps=1)
+    assert {name.split(".lora_")[0].rpartition("attn.")[2] for name in trained_weights(trainer)} >= {"to_q", "to_v"}
+    with pytest.raises(ValueError, match="none of the usual attention layers; set target_modules.*0"):
+        adapters.fill_targets(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(r=2))
+
+
+@pytest.mark.parametrize("targets", [["to_q", "q_lin"], ["q_lin"], r"q_lin\..*"], ids=str)
+def test_targets_that_do_not_exist_are_answered_with_those_that_do(tmp_path, targets):
+    with pytest.raises(
+        ValueError, match=r"SD3Transformer2DModel has no module q_lin.*choose from .*to_k, to_out.0, to_q"
+    ):
+        trainer_for(tmp_path, lora=False, peft_config=LoraConfig(r=2, target_modules=targets))
+
+
+# What is no pipeline, and no settings
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "model is None; pass a Hub id, a folder"),
+        (torch.nn.Linear(1, 1), "model is a Linear, one network alone; pass the pipeline"),
+        (3, "model is a int; pass"),
+    ],
+    ids=["None", "module", "number"],
+)
+def test_a_model_that_is_no_pipeline(model, message):
+    with pytest.raises(TypeError, match=message):
+        DiffusionGRPOTrainer(model, brightness)
+
+
+def test_settings_of_another_trainer(tmp_path):
+    from transformers import TrainingArguments
+    from trl import GRPOConfig
+
+    for other in (TrainingArguments(str(tmp_path), use_cpu=True), GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)):
+        with pytest.raises(TypeError, match=f"a (transformers|trl) {type(other).__name__}, which lacks.*GRPOConfig"):
+            DiffusionGRPOTrainer("tiny", brightness, args=other)
+    check_args(DiffusionGRPOConfig(str(tmp_path), use_cpu=True))
+    check_model("tiny")
+
+
+def test_both_parts_of_glm_image_at_once(tmp_path):
+    for names in ("transformer, vision_language_encoder", "vision_language_encoder, transformer"):
+        with pytest.raises(
+            ValueError, match="tokens of vision_language_encoder and denoising steps cannot.*one of them"
+        ):
+            trainer_for(tmp_path, name="glm_image", train_component=names)
+
+
+def test_a_lora_to_train_further_is_planned_by_its_config(style, tmp_path):
+    assert adapters.read_config(str(style[0])).r == LORA["r"]
+    with pytest.raises(ValueError, match="has no adapter_config.json, which tells its rank; plan with use_peft"):
+        adapters.read_config(str(tmp_path))

@@ -1,0 +1,81 @@
+"""The header of a model card, and which files of a run are published."""
+
+import diffusers
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from diffusion_grpo.run.card_data import (
+    find_license,
+    list_upload_patterns,
+    pipeline_tag,
+    public_model_name,
+    strip_folders,
+)
+
+FILES = [
+    "README.md",
+    "curve.png",
+    "grid.png",
+    "adapter_config.json",
+    "pytorch_lora_weights.safetensors",
+    "ema/adapter_model.safetensors",
+    "model_index.json",
+    "transformer/config.json",
+    "tokenizer/vocab.json",
+    "scheduler/scheduler_config.json",
+]
+PRIVATE = [
+    "run.json",
+    "report.html",
+    "trainer_state.json",
+    "samples/step-000000/0000.png",
+    "samples/step-000000.parquet",
+    "evaluations/step-000000/0000.png",
+    "runs/Nov01_my-host/events.out.tfevents.1.my-host.2.0",
+    "prompts.txt",
+]
+NEVER = ["checkpoint-2/pytorch_lora_weights.safetensors", "tmp-checkpoint-3/config.json"]
+
+
+@pytest.mark.parametrize("push_samples", [False, True])
+def test_what_is_published(push_samples):
+    patterns = list_upload_patterns(["transformer", "tokenizer", "scheduler"], push_samples)
+    pushed = set(filter_repo_objects([*FILES, *PRIVATE, *NEVER], **patterns))
+    assert pushed == {*FILES, *(PRIVATE if push_samples else [])}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "given", "tag"),
+    [
+        ("StableDiffusion3Pipeline", ["prompt"], "text-to-image"),
+        ("FluxKontextPipeline", ["prompt", "image"], "image-to-image"),
+        ("WanPipeline", ["prompt"], "text-to-video"),
+        ("WanImageToVideoPipeline", ["prompt", "image"], "image-to-video"),
+        ("StableAudioPipeline", ["prompt"], "text-to-audio"),
+        ("DDPMPipeline", [], "unconditional-image-generation"),
+        ("KandinskyPriorPipeline", ["prompt"], None),
+    ],
+)
+def test_the_pipeline_tag(pipeline, given, tag):
+    assert pipeline_tag(getattr(diffusers, pipeline), given) == tag
+
+
+def test_names_without_this_machines_folders(tmp_path, monkeypatch):
+    (tmp_path / "my-model").mkdir()
+    assert public_model_name(str(tmp_path / "my-model")) == "my-model"
+    assert public_model_name("someone/some-model") == "someone/some-model" and public_model_name("tiny") == "tiny"
+    monkeypatch.chdir(tmp_path)
+    assert public_model_name("./my-model") == "my-model"
+    cached = tmp_path / "hub" / "models--someone--some-model" / "snapshots" / "abc"
+    cached.mkdir(parents=True)
+    assert public_model_name(str(cached)) == "someone/some-model"
+    settings = {"deepspeed": "/home/me/zero.json", "names": ["/x/y", "a/b"], "rate": 0.1}
+    assert strip_folders(settings) == {"deepspeed": "zero.json", "names": ["y", "a/b"], "rate": 0.1}
+
+
+def test_the_licence_of_the_base_model(tmp_path, caplog):
+    assert find_license("tiny") == {"license": "apache-2.0"} and find_license("someone/unknown") == {}
+    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: theirs\ntags: [a]\n---\nText\n")
+    assert find_license(str(tmp_path)) == {"license": "other", "license_name": "theirs"}
+    (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
+    assert find_license(str(tmp_path)) == {} and "cannot be read" in caplog.text

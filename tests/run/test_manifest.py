@@ -1,0 +1,141 @@
+"""A checkpoint that is not what was written is named in a sentence, and an older one is taken or offered."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tiny_runs import trained_weights, trainer_for
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from diffusion_grpo.run.manifest import MANIFEST, DamagedCheckpoint, ResumeError, check_manifest, write_manifest
+from diffusion_grpo.run.resume_point import check_named, checkpoints, find_newest_whole
+
+SETTINGS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = trainer_for(folder / "run", **SETTINGS)
+    trainer.train()
+    return folder / "run", trained_weights(trainer)
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """An interrupted run: its last checkpoint is the second, within a rollout's updates or between two."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    shutil.rmtree(folder / "checkpoint-3")
+    for name in ("summary.json", "trainer_state.json"):
+        (folder / name).unlink()
+    return folder
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def remove(path):
+    path.unlink()
+
+
+DAMAGES = [
+    (OPTIMIZER_NAME, flip, "is not what was written"),
+    ("rollout-rank0.safetensors", flip, "is not what was written"),
+    ("adapter_model.safetensors", truncate, "has 100 bytes, and [0-9]+ were written"),
+    ("trainer_state.json", empty, "has 0 bytes"),
+    ("rng_state.pth", empty, "has 0 bytes"),
+    (SCHEDULER_NAME, remove, "is missing"),
+    (MANIFEST, truncate, "manifest.json cannot be read"),
+]
+
+
+def test_every_file_is_listed_but_the_list(whole):
+    checkpoint = whole[0] / "checkpoint-1"
+    listed = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    assert files - set(listed) == {MANIFEST} and {name for name, _, _ in DAMAGES} - {MANIFEST} <= set(listed)
+    check_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGES)
+def test_a_damaged_file_is_named(run, tmp_path, caplog, name, damage, words):
+    damaged = run / "checkpoint-2"
+    shutil.copytree(run / "checkpoint-1", damaged, dirs_exist_ok=True)  # with a rollout in it
+    write_manifest(damaged)
+    damage(damaged / name)
+    with pytest.raises(DamagedCheckpoint, match=f"checkpoint-2 is damaged: .*{words}") as caught:
+        check_named(damaged)
+    assert str(caught.value).endswith(f"resume from {run / 'checkpoint-1'}, which is whole.")
+    assert find_newest_whole(run) == run / "checkpoint-1"
+    assert "going on from checkpoint-1" in caplog.text and name in caplog.text
+
+
+def test_a_run_goes_on_from_the_whole_checkpoint_before_a_damaged_one(run, whole):
+    flip(run / "checkpoint-2" / OPTIMIZER_NAME)
+    trainer = trainer_for(run, **SETTINGS)
+    with pytest.raises(DamagedCheckpoint, match="optimizer.pt.*resume from .*checkpoint-1, which is whole"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
+    assert all(torch.equal(value, whole[1][name]) for name, value in trained_weights(trainer).items())
+    check_manifest(run / "checkpoint-2")  # written again
+
+
+def test_without_any_whole_checkpoint_nothing_is_started(run):
+    for checkpoint in checkpoints(run):
+        truncate(checkpoint / "adapter_model.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="checkpoint-2 is damaged.*there is no whole checkpoint"):
+        trainer_for(run, **SETTINGS).train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_are_ordered_by_their_number(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-x", "tmp-checkpoint-11"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-9"]
+
+
+@pytest.mark.parametrize("name", [OPTIMIZER_NAME, SCHEDULER_NAME])
+def test_state_that_is_not_there_is_refused_unless_asked_for(run, whole, caplog, name):
+    """Of a checkpoint that was written so, by `save_only_model` or an earlier version."""
+    checkpoint = run / "checkpoint-2"
+    (checkpoint / name).unlink()
+    write_manifest(checkpoint)
+    what = "optimizer state" if name == OPTIMIZER_NAME else name
+    with pytest.raises(ResumeError, match=f"checkpoint-2 has no {what}.*resume_without_optimizer=True"):
+        trainer_for(run, **SETTINGS).train(resume_from_checkpoint=True)
+    settings = SETTINGS | {"resume_without_optimizer": True, "lr_scheduler_type": "linear"}
+    trainer = trainer_for(run, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3 and "the optimizer starts anew" in caplog.text
+    assert trainer.lr_scheduler.last_epoch == 3  # it went on from the checkpoint's update
+    ours = trained_weights(trainer)
+    assert not all(torch.equal(ours[name], value) for name, value in whole[1].items())
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_with_a_warning(run, whole, caplog):
+    (run / "checkpoint-2" / MANIFEST).unlink()
+    trainer = trainer_for(run, **SETTINGS)
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-2 has no manifest.json" in caplog.text
+    assert all(torch.equal(value, whole[1][name]) for name, value in trained_weights(trainer).items())
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", OPTIMIZER_NAME, "rng_state.pth", "trainer_state.json"])
+def test_damage_in_a_checkpoint_of_an_earlier_version_is_a_sentence_too(run, name):
+    truncate(run / "checkpoint-2" / name)
+    (run / "checkpoint-2" / MANIFEST).unlink()
+    with pytest.raises(DamagedCheckpoint, match="checkpoint-2 is damaged"):
+        trainer_for(run, **SETTINGS).train(resume_from_checkpoint=str(run / "checkpoint-2"))

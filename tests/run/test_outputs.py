@@ -1,0 +1,195 @@
+"""What a run with videos or sound leaves: files that play, tables that name them, a page and trackers that show."""
+
+import base64
+import io
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from tiny_runs import brightness, first_frame_brightness, trained_weights, trainer_for
+from transformers.integrations import TrackioCallback, WandbCallback
+
+from diffusion_grpo.media.files import read_sound, read_video, write_sound, write_video
+from diffusion_grpo.training.callbacks import log_files, log_image
+
+VIDEO = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+
+
+def table_of(path):
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def embedded(page, kind):
+    """The files of a kind that a page holds."""
+    return [io.BytesIO(base64.b64decode(data)) for data in re.findall(f'src="data:{kind}/mp4;base64,([^"]+)"', page)]
+
+
+def test_videos_of_evaluations_play_and_are_in_the_report(tmp_path):
+    trainer_for(tmp_path, **VIDEO, **EVALUATED, max_steps=2).train()
+    rows = table_of(tmp_path / "evaluations" / "step-000002.parquet")
+    assert [row["file"] for row in rows] == [f"evaluations/step-000002/000{place}.mp4" for place in (0, 1)]
+    for row in rows:
+        frames = read_video(tmp_path / row["file"])
+        first = np.asarray(Image.open(tmp_path / row["image"])).astype(float)
+        assert len(frames) == 5 and np.abs(np.asarray(frames[0]) - first).mean() < 20  # the codec rounds noise
+    page = (tmp_path / "report.html").read_text()
+    videos = embedded(page, "video")
+    assert len(videos) == 4 and page.count("<video") == 4  # two prompts, before and after
+    assert all(len(read_video(video)) == 5 for video in videos)
+    assert "WEBP" not in page and not list(tmp_path.rglob("*.webp")) and Image.open(tmp_path / "grid.png").width > 64
+
+
+def test_videos_with_sound_play_both(tmp_path):
+    settings = VIDEO | {"name": "ltx2"}
+    trainer_for(tmp_path, **settings, **EVALUATED, max_steps=1).train()
+    for row in table_of(tmp_path / "evaluations" / "step-000001.parquet"):
+        assert len(read_video(tmp_path / row["file"])) == 5
+        sound, rate = read_sound(tmp_path / row["file"])
+        assert rate == 24000 and len(sound) == 2 and np.abs(sound).max() > 0.01
+    videos = embedded((tmp_path / "report.html").read_text(), "video")
+    assert len(videos) == 4 and all(read_sound(video)[1] == 24000 for video in videos)
+
+
+def test_sound_of_evaluations_and_rollouts_plays(tmp_path):
+    settings = {"name": "stable_audio", "rewards": loudness, "max_steps": 1, "save_samples_steps": 1}
+    trainer = trainer_for(tmp_path, **settings, **EVALUATED, report_to="tensorboard")
+    trainer.train()
+    for row in table_of(tmp_path / "evaluations" / "step-000001.parquet"):
+        assert row["file"].endswith(".wav") and Image.open(tmp_path / row["image"]).size == (256, 128)
+        sound, rate = read_sound(tmp_path / row["file"])
+        assert rate == trainer.pipe.vae.config.sampling_rate and np.abs(sound).mean() == pytest.approx(
+            row["loudness"], abs=1e-3
+        )
+    rows = table_of(tmp_path / "samples" / "step-000000.parquet")
+    assert len(rows) == 8 and all((tmp_path / "samples" / row["file"]).is_file() for row in rows)
+    page = (tmp_path / "report.html").read_text()
+    sounds = embedded(page, "audio")
+    assert len(sounds) == 4 and page.count("<audio") == 4 and all(len(read_sound(sound)[0]) for sound in sounds)
+    assert {"samples/0000", "samples/0001"} <= set(logged(tmp_path, "audio"))
+
+
+def loudness(completions, sampling_rate, **columns):
+    """Mean size of a waveform, as a player cuts it off."""
+    assert sampling_rate == 16  # the tiny autoencoder's
+    return [float(sound.float().clamp(-1, 1).abs().mean()) for sound in completions]
+
+
+@pytest.mark.parametrize(("rollouts", "expected"), [(1, [0, 2]), (3, [0, 3])], ids=["each update", "each third"])
+def test_samples_of_rollouts_are_saved_every_so_many_updates(tmp_path, rollouts, expected):
+    """Where a rollout lasts for three updates, the first one at or after each multiple of two is saved."""
+    settings = {"steps_per_generation": 2 * rollouts, "max_steps": 4, "save_samples_steps": 2}
+    trainer_for(tmp_path, **settings, log_completions=False).train()
+    saved = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    names = [f"step-{step:06d}" for step in expected]
+    assert saved == sorted([*names, *(f"{name}.parquet" for name in names)])
+    for name in names:
+        rows = table_of(tmp_path / "samples" / f"{name}.parquet")
+        # named by their place in the generation, whose updates come in an order of their own
+        assert sorted(row["file"] for row in rows) == [f"{name}/{place:04d}.png" for place in range(len(rows))]
+        for row in rows:  # the picture is the one that was scored
+            [value] = brightness([Image.open(tmp_path / "samples" / row["file"])])
+            assert row["brightness"] == pytest.approx(value) and "advantage" in row and row["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {0: 3, 4: 3}),
+        ({"log_samples_steps": 2}, {0: 3, 2: 3, 4: 3}),
+        ({"log_samples_steps": None}, {}),
+        ({"num_completions_to_log": 0}, {}),
+        ({"log_completions": False}, {}),
+        ({"save_samples_steps": 3}, {0: 8, 3: 8}),
+    ],
+    ids=str,
+)
+def test_some_samples_are_kept_and_shown_without_an_evaluation(tmp_path, settings, expected):
+    """Of the first rollout, of the last, and of one every N updates."""
+    trainer_for(tmp_path, **{"max_steps": 5, "num_completions_to_log": 3, **settings}).train()
+    kept = {int(path.name[5:]): len(list(path.iterdir())) for path in (tmp_path / "samples").glob("step-*/")}
+    assert kept == expected
+    for step, count in expected.items():
+        rows = table_of(tmp_path / "samples" / f"step-{step:06d}.parquet")
+        assert sorted(row["file"] for row in rows if row["file"]) == [
+            f"step-{step:06d}/{place:04d}.png" for place in range(count)
+        ]
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('class="pixel"') == sum(min(count, 8) for count in expected.values())
+
+
+def test_rollouts_of_videos_are_written_as_mp4(tmp_path):
+    trainer_for(tmp_path, **VIDEO, save_samples_steps=1, max_steps=1, best_of_n=2).train()
+    rows = table_of(tmp_path / "samples" / "step-000000.parquet")
+    assert len(rows) == 16 and all(row["file"].endswith(".mp4") for row in rows)  # also those not trained on
+    assert len(read_video(tmp_path / "samples" / rows[-1]["file"])) == 5
+
+
+def test_validation_prompts_are_sampled_and_never_scored(tmp_path):
+    scored = []
+
+    def counted(prompts, videos, **columns):
+        scored.extend(prompts)
+        return first_frame_brightness(videos)
+
+    settings = VIDEO | {"rewards": counted, "max_steps": 3, "validation_steps": 2, "num_inference_steps": 3}
+    prompts = ["a held-out street", "another one"]
+    trainer = trainer_for(tmp_path / "seen", **settings, validation_prompts=prompts, report_to="tensorboard")
+    trainer.train()
+    assert not set(prompts) & set(scored)
+    folder = tmp_path / "seen" / "validation"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000002"]
+    files = sorted(path.name for path in (folder / "step-000002").iterdir())
+    assert files == ["0000.mp4", "0000.png", "0001.mp4", "0001.png"]
+    steps = [np.asarray(Image.open(folder / f"step-{step:06d}" / "0000.png")) for step in (0, 2)]
+    assert not np.array_equal(*steps)  # the policy has moved
+    assert (tmp_path / "seen" / "validation.png").is_file()
+    assert {"validation", "validation/frames"} <= set(logged(tmp_path / "seen", "images"))
+    unseen = trainer_for(tmp_path / "unseen", **settings)
+    unseen.train()  # looking changes nothing
+    assert all((value == trained_weights(unseen)[name]).all() for name, value in trained_weights(trainer).items())
+
+
+def logged(run, kind):
+    """The names under which tensorboard has pictures or sounds of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [folder] = (run / "runs").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    return events.Tags()[kind]
+
+
+class Tracker:
+    """A stand-in for the modules `wandb` and `trackio`: both take the path of a file in these classes."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, values):
+        self.logged.append(values)
+
+    class Video(str): ...
+
+    class Audio(str): ...
+
+    class Image(SimpleNamespace):
+        def __init__(self, picture):
+            super().__init__(picture=picture)
+
+
+@pytest.mark.parametrize(("callback", "attribute"), [(WandbCallback, "_wandb"), (TrackioCallback, "_trackio")])
+def test_trackers_get_videos_and_sounds_under_names_of_their_own(tmp_path, callback, attribute):
+    video = write_video([Image.new("RGB", (16, 16))] * 3, tmp_path / "0000.mp4", 8)
+    sound = write_sound(np.zeros(100), tmp_path / "0001.wav", 8000)
+    one = callback.__new__(callback)
+    setattr(one, attribute, tracker := Tracker())
+    log_files([one], "samples", [video, sound], 7)
+    log_files([one], "samples", [], 8)
+    [values] = tracker.logged
+    assert values == {"samples/0000": str(video), "samples/0001": str(sound), "train/global_step": 7}
+    assert isinstance(values["samples/0000"], Tracker.Video) and isinstance(values["samples/0001"], Tracker.Audio)
+    log_image([one], "samples", Image.new("RGB", (2, 2)), 7)
+    assert tracker.logged[-1]["samples"].picture.size == (2, 2)

@@ -1,0 +1,238 @@
+"""What is saved is loaded by plain diffusers, and makes the same picture."""
+
+from pathlib import Path
+
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import DiffusionPipeline, SD3Transformer2DModel, WanTransformer3DModel
+from huggingface_hub.utils import filter_repo_objects
+from peft import PeftModel
+from tiny_runs import first_frame_brightness, trained_weights, trainer_for
+
+from diffusion_grpo.run import weights as hub
+
+
+def picture(pipe, inputs, output_type="np"):
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    with tiny_pipelines.on_equal_terms(pipe):
+        images = pipe(**inputs, num_inference_steps=3, generator=generators, output_type=output_type)[0]
+    return torch.as_tensor(images)
+
+
+def first_number(completions, **columns):
+    return [float(torch.as_tensor(completion).float().mean()) for completion in completions]
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15"])
+def test_a_lora_in_plain_diffusers_makes_the_identical_picture(tmp_path, name):
+    trainer = trainer_for(tmp_path, name=name, learning_rate=0.02)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build(name)
+    before = picture(fresh, inputs)
+    trained = picture(trainer.pipe, inputs)
+    fresh.load_lora_weights(tmp_path)
+    assert torch.equal(picture(fresh, inputs), trained)
+    assert not torch.allclose(before, trained, atol=1e-3)
+
+
+def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
+    """Wan 2.2: both experts learn, and diffusers takes each one's LoRA from where the card says."""
+    trainer = trainer_for(
+        tmp_path, name="wan_experts", rewards=first_frame_brightness, num_inference_steps=6, learning_rate=0.02
+    )
+    before = trained_weights(trainer)
+    trainer.train()
+    trainer.save_model()
+    moved = {name for name, value in trained_weights(trainer).items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[0] for name in moved} == {"transformer", "transformer_2"}
+    fresh, inputs = tiny_pipelines.build("wan_experts")
+    fresh.load_lora_weights(tmp_path)
+    one_expert = picture(fresh, inputs)
+    fresh.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
+    trained = picture(trainer.pipe, inputs)
+    assert torch.equal(picture(fresh, inputs), trained) and not torch.equal(one_expert, trained)
+    assert "load_into_transformer_2=True" in (tmp_path / "README.md").read_text()
+    again, _ = tiny_pipelines.build("wan_experts")
+    hub.load_weights(again, tmp_path)
+    assert torch.equal(picture(again, inputs), trained)
+
+
+def test_a_lora_that_the_pipeline_does_not_load(tmp_path):
+    """PixArt has no LoRA loader in diffusers: the card names PEFT's, and the picture is identical."""
+    trainer = trainer_for(tmp_path, name="pixart", learning_rate=0.02)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build("pixart")
+    before, trained = picture(fresh, inputs), picture(trainer.pipe, inputs)
+    line = f'PeftModel.from_pretrained(pipe.transformer, "{tmp_path.name}")'
+    assert line in (card := (tmp_path / "README.md").read_text()) and "load_lora_weights" not in card
+    exec(line.replace(tmp_path.name, str(tmp_path)), {"PeftModel": PeftModel, "pipe": fresh})
+    assert torch.equal(picture(fresh, inputs), trained) and not torch.equal(before, trained)
+    again, _ = tiny_pipelines.build("pixart")
+    hub.load_weights(again, tmp_path)
+    assert torch.equal(picture(again, inputs), trained)
+
+
+def test_a_lora_that_the_network_alone_loads(tmp_path):
+    """Kandinsky's prior: its pipeline has no LoRA loader, its network has one."""
+    trainer = trainer_for(tmp_path, name="kandinsky_prior", rewards=first_number, learning_rate=0.02)
+    trainer.train()
+    trainer.save_model()
+    fresh, inputs = tiny_pipelines.build("kandinsky_prior")
+    before, trained = (picture(pipe, inputs, output_type="pt") for pipe in (fresh, trainer.pipe))
+    line = f'pipe.prior.load_lora_adapter("{tmp_path.name}", prefix=None, weight_name="{hub.LORA_WEIGHTS}")'
+    assert line in (tmp_path / "README.md").read_text()
+    exec(line.replace(tmp_path.name, str(tmp_path)), {"pipe": fresh})
+    assert torch.equal(picture(fresh, inputs, output_type="pt"), trained) and not torch.equal(before, trained)
+    again, _ = tiny_pipelines.build("kandinsky_prior")
+    hub.load_weights(again, tmp_path)
+    assert torch.equal(picture(again, inputs, output_type="pt"), trained)
+
+
+EXPERTS = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}
+EXPERTS |= {"lora": False, "learning_rate": 0.01, "ema_decay": 0.5, "ema_update_interval": 1}
+
+
+def test_full_training_of_two_experts(tmp_path):
+    """Checkpoint, average and final save hold both, and plain diffusers loads them."""
+    trainer = trainer_for(tmp_path, **EXPERTS, save_strategy="steps", save_steps=2)
+    before = trained_weights(trainer)
+    trainer.train()
+    trainer.save_model()
+    moved = {name.split(".")[0] for name, value in trained_weights(trainer).items() if not value.equal(before[name])}
+    assert moved == {"transformer", "transformer_2"}
+    _, inputs = tiny_pipelines.build("wan_experts")
+    average = picture(trainer.pipe, inputs)
+    with trainer.average.place(is_shown=False):
+        policy = picture(trainer.pipe, inputs)
+    whole = DiffusionPipeline.from_pretrained(tmp_path)
+    whole.set_progress_bar_config(disable=True)
+    assert torch.equal(picture(whole, inputs), average) and not torch.equal(average, policy)
+    for place, expected in (("checkpoint-2", average), ("checkpoint-2/policy", policy), ("policy", policy)):
+        fresh, _ = tiny_pipelines.build("wan_experts")
+        for name in ("transformer", "transformer_2"):
+            setattr(fresh, name, WanTransformer3DModel.from_pretrained(tmp_path / place / name))
+        assert torch.equal(picture(fresh, inputs), expected), place
+        again, _ = tiny_pipelines.build("wan_experts")
+        hub.load_weights(again, tmp_path / place)
+        assert torch.equal(picture(again, inputs), expected), place
+
+
+def test_full_weights_and_the_whole_pipeline(tmp_path):
+    trainer = trainer_for(tmp_path, lora=False, learning_rate=0.02, save_strategy="steps", save_steps=2)
+    trainer.train()
+    trainer.save_model()
+    _, inputs = tiny_pipelines.build("sd3")
+    trained = picture(trainer.pipe, inputs)
+    whole = DiffusionPipeline.from_pretrained(tmp_path)
+    whole.set_progress_bar_config(disable=True)
+    assert torch.equal(picture(whole, inputs), trained)
+    part = SD3Transformer2DModel.from_pretrained(tmp_path / "checkpoint-2" / "transformer")
+    state = part.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in trained_weights(trainer).items())
+
+
+def test_what_was_measured_is_what_is_published(tmp_path):
+    """Top of the folder, `trainer.pipe` and card have the average's weights; the policy's own are in a subfolder."""
+    trainer = trainer_for(tmp_path, ema_decay=0.5, ema_update_interval=1, learning_rate=0.05, max_steps=3)
+    trainer.train()
+    trainer.save_model()
+    average, policy = (tiny_pipelines.build("sd3")[0] for _ in range(2))
+    _, inputs = tiny_pipelines.build("sd3")
+    average.load_lora_weights(tmp_path)
+    policy.load_lora_weights(tmp_path / "policy")
+    with trainer.average.place(is_shown=True):
+        measured = picture(trainer.pipe, inputs)
+    assert torch.equal(picture(trainer.pipe, inputs), measured)
+    assert torch.allclose(picture(average, inputs), measured, atol=1e-5)
+    assert not torch.allclose(picture(policy, inputs), measured, atol=1e-3)
+    with trainer.average.place(is_shown=False):
+        assert torch.allclose(picture(policy, inputs), picture(trainer.pipe, inputs), atol=1e-5)
+    card = (tmp_path / "README.md").read_text()
+    assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card
+
+
+@pytest.mark.parametrize("push_samples", [False, True])
+def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, push_samples):
+    """Against a stand-in for the Hub's client: nothing leaves the machine."""
+    uploads = []
+
+    class Client:
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": f"me/{repo_id}"})()
+
+        def upload_folder(self, folder_path, allow_patterns=None, ignore_patterns=None, **kwargs):
+            files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+            pushed = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+            uploads.append((kwargs.get("path_in_repo"), sorted(pushed)))
+            return type("Job", (), {"is_done": lambda self: True, "done": lambda self: True})()
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
+    trainer = trainer_for(
+        tmp_path,
+        push_to_hub=True,
+        hub_model_id="mine",
+        hub_strategy="checkpoint",
+        save_strategy="steps",
+        save_steps=1,
+        report_to="tensorboard",
+        push_samples=push_samples,
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    assert any(path == "last-checkpoint" and "optimizer.pt" in files for path, files in uploads)
+    path, files = uploads[-1]
+    assert path is None and {"README.md", "pytorch_lora_weights.safetensors", "adapter_model.safetensors"} <= set(
+        files
+    )
+    assert "training_args.bin" not in files and not [file for file in files if file.startswith("checkpoint-")]
+    for start in ("samples/", "runs/", "run.json", "report.html", "trainer_state.json"):
+        assert bool([file for file in files if file.startswith(start)]) == push_samples, start
+    for path, pushed in uploads:  # those during the training too
+        assert path is not None or push_samples or not [file for file in pushed if file.startswith("samples/")]
+    card = (tmp_path / "README.md").read_text()
+    assert 'pipe.load_lora_weights("me/mine")' in card and "# mine\n" in card and "folder that holds" not in card
+
+
+@pytest.mark.parametrize(
+    ("settings", "folders"),
+    [
+        ({"hub_strategy": "end"}, []),
+        ({"hub_strategy": "every_save"}, [None]),  # the first is still under way when the second would begin
+        ({"hub_strategy": "checkpoint", "hub_always_push": True}, [None, "last-checkpoint"] * 2),
+        ({"hub_strategy": "all_checkpoints", "hub_always_push": True}, [None, "checkpoint-1", None, "checkpoint-2"]),
+    ],
+    ids=str,
+)
+def test_settings_of_the_hub_reach_it(tmp_path, monkeypatch, settings, folders):
+    uploads = []
+
+    class Client:
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": f"me/{repo_id}"})()
+
+        def upload_folder(self, **kwargs):
+            uploads.append(kwargs)
+            return type("Job", (), {"done": lambda self: False, "result": lambda self: None})()
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
+    saves = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "gradient_accumulation_steps": 1}
+    hub_settings = {"push_to_hub": True, "hub_model_id": "mine", "hub_token": "hf_mine", "hub_revision": "trial"}
+    trainer = trainer_for(tmp_path, **saves, **hub_settings, **settings)
+    monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
+    trainer.train()
+    during = [upload for upload in uploads if "in progress" in upload["commit_message"]]
+    assert [upload.get("path_in_repo") for upload in during] == folders
+    assert {(upload["token"], upload["revision"]) for upload in during} <= {("hf_mine", "trial")}
+    trainer.push_to_hub()
+    assert uploads[-1]["token"] == "hf_mine" and uploads[-1]["revision"] == "trial"

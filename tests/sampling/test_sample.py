@@ -1,0 +1,269 @@
+"""`diffusion-grpo sample`: rollouts without training, from a model or from the settings of a training."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import tiny_pipelines
+import torch
+import yaml
+from PIL import Image
+from tiny_runs import trainer_for
+
+from diffusion_grpo import cli
+from diffusion_grpo.media.files import read_video
+from diffusion_grpo.sampling import sample
+from diffusion_grpo.sampling.settings import read_settings
+from diffusion_grpo.training.setup import make_sampling_plan
+
+PROMPTS = ["a red fox", "a blue house", "a tree"]
+SIZE = ["--height", "16", "--width", "16", "--num_inference_steps", "3"]
+SIZE += ["--guidance_scale", "1", "--pipeline_kwargs", '{"max_sequence_length": 8}']
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of tiny pipelines, by name."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("sd3", "wan"):
+        tiny_pipelines.build(name)[0].save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return str(tmp_path / "prompts.txt")
+
+
+def run(*words):
+    assert cli.main(["sample", *map(str, words)]) == 0
+
+
+def table_of(folder):
+    return pyarrow.parquet.read_table(folder / "samples.parquet").to_pylist()
+
+
+def pixels(folder, row):
+    return np.asarray(Image.open(folder / row["file"])).astype(int)
+
+
+def test_groups_get_rewards_advantages_and_a_summary(models, prompts, tmp_path, capsys):
+    rewards = "{brightness: 2.0, jpeg_compressibility: {weight: 0.1}}"
+    words = [models / "sd3", "--prompts", prompts, *SIZE, "--num_generations", 3, "--reward_funcs", rewards]
+    run(*words, "--output_dir", tmp_path / "out", "--batch_size", 4)
+    rows = table_of(tmp_path / "out")
+    assert [row["prompt"] for row in rows] == [prompt for prompt in PROMPTS for _ in range(3)]
+    assert [row["seed"] for row in rows] == list(range(9))
+    assert len({pixels(tmp_path / "out", row).tobytes() for row in rows}) == 9
+    reward = np.array([2 * row["brightness"] + 0.1 * row["jpeg_compressibility"] for row in rows])
+    assert [row["reward"] for row in rows] == pytest.approx(reward.tolist(), rel=1e-5)
+    group = reward.reshape(3, 3)
+    expected = (group - group.mean(1, keepdims=True)) / group.std(1, ddof=1, keepdims=True)
+    assert [row["advantage"] for row in rows] == pytest.approx(expected.flatten().tolist(), abs=1e-3)
+    values = np.array([row["brightness"] for row in rows])
+    line = f"{'brightness':<16} {values.mean():.3f} ± {values.std(ddof=1) / 3:.3f}"
+    assert line in (printed := capsys.readouterr().out) and "9 samples of 3 prompts" in printed
+
+
+def test_a_stopped_job_goes_on_and_makes_nothing_twice(models, prompts, tmp_path, monkeypatch):
+    words = [models / "sd3", "--prompts", prompts, *SIZE, "--num_generations", 2, "--batch_size", 2]
+    words += ["--reward_funcs", "brightness"]
+    run(*words, "--output_dir", tmp_path / "whole")
+    real, made = sample.Sampler.__call__, []
+
+    def dies(self, rows, places):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.extend(places)
+        return real(self, rows, places)
+
+    monkeypatch.setattr(sample.Sampler, "__call__", dies)
+    assert cli.main(["sample", *map(str, words), "--output_dir", str(tmp_path / "out")]) == 130
+    kept = (tmp_path / "out" / "0001.png").stat().st_mtime_ns
+    monkeypatch.setattr(sample.Sampler, "__call__", lambda *args: made.extend(args[2]) or real(*args))
+    run(*words, "--output_dir", tmp_path / "out")
+    assert made == list(range(6)) and (tmp_path / "out" / "0001.png").stat().st_mtime_ns == kept
+    assert table_of(tmp_path / "out") == table_of(tmp_path / "whole")
+    run(*words, "--output_dir", tmp_path / "out")  # there is nothing left to do
+    assert made == list(range(6))
+
+
+def test_another_jobs_folder_and_other_prompts_are_refused(models, prompts, tmp_path, capsys):
+    words = [models / "sd3", *SIZE, "--output_dir", tmp_path / "out"]
+    run(*words, "--prompts", prompts, "--max_prompts", 1)
+    run(*words, "--prompts", prompts, "--max_prompts", 2)  # more of the same
+    assert len(table_of(tmp_path / "out")) == 2
+    assert cli.main(["sample", *map(str, words), "--prompts", prompts, "--seed", "5"]) == 2
+    assert "seed is 0 there and 5 here" in capsys.readouterr().err
+    (tmp_path / "others.txt").write_text("a dog\n")
+    assert cli.main(["sample", *map(str, words), "--prompts", str(tmp_path / "others.txt")]) == 2
+    assert "'a red fox' where the prompts say 'a dog'" in capsys.readouterr().err
+
+
+def test_noise_is_that_of_a_rollout_and_0_is_none(models, prompts, tmp_path):
+    words = [models / "sd3", "--prompts", prompts, *SIZE, "--max_prompts", 1, "--num_generations", 2]
+    folders = {}
+    for name, options in {
+        "none": [],
+        "noisy": ["--noise_level", 0.7],
+        "again": ["--noise_level", 0.7],
+        "other": ["--noise_level", 0.7, "--sde_type", "cps"],
+    }.items():
+        folders[name] = tmp_path / name
+        run(*words, "--output_dir", folders[name], *options)
+    pictures = {name: pixels(folder, table_of(folder)[0]) for name, folder in folders.items()}
+    assert np.array_equal(pictures["noisy"], pictures["again"])
+    for other in ("none", "other"):
+        assert np.abs(pictures["noisy"] - pictures[other]).mean() > 1
+    pipe, _ = tiny_pipelines.build("sd3")
+    plain = pipe("a red fox", height=16, width=16, num_inference_steps=3, guidance_scale=1.0, max_sequence_length=8,
+                 generator=torch.Generator().manual_seed(0)).images[0]  # fmt: skip
+    assert np.abs(pictures["none"] - np.asarray(plain).astype(int)).max() <= 1
+
+
+@pytest.fixture
+def training(models, prompts, tmp_path):
+    """A YAML file of a training of videos."""
+    settings = {
+        "model": str(models / "wan"),
+        "dataset": prompts,
+        "reward_funcs": {"brightness": {"frames": 1}},
+        "eval_reward_funcs": ["motion"],
+        "output_dir": str(tmp_path / "run"),
+        "use_cpu": True,
+        "report_to": "none",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 2,
+        "num_inference_steps": 3,
+        "height": 32,
+        "width": 32,
+        "num_frames": 5,
+        "guidance_scale": 3.0,
+        "same_initial_noise": True,
+        "pipeline_kwargs": {"max_sequence_length": 32},
+    }
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path / "train.yaml"
+
+
+def test_the_settings_of_a_training_are_its_rollouts(training, tmp_path):
+    run(training, "--output_dir", tmp_path / "out", "--max_prompts", 2)
+    rows = table_of(tmp_path / "out")
+    assert [row["file"] for row in rows] == ["0000.mp4", "0001.mp4", "0002.mp4", "0003.mp4"]
+    videos = [np.stack([np.asarray(frame).astype(int) for frame in read_video(tmp_path / "out" / row["file"])])
+              for row in rows]  # fmt: skip
+    assert videos[0].shape == (5, 32, 32, 3) and np.abs(videos[0] - videos[1]).mean() > 1  # the steps' noise
+    assert {"brightness", "motion", "reward", "advantage"} <= set(rows[0])
+    assert rows[0]["advantage"] == pytest.approx(-rows[1]["advantage"], abs=1e-3) and rows[0]["advantage"] != 0
+    assert not (tmp_path / "run").exists()
+    # one initial latent a group: almost without the steps' noise its samples are almost one
+    apart = {}
+    for name, options in (("shared", []), ("own", ["--same_initial_noise", "false"])):
+        run(training, "--output_dir", tmp_path / name, "--max_prompts", 1, "--noise_level", 1e-4, *options)
+        one, other = (np.asarray(Image.open(tmp_path / name / f"000{place}.png")).astype(int) for place in (0, 1))
+        apart[name] = np.abs(one - other).mean()
+    assert apart["shared"] < 0.1 < 0.5 < apart["own"]
+
+
+def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
+    words = ["sample", str(training), "--num_inference_steps", "6", "--sde_window_size", "2"]
+    arguments, others = cli.build_parser().parse_known_args([*words, "--deterministic_outside_window", "true"])
+    settings = read_settings(arguments, others)
+    sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
+    rollout = settings.train.batch_sizes.prompts_per_rollout * settings.num_generations
+    expected = [range(*make_sampling_plan(settings.train).draw_window(generation)) for generation in range(8)]
+    assert [sampler.choose_noise_steps(generation * rollout) for generation in range(8)] == expected
+    assert len(set(expected)) > 1 and all(len(steps) == 2 for steps in expected)
+
+
+def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a fox", "image": "fox.png", "level": 3}\n')
+    run(models / "sd3", "--prompts", tmp_path / "rows.jsonl", *SIZE, "--output_dir", tmp_path / "out")
+    [row] = table_of(tmp_path / "out")
+    assert (row["input_image"], row["image"], row["level"]) == (str(tmp_path / "fox.png"), "0000.png", 3)
+
+
+def test_options_and_settings_given_beside_the_file_win(training, models, tmp_path, capsys):
+    options = ["--num_generations", 1, "--noise_level", 0, "--reward_funcs", "smoothness", "--num_frames", 9]
+    run(training, "--output_dir", tmp_path / "out", "--max_prompts", 1, *options, "--beta", 0.5)
+    [row] = table_of(tmp_path / "out")
+    assert "smoothness" in row and "brightness" not in row and "motion" not in row and "advantage" not in row
+    assert len(read_video(tmp_path / "out" / row["file"])) == 9
+    assert cli.main(["sample", str(training), "--bta", "0.5"]) == 2
+    assert "`beta`" in capsys.readouterr().err
+    assert cli.main(["sample", str(models / "sd3"), "--beta", "0.5", "--prompts", "x.txt"]) == 2
+    assert "unknown option --beta" in capsys.readouterr().err
+    assert cli.main(["sample", str(models / "sd3")]) == 2
+    assert "--prompts is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
+def test_a_checkpoint_is_sampled_with(models, prompts, tmp_path, lora):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "learning_rate": 0.02}
+    trainer = trainer_for(tmp_path / "run", lora=lora, **settings)
+    trainer.train()
+    words = [models / "sd3", "--prompts", prompts, "--max_prompts", 1, *SIZE]
+    run(*words, "--output_dir", tmp_path / "base")
+    run(*words, "--output_dir", tmp_path / "trained", "--lora", tmp_path / "run" / "checkpoint-1")
+    base, trained = (pixels(tmp_path / name, table_of(tmp_path / name)[0]) for name in ("base", "trained"))
+    pipe = trainer.pipe
+    expected = pipe("a red fox", height=16, width=16, num_inference_steps=3, guidance_scale=1.0, max_sequence_length=8,
+                    generator=torch.Generator().manual_seed(0)).images[0]  # fmt: skip
+    assert np.array_equal(trained, np.asarray(expected).astype(int)) and not np.array_equal(base, trained)
+
+
+def test_what_cannot_be_sampled_is_refused(models, prompts, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    words = ["sample", str(models / "sd3"), "--prompts", prompts]
+    for options, expected in (
+        (["--noise_level", "0.5"], "needs --num_inference_steps"),
+        (["--noise_level", "-1"], "must be 0"),
+        (["--num_generations", "0"], "at least 1"),
+        (["--lora", "empty", *SIZE], "holds neither a LoRA nor a network of StableDiffusion3Pipeline"),
+        (["--num_frames", "5", *SIZE], "does not take num_frames"),
+    ):
+        assert cli.main([*words, *options]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_the_job_is_written_down(models, prompts, tmp_path):
+    run(models / "sd3", "--prompts", prompts, "--max_prompts", 1, *SIZE, "--output_dir", tmp_path / "out")
+    job = json.loads((tmp_path / "out" / "sample.json").read_text())
+    assert job["height"] == 16 and job["seed"] == 0 and job["model"] == str(models / "sd3")
+
+
+def test_pictures_of_several_sizes_are_read_and_told_apart(tmp_path, training):
+    pipe, inputs = tiny_pipelines.build("sd15_img2img")
+    pipe.save_pretrained(tmp_path / "model")
+    lines = []
+    for name, side in (("a", 16), ("b", 24), ("c", 16)):
+        Image.effect_noise((side, side), 80).convert("RGB").save(tmp_path / f"{name}.png")
+        lines.append(json.dumps({"prompt": "a fox", "image": f"{name}.png"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    run(
+        tmp_path / "model",
+        "--prompts",
+        tmp_path / "rows.jsonl",
+        "--output_dir",
+        tmp_path / "out",
+        "--num_inference_steps",
+        4,
+    )
+    sizes = [Image.open(tmp_path / "out" / row["image"]).size for row in table_of(tmp_path / "out")]
+    assert sizes == [(16, 16), (24, 24), (16, 16)]
+
+
+def test_what_a_pipeline_needs_in_these_versions_is_there_without_a_training(tmp_path, monkeypatch):
+    """GLM-Image's image-to-image, whose plain call fails in diffusers 0.42."""
+    pipe, inputs = tiny_pipelines.build("glm_image_edit")
+    monkeypatch.setattr(sample, "load_pipeline_to_sample", lambda settings: pipe)
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "GlmImagePipeline"}))
+    inputs["image"][0][0].save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a fox", "image": "a.png"}))
+    size = ["--height", 64, "--width", 64, "--num_inference_steps", 2]
+    run(tmp_path, "--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", *size)
+    assert Image.open(tmp_path / "out" / table_of(tmp_path / "out")[0]["image"]).size == (64, 64)

@@ -1,0 +1,181 @@
+"""Held-out evaluation: what is left out, several datasets, columns that rewards add, schedules that follow it."""
+
+import json
+import math
+import statistics
+
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+from tiny_runs import brightness, logged, trained_weights, trainer_for
+
+from diffusion_grpo.data.prompts import load_prompts
+from diffusion_grpo.policy.rollout import rollout
+from diffusion_grpo.rewards.calls import _warn_unscored
+from diffusion_grpo.run.folder import read_run
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+
+
+def table_of(folder, step=0):
+    return pyarrow.parquet.read_table(folder / "evaluations" / f"step-{step:06d}.parquet").to_pydict()
+
+
+def test_what_no_reward_scores_counts_nowhere(tmp_path):
+    def half(images, prompts, **columns):
+        return [None if prompt == "held out" else 1.0 for prompt in prompts]
+
+    trainer = trainer_for(tmp_path, rewards=half, **EVALUATED)
+    trainer.train()
+    assert logged(trainer, "eval_reward") == [1.0, 1.0] == logged(trainer, "eval_rewards/half/mean")
+    rewards = table_of(tmp_path)["reward"]
+    assert rewards[0] != rewards[0] and rewards[1] == 1.0  # NaN, not 0
+
+
+def test_where_nothing_is_scored_nothing_moves_and_it_is_said_once(tmp_path, capsys):
+    def silent(images, **columns):
+        return [None] * len(images)
+
+    _warn_unscored.cache_clear()
+    trainer = trainer_for(tmp_path, rewards=silent, **EVALUATED)
+    with pytest.warns(UserWarning, match="None from every reward") as warnings:
+        trainer.train()
+    assert len([entry for entry in warnings if "None from every reward" in str(entry.message)]) == 1
+    assert logged(trainer, "grad_norm") == [0.0, 0.0] and logged(trainer, "eval_reward") == []
+    assert "Reward " not in capsys.readouterr().out
+
+
+def test_several_datasets_are_measured_each_and_together(tmp_path):
+    trainer = trainer_for(tmp_path, **EVALUATED, num_completions_to_log=2)
+    trainer.eval_dataset = {
+        "cats": Dataset.from_dict({"prompt": ["a cat", "two cats"], "mood": ["calm", "wild"]}),
+        "dogs": Dataset.from_dict({"prompt": ["a dog"]}),
+    }
+    trainer.train()
+    cats, dogs, both = (logged(trainer, f"eval_{name}reward")[-1] for name in ("cats_", "dogs_", ""))
+    assert both == pytest.approx((2 * cats + dogs) / 3)
+    table = table_of(tmp_path, 2)
+    assert table["dataset"] == ["cats", "cats", "dogs"] and table["prompt"] == ["a cat", "two cats", "a dog"]
+    pictures = sorted(path.name for path in (tmp_path / "evaluations" / "step-000002").iterdir())
+    assert pictures == ["cats-0000.png", "dogs-0000.png"] and (tmp_path / "grid.png").is_file()
+    assert json.loads((tmp_path / "summary.json").read_text())["reward_after"] == pytest.approx(both)
+
+
+def test_rewards_add_columns(tmp_path):
+    def talkative(images, prompts, log_extra, **columns):
+        log_extra("length", [len(prompt) for prompt in prompts])
+        return brightness(images)
+
+    trainer_for(tmp_path, rewards=talkative, max_steps=1, **EVALUATED | {"eval_steps": 1}).train()
+    table = table_of(tmp_path, 1)
+    assert table["length"] == [len(prompt) for prompt in table["prompt"]]
+    samples = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
+    assert samples["length"] == [len(prompt) for prompt in samples["prompt"]]
+
+
+def test_a_column_of_another_length_names_the_reward(tmp_path):
+    def short(images, log_extra, **columns):
+        log_extra("length", [1])
+        return brightness(images)
+
+    with pytest.raises(RuntimeError, match="'short'.*1 values for 4 samples"):
+        trainer_for(tmp_path, rewards=short).train()
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy", "cosine", "constant_with_warmup"])
+def test_learning_rate_schedules(tmp_path, schedule):
+    trainer = trainer_for(tmp_path, lr_scheduler_type=schedule, **EVALUATED)
+    trainer.train()
+    assert len(logged(trainer, "learning_rate")) == 2
+    if schedule in ("reduce_lr_on_plateau", "greedy"):
+        assert trainer.lr_scheduler.mode == "max"  # a reward that rises is no plateau
+        assert trainer.args.metric_for_best_model == "eval_reward"
+
+
+def test_no_updates_where_none_are_asked_for(tmp_path):
+    trainer = trainer_for(tmp_path, **(EVALUATED | {"max_steps": 0, "eval_on_start": True}))
+    before = trained_weights(trainer)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.state.global_step == 0 and len(logged(trainer, "eval_reward")) == 1
+    after = trained_weights(trainer)
+    assert before and all((before[name] == after[name]).all() for name in before)
+
+
+@pytest.mark.parametrize(("steps", "first"), [(2, [0.0, 0.5, 1.0, 1.0]), (0.25, [0.0, 1.0, 1.0, 1.0]), (0, [1.0] * 4)])
+def test_the_default_schedule_warms_up(tmp_path, steps, first):
+    trainer = trainer_for(tmp_path, warmup_steps=steps, max_steps=4, learning_rate=1e-3)
+    trainer.train()
+    assert logged(trainer, "learning_rate") == pytest.approx([1e-3 * factor for factor in first])
+    assert trainer.args.lr_scheduler_type == ("constant_with_warmup" if steps else "constant")
+
+
+def test_the_run_is_read_without_the_extra_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("diffusion_grpo.run.report.PACKAGES", ("no_such_package",))
+    trainer = trainer_for(tmp_path, **EVALUATED)
+    trainer.train()
+    trainer.save_model()
+    assert (tmp_path / "pytorch_lora_weights.safetensors").is_file() and (tmp_path / "summary.json").is_file()
+    assert not (tmp_path / "report.html").exists()
+    assert "no_such_package not installed" in capsys.readouterr().out and read_run(tmp_path).updates == 2
+
+
+def test_parquet_prompts_and_a_cosine_after_a_warm_up(tmp_path):
+    """As MMDanceGRPO trains: prompts from a parquet file, the learning rate up for 2 updates and then down."""
+    prompts = [f"prompt {index}" for index in range(6)]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts}), tmp_path / "prompts.parquet")
+    settings = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 6, "learning_rate": 1e-3}
+    trainer = trainer_for(tmp_path / "run", **settings)
+    trainer.train_dataset = load_prompts(str(tmp_path / "prompts.parquet"))
+    trainer.train()
+    cosine = [0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
+    assert logged(trainer, "learning_rate") == pytest.approx([1e-3 * factor for factor in (0.0, 0.5, *cosine)])
+    tables = [pyarrow.parquet.read_table(path) for path in (tmp_path / "run" / "samples").glob("*.parquet")]
+    assert {prompt for table in tables for prompt in table["prompt"].to_pylist()} == set(prompts)
+
+
+def shade_and_constant(tmp_path, **settings):
+    """A run's first evaluation, of two rewards of which the second is always 3; its log and its table."""
+
+    def constant(images, **columns):
+        return [3.0] * len(images)
+
+    trainer = trainer_for(tmp_path, rewards={brightness: 2.0, constant: 0.5}, num_generations_eval=3, **settings)
+    return trainer.evaluate(), table_of(tmp_path)
+
+
+def test_the_evaluated_reward_is_weighted_as_in_training(tmp_path):
+    metrics, table = shade_and_constant(tmp_path)
+    assert table["reward"] == pytest.approx([2 * value + 0.5 * 3 for value in table["brightness"]])
+    assert metrics["eval_reward"] == pytest.approx(2 * metrics["eval_rewards/brightness/mean"] + 1.5)
+
+
+def test_errors_are_those_of_the_mean(tmp_path):
+    metrics, table = shade_and_constant(tmp_path)
+    for key, values in (("eval_rewards/brightness/std_error", "brightness"), ("eval_reward_std_error", "reward")):
+        expected = statistics.stdev(table[values]) / math.sqrt(6)
+        assert metrics[key] == pytest.approx(expected, rel=1e-4) and expected > 0
+    assert metrics["eval_rewards/constant/std_error"] == 0
+
+
+def test_evaluations_draw_no_noise_in_their_steps(tmp_path, monkeypatch):
+    """The pictures are those of the pipeline's own scheduler from the same initial latents, at any noise_level."""
+    found = {level: shade_and_constant(tmp_path / str(level), noise_level=level)[1] for level in (0.2, 1.5)}
+    assert found[0.2]["brightness"] == found[1.5]["brightness"]
+    levels = []
+
+    def watched(*arguments, noise_level, **keywords):
+        levels.append(noise_level)
+        return rollout(*arguments, noise_level=noise_level, **keywords)
+
+    monkeypatch.setattr("diffusion_grpo.training.evaluation.rollout", watched)
+    shade_and_constant(tmp_path / "watched")
+    assert levels and set(levels) == {0.0}
+
+
+def test_predict_says_what_to_call_instead(tmp_path):
+    trainer = trainer_for(tmp_path)
+    dataset = Dataset.from_dict({"prompt": ["a sign"]})
+    with pytest.raises(NotImplementedError, match="call evaluate.*prefix='test'. to sample and score"):
+        trainer.predict(dataset)
+    assert "test_reward" in trainer.evaluate(dataset, metric_key_prefix="test")

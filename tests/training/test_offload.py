@@ -1,0 +1,141 @@
+"""Frozen parts leave the accelerator while the network works, and the memory of a replay is that of a forward pass."""
+
+import pytest
+import tiny_pipelines
+import torch
+from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
+
+from diffusion_grpo.algorithms.grpo import GRPO
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
+from diffusion_grpo.training import offload
+from diffusion_grpo.training.offload import FrozenOffload
+
+SEEDS = [1, 2]
+
+
+def recorded_moves(monkeypatch, parts):
+    """(name, device) of every `.to` of some modules; "cpu:0" stands for an accelerator, "cpu" for CPU memory."""
+    moves = []
+    for name, part in parts.items():
+
+        def to(device, name=name, part=part):
+            moves.append((name, str(device)))
+            return part
+
+        monkeypatch.setattr(part, "to", to, raising=False)
+    return moves
+
+
+def test_parts_come_when_called_and_leave_for_the_network(monkeypatch):
+    pipe, inputs = tiny_pipelines.build("flux_kontext")
+    frozen = {name: getattr(pipe, name) for name in ("text_encoder", "text_encoder_2", "vae")}
+    moves = recorded_moves(monkeypatch, frozen)
+    policy = DenoisingPolicy(pipe)
+    held = FrozenOffload(pipe, policy.networks, "cpu:0")
+    assert sorted(moves) == sorted((name, "cpu") for name in frozen)
+    moves.clear()
+
+    seen = []
+    pipe.transformer.register_forward_pre_hook(lambda *_: seen.append(list(held.present)))
+    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
+    away = [(name, "cpu") for name in ("text_encoder", "text_encoder_2", "vae")]
+    came = [move for move in moves if move[1] == "cpu:0"]
+    assert sorted(came[:3]) == sorted((name, "cpu:0") for name in frozen)  # prompts and the picture to be edited
+    assert sorted(moves[3:6]) == sorted(away)
+    assert moves[6:] == [("vae", "cpu:0")]  # the samples are decoded
+    assert len(seen) == 4 and not any(seen)
+
+    moves.clear()
+    with torch.enable_grad():
+        replay(policy, inputs, trajectory, 1)
+    # the prompts' embeddings are at hand; the picture is encoded again, by a VAE that is still there
+    assert moves == [("vae", "cpu")]
+    moves.clear()
+    replay(policy, inputs, trajectory, 2)
+    assert moves == [("vae", "cpu:0"), ("vae", "cpu")]
+
+
+def test_what_works_at_every_step_stays(monkeypatch):
+    pipe, inputs = tiny_pipelines.build("sd15_controlnet")
+    moves = recorded_moves(monkeypatch, {"controlnet": pipe.controlnet})
+    held = FrozenOffload(pipe, [pipe.unet], "cpu:0")
+    rollout(pipe, inputs, seeds=SEEDS, num_inference_steps=3)
+    assert moves == [("controlnet", "cpu:0")] and set(held.hooks) == {"text_encoder", "vae"}
+
+
+def test_a_pipeline_without_an_order_is_refused():
+    pipe, _ = tiny_pipelines.build("ddim_pixels")
+    pipe.__class__ = type("Unordered", (type(pipe),), {"model_cpu_offload_seq": None})
+    with pytest.raises(ValueError, match="Unordered does not say.*leave offload_frozen out"):
+        FrozenOffload(pipe, [pipe.unet], "cpu")
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan"])
+def test_training_is_the_same_to_the_last_bit(tmp_path, monkeypatch, name):
+    settings = {"name": name, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    settings["rewards"] = first_frame_brightness if name == "wan" else brightness
+    plain = trainer_for(tmp_path / "plain", **settings)
+    plain.train()
+
+    calls, present, real = [], [], offload._OnDemand.pre_forward
+
+    def came(hook, *args, **kwargs):
+        calls.append(hook)
+        return real(hook, *args, **kwargs)
+
+    monkeypatch.setattr(offload._OnDemand, "pre_forward", came)
+    step = GRPO.loss
+
+    def watched(algorithm, *args):
+        calls.clear()
+        result = step(algorithm, *args)
+        present.append((list(spared.offload.present), len(calls)))
+        return result
+
+    monkeypatch.setattr(GRPO, "loss", watched)
+    spared = trainer_for(tmp_path / "spared", offload_frozen="cpu", **settings)
+    spared.train()
+    assert spared.offload.hooks and present and all(state == ([], 0) for state in present)
+    expected = trained_weights(plain)
+    assert all(torch.equal(value, expected[key]) for key, value in trained_weights(spared).items())
+    assert logged(spared, "eval_reward") == logged(plain, "eval_reward")
+    assert logged(spared, "reward") == logged(plain, "reward")
+
+
+def saved_bytes(run, parameters):
+    """Bytes that a computation with gradient keeps for its backward pass, each storage once, weights left out."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    held = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage  # alive, so that no other is given its place
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = run()
+    assert kept.requires_grad
+    return sum(storage.nbytes() for storage in held.values())
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan"])
+def test_a_replay_keeps_what_an_ordinary_training_step_keeps(name):
+    pipe, inputs = tiny_pipelines.build(name)
+    policy = DenoisingPolicy(pipe)
+    network = policy.network
+    calls = []
+    handle = network.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=6)
+    handle.remove()
+    own = calls[:2] if len(calls) == 12 else calls[:1]  # guidance by two passes a step, or by one of twice the batch
+
+    def ordinary():
+        outputs = [network(*args, **kwargs) for args, kwargs in own]
+        return sum((getattr(x, "sample", x[0]) ** 2).mean() for x in outputs)
+
+    latent = trajectory.latents[:, 0].nbytes
+    expected = saved_bytes(ordinary, network.parameters())
+    for step in (0, 2, 4):
+        found = saved_bytes(lambda step=step: replay(policy, inputs, trajectory, step).log_prob, network.parameters())
+        assert found <= expected + 2 * latent, (step, found, expected, latent)

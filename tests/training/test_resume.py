@@ -1,0 +1,255 @@
+"""A run that was killed and resumed ends with the weights of one that was not, bit for bit."""
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import ranks_server
+import resumable_run
+import torch
+from safetensors.torch import load_file
+from tiny_runs import brightness, first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
+from transformers import TrainerCallback
+
+# 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
+PLAIN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
+# one rollout is used for four updates: most checkpoints lie within one
+WITHIN = PLAIN | {"steps_per_generation": 4, "num_iterations": 2, "ema_decay": 0.9, "ema_update_interval": 2}
+FULL = PLAIN | {"lora": False, "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "best_of_n": 2}
+
+
+def run(folder: Path, settings: dict, kill_at: str | None = None, kill_after: int = 0) -> int:
+    """Exit status of one process that trains."""
+    (code,) = ranks_server.run(
+        folder.with_name(folder.name + "-output"), 1, resumable_run.run, folder, settings, kill_at, kill_after
+    ).codes
+    return code
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights in the run's folder, the average's too, by file and name."""
+    found = {}
+    for path in [
+        *folder.glob("*.safetensors"),
+        *folder.glob("policy/*.safetensors"),
+        *folder.glob("transformer/*.safetensors"),
+    ]:
+        found |= {f"{path.relative_to(folder)}:{name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys() and len(ours) > 4
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    assert run(folder, PLAIN) == 0
+    return folder
+
+
+# three moments, in different epochs: in the third rollout, in the fourth update, while the third checkpoint is written
+@pytest.mark.parametrize(("moment", "calls"), [("rollout", 5), ("update", 20), ("checkpoint", 2)])
+def test_sigkill_and_resume(tmp_path, unbroken, moment, calls):
+    assert run(tmp_path, PLAIN, moment, calls) == -signal.SIGKILL
+    half = [path.name for path in tmp_path.glob("tmp-*")]
+    assert bool(half) == (moment == "checkpoint")
+    whole = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert 1 <= len(whole) < 6 and all((tmp_path / name / "trainer_state.json").is_file() for name in whole)
+    assert run(tmp_path, PLAIN) == 0
+    assert_equal_runs(tmp_path, unbroken)
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+EXPERTS = {"name": "wan_experts", "lora": False, "rewards": first_frame_brightness, "num_inference_steps": 6}
+EXPERTS |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "ema_decay": 0.9, "ema_update_interval": 2}
+
+
+def test_two_experts_trained_in_full_resume_exactly(tmp_path):
+    whole = trainer_for(tmp_path / "whole", **EXPERTS)
+    whole.train()
+    again = trainer_for(tmp_path / "again", **EXPERTS)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    expected = policy_weights(whole)
+    assert {name.split(".")[0] for name in expected} == {"transformer", "transformer_2"}
+    assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
+    pairs = zip(whole.average.shares, again.average.shares, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("settings", [WITHIN, FULL], ids=["within a rollout, EMA", "full, reference, best of n"])
+def test_resume_from_every_checkpoint(tmp_path, settings):
+    """In one process: a new trainer for each resume, as a new process would build it."""
+    settings = settings | {"save_total_limit": None}
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    expected = policy_weights(whole)
+    for step in (1, 3, 5):
+        again = trainer_for(tmp_path / f"from-{step}", **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert again.state.global_step == 6
+        assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
+        assert logged(again, "reward") == logged(whole, "reward")
+        if whole.average is not None:
+            pairs = zip(whole.average.shares, again.average.shares, strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
+    """The rollout encoded two prompts, the resumed micro-batches ask for one of them at a time."""
+    settings = {"rollout_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
+    settings |= {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "max_steps": 3}
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    again = trainer_for(tmp_path / "again", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    expected = policy_weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
+
+
+def drawn(images, **columns):
+    """A reward that draws from every generator whose state a checkpoint keeps."""
+    return [float(torch.rand(())) + random.random() + float(np.random.rand()) for _ in images]
+
+
+@pytest.fixture(scope="module")
+def drawing(tmp_path_factory):
+    """Two rollouts an epoch, each drawn by chance and scored by chance, at a rate that falls."""
+    settings = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "rewards": drawn, "save_total_limit": None}
+    settings |= {"lr_scheduler_type": "linear"}
+    folder = tmp_path_factory.mktemp("drawing")
+    trainer = trainer_for(folder, **settings)
+    trainer.train()
+    return folder, settings, trainer
+
+
+def rolled_out(folder, update):
+    """The prompts of an update's samples."""
+    return pyarrow.parquet.read_table(folder / "samples" / f"step-{update:06d}.parquet")["prompt"].to_pylist()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_chance_the_rate_and_the_prompts_go_on_where_they_were(tmp_path, drawing, step):
+    """Within an epoch and between two: generators neither anew nor shifted, the schedule, the sampler's epoch."""
+    folder, settings, whole = drawing
+    trainer = trainer_for(tmp_path, **settings)
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    for key in ("reward", "learning_rate", "epoch"):
+        assert logged(trainer, key)[step:] == logged(whole, key)[step:], key
+    assert len(set(logged(whole, "reward"))) == len(set(logged(whole, "learning_rate"))) == 5
+    orders = [rolled_out(folder, update) for update in range(5)]
+    assert [rolled_out(tmp_path, update) for update in range(step, 5)] == orders[step:]
+    assert orders[:2] != orders[2:4]  # of the two epochs
+    assert all(torch.equal(v, trained_weights(whole)[name]) for name, v in trained_weights(trainer).items())
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trainer_for(tmp_path, **settings).train()
+    with pytest.raises(ValueError, match="holds a run already.*checkpoint-2.*resume_from_checkpoint=True in the set"):
+        trainer_for(tmp_path, **settings)  # before a model is loaded
+    trainer_for(tmp_path, **settings, resume_from_checkpoint=True).train()
+    with pytest.raises(ValueError, match="holds another run.*trains_by"):
+        trainer_for(tmp_path, lora=False, **settings)
+    with pytest.raises(ValueError, match="holds another run.*noise_level is the default there and 0.5 here"):
+        trainer_for(tmp_path, noise_level=0.5, **settings)
+
+
+def test_a_folder_with_a_run_without_checkpoints_is_not_overwritten(tmp_path):
+    trainer_for(tmp_path).train()
+    with pytest.raises(ValueError, match="holds a run already .it has saved no checkpoint.*delete it"):
+        trainer_for(tmp_path)
+    with pytest.raises(ValueError, match="holds another run"):
+        trainer_for(tmp_path, lora=False)
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C in the middle of an update."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_interrupted_before_its_first_checkpoint_is_started_again(tmp_path):
+    """Also with other settings, without the other run's samples."""
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt, match="Interrupted after 1 update; there is no checkpoint yet, so start"):
+        trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
+    assert (tmp_path / "run.json").is_file() and list(tmp_path.glob("samples/step-*"))
+    stale = tmp_path / "samples" / "step-000077.parquet"
+    stale.touch()
+    again = trainer_for(tmp_path, noise_level=0.5, **settings)
+    again.train()
+    assert again.state.global_step == 2 and not stale.exists() and (tmp_path / "checkpoint-2").is_dir()
+    assert json.loads((tmp_path / "run.json").read_text())["settings"]["noise_level"] == 0.5
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
+    newest = tmp_path / "checkpoint-1"
+    assert str(caught.value) == f"Interrupted after 1 update; go on from {newest} with resume_from_checkpoint=True."
+    again = trainer_for(tmp_path, **settings)
+    assert "was interrupted (newest: checkpoint-1)" in caplog.text
+    with pytest.raises(ValueError, match="holds a run already .newest: checkpoint-1.; pass resume_from_checkpoint=Tr"):
+        again.train()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trainer_for(tmp_path / "lora", **settings).train()
+    with pytest.raises(ValueError, match="no folder 'transformer'.*full training"):
+        trainer_for(tmp_path / "full", lora=False, **settings).train(
+            resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-1")
+        )
+    (tmp_path / "lora" / "checkpoint-2" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="trainer_state.json is missing; resume from .*checkpoint-1, which is whole"):
+        trainer_for(tmp_path / "lora2", **settings).train(
+            resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-2")
+        )
+
+
+def test_save_total_limit_and_the_best_model(tmp_path):
+    """The second of four evaluations is the best: rotation spares its checkpoint, the run ends with its weights."""
+
+    def scripted(images, trainer_state, **columns):
+        best = 0.5 if trainer_state.global_step == 2 else 0.0
+        return [best + value for value in brightness(images)]
+
+    trainer = trainer_for(
+        tmp_path,
+        rewards=scripted,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="reward",
+        greater_is_better=True,
+        learning_rate=0.05,
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    best, last = (load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 4))
+    trained = {name.replace(".default", ""): value for name, value in trained_weights(trainer).items()}
+    assert trained.keys() == best.keys() == last.keys()
+    assert all(torch.equal(value, best[name]) for name, value in trained.items())
+    assert not all(torch.equal(value, last[name]) for name, value in trained.items())
