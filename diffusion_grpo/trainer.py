@@ -29,7 +29,7 @@ from .distributed.context_parallel import spread_over_context
 from .distributed.failure import ProcessGroupMonitor
 from .distributed.generation import NetworkPasses
 from .policy.token import make_policy
-from .rewards import RewardError
+from .rewards import Reward, RewardError
 from .rollout.scoring import takes_only_latents
 from .rollout.value_model import ValueModel
 from .run.card import write_model_card
@@ -242,9 +242,19 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         return self.policy.pipe
 
     @property
-    def reward_funcs(self) -> list:
+    def reward_funcs(self) -> list[Reward]:
         """The rewards that are trained on."""
         return self.rewards.trained
+
+    @property
+    def eval_reward_funcs(self) -> list[Reward]:
+        """The rewards that are only measured, in evaluations."""
+        return self.rewards.evaluated
+
+    @property
+    def reward_weights(self) -> list[float]:
+        """One weight for each reward that is trained on."""
+        return self.rewards.weights
 
     # Data: every batch of the dataloader is one whole rollout, repeated for each micro-batch that is trained on it
 
