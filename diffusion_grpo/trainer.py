@@ -124,7 +124,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             networks=self.policy.networks,
             model=network,
             args=args,
-            data_collator=_as_list,
+            data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             callbacks=callbacks,
@@ -476,9 +476,3 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             write_curve(folder)
         repository = self.hub_model_id or self.args.hub_model_id
         write_model_card(folder, self.run, self.state.log_history, name, self.state.global_step, repository)
-
-
-def _as_list(value: Any) -> list:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

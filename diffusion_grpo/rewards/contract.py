@@ -301,6 +301,7 @@ def _attributes(function: Callable) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
+    """Say whether a value is an int or a float; a bool is neither here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -203,15 +203,17 @@ def read_config(source: str) -> LoraConfig:
         ValueError: it has no `adapter_config.json`.
     """
     path = Path(source).expanduser() / "adapter_config.json"
-    try:
-        path = path if path.parent.exists() else Path(hf_hub_download(source, path.name))
-    except EntryNotFoundError:
-        pass
+    missing = ValueError(
+        f"lora_path: {source} has no {path.name}, which tells its rank; plan with use_peft, lora_r and "
+        "lora_target_modules in place of lora_path."
+    )
+    if not path.parent.exists():
+        try:
+            path = Path(hf_hub_download(source, path.name))
+        except EntryNotFoundError as error:
+            raise missing from error
     if not path.is_file():
-        raise ValueError(
-            f"lora_path: {source} has no {path.name}, which tells its rank; plan with use_peft, lora_r and "
-            "lora_target_modules in place of lora_path."
-        )
+        raise missing
     return LoraConfig.from_pretrained(path.parent)
 
 

@@ -12,7 +12,7 @@ EXAMPLE = [3.2, 4.1, 3.8, 2.9, 4.3, 3.5, 3.0, 3.7]
 
 
 def compute(columns, groups=None, weights=None, **options):
-    """Advantages of rewards given as one list a function."""
+    """Compute the advantages of rewards that are given as one list per function."""
     rewards = torch.tensor(columns).T
     groups = torch.zeros(len(rewards), dtype=torch.int64) if groups is None else torch.tensor(groups)
     weights = torch.ones(len(columns)) if weights is None else torch.tensor(weights)
@@ -25,15 +25,15 @@ def z_scores(values):
     return ((values - values.mean()) / values.std(correction=1)).float()
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
     torch.testing.assert_close(actual, torch.as_tensor(expected), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_worked_example_has_the_unbiased_standard_deviation():
     result = compute([EXAMPLE])
-    close(result.advantages, (torch.tensor(EXAMPLE) - 3.5625) / 0.50692)
-    close(result.group_std, torch.full((8,), 0.50692))
-    close(result.rewards, EXAMPLE)
+    assert_close(result.advantages, (torch.tensor(EXAMPLE) - 3.5625) / 0.50692)
+    assert_close(result.group_std, torch.full((8,), 0.50692))
+    assert_close(result.rewards, EXAMPLE)
     assert result.frac_reward_zero_std == 0
 
 
@@ -65,36 +65,36 @@ def test_rounding_is_not_a_difference_but_a_small_difference_is():
 
 def test_groups_are_told_by_number_in_any_order():
     result = compute([[1.0, 10.0, 2.0, 30.0, 6.0]], groups=[7, -1, 7, -1, 7])
-    close(result.advantages[[0, 2, 4]], z_scores([1.0, 2.0, 6.0]))
-    close(result.advantages[[1, 3]], z_scores([10.0, 30.0]))
-    close(result.group_std[1], torch.tensor([10.0, 30.0]).std())
+    assert_close(result.advantages[[0, 2, 4]], z_scores([1.0, 2.0, 6.0]))
+    assert_close(result.advantages[[1, 3]], z_scores([10.0, 30.0]))
+    assert_close(result.group_std[1], torch.tensor([10.0, 30.0]).std())
 
 
 def test_scales():
     rewards, groups = [1.0, 2.0, 10.0, 14.0], [0, 0, 1, 1]
-    close(compute([rewards], groups, scale_rewards="none").advantages, [-0.5, 0.5, -2.0, 2.0])
+    assert_close(compute([rewards], groups, scale_rewards="none").advantages, [-0.5, 0.5, -2.0, 2.0])
     batch_std = torch.tensor(rewards).std()
-    close(
+    assert_close(
         compute([rewards], groups, scale_rewards="batch").advantages, torch.tensor([-0.5, 0.5, -2.0, 2.0]) / batch_std
     )
     half = 0.5**0.5
-    close(compute([rewards], groups, scale_rewards="group").advantages, [-half, half, -half, half])
+    assert_close(compute([rewards], groups, scale_rewards="group").advantages, [-half, half, -half, half])
 
 
 def test_sum_then_normalize_weighs_the_rewards_before_the_statistics():
     first, second = [0.0, 1.0, 2.0, 0.0], [30.0, 0.0, 10.0, 0.0]
     result = compute([first, second], weights=[1.0, 0.1])
-    close(result.rewards, [3.0, 1.0, 3.0, 0.0])
-    close(result.advantages, z_scores([3.0, 1.0, 3.0, 0.0]))
+    assert_close(result.rewards, [3.0, 1.0, 3.0, 0.0])
+    assert_close(result.advantages, z_scores([3.0, 1.0, 3.0, 0.0]))
 
 
 def test_normalize_then_sum_makes_the_scale_of_a_reward_immaterial():
     first, second = [0.0, 1.0, 2.0, 0.0], [30.0, 0.0, 10.0, 0.0]
     options = {"multi_objective_aggregation": "normalize_then_sum", "weights": [1.0, 0.5]}
     result = compute([first, second], **options)
-    close(result.advantages, z_scores(first) + 0.5 * z_scores(second))
-    close(result.rewards, [15.0, 1.0, 7.0, 0.0])
-    close(compute([first, [1000 * r for r in second]], **options).advantages, result.advantages)
+    assert_close(result.advantages, z_scores(first) + 0.5 * z_scores(second))
+    assert_close(result.rewards, [15.0, 1.0, 7.0, 0.0])
+    assert_close(compute([first, [1000 * r for r in second]], **options).advantages, result.advantages)
 
 
 def test_gdpo_tells_apart_what_the_sum_does_not():
@@ -117,21 +117,21 @@ ORDERS = ["sum_then_normalize", "normalize_then_sum"]
 @pytest.mark.parametrize("aggregation", ORDERS)
 def test_sample_that_no_function_scores_has_no_part(aggregation):
     result = compute([[1.0, NAN, 2.0, 6.0]], multi_objective_aggregation=aggregation)
-    close(result.advantages[[0, 2, 3]], z_scores([1.0, 2.0, 6.0]))
+    assert_close(result.advantages[[0, 2, 3]], z_scores([1.0, 2.0, 6.0]))
     assert result.advantages[1] == 0
-    close(result.rewards, [1.0, NAN, 2.0, 6.0])
-    close(result.group_std[1], torch.tensor([1.0, 2.0, 6.0]).std())
+    assert_close(result.rewards, [1.0, NAN, 2.0, 6.0])
+    assert_close(result.group_std[1], torch.tensor([1.0, 2.0, 6.0]).std())
 
 
 def test_function_that_leaves_a_sample_out_contributes_nothing_to_it():
     first, second = [1.0, 2.0, 6.0, 3.0], [5.0, NAN, 7.0, NAN]
     summed = compute([first, second])
-    close(summed.rewards, [6.0, 2.0, 13.0, 3.0])
-    close(summed.advantages, z_scores([6.0, 2.0, 13.0, 3.0]))
+    assert_close(summed.rewards, [6.0, 2.0, 13.0, 3.0])
+    assert_close(summed.advantages, z_scores([6.0, 2.0, 13.0, 3.0]))
     apart = compute([first, second], multi_objective_aggregation="normalize_then_sum")
     expected = z_scores(first)
     expected[[0, 2]] += z_scores([5.0, 7.0])
-    close(apart.advantages, expected)
+    assert_close(apart.advantages, expected)
 
 
 @pytest.mark.parametrize("aggregation", ORDERS)
@@ -239,12 +239,12 @@ def test_advantages_of_each_reward_by_itself():
     summed = compute([first, second], groups, weights, multi_objective_aggregation="normalize_then_sum")
     assert summed.by_reward is None and apart.by_reward.shape == (8, 2)
     assert torch.equal(apart.advantages, summed.advantages) and torch.equal(apart.rewards, summed.rewards.nan_to_num())
-    close(apart.by_reward @ torch.tensor(weights), summed.advantages)
-    close(apart.by_reward[:3, 0], z_scores([0.0, 1.0, 2.0]))
+    assert_close(apart.by_reward @ torch.tensor(weights), summed.advantages)
+    assert_close(apart.by_reward[:3, 0], z_scores([0.0, 1.0, 2.0]))
     assert apart.by_reward[3, 0] == 0
     clip = {"advantage_clip": 1.0}
     clipped = compute([first, second], groups, weights, multi_objective_aggregation="loss_per_reward", **clip)
-    close(clipped.by_reward, apart.by_reward.clamp(-1, 1))
+    assert_close(clipped.by_reward, apart.by_reward.clamp(-1, 1))
     assert torch.equal(clipped.advantages, apart.advantages)
     together = compute([first, second], groups, weights, multi_objective_aggregation="normalize_then_sum", **clip)
     assert not torch.allclose(clipped.by_reward @ torch.tensor(weights), together.advantages, atol=0.1)
@@ -253,5 +253,5 @@ def test_advantages_of_each_reward_by_itself():
 def test_threshold_drops_groups_whatever_they_are_compared_with():
     rewards, groups = [0.0, 1.0, 4.0, 6.0], [0, 0, 1, 1]
     result = compute([rewards], groups, reward_baseline="batch", reward_threshold=0.9)
-    close(result.advantages, [0, 0, *((torch.tensor(rewards[2:]) - 2.75) / torch.tensor(rewards).std())])
+    assert_close(result.advantages, [0, 0, *((torch.tensor(rewards[2:]) - 2.75) / torch.tensor(rewards).std())])
     assert result.is_dropped.tolist() == [True, True, False, False]

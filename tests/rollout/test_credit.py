@@ -33,7 +33,7 @@ def random_rewards(functions: int = 1) -> list[list[float]]:
     return (torch.randn(functions, 16, generator=generator) * spread).tolist()
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
     torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=1e-6)
 
 
@@ -47,7 +47,7 @@ def test_statistics_of_the_batch_are_of_each_batch_by_itself(batches, scale_rewa
         for group in batch.split(4):
             std = group.std() if scale_rewards == "group" else batch.std()
             expected.append((group - group.mean()) / (std + 1e-8))
-    close(estimated.advantages, torch.cat(expected))
+    assert_close(estimated.advantages, torch.cat(expected))
 
 
 def test_batches_change_nothing_where_each_group_has_its_own_scale():
@@ -63,15 +63,15 @@ def test_the_baseline_of_the_batch(generations):
     args = settings(reward_baseline="batch", num_batches_per_step=2, num_generations=generations)
     estimated = found(args, random_rewards())
     halves = torch.tensor(random_rewards()[0], dtype=torch.float64).chunk(2)
-    close(estimated.advantages, torch.cat([(half - half.mean()) / (half.std() + 1e-8) for half in halves]))
+    assert_close(estimated.advantages, torch.cat([(half - half.mean()) / (half.std() + 1e-8) for half in halves]))
     assert estimated.result.frac_reward_zero_std == 0
-    close(estimated.result.group_std, torch.cat([half.std().expand(8) for half in halves]))
+    assert_close(estimated.result.group_std, torch.cat([half.std().expand(8) for half in halves]))
 
 
 def test_only_the_samples_of_this_process():
     rewards, mine = random_rewards(), torch.arange(8, 16)
     estimated = found(settings(), rewards, mine)
-    close(estimated.advantages, found(settings(), rewards).advantages[8:])
+    assert_close(estimated.advantages, found(settings(), rewards).advantages[8:])
     assert estimated.columns["reward"] == pytest.approx(rewards[0][8:])
     assert len(estimated.result.rewards) == 16
 
@@ -81,7 +81,7 @@ def test_the_divergence_is_taken_off_the_reward():
     divergences = torch.rand(16, 3, generator=torch.Generator().manual_seed(1))
     estimated = found(settings(kl_reward=2.0), rewards, divergences=divergences)
     penalised = torch.tensor(rewards, dtype=torch.float64) - 2.0 * divergences.double().mean(1)
-    close(estimated.advantages, found(settings(), penalised.tolist()).advantages)
+    assert_close(estimated.advantages, found(settings(), penalised.tolist()).advantages)
     assert estimated.columns["reward"] == pytest.approx(rewards[0])  # what is logged is what was scored
     assert estimated.metrics["kl/rollout"] == pytest.approx(divergences.mean().item())
     assert estimated.metrics.keys() - found(settings(), rewards).metrics.keys() == {"kl/rollout"}
@@ -99,10 +99,10 @@ def test_the_divergence_counts_once_in_a_sum_and_for_each_reward_normalised_by_i
         table = torch.tensor(rewards, dtype=torch.float64)
         if order == "sum_then_normalize":
             summed = (table * torch.tensor([0.5, 3.0])[:, None]).sum(0) - penalty
-            close(estimated.advantages, found(settings(), [summed.tolist()]).advantages)
+            assert_close(estimated.advantages, found(settings(), [summed.tolist()]).advantages)
         else:
             plain = settings(multi_objective_aggregation=order)
-            close(estimated.advantages, found(plain, (table - penalty).tolist(), weights=(0.5, 3.0)).advantages)
+            assert_close(estimated.advantages, found(plain, (table - penalty).tolist(), weights=(0.5, 3.0)).advantages)
 
 
 def test_each_reward_has_its_own_advantage_and_best_of_n_goes_by_their_weighted_sum():
@@ -110,8 +110,8 @@ def test_each_reward_has_its_own_advantage_and_best_of_n_goes_by_their_weighted_
     args = settings(multi_objective_aggregation="loss_per_reward", advantage_clip=1.0)
     estimated = found(args, rewards, weights=(0.7, -0.2))
     alone = [found(settings(), [column]).advantages for column in rewards]
-    close(estimated.advantages, torch.stack(alone, 1).clamp(-1, 1))
-    close(estimated.result.advantages, 0.7 * alone[0] - 0.2 * alone[1])  # before the clip, as DanceGRPO ranks
+    assert_close(estimated.advantages, torch.stack(alone, 1).clamp(-1, 1))
+    assert_close(estimated.result.advantages, 0.7 * alone[0] - 0.2 * alone[1])  # before the clip, as DanceGRPO ranks
     assert estimated.result.advantages.abs().max() > 0.9
     assert estimated.columns["advantage/mq"] == pytest.approx(estimated.advantages[:, 1].tolist())
     assert estimated.columns["advantage"] == pytest.approx(estimated.result.advantages.tolist())
@@ -157,15 +157,15 @@ def test_advantages_of_each_step(gamma, lam, batches):
     with torch.no_grad():
         values = model(states)
     expected = gae_reference(received, values, gamma, lam)
-    close(estimated.targets.returns, (expected + values)[mine])
-    close(estimated.targets.values, values[mine])
+    assert_close(estimated.targets.returns, (expected + values)[mine])
+    assert_close(estimated.targets.values, values[mine])
     normal = torch.cat([(part - part.mean()) / part.std() for part in expected.chunk(batches)])
-    close(estimated.advantages, normal[mine])
+    assert_close(estimated.advantages, normal[mine])
     raw = settings(advantage_estimator="gae", gamma=gamma, gae_lambda=lam, kl_reward=0.3, scale_rewards="none")
     given = {"divergences": divergences, "states": states, "model": model}
-    close(found(raw, rewards, mine, **given).advantages, expected[mine])
+    assert_close(found(raw, rewards, mine, **given).advantages, expected[mine])
     if gamma == lam == 1:
-        close(expected[:, 0], torch.tensor(rewards[0]) - 0.3 * divergences.mean(1) - values[:, 0])
+        assert_close(expected[:, 0], torch.tensor(rewards[0]) - 0.3 * divergences.mean(1) - values[:, 0])
 
 
 def test_clip_threshold_and_missing_rewards_of_a_value_model():
