@@ -1,4 +1,4 @@
-"""What passes between the stages: requests, trajectories, predictions and step distributions; seeds and trained steps.
+"""Data that the stages exchange: requests, trajectories, predictions and step distributions; seeds and trained steps.
 
 A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`.
 Nothing here needs a pipeline.

@@ -252,7 +252,7 @@ def exchange_samples(
     """Send all samples of this process, and return all that it scores. Called inside `barrier_after`.
 
     Args:
-        assignment: who scores what.
+        assignment: the samples that each process scores.
         channel: sends the samples.
         samples, latents: of this process, in the order of `assignment.own`.
     """

@@ -43,7 +43,7 @@ IDENTITY_SETTINGS = (
 RESULTS = ("summary.json", "model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 SAMPLES = ("evaluations", "samples", "validation")  # folders in which each update's have its number
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
-NOT_SETTINGS |= {"lora_path"}  # `trains_by` tells what of it is to be told
+NOT_SETTINGS |= {"lora_path"}  # the entry `trains_by` reports it
 
 
 def make_record(

@@ -142,7 +142,7 @@ def measure_gain(run: Run, name: str) -> float | None:
 def has_changed(run: Run, name: str) -> bool | None:
     """Tell whether a reward differs by more than twice the standard error between the first and the last evaluation.
 
-    None where that cannot be told: with fewer than two evaluations, or on a single sample.
+    None if it cannot be estimated: with fewer than two evaluations, or on a single sample.
     """
     (before, error_before), (after, error_after) = run.held_out(name, 0), run.held_out(name, -1)
     if len(run.evaluations) < 2 or None in (before, error_before, after, error_after):
@@ -211,7 +211,7 @@ def describe_finding(run: Run, name: str) -> str | None:
     if None in (before, after):
         return None
     label = "The weighted reward" if name == "reward" else name
-    label += " (a judge, never trained on)" if name in run.judges else ""
+    label += " (evaluation only, never trained on)" if name in run.judges else ""
     is_changed = has_changed(run, name)
     if is_changed is None:
         return f"{label} was measured on one sample, so its noise is unknown: {before:.3f}, then {after:.3f}."
