@@ -6,6 +6,7 @@ import pytest
 import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline
+from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig, get_peft_model
 from tiny_runs import LORA, brightness, trained_weights, trainer_for
 
@@ -286,7 +287,14 @@ def test_both_parts_of_glm_image_at_once(tmp_path):
             trainer_for(tmp_path, name="glm_image", train_component=names)
 
 
-def test_a_lora_to_train_further_is_planned_by_its_config(style, tmp_path):
+def test_a_lora_to_train_further_is_planned_by_its_config(style, tmp_path, monkeypatch):
     assert adapters.read_config(str(style[0])).r == LORA["r"]
-    with pytest.raises(ValueError, match="has no adapter_config.json, which tells its rank; plan with use_peft"):
-        adapters.read_config(str(tmp_path))
+
+    def find_nothing(*args):
+        raise EntryNotFoundError("no such file")
+
+    monkeypatch.setattr(adapters, "hf_hub_download", find_nothing)
+    for source in (str(tmp_path), "someone/lora"):
+        message = f"{source} has no adapter_config.json, which tells its rank; plan with use_peft"
+        with pytest.raises(ValueError, match=message):
+            adapters.read_config(source)
