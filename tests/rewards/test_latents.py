@@ -74,7 +74,6 @@ def test_a_training_on_latents_decodes_nothing(name, tmp_path, monkeypatch) -> N
     assert len(set(table["energy"])) == 8 and "file" not in table
     if name == "wan":
         return
-    trainer.eval_reward_funcs = []
     assert trainer.evaluate(metric_key_prefix="test")["test_rewards/energy/mean"] > 0
     mixed = trainer_for(tmp_path / "mixed", rewards={energy: 1, spread: 0.5, brightness: 0}, **settings)
     mixed.train()
