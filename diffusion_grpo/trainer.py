@@ -162,6 +162,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.values = ValueModel(args.seed).to(args.device) if has_values else None
         self.average = setup.make_average(args, self.weights)
         self.algorithm = setup.make_algorithm(args, policy.component, self.rewards.weights)
+        self.old_policy = setup.make_old_policy(args, self.weights, self.algorithm)
         self.run_passes = NetworkPasses(backend, self.monitor, policy.networks, self._reference_module)
         self.metrics, self.progress = Metrics(), UpdateProgress()
 
@@ -174,6 +175,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         generator = setup.make_generator(
             args,
             self.rewards,
+            algorithm=self.algorithm,
+            old_policy=self.old_policy,
             read_rows=lambda indices: self.inputs.rows(self.train_dataset, indices),
             scorer=self.scorer,
             values=self.values,
@@ -206,6 +209,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 files=PolicyFiles(self.pipe, component),
                 weights=self.weights,
                 average=self.average,
+                old_policy=self.old_policy,
                 reference=self.reference if args.sync_ref_model else None,
                 values=self.values,
                 feed=self.feed,
@@ -224,6 +228,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             args,
             values=self.values,
             average=self.average,
+            old_policy=self.old_policy,
             weights=self.weights,
             reference=self.reference,
             accelerator=self.accelerator,

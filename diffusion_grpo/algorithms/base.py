@@ -1,12 +1,13 @@
 """The seam behind which algorithms stand: what each needs, which passes it makes, and what one pass computes."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
 from ..policy.token_process import TokenDistribution, TokenTrajectory
-from ..policy.trajectory import StepDistribution, Trajectory
+from ..policy.trajectory import CleanSamples, Denoised, StepDistribution, Trajectory
 from .batch import MicroBatch, Part
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class Reference(Protocol):
         self, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory, step: int
     ) -> StepDistribution | TokenDistribution:
         """Score one recorded step under the reference, without gradient."""
+
+    def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
+        """Return what the reference takes re-noised samples for, without gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +53,23 @@ class Algorithm(Protocol):
     [`~diffusion_grpo.algorithms.grpo.GRPO`] (`beta`, `epsilon`, `take_turns`, ...) those that it names.
 
     Attributes:
-        needs: "trajectory" for recorded steps (GRPO and its relatives).
+        needs: "trajectory" for recorded steps (GRPO and its relatives), "clean" for finished samples, which are
+            noised again (DiffusionNFT and its relatives; [`~diffusion_grpo.algorithms.renoised.Renoised`] is a base
+            for them).
+        compares: whether `loss` needs the reference even with `beta=0`.
+        whole_groups: whether a part must hold all samples of each of its prompts.
+        shares_noise: whether re-noised samples of a prompt share noise and times.
+        old_decay: how much of itself the old policy keeps after rollout n; it takes the rest from the policy. Its
+            predictions are in the parts. None for no old policy.
+        rolls_out_old: whether the old policy makes the rollouts.
     """
 
-    needs: ClassVar[Literal["trajectory"]] = "trajectory"
+    needs: ClassVar[Literal["trajectory", "clean"]] = "trajectory"
+    compares: ClassVar[bool] = False
+    whole_groups: ClassVar[bool] = False
+    shares_noise: ClassVar[bool] = False
+    rolls_out_old: ClassVar[bool] = False
+    old_decay: Callable[[int], float] | None = None
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
         """Return the parts and steps to train on, in order; processes keep step within each inner list."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..policy.token_process import TokenTrajectory
-from ..policy.trajectory import Trajectory
+from ..policy.trajectory import CleanSamples, Trajectory
 
 Rows = list[dict[str, Any]]
 
@@ -28,16 +28,23 @@ class Part:
         log_ratio: (batch,) mean log-ratio over a sample's trained steps, for a loss that takes that one; of tokens
             (batch, 1).
         weights: (batch,) of each sample's loss; None where all are 1.
+        groups: (batch,) int64, the same for samples of one prompt.
+        group_size: trained samples of each prompt, here and in other parts.
+        has_current_old: whether the old policy, whose predictions are in `trajectory`, has not moved away from the
+            policy yet.
     """
 
     rows: Rows
-    trajectory: Trajectory | TokenTrajectory
+    trajectory: Trajectory | TokenTrajectory | CleanSamples
     advantages: Tensor
     old_log_probs: Tensor
     make_inputs: Callable[[Rows], dict[str, Any]]
     advantages_by_step: bool = False
     log_ratio: Tensor | None = None
     weights: Tensor | None = None
+    groups: Tensor | None = None
+    group_size: int | None = None
+    has_current_old: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,6 +67,7 @@ class Part:
             old_log_probs=self.old_log_probs[kept],
             log_ratio=None if self.log_ratio is None else self.log_ratio[kept],
             weights=None if self.weights is None else self.weights[kept],
+            groups=None if self.groups is None else self.groups[kept],
         )
 
     def recorded_log_prob(self, step: int) -> Tensor:
@@ -69,6 +77,11 @@ class Part:
     def old_log_prob(self, step: int) -> Tensor:
         """Return the ratio's denominator at one step, (batch,), for samples that all train on it."""
         return self.old_log_probs[self.trajectory.steps == step]
+
+    def old_clean(self, step: int) -> Tensor | None:
+        """Return what the old policy takes samples for that are noised to one step; None without an old policy."""
+        found = self.trajectory.old_clean
+        return None if found is None else found[self.trajectory.steps == step]
 
     def advantage(self, step: int) -> Tensor:
         """Return (batch,) or (batch, rewards) advantages at one step, for samples that all train on it."""
@@ -85,10 +98,11 @@ class MicroBatch:
         calls: indices of the samples that share a pipeline call, as in the rollout.
         advantages, old_log_probs, make_inputs, advantages_by_step, log_ratio, weights: as in [`Part`].
         is_on_policy: whether the policy is still the one that rolled the samples out.
+        groups, group_size, has_current_old: as in [`Part`].
     """
 
     rows: Rows
-    samples: list[Trajectory] | list[TokenTrajectory]
+    samples: list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
     calls: list[list[int]]
     advantages: Tensor
     old_log_probs: Tensor
@@ -97,6 +111,9 @@ class MicroBatch:
     log_ratio: Tensor | None = None
     weights: Tensor | None = None
     is_on_policy: bool = True
+    groups: Tensor | None = None
+    group_size: int | None = None
+    has_current_old: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -123,7 +140,15 @@ class MicroBatch:
             self.advantages_by_step,
             None if self.log_ratio is None else self.log_ratio[indices],
             None if self.weights is None else self.weights[indices],
+            None if self.groups is None else self.groups[indices],
+            self.group_size,
+            self.has_current_old,
         )
+
+    def part_passes(self, take_turns: bool = False) -> list[list[tuple[Part, int]]]:
+        """Return every part at every step on which one of its samples trains, in lists as `passes` does."""
+        parts = self.parts
+        return [[(parts[number].at_step(step), step) for number, step in turn] for turn in self.passes(take_turns)]
 
     def passes(self, take_turns: bool = False) -> list[list[tuple[int, int]]]:
         """Return index of the call and step of each pass, in lists within which processes keep step.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from .base import PassOutput, RatioError, Reference
+from .base import Algorithm, PassOutput, RatioError, Reference
 from .batch import MicroBatch, Part
 from .losses import Loss, LossInputs, grpo, loss_per_reward
 from .zero_advantages import sum_loss
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..policy.base import Policy
 
 
-class GRPO:
+class GRPO(Algorithm):
     """Replays each recorded step and compares its log-probability with the rollout's.
 
     Args:
@@ -50,10 +50,7 @@ class GRPO:
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
         """Return every part at every step on which one of its samples trains."""
-        parts = batch.parts
-        return [
-            [(parts[number].at_step(step), step) for number, step in turn] for turn in batch.passes(self.take_turns)
-        ]
+        return batch.part_passes(self.take_turns)
 
     def loss(self, policy: "Policy", reference: Reference | None, part: Part, step: int) -> PassOutput:
         """Replay one step; `drift` is how far its ratio to the rollout is from 1."""

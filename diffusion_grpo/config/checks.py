@@ -10,7 +10,7 @@ from typing import Any
 
 from ..policy.log_prob_type import check_log_prob
 from .defaults import Sizes
-from .source import aggregation_names, log_prob_names, loss_names, process_names, silent_last_step
+from .source import aggregation_names, config_fields, log_prob_names, loss_names, process_names, silent_last_step
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ def check_settings(args: Sizes) -> None:
     _check_numbers(args)
     _check_ranges(args)
     _check_shares(args)
+    if args.traits.is_renoised:
+        _check_renoised(args)
     _check_steps(args)
     _check_context(args)
     _check_batches(args)
@@ -157,8 +159,14 @@ def _check_steps(args: Sizes) -> None:
     _check_pipeline_kwargs(args)
     _check_last_step(args)
     last = args.num_inference_steps - 1
-    window = list(args.sde_window or (0, last))
-    if len(window) != 2 or not 0 <= window[0] < window[1] <= last:
+    window = list(args.sde_window or args.window)
+    if args.traits.is_renoised:
+        if len(window) != 2 or not 1 <= window[0] < window[1] <= last + 1:
+            raise ValueError(
+                f"sde_window={window} must be [start, stop) with 1 <= start < stop <= {last + 1}: loss_type="
+                f"{args.loss_type!r} trains on noised samples, which the step before hands over, so step 0 is none."
+            )
+    elif len(window) != 2 or not 0 <= window[0] < window[1] <= last:
         raise ValueError(
             f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
             "last has no noise and is never trained."
@@ -167,6 +175,32 @@ def _check_steps(args: Sizes) -> None:
         raise ValueError(
             f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
             "that may be trained; lower it, or widen sde_window."
+        )
+
+
+def _check_renoised(args: Sizes) -> None:
+    """Refuse settings of recorded steps for an algorithm that trains on finished samples, noised again."""
+    fields = config_fields()
+    recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
+    recorded += ["epsilon", "old_log_prob", "importance_sampling_level", "kl_reward", "advantage_estimator"]
+    for name in recorded:
+        if getattr(args, name) != fields[name].default:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} is for recorded steps, but loss_type={args.loss_type!r} trains on "
+                "finished samples, sampled without noise in the steps; leave it out."
+            )
+    if args.multi_objective_aggregation == "loss_per_reward":
+        raise ValueError(
+            f"multi_objective_aggregation='loss_per_reward' sums clipped losses of recorded steps, which loss_type="
+            f"{args.loss_type!r} has none of; use normalize_then_sum."
+        )
+    group = args.best_of_n or args.num_generations
+    if args.traits.whole_groups and args.per_device_train_batch_size % group:
+        name = "best_of_n" if args.best_of_n else "num_generations"
+        raise ValueError(
+            f"loss_type={args.loss_type!r} compares the {group} samples of a prompt with each other, so "
+            f"per_device_train_batch_size={args.per_device_train_batch_size} must be a multiple of {name}; change one "
+            "of them."
         )
 
 

@@ -5,6 +5,7 @@ Nothing heavy is imported, so settings can be checked before torch is loaded.
 
 import json
 
+from .algorithm_traits import AlgorithmTraits, find_traits
 from .batch_sizes import BatchSizes
 
 DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs")
@@ -47,13 +48,20 @@ class Sizes:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the KL divergence to a reference is measured."""
-        return self.beta > 0 or self.kl_reward > 0
+        """Whether updates or rewards compare the policy with a reference."""
+        return self.beta > 0 or self.kl_reward > 0 or self.traits.compares
+
+    @property
+    def traits(self) -> AlgorithmTraits:
+        """What the algorithm asks of the run."""
+        return find_traits(self.loss_type)
 
     @property
     def window(self) -> tuple[int, int]:
         """The range [start, stop) of the steps that may be trained."""
-        start, stop = self.sde_window or (0, self.num_inference_steps - 1)
+        # a re-noised sample is handed over by the step before, and the last step can be trained as well
+        whole = (1, self.num_inference_steps) if self.traits.is_renoised else (0, self.num_inference_steps - 1)
+        start, stop = self.sde_window or whole
         return start, stop
 
     @property

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import SchedulerType, TrainingArguments
 
-from ..algorithms.choose import check_loss_kwargs
+from ..algorithms.choose import check_loss_kwargs, find_algorithm
+from .algorithm_traits import AlgorithmTraits, find_traits
 from .checks import check_settings
 from .defaults import Sizes
 from .names import RENAMED
@@ -117,6 +118,11 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         check_settings(self)
         self.check_machine()
         check_loss_kwargs(self.loss_type, self.loss_kwargs)  # a loss of the user's own is imported
+
+    @property
+    def traits(self) -> AlgorithmTraits:
+        """What the algorithm asks of the run; one of the user's own is imported."""
+        return find_traits(self.loss_type, find_algorithm(self.loss_type) if "." in str(self.loss_type) else None)
 
     def check_machine(self) -> None:
         """Refuse what this machine would silently do in another way.

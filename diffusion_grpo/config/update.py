@@ -10,16 +10,27 @@ class UpdateSettings:
 
     # Optimisation
     loss_type: str = field(
-        default="grpo", metadata={"help": "grpo, or the dotted path of a loss function or of an algorithm's class."}
+        default="grpo",
+        metadata={
+            "help": "The algorithm. On recorded steps: grpo. On finished samples that are noised again: nft "
+            "(DiffusionNFT), awm (advantage-weighted matching), dgpo, dpo (online). Or the dotted path of a loss "
+            "function or of an algorithm's class."
+        },
     )
     loss_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Settings of the loss or algorithm that loss_type names, as JSON on the command line; grpo itself "
-            "has none."
+            "help": "Settings of the loss or algorithm that loss_type names, as JSON on the command line; "
+            "docs/algorithms.md lists them. grpo itself has none."
         },
     )
-    beta: float = field(default=0.0, metadata={"help": "Weight of the KL divergence to the reference model."})
+    beta: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of the KL divergence to the reference model; on re-noised samples, of the squared "
+            "distance of the prediction to the reference's."
+        },
+    )
     kl_reward: float = field(
         default=0.0,
         metadata={

@@ -15,10 +15,22 @@ from torch import Tensor
 
 from ..media.files import extract_samples
 from .base import Policy
-from .drivers import Driver, Finisher, Predictor, Recorder, StepScored, Teacher, UnsupportedPipeline
+from .drivers import (
+    Denoiser,
+    Driver,
+    Finisher,
+    Predictor,
+    Recorder,
+    SolverRecorder,
+    StepScored,
+    Teacher,
+    UnsupportedPipeline,
+    join_clean,
+)
 from .network_gate import NetworkAccess, replace_attribute
-from .schedulers import StochasticScheduler, stochastic_scheduler
-from .trajectory import Prediction, RolloutRequest, StepDistribution, Trajectory
+from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
+from .trajectory import CleanSamples, Denoised, Prediction, RolloutRequest, StepDistribution, Trajectory
+from .unguided import switch_guidance_off
 
 
 class DenoisingPolicy(Policy):
@@ -53,12 +65,14 @@ class DenoisingPolicy(Policy):
     def default_noise_level(self) -> float:
         return self.scheduler.process.noise_level
 
-    def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, Trajectory | None]:
-        """Call the pipeline with noise in its steps, and record the trained ones.
+    def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, Trajectory | CleanSamples | None]:
+        """Call the pipeline with noise in its steps, and record the trained ones; or keep the finished latents.
 
         Returns:
             the samples, None where nothing was decoded; and the trajectory, None where nothing is recorded.
         """
+        if request.keeps_clean:
+            return self._roll_out_clean(inputs, request)
         noise_level = self.default_noise_level if request.noise_level is None else request.noise_level
         steps = None
         if request.steps is not None:
@@ -88,12 +102,35 @@ class DenoisingPolicy(Policy):
             noise_level=noise_level,
         )
 
-    def _sample(self, inputs: dict[str, Any], request: RolloutRequest, recorder: Recorder) -> Any:
+    def _roll_out_clean(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, CleanSamples]:
+        """Sample without noise: by the pipeline's own solver, or in place of one that draws noise by ours."""
+        recorder: Recorder | SolverRecorder = SolverRecorder(request.initial_seeds)
+        scheduler = watch_solver(self.pipe.scheduler, recorder.keep)
+        if scheduler is None:
+            nothing = torch.empty(len(request.seeds), 0, dtype=torch.int64)
+            recorder = Recorder(request.seeds, request.initial_seeds, set(), nothing, 0.0, request.device)
+        samples = self._sample(inputs, request, recorder, scheduler)
+        return samples, CleanSamples(
+            latents=join_clean(recorder).to(request.device),
+            steps=torch.tensor([list(row) for row in request.steps], dtype=torch.int64),
+            seeds=request.seeds,
+            initial_seeds=request.initial_seeds,
+            num_inference_steps=request.num_inference_steps,
+            tokens=None if recorder.tokens is None else recorder.tokens.to(request.device),
+        )
+
+    def _sample(
+        self,
+        inputs: dict[str, Any],
+        request: RolloutRequest,
+        recorder: Recorder | SolverRecorder,
+        scheduler: Any = None,
+    ) -> Any:
         """Run the pipeline under the recorder; return its samples, and add their latents where asked for."""
         shown = inputs if request.is_decoded else inputs | {"output_type": "latent"}
         arguments = self.call_arguments(shown, request.num_inference_steps, request.initial_seeds)
         samples = None
-        with self.acting(recorder), contextlib.suppress(StepScored):
+        with self.acting(recorder, scheduler=scheduler), contextlib.suppress(StepScored):
             samples = extract_samples(self.pipe, self.pipe(**arguments))
         if request.latents is None:
             return samples
@@ -172,6 +209,37 @@ class DenoisingPolicy(Policy):
         self._call_until_scored(predictor, inputs, num_inference_steps, forwards)
         return predictor.found
 
+    def denoise(
+        self,
+        inputs: dict[str, Any],
+        samples: CleanSamples,
+        step: int,
+        forwards: Sequence[Callable] | None = None,
+    ) -> Denoised:
+        """Noise finished samples again, to the level of one step, and return what the networks take them for.
+
+        Classifier-free guidance is off: the conditional prediction is what is trained. Guidance that the network
+        takes as an input stays as it is. Gradients flow where torch's grad mode lets them.
+
+        Args:
+            inputs: keyword arguments of the pipeline's `__call__` for these samples.
+            samples: of a rollout with `keeps_clean`.
+            step: index of the step in the loop, 1 or later.
+            forwards: used in place of the networks' own forwards, one per network.
+
+        Raises:
+            ValueError: `step` is 0.
+            UnsupportedPipeline: no step of the pipeline can be handed a noised sample.
+        """
+        if step < 1:
+            raise ValueError("Step 0 has no step before it that could hand over a noised sample; train at 1 or later.")
+        driver = Denoiser(step, samples)
+        unguided = switch_guidance_off(self.pipe, self.networks, inputs)
+        self._call_until_scored(driver, unguided, samples.num_inference_steps, forwards)
+        if driver.found is None:
+            raise RuntimeError(f"{type(self.pipe).__name__} ended before step {step}; nothing was predicted there.")
+        return driver.found
+
     def _call_until_scored(
         self, driver: Driver, inputs: dict[str, Any], num_inference_steps: int, forwards: Sequence[Callable] | None
     ) -> None:
@@ -181,12 +249,15 @@ class DenoisingPolicy(Policy):
             self.undecorated(self.pipe, **arguments)
 
     @contextlib.contextmanager
-    def acting(self, driver: Driver, forwards: Sequence[Callable] | None = None) -> Iterator[None]:
+    def acting(
+        self, driver: Driver, forwards: Sequence[Callable] | None = None, scheduler: Any = None
+    ) -> Iterator[None]:
         """Give the pipeline a stochastic scheduler, gates and cached prompts; restore it on leaving.
 
         Args:
             driver: decides what each scheduler step does, and whether the network must really run for it.
             forwards: used in place of the networks' own forwards, for example a reference model's.
+            scheduler: in place of the stochastic one.
         """
         pipe, original = self.pipe, self.pipe.scheduler
         inner = {k: v for k, v in pipe.__dict__.items() if isinstance(v, DiffusionPipeline)}  # combined pipelines
@@ -199,7 +270,7 @@ class DenoisingPolicy(Policy):
             stack.enter_context(self._seeded(driver.initial_seeds))
             # __dict__, not setattr: a pipeline's own __setattr__ would write our class into its config
             for holder in holders:
-                stack.enter_context(replace_attribute(holder, "scheduler", self.scheduler))
+                stack.enter_context(replace_attribute(holder, "scheduler", scheduler or self.scheduler))
             for holder in (pipe, *inner.values()):
                 stack.enter_context(replace_attribute(holder, "_progress_bar_config", {"disable": True}))
             for name, part in inner.items():

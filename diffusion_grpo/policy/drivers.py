@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .schedulers import StochasticScheduler
-from .trajectory import Prediction, StepDistribution, Trajectory, generators
+from .trajectory import CleanSamples, Denoised, Prediction, StepDistribution, Trajectory, generators, sample_seed
 
 
 class UnsupportedPipeline(ValueError):
@@ -199,6 +199,37 @@ class Recorder(Driver):
         )
 
 
+class SolverRecorder(Driver):
+    """Drives a rollout whose steps are the pipeline's own solver's, and keeps what the last one left.
+
+    Attributes:
+        left: (batch, ...) the last latent of each scheduler, by its id, in the order in which they take their steps.
+    """
+
+    needs_network = True
+
+    def __init__(self, initial_seeds: Tensor):
+        super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
+        self.left: dict[int, Tensor] = {}
+
+    def keep(self, scheduler: Any, latents: Tensor) -> None:
+        """Keep what a step of the solver left."""
+        self.rows(latents)  # refuses a batch that does not divide
+        self.left[id(scheduler)] = latents.detach().clone()
+
+
+def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
+    """Return (batch, ...) float32 what the last step of a rollout left; several latents are joined.
+
+    Raises:
+        UnsupportedPipeline: no scheduler took a step.
+    """
+    parts = [latents[: recorder.count].float() for latents in recorder.left.values()]
+    if not parts:
+        raise UnsupportedPipeline("The pipeline took no step through its scheduler; nothing can be recorded.")
+    return _join(parts)
+
+
 class Finisher(Driver):
     """Drives a call that ends as a rollout did, without the network: its last step returns what the rollout's did.
 
@@ -211,9 +242,9 @@ class Finisher(Driver):
 
     needs_network = False
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, recorder: Recorder | SolverRecorder):
         super().__init__(recorder.initial_seeds, recorder.count, recorder.noise_level)
-        self.tokens, self.last = recorder.tokens, recorder.loop_length - 1
+        self.tokens = recorder.tokens
         if len(recorder.left) != 1:
             raise UnsupportedPipeline(
                 f"The pipeline's steps move {len(recorder.left)} latents at once (video and sound), and a reward that "
@@ -223,7 +254,7 @@ class Finisher(Driver):
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index)
-        return self.left.clone() if index == self.last else sample
+        return self.left.clone() if index == scheduler.loop_length - 1 else sample
 
 
 class StepScored(Exception):
@@ -339,3 +370,65 @@ class Predictor(_Follower):
                 "The latents given for step 0 are not the pipeline's initial latents, which no step before it could "
                 "replace; predict at step 1 or later, or pass the initial_seeds of the rollout."
             )
+
+
+class Denoiser(_Follower):
+    """Drives a prediction on re-noised samples: hands one step its noised sample, and keeps what it takes it for.
+
+    Args:
+        index: the step, 1 or later: the step before it hands the noised sample over.
+        samples: the finished samples. Each one's `seeds` fixes its noise, which differs from step to step.
+
+    Raises:
+        UnsupportedPipeline: the pipeline changes every element of its latents between two steps.
+    """
+
+    def __init__(self, index: int, samples: CleanSamples):
+        super().__init__(index, samples.latents, samples.initial_seeds, samples.tokens, noise_level=0.0)
+        seeds = [sample_seed("renoise", int(seed), index) for seed in samples.seeds]
+        self.generators = generators(torch.tensor(seeds))
+        self.handed: list[Tensor] = []
+        self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.found: Denoised | None = None
+
+    def hand_over(self, index: int, sample: Tensor, scheduler: StochasticScheduler | None = None) -> Tensor:
+        if index < self.index - 1:
+            return sample
+        clean, self.offset = take_part(self.latents, self.offset, sample, self.count)
+        noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
+        clean, noise = (part.to(device=sample.device, dtype=torch.float32) for part in (clean, noise))
+        handed = scheduler.renoise(clean, noise, sample[: self.count], self.index).to(sample.dtype)
+        self.handed.append(handed.clone())  # pipelines write conditions into what they are handed
+        return torch.cat([handed] * self.rows(sample))
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        self.rows(sample)  # refuses a batch that does not divide
+        if self.index >= scheduler.loop_length:
+            raise UnsupportedPipeline(
+                f"The pipeline takes {scheduler.loop_length} steps, so there is no step {self.index} to train at; it "
+                "makes fewer steps than num_inference_steps says (strength below 1), so raise num_inference_steps or "
+                "set sde_window."
+            )
+        if index < self.index:
+            return self.hand_over(index, sample, scheduler)
+        clean, share, origin, moves = scheduler.denoise(prediction, timestep, sample)
+        clean, origin, arrived, share = _first_rows((clean, origin, sample, share), sample, self.count)
+        stays = self.handed[len(self.parts)] == arrived
+        moves = stays if moves is None else stays & moves[: self.count]
+        self.parts.append((clean, share.expand(clean.shape), origin, moves))
+        if sum(part[0][0].numel() for part in self.parts) >= self.latents[0].numel():
+            self.found = self._collect(share)
+            raise StepScored
+        return sample  # another scheduler steps the other part
+
+    def _collect(self, share: Tensor) -> Denoised:
+        clean, shares, origin, moves = (_join(list(parts)) for parts in zip(*self.parts, strict=True))
+        if not moves.flatten(1).any(1).all():
+            raise UnsupportedPipeline(
+                "The pipeline changes all its latents between two steps, so that no step is handed a re-noised sample "
+                "as it was made; train it on recorded steps (loss_type=grpo)."
+            )
+        target = self.latents.to(clean).reshape(clean.shape)
+        share = shares if len(self.parts) > 1 else share
+        return Denoised(clean, target, share, origin, None if moves.all() else moves)

@@ -115,21 +115,33 @@ def ddim(
         clip: bounds the predicted clean sample, where the scheduler's config asks for it.
     """
     alpha, beta = alpha_cumprod, 1 - alpha_cumprod
-    if prediction_type == "epsilon":
-        clean, noise = (sample - beta.sqrt() * prediction) / alpha.sqrt(), prediction
-    elif prediction_type == "v_prediction":
-        clean = alpha.sqrt() * sample - beta.sqrt() * prediction
-        noise = alpha.sqrt() * prediction + beta.sqrt() * sample
-    elif prediction_type == "sample":
-        clean, noise = prediction, (sample - alpha.sqrt() * prediction) / beta.sqrt()
-    else:
-        raise ValueError(f"prediction_type must be epsilon, v_prediction or sample, got {prediction_type!r}.")
+    clean, noise = split_prediction(prediction, sample, alpha, prediction_type)
     if clip is not None:
         clean = clip(clean)
     beta_next = 1 - alpha_cumprod_next
     std = noise_level * torch.sqrt(beta_next / beta * (1 - alpha / alpha_cumprod_next))
     # clamped: with eta 1 from pure noise the root is 0, and rounding may put it below
     return alpha_cumprod_next.sqrt() * clean + torch.sqrt((beta_next - std**2).clamp(min=0)) * noise, std
+
+
+def split_prediction(
+    prediction: Tensor, sample: Tensor, alpha_cumprod: Tensor, prediction_type: str
+) -> tuple[Tensor, Tensor]:
+    """Return the clean sample and the noise that a prediction on a variance-preserving latent stands for.
+
+    Args:
+        prediction, sample: as in [`ddim`].
+        alpha_cumprod: cumulative alpha of the step, in (0, 1).
+        prediction_type: "epsilon", "v_prediction" or "sample".
+    """
+    alpha, beta = alpha_cumprod, 1 - alpha_cumprod
+    if prediction_type == "epsilon":
+        return (sample - beta.sqrt() * prediction) / alpha.sqrt(), prediction
+    if prediction_type == "v_prediction":
+        return alpha.sqrt() * sample - beta.sqrt() * prediction, alpha.sqrt() * prediction + beta.sqrt() * sample
+    if prediction_type == "sample":
+        return prediction, (sample - alpha.sqrt() * prediction) / beta.sqrt()
+    raise ValueError(f"prediction_type must be epsilon, v_prediction or sample, got {prediction_type!r}.")
 
 
 def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:

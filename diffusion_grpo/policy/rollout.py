@@ -18,16 +18,27 @@ from .denoising import DenoisingPolicy
 from .drivers import UnsupportedPipeline
 from .token import TokenPolicy
 from .token_process import TokenDistribution, TokenTrajectory
-from .trajectory import Prediction, RolloutRequest, StepDistribution, Trajectory, sample_seed, trained_steps
+from .trajectory import (
+    CleanSamples,
+    Denoised,
+    Prediction,
+    RolloutRequest,
+    StepDistribution,
+    Trajectory,
+    sample_seed,
+    trained_steps,
+)
 
 __all__ = [
     "POLICY_COMPONENTS",
+    "CleanSamples",
     "DenoisingPolicy",
     "Policy",
     "StepDistribution",
     "TokenPolicy",
     "Trajectory",
     "UnsupportedPipeline",
+    "denoise",
     "policy_component",
     "predict",
     "replay",
@@ -57,7 +68,8 @@ def rollout(
     is_complete: bool = True,
     latents: list[Tensor] | None = None,
     is_decoded: bool = True,
-) -> tuple[Any, Trajectory | TokenTrajectory | None]:
+    keeps_clean: bool = False,
+) -> tuple[Any, Trajectory | TokenTrajectory | CleanSamples | None]:
     """Call the pipeline as a user would, with noise in its steps, and record the trained ones.
 
     Args:
@@ -79,11 +91,16 @@ def rollout(
         latents: a list to which each sample's denoised latent is added, as a call with `output_type="latent"`
             returns it.
         is_decoded: False decodes nothing; there are only latents then.
+        keeps_clean: True samples without noise in the steps, by the pipeline's own solver (by a deterministic one in
+            place of one that draws noise), and keeps the finished latents for [`denoise`]. `steps` are those at which
+            the samples will be trained, 1 or later; by default all from 1. `noise_steps` and `noise_level` mean
+            nothing then.
 
     Returns:
         the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
         [`~media.VideoWithSound`] where it returns sound too), or None where nothing was decoded; and the trajectory,
-        or None where nothing is recorded.
+        or None where nothing is recorded; with `keeps_clean` the
+        [`~diffusion_grpo.policy.trajectory.CleanSamples`].
 
     Raises:
         UnsupportedPipeline: the pipeline does not return latents when asked.
@@ -94,6 +111,8 @@ def rollout(
         initial_seeds, seeds = seeds, torch.tensor([sample_seed(seed, "noise") for seed in seeds.tolist()])
     if latents is not None:
         policy.check_latents()
+    if keeps_clean and steps is None:
+        steps = [range(1, num_inference_steps)] * len(seeds)
     request = RolloutRequest(
         seeds=seeds,
         initial_seeds=torch.as_tensor(initial_seeds, dtype=torch.int64),
@@ -106,6 +125,7 @@ def rollout(
         is_complete=is_complete,
         latents=latents,
         is_decoded=is_decoded,
+        keeps_clean=keeps_clean,
     )
     return policy.rollout(inputs, request)
 
@@ -157,3 +177,18 @@ def predict(
         tokens=tokens,
         forwards=[forward] if callable(forward) else forward,
     )
+
+
+def denoise(
+    policy: DenoisingPolicy | DiffusionPipeline,
+    inputs: dict[str, Any],
+    samples: CleanSamples,
+    step: int,
+    forward: Callable | Sequence[Callable] | None = None,
+) -> Denoised:
+    """Noise finished samples again, to the level of one step, and return what the network takes them for.
+
+    See [`~diffusion_grpo.policy.denoising.DenoisingPolicy.denoise`]. DiffusionNFT
+    (https://huggingface.co/papers/2509.16117) and its relatives train on this.
+    """
+    return _as_policy(policy).denoise(inputs, samples, step, [forward] if callable(forward) else forward)

@@ -6,11 +6,14 @@ cannot be trained are refused with the reason.
 """
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from diffusers import (
     CogVideoXDDIMScheduler,
     CogVideoXDPMScheduler,
+    CosineDPMSolverMultistepScheduler,
     DDIMScheduler,
     DDPMScheduler,
     DDPMWuerstchenScheduler,
@@ -28,6 +31,7 @@ from diffusers import (
     UnCLIPScheduler,
     UniPCMultistepScheduler,
 )
+from torch import Tensor
 
 from .log_prob_type import check_log_prob
 from .processes import LOG_PROBS, PROCESSES, processes_of
@@ -42,7 +46,7 @@ from .stochastic_steps import (
     stochastic_class,
 )
 
-__all__ = ["PROCESSES", "StochasticScheduler", "UnsupportedScheduler", "stochastic_scheduler"]
+__all__ = ["PROCESSES", "StochasticScheduler", "UnsupportedScheduler", "stochastic_scheduler", "watch_solver"]
 
 _FLOW_SCHEDULERS = (FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler)
 _FLOW_CAPABLE = (
@@ -128,6 +132,52 @@ def _ddim_config(scheduler: SchedulerMixin) -> dict[str, Any]:
         config["trained_betas"] = scheduler.betas.tolist()
         config["_use_default_values"] = ()  # or from_config would drop what was left at its default before
     return config
+
+
+_DRAWS_NOISE = (
+    DDPMScheduler,
+    DDPMWuerstchenScheduler,
+    EulerAncestralDiscreteScheduler,
+    CogVideoXDPMScheduler,
+    CosineDPMSolverMultistepScheduler,
+    UnCLIPScheduler,
+)
+
+
+def watch_solver(scheduler: SchedulerMixin, keep: Callable[[Any, Tensor], None]) -> SchedulerMixin | None:
+    """Return a copy of the pipeline's own scheduler that reports what each of its steps leaves.
+
+    Args:
+        scheduler: the pipeline's own; it is not modified.
+        keep: called with the scheduler and the latents after each step; copies of the scheduler call it too.
+
+    Returns:
+        None for a scheduler that draws noise in its steps.
+    """
+    draws = scheduler.config.get("stochastic_sampling") or "sde" in scheduler.config.get("algorithm_type", "")
+    if draws or isinstance(scheduler, _DRAWS_NOISE):
+        return None
+    watched = copy.copy(scheduler)
+    watched.__class__ = _watched_class(type(scheduler))
+    watched.__dict__["keep"] = keep
+    return watched
+
+
+@functools.cache
+def _watched_class(base: type) -> type:
+    @functools.wraps(base.step)
+    def step(self, *args, **kwargs):
+        output = base.step(self, *args, **kwargs)
+        self.keep(self, output[0])
+        return output
+
+    def copied(self, memo: dict):  # what it reports to stays the same
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__ = {k: v if k == "keep" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
+        return clone
+
+    return type(f"Watched{base.__name__}", (base,), {"step": step, "__deepcopy__": copied})
 
 
 def stochastic_scheduler(

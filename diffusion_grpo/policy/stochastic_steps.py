@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from diffusers import (
@@ -24,13 +24,30 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from .processes import LOG_PROBS, Coordinates, MeanStd, Process, ancestral, ddim
+from .processes import LOG_PROBS, Coordinates, MeanStd, Process, ancestral, ddim, split_prediction
 
 EDM_SCHEDULERS = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSolverMultistepScheduler)
 
 
 class UnsupportedScheduler(ValueError):
     """The pipeline's scheduler does not take Gaussian steps that this library knows how to score."""
+
+
+class CleanEstimate(NamedTuple):
+    """The clean sample that a step predicts, and what relates it to the prediction `v = (origin - clean) / share`.
+
+    Attributes:
+        clean: (batch, ...) float32.
+        share: how much of the step's latent is noise, broadcastable to `clean`; see
+            [`~diffusion_grpo.policy.trajectory.Denoised`].
+        origin: (batch, ...) what `v` leads away from: the latent itself for flow matching.
+        moves: (batch, ...) bool, where the step moves the latent; None for everywhere.
+    """
+
+    clean: Tensor
+    share: Tensor
+    origin: Tensor
+    moves: Tensor | None = None
 
 
 class StepDriver(Protocol):
@@ -126,6 +143,20 @@ class StochasticScheduler:
         """Return mean (batch, ...) and std of the next latent, float32, with the gradient of `prediction`."""
         raise NotImplementedError
 
+    def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
+        """Return a clean sample noised to the level at which step `index` of the loop finds it; float32.
+
+        Args:
+            clean, noise: (batch, ...), data and standard normal noise.
+            sample: (batch, ...) what the current step was handed; what it holds fixed stays as it is there.
+            index: of the step that is to be handed the result.
+        """
+        raise NotImplementedError
+
+    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
+        """Return the clean sample that the current step predicts, float32, with the gradient of `prediction`."""
+        raise NotImplementedError
+
     def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         """Return the (batch,) log-probability of the latent that a step left, given mean and std."""
         return LOG_PROBS[self.log_prob_type](next_latents, mean, std)
@@ -175,6 +206,30 @@ class FlowSteps(StochasticScheduler):
             return torch.where(still, sample, mean), torch.where(still, 0.0, std)
         return self.process(prediction, sample, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
 
+    def _held_tokens(self, sample: Tensor) -> Tensor | None:
+        """Return where a timestep per token holds the sample fixed, as (batch, tokens, 1); None without such times."""
+        if "per_token_timesteps" not in self.options:
+            return None
+        sigma, sigma_next, _ = self._token_sigmas(sample.device)
+        return sigma_next >= sigma
+
+    def _share(self, index: int, device: torch.device) -> Tensor:
+        sigma = self.sigmas[self.first + index].to(device=device, dtype=torch.float32)
+        return 1 - sigma if self.config.get("invert_sigmas") else sigma
+
+    def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
+        sigma = self._share(index, sample.device)
+        noised, held = (1 - sigma) * clean + sigma * noise, self._held_tokens(sample)
+        return noised if held is None else torch.where(held, sample.float(), noised)
+
+    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
+        prediction, sample = prediction.float(), sample.float()
+        sigma, held = self._share(self.index, sample.device), self._held_tokens(sample)
+        if self.config.get("invert_sigmas") or held is not None:  # both turn the sign of the step
+            prediction = -prediction
+        moves = None if held is None else ~held.expand(sample.shape)
+        return CleanEstimate(sample - sigma * prediction, sigma, sample, moves)
+
 
 class DDIMSteps(StochasticScheduler):
     """Variance-preserving latents, written with alphas: DDIM for epsilon-, v- and sample-prediction."""
@@ -204,6 +259,19 @@ class DDIMSteps(StochasticScheduler):
             prediction_type=self.config.prediction_type,
             clip=self._clip if self._clips else None,
         )
+
+    def _alpha(self, timestep: Any, device: torch.device) -> Tensor:
+        return self.alphas_cumprod[int(timestep)].to(device=device, dtype=torch.float32)
+
+    def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
+        alpha = self._alpha(self.timesteps[self.first + index], sample.device)
+        return alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
+
+    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
+        alpha, sample = self._alpha(timestep, sample.device), sample.float()
+        prediction = self._prediction(prediction, sample).float()
+        clean, _ = split_prediction(prediction, sample, alpha, self.config.prediction_type)
+        return CleanEstimate(clean, (1 - alpha).sqrt(), alpha.sqrt() * sample)
 
     @property
     def _clips(self) -> bool:
@@ -237,6 +305,15 @@ class CosineSteps(StochasticScheduler):
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         alphas = self._alphas(timestep, sample)
         return self.process(prediction.float(), sample.float(), *alphas, noise_level=noise_level)
+
+    def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
+        alpha = self._alpha_cumprod(self.timesteps[self.first + index].reshape(1), sample.device).float()
+        return alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
+
+    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
+        sample, (alpha, _) = sample.float(), self._alphas(timestep, sample)
+        clean, _ = split_prediction(prediction.float(), sample, alpha, "epsilon")
+        return CleanEstimate(clean, (1 - alpha).sqrt(), alpha.sqrt() * sample)
 
 
 class _StepOrEstimate:
@@ -290,6 +367,13 @@ class SigmaSteps(StochasticScheduler):
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         return self.process(*self._clean_step(prediction, sample), noise_level=noise_level)
+
+    def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
+        return clean + self.sigmas[self.first + index].to(sample.device, torch.float32) * noise
+
+    def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
+        clean, sample, sigma, _ = self._clean_step(prediction, sample)
+        return CleanEstimate(clean, sigma / torch.sqrt(1 + sigma**2), sample / (1 + sigma**2))
 
     def _clean_step(self, prediction: Tensor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the predicted clean sample, the sample, and the sigmas of this step and of the next."""

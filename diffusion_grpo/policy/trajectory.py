@@ -1,6 +1,7 @@
 """Data that the stages exchange: requests, trajectories, predictions and step distributions; seeds and trained steps.
 
-A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`.
+A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`. For
+losses on re-noised samples it keeps `CleanSamples` instead, from which each pass makes a `Denoised`.
 Nothing here needs a pipeline.
 """
 
@@ -52,6 +53,10 @@ class SampleTensors:
         """Return what there is to log about a rollout."""
         return {}
 
+    def anchor(self) -> Tensor:
+        """Return (batch, steps, ...) what the rollout recorded for the denominator of a ratio."""
+        return self.log_probs
+
 
 @dataclasses.dataclass
 class Trajectory(SampleTensors):
@@ -86,6 +91,78 @@ class Trajectory(SampleTensors):
         return values.mean(1)
 
 
+@dataclasses.dataclass
+class CleanSamples(SampleTensors):
+    """The finished samples of a rollout without noise in its steps, for losses on re-noised samples.
+
+    Attributes:
+        latents: (batch, ...) float32, what the last step left, in the scheduler's own coordinates. Where a step moves
+            several latents (video and audio), all of them, flattened one after the other.
+        steps: (batch, steps) int64, index in the pipeline's loop of each step at which the sample is trained,
+            ascending. Step 0 is none: no step before it could hand over the noised sample.
+        seeds: (batch,) int64, seed of the noise that is added to each sample. Samples with equal ones share it.
+        initial_seeds: (batch,) int64, seed of each sample's initial latent.
+        num_inference_steps: length of the pipeline's loop.
+        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
+        old_clean: (batch, steps, ...) float32, the clean sample that the old policy predicts at each of `steps`; None
+            for an algorithm without one.
+    """
+
+    latents: Tensor
+    steps: Tensor
+    seeds: Tensor
+    initial_seeds: Tensor
+    num_inference_steps: int
+    tokens: Tensor | None = None
+    old_clean: Tensor | None = None
+
+    def over_steps(self, values: Tensor) -> Tensor:
+        """Average (batch, steps) values over steps; return (batch,)."""
+        return values.mean(1)
+
+    def anchor(self) -> Tensor:
+        """Return zeros: nothing is recorded on the way to a clean sample."""
+        return torch.zeros(self.steps.shape, device=self.latents.device)
+
+
+@dataclasses.dataclass
+class Denoised:
+    """What the policy takes a re-noised sample for.
+
+    Attributes:
+        clean: (batch, ...) float32, the predicted clean sample, with gradient.
+        target: (batch, ...) float32, the sample itself, in the same coordinates.
+        share: how much of the noised sample is noise, between 0 and 1, broadcastable to `clean`: sigma for flow
+            matching, sqrt(1 - alpha) for variance-preserving schedules, sigma / sqrt(1 + sigma^2) for EDM.
+        origin: (batch, ...) float32, so that the prediction is `v = (origin - clean) / share`: the velocity for flow
+            matching, v-prediction for variance-preserving schedules.
+        moves: (batch, ...) bool, False for elements that the pipeline holds fixed (conditions, first frames, what lies
+            outside an inpainting mask) and which are therefore no target; None where all count.
+    """
+
+    clean: Tensor
+    target: Tensor
+    share: Tensor
+    origin: Tensor
+    moves: Tensor | None = None
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the (batch,) mean of `values`, shaped like `clean`, over what moves; float64."""
+        if self.moves is None:
+            return values.flatten(1).double().mean(1)
+        moves = self.moves.flatten(1)
+        return (values.flatten(1).double() * moves).sum(1) / moves.sum(1).clamp(min=1)
+
+    def error(self, other: Tensor | None = None) -> Tensor:
+        """Return the (batch,) mean squared error of `v` to the target, or to another clean sample; float64."""
+        other = self.target if other is None else other.to(self.clean)
+        return self.mean(((self.clean - other) / self.share) ** 2)
+
+    def norm(self) -> Tensor:
+        """Return the (batch,) root mean square of `v`; float64, without gradient."""
+        return self.mean(((self.origin - self.clean.detach()) / self.share) ** 2).sqrt()
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
     """What a rollout is asked for; see [`~diffusion_grpo.policy.rollout.rollout`] for each field.
@@ -101,6 +178,8 @@ class RolloutRequest:
         is_complete: whether the call runs to its end.
         latents: a list that receives the samples' denoised latents, or None.
         is_decoded: whether samples are decoded.
+        keeps_clean: whether the pipeline samples without noise by its own solver, where that has none, and only the
+            finished latents are kept.
     """
 
     seeds: Tensor
@@ -114,6 +193,7 @@ class RolloutRequest:
     is_complete: bool = True
     latents: list[Tensor] | None = None
     is_decoded: bool = True
+    keeps_clean: bool = False
 
 
 @dataclasses.dataclass
@@ -160,15 +240,21 @@ def sample_seed(*parts: int | str) -> int:
 
 
 def trained_steps(
-    num_inference_steps: int, window: Sequence[int] | None = None, fraction: float = 1.0, seeds: Tensor | None = None
+    num_inference_steps: int,
+    window: Sequence[int] | None = None,
+    fraction: float = 1.0,
+    seeds: Tensor | None = None,
+    is_stratified: bool = False,
 ) -> list[list[int]]:
-    """Choose the steps that are trained. The last is never one: its std goes to 0.
+    """Choose the steps that are trained. Of recorded steps the last is never one: its std goes to 0.
 
     Args:
         num_inference_steps: length of the loop.
         window: [start, stop) of the steps that may be trained; all but the last by default.
         fraction: share of them that is trained, at least one step.
         seeds: (batch,) one per sample: each draws its own steps. Without seeds, the first steps, in one row.
+        is_stratified: whether the window is divided into as many equal parts as steps are drawn, and one is drawn from
+            each.
 
     Returns:
         one row of ascending step indices per sample.
@@ -177,5 +263,18 @@ def trained_steps(
     count = max(1, round(fraction * (stop - start)))
     if seeds is None:
         return [list(range(start, start + count))]
+    if is_stratified:
+        return [_draw_strata(generator, start, stop, count) for generator in generators(seeds)]
     order = [torch.randperm(stop - start, generator=generator) for generator in generators(seeds)]
     return [sorted((start + steps[:count]).tolist()) for steps in order]
+
+
+def _draw_strata(generator: torch.Generator, start: int, stop: int, count: int) -> list[int]:
+    """Draw one step from each of `count` equal parts of [start, stop), all different."""
+    edges = [start + number * (stop - start) / count for number in range(count + 1)]
+    drawn = torch.rand(count, generator=generator).tolist()
+    steps: list[int] = []
+    for low, high, place in zip(edges[:-1], edges[1:], drawn, strict=True):
+        step = int(low + place * (high - low))
+        steps.append(max(step, steps[-1] + 1) if steps else step)  # parts that are no whole number of steps overlap
+    return steps

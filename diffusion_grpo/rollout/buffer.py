@@ -1,5 +1,6 @@
 """The samples of one rollout, split into micro-batches that are used `num_iterations` times."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..algorithms.batch import MicroBatch, Rows
 from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
-from ..policy.trajectory import Trajectory
+from ..policy.trajectory import CleanSamples, Trajectory
 from .order import update_order
 from .value_model import ValueTargets
 
@@ -35,15 +36,19 @@ class RolloutBuffer:
         updates: number of updates in one iteration, each with the same number of micro-batches.
         weights: (samples,) float32 weight of each sample's loss; None where all are 1.
         on_policy_slots: number of slots in the first update, in which the policy is still the one that rolled out.
+        generations: samples of each prompt that are made; consecutive positions belong to one prompt.
+        group_size: samples of each prompt that are trained on.
 
     Attributes:
-        old_log_probs: (samples, steps) float32, the denominator of the ratio.
+        old_log_probs: (samples, steps) float32, the denominator of the ratio; for re-noised samples minus the
+            denoising error under the policy that rolled out, once it was measured.
+        has_current_old: whether the old policy of the samples' `old_clean` has not moved away from the policy yet.
     """
 
     def __init__(
         self,
         rows: Rows,
-        samples: list[Trajectory] | list[TokenTrajectory],
+        samples: list[Trajectory] | list[TokenTrajectory] | list[CleanSamples],
         advantages: Tensor,
         inputs: PipelineInputs,
         micro_batch_size: int,
@@ -53,13 +58,17 @@ class RolloutBuffer:
         updates: int = 1,
         weights: Tensor | None = None,
         on_policy_slots: int | None = None,
+        generations: int = 1,
+        group_size: int = 1,
     ):
         self.rows, self.samples, self.inputs = rows, type(samples[0]).align(samples), inputs
         self.advantages, self.targets, self.weights = advantages, targets, weights
-        self.old_log_probs = torch.cat([sample.log_probs for sample in self.samples])
+        self.old_log_probs = torch.cat([sample.anchor() for sample in self.samples])
+        self.has_current_old = False
         self.micro_batch_size, self.seed, self.updates = micro_batch_size, seed, updates
         self.positions = torch.arange(len(rows)) if positions is None else positions
         self.on_policy_slots = self.micro_batches if on_policy_slots is None else on_policy_slots
+        self.groups, self.group_size = self.positions // generations, group_size
 
     @property
     def micro_batches(self) -> int:
@@ -95,6 +104,9 @@ class RolloutBuffer:
             advantages_by_step=self.targets is not None,
             weights=None if self.weights is None else self.weights[indices],
             is_on_policy=is_on_policy,
+            groups=self.groups[indices],
+            group_size=self.group_size,
+            has_current_old=self.has_current_old,
         )
 
     def chunks(self) -> list[slice]:
@@ -106,6 +118,19 @@ class RolloutBuffer:
     def replay_anchor(self, log_probs: Callable[[MicroBatch], Tensor]) -> None:
         """Set `old_log_probs` from replays, before any update, in the micro-batches that are trained."""
         self.old_log_probs = torch.cat([log_probs(self.part(chunk)) for chunk in self.chunks()])
+
+    def record_old(self, predict: Callable[[MicroBatch], list[Tensor]], is_current: bool) -> None:
+        """Give each re-noised sample what the old policy takes it for at each of its steps.
+
+        Args:
+            predict: returns one (steps, ...) tensor per sample of a micro-batch.
+            is_current: whether the old policy has not moved away from the policy yet.
+        """
+        found = [old for chunk in self.chunks() for old in predict(self.part(chunk))]
+        self.samples = [
+            dataclasses.replace(sample, old_clean=old[None]) for sample, old in zip(self.samples, found, strict=True)
+        ]
+        self.has_current_old = is_current
 
     def save(self, path: Path, processes: int = 1) -> None:
         """Write everything but the rows, which are read from the dataset again.

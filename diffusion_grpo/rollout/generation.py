@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.token_process import TokenTrajectory
-from ..policy.trajectory import Trajectory
+from ..policy.trajectory import CleanSamples, Trajectory
 from ..rewards.unscored import UnscoredRollouts
 from ..run.sample_writer import SampleWriter
 from .buffer import RolloutBuffer
@@ -28,7 +28,16 @@ from .sampling_plan import SamplingPlan
 from .scoring import AnyScoring, RewardScorer, gather_by_position, takes_only_latents
 from .value_model import record_conditions, reduce_calls
 
-Samples = list[Trajectory] | list[TokenTrajectory]
+Samples = list[Trajectory] | list[TokenTrajectory] | list[CleanSamples]
+
+
+class OldPolicy(Protocol):
+    """A moving copy of the policy's weights."""
+
+    has_moved: bool
+
+    def place(self, is_shown: bool) -> contextlib.AbstractContextManager:
+        """Give the network the copy's weights inside, or the policy's own."""
 
 
 class RolloutGenerator:
@@ -55,6 +64,9 @@ class RolloutGenerator:
         drops_zero_advantages: whether samples with zero advantage are left out of the mean loss.
         trajectory_device: where trajectories are kept.
         device: where advantages are kept.
+        keeps_clean: whether finished samples are kept, to be noised again, and not recorded steps.
+        old_policy: a moving copy of the policy, whose predictions on re-noised samples are kept; None for none.
+        rolls_out_old: whether that copy makes the rollouts.
     """
 
     def __init__(
@@ -81,7 +93,11 @@ class RolloutGenerator:
         drops_zero_advantages: bool,
         trajectory_device: str | torch.device,
         device: torch.device,
+        keeps_clean: bool = False,
+        old_policy: OldPolicy | None = None,
+        rolls_out_old: bool = False,
     ):
+        self._keeps_clean, self._old_policy, self._rolls_out_old = keeps_clean, old_policy, rolls_out_old
         self._policy, self.inputs, self._read_rows, self._plan = policy, inputs, read_rows, plan
         self._scorer, self._credit, self._replays, self._writer = scorer, credit, replays, writer
         self._backend, self._monitor, self._run_passes, self._metrics = backend, monitor, run_passes, metrics
@@ -112,7 +128,8 @@ class RolloutGenerator:
         self._progress.begin("rollout", len(rows), copies=self._backend.groups.count)
         with self._monitor.barrier_after("rolls out"), scoring:
             start = time.perf_counter()
-            samples, trajectories, *observed = self._run_passes(self._roll_out, rows, order, step, scoring)
+            with self._show_old() if self._rolls_out_old else contextlib.nullcontext():
+                samples, trajectories, *observed = self._run_passes(self._roll_out, rows, order, step, scoring)
             self._note_trajectories(trajectories)
             self._metrics.add("time/rollout", time.perf_counter() - start - scoring.waited)
             self._progress.begin("rewards", scoring.count)
@@ -187,6 +204,7 @@ class RolloutGenerator:
                 device=self._trajectory_device,
                 latents=latents,
                 is_decoded=is_decoded,
+                keeps_clean=self._keeps_clean,
             )
             check_count(latents if images is None else images, len(indices), self._policy.pipe)
             if is_own:
@@ -224,7 +242,18 @@ class RolloutGenerator:
             order.updates,
             sample_weights(found.every, trained)[positions] if self._drops_zero_advantages else None,
             order.sizes.accumulation,
+            order.sizes.num_generations,
+            order.sizes.trained_per_prompt,
         )
         if self._anchors_on_replay:
-            self._run_passes(buffer.replay_anchor, self._replays.log_probs)
+            scores = self._replays.clean_scores if self._keeps_clean else self._replays.log_probs
+            self._run_passes(buffer.replay_anchor, scores)
+        if self._old_policy is not None:
+            with self._show_old():
+                predict, is_current = self._replays.clean_predictions, not self._old_policy.has_moved
+                self._run_passes(buffer.record_old, predict, is_current)
         return buffer
+
+    def _show_old(self) -> contextlib.AbstractContextManager:
+        """Give the network the old policy's weights inside, if there is one."""
+        return contextlib.nullcontext() if self._old_policy is None else self._old_policy.place(is_shown=True)

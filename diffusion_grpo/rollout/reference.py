@@ -13,7 +13,7 @@ from ..distributed.backend import DistributedBackend
 from ..distributed.weights import TrainedWeights
 from ..policy.base import Policy
 from ..policy.token_process import TokenDistribution, TokenTrajectory
-from ..policy.trajectory import StepDistribution, Trajectory
+from ..policy.trajectory import CleanSamples, Denoised, StepDistribution, Trajectory
 from ..run.adapters import reference_adapters
 
 
@@ -40,6 +40,12 @@ class AdapterReference:
         """Score one recorded step under the reference."""
         with disable_adapters(self._model):
             return self._policy.replay(inputs, trajectory, step)
+
+    @torch.no_grad()
+    def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
+        """Return what the reference takes re-noised samples for."""
+        with disable_adapters(self._model):
+            return self._policy.denoise(inputs, samples, step)
 
 
 class CopiedReference:
@@ -90,6 +96,12 @@ class CopiedReference:
         """Score one recorded step under the reference."""
         with self._load():
             return self._policy.replay(inputs, trajectory, step, self._forwards())
+
+    @torch.no_grad()
+    def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
+        """Return what the reference takes re-noised samples for."""
+        with self._load():
+            return self._policy.denoise(inputs, samples, step, self._forwards())
 
     @contextlib.contextmanager
     def _load(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""Replays without a gradient: log-probabilities of recorded steps, and their divergence from a reference."""
+"""Passes without a gradient: log-probabilities of recorded steps, their divergence from a reference, and predictions
+on re-noised samples."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,26 @@ class Replays:
         """Return (batch, steps) log-probabilities of the recorded steps under the current policy."""
         return self._measure(batch, lambda *step: self._policy.replay(*step).log_prob)
 
+    def clean_scores(self, batch: MicroBatch) -> Tensor:
+        """Return (batch, steps) minus the denoising error of the re-noised samples under the current policy."""
+        return self._measure(batch, lambda *step: -self._policy.denoise(*step).error())
+
+    @torch.no_grad()
+    def clean_predictions(self, batch: MicroBatch) -> list[Tensor]:
+        """Return what the current policy takes each re-noised sample for, one (steps, ...) tensor per sample."""
+        found: list[list[Tensor]] = [[] for _ in batch.samples]
+        parts = batch.parts
+        for (number, step), is_own in self._passes(batch):
+            whole = parts[number]
+            part = whole.at_step(step)
+            clean = self._policy.denoise(part.inputs, part.trajectory, step).clean
+            is_trained = (whole.trajectory.steps == step).any(1)
+            indices = [index for index, kept in zip(batch.calls[number], is_trained.tolist(), strict=True) if kept]
+            if is_own:  # not a pass that was repeated to keep step with other processes
+                for index, sample in zip(indices, clean, strict=True):
+                    found[index].append(sample.to(batch.samples[index].latents))
+        return [torch.stack(steps) for steps in found]
+
     def sequence_log_ratio(self, batch: MicroBatch) -> Tensor:
         """Return (batch,) each sample's log-ratio, averaged over its trained steps."""
         now = self.log_probs(batch)
@@ -71,12 +92,15 @@ class Replays:
         """Return (batch, steps) the results of `measure` at each trained step."""
         values = torch.empty_like(batch.old_log_probs)
         parts = batch.parts
-        turns = batch.passes(take_turns=len(self._policy.component) > 1)
-        passes = [one for turn in turns for one in self._backend.equalize_outside_updates(turn)]
-        for (number, step), _ in passes:  # a repeated pass gives the same values
+        for (number, step), _ in self._passes(batch):  # a repeated pass gives the same values
             indices, whole = batch.calls[number], parts[number]
             part = whole.at_step(step)
             found = values[indices]
             found[whole.trajectory.steps == step] = measure(part.inputs, part.trajectory, step).to(found)
             values[indices] = found
         return values
+
+    def _passes(self, batch: MicroBatch) -> list[tuple[tuple[int, int], bool]]:
+        """Return index of the call and step of each pass, in step with other processes, and whether it counts."""
+        turns = batch.passes(take_turns=len(self._policy.component) > 1)
+        return [one for turn in turns for one in self._backend.equalize_outside_updates(turn)]

@@ -15,13 +15,13 @@ from torch import Tensor
 from ..algorithms.batch import Rows
 from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
-from ..policy.trajectory import Trajectory
+from ..policy.trajectory import CleanSamples, Trajectory
 from ..run.resume_point import refuse_unreadable
 from .buffer import RolloutBuffer
 from .order import RolloutOrder
 from .value_model import ValueTargets
 
-KINDS = {kind.__name__: kind for kind in (Trajectory, TokenTrajectory)}
+KINDS = {kind.__name__: kind for kind in (Trajectory, TokenTrajectory, CleanSamples)}
 
 
 def rollout_file(folder: Path, process: int) -> Path:
@@ -74,6 +74,8 @@ def restore_buffer(
         order.updates,
         column("weights"),
         sizes.accumulation,
+        sizes.num_generations,
+        sizes.trained_per_prompt,
     )
     buffer.old_log_probs = column("old_log_probs")
     return buffer
@@ -103,6 +105,6 @@ class _Share:
             if field and field != "targets":
                 self._samples[int(index)][field] = tensor
 
-    def sample(self, index: int) -> Trajectory | TokenTrajectory:
+    def sample(self, index: int) -> Trajectory | TokenTrajectory | CleanSamples:
         """Return the trajectory of one sample."""
         return self._kind(**self._samples[index], **self._settings)

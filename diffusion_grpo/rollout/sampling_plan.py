@@ -14,7 +14,7 @@ class RolloutPlan:
     """The seeds and trained steps of each sample of one process.
 
     Attributes:
-        seeds: (samples,) int64, for the noise of the steps.
+        seeds: (samples,) int64, for the noise of the steps, or that is added to finished samples.
         initial_seeds: (samples,) int64, for the initial latent.
         steps: trained steps of each sample.
         noise_steps: steps that draw noise; None for all but the last.
@@ -40,6 +40,9 @@ class SamplingPlan:
         permute_steps: whether each sample draws its own trained steps.
         same_initial_noise: whether all samples of a prompt start from the same initial latent.
         deterministic_outside_window: whether steps outside the window draw no noise.
+        is_renoised: whether finished samples are noised again: the drawn steps are spread over the window then, one
+            from each of as many equal parts.
+        shares_noise: whether re-noised samples of a prompt share noise and steps.
     """
 
     seed: int
@@ -51,6 +54,8 @@ class SamplingPlan:
     permute_steps: bool = False
     same_initial_noise: bool = False
     deterministic_outside_window: bool = False
+    is_renoised: bool = False
+    shares_noise: bool = False
 
     def draw_window(self, generation: int) -> tuple[int, int]:
         """Return [start, stop) of the steps that one rollout may train: the window, or a random part of it."""
@@ -63,12 +68,17 @@ class SamplingPlan:
     def draw(self, generation: int, positions: Tensor) -> RolloutPlan:
         """Return seeds and steps of the samples at `positions` of one rollout."""
         start, stop = self.draw_window(generation)
-        noise = [sample_seed(self.seed, "noise", generation, position) for position in positions.tolist()]
+        drawn = positions // self.num_generations if self.shares_noise else positions
+        noise = [sample_seed(self.seed, "noise", generation, position) for position in drawn.tolist()]
         shared = positions // self.num_generations if self.same_initial_noise else positions
         initial = [sample_seed(self.seed, "initial", generation, position) for position in shared.tolist()]
         seeds = torch.tensor(noise)
         steps = trained_steps(
-            self.num_inference_steps, (start, stop), self.timestep_fraction, seeds if self.permute_steps else None
+            self.num_inference_steps,
+            (start, stop),
+            self.timestep_fraction,
+            seeds if self.permute_steps else None,
+            is_stratified=self.is_renoised,
         )
         return RolloutPlan(
             seeds,

@@ -5,7 +5,7 @@ While it is shown, it stands in the network in place of the policy's own weights
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from diffusers.training_utils import EMAModel
@@ -21,19 +21,31 @@ logger = logging.getLogger(__name__)
 class PolicyAverage(TrainerCallback):
     """Moving average of the trained parameters, with the given decay or `(1 + n) / (10 + n)` while that is smaller.
 
-    n counts updates, as in Flow-GRPO, not steps of the average: 0.9 is reached after 80 updates.
+    n counts updates, as in Flow-GRPO, not steps of the average: 0.9 is reached after 80 updates. The old policy of
+    algorithms on re-noised samples is such an average too, with a schedule of its own.
+
+    `has_moved` says whether it may differ from the policy it started as.
 
     Args:
         weights: the trained ones.
         decay: of the average.
         interval: updates between two steps of it.
+        schedule: in place of `decay` and its warm-up: the decay after each number of intervals.
     """
 
-    def __init__(self, weights: TrainedWeights, decay: float, interval: int):
+    def __init__(
+        self,
+        weights: TrainedWeights,
+        decay: float,
+        interval: int,
+        schedule: Callable[[int], float] | None = None,
+    ):
         self.weights = weights
         self.average = EMAModel(weights.parameters, decay=decay)
+        if schedule is not None:  # the model counts one step more than the updates before it
+            self.average.get_decay = lambda step: schedule((step - 1) // interval)
         self.interval = interval
-        self.is_shown = False
+        self.is_shown, self.has_moved = False, False
 
     def on_train_begin(self, args, state, control, **kwargs):
         shares = self.weights.shard(self.average.shadow_params)
@@ -44,6 +56,7 @@ class PolicyAverage(TrainerCallback):
         if state.global_step % self.interval == 0:
             self.average.optimization_step = state.global_step  # of updates, and right after a resume too
             self.average.step([value.requires_grad_() for value in self.weights.exact()])
+            self.has_moved = True
 
     @property
     def shares(self) -> list[Tensor]:
@@ -54,6 +67,7 @@ class PolicyAverage(TrainerCallback):
         """Set the average to these values."""
         for average, value in zip(self.average.shadow_params, values, strict=True):
             average.data.copy_(value)
+        self.has_moved = True
 
     def show(self) -> None:
         """Put the average in place of the policy's weights, which wait in CPU memory."""

@@ -22,7 +22,7 @@ from ..run.resume_point import refuse_unreadable
 from ..run.weights import POLICY_FOLDER, PolicyFiles
 from .average import PolicyAverage, find_policy_folder
 
-REFERENCE_FOLDER = "reference"
+REFERENCE_FOLDER, OLD_POLICY_FOLDER = "reference", "old_policy"
 
 
 class Checkpointer:
@@ -35,6 +35,7 @@ class Checkpointer:
         files: writes and reads the policy's weights as diffusers lays them out.
         weights: the trained parameters.
         average: their moving average, or None.
+        old_policy: a moving copy of the policy that the algorithm needs, or None.
         reference: one that is moved towards the policy and so has to be kept, or None.
         values: the value model, or None.
         feed: of micro-batches, which may stop within a rollout.
@@ -50,6 +51,7 @@ class Checkpointer:
         files: PolicyFiles,
         weights: TrainedWeights,
         average: PolicyAverage | None,
+        old_policy: PolicyAverage | None,
         reference: CopiedReference | None,
         values: ValueModel | None,
         feed: RolloutFeed,
@@ -58,6 +60,7 @@ class Checkpointer:
         pushes_samples: bool,
     ):
         self._model, self._files, self._weights, self._average = model, files, weights, average
+        self._old_policy = old_policy
         self._reference, self._values, self._feed = reference, values, feed
         self._backend, self._is_writer, self._pushes_samples = backend, is_writer, pushes_samples
 
@@ -71,7 +74,10 @@ class Checkpointer:
                 self._write(self._model, folder / POLICY_FOLDER)
 
     def save_beside_weights(self, folder: Path) -> None:
-        """Write the reference and the value model."""
+        """Write the old policy, the reference and the value model."""
+        if self._old_policy is not None:
+            with self._weights.show_whole(self._old_policy.shares, is_kept=self._is_writer):
+                self._write(self._model, folder / OLD_POLICY_FOLDER)
         if self._reference is not None:
             with self._reference.weights.show_whole(is_kept=self._is_writer):
                 self._write(self._reference.plain_module, folder / REFERENCE_FOLDER)
@@ -91,7 +97,8 @@ class Checkpointer:
         if not (folder / TRAINER_STATE_NAME).is_file():
             raise ResumeError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
         with refuse_unreadable(folder):
-            self._load_average(folder)
+            self._load_moving(self._average, folder)
+            self._load_moving(self._old_policy, folder / OLD_POLICY_FOLDER)
             if self._reference is not None:
                 before = self._reference.weights
                 with before.rewrite() if self._backend.is_fsdp else contextlib.nullcontext():
@@ -103,7 +110,7 @@ class Checkpointer:
 
     def load_best(self, folder: Path) -> None:
         """Read the weights of the best checkpoint: the policy's, and their average."""
-        self._load_average(folder)
+        self._load_moving(self._average, folder)
         self._load_policy(find_policy_folder(folder, has_average=self._average is not None))
 
     def copy_weights(self, checkpoint: Path, folder: Path) -> None:
@@ -122,12 +129,12 @@ class Checkpointer:
         with self._weights.rewrite():
             self._files.load(self._model, folder)
 
-    def _load_average(self, folder: Path) -> None:
-        """Read the moving average; the model holds it afterwards too, until its own weights are loaded."""
-        if self._average is None:
+    def _load_moving(self, moving: PolicyAverage | None, folder: Path) -> None:
+        """Read a moving average; the model holds it afterwards too, until its own weights are loaded."""
+        if moving is None:
             return
         self._load_policy(folder)
-        self._average.take(self._weights.exact())
+        moving.take(self._weights.exact())
 
 
 def replace_folder(source: Path, target: Path) -> None:

@@ -85,7 +85,7 @@ def make_algorithm(args: DiffusionGRPOConfig, component: tuple[str, ...], weight
     )
 
 
-def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
+def make_sampling_plan(args: DiffusionGRPOConfig, algorithm: Algorithm) -> SamplingPlan:
     """Say with which seeds and steps rollouts are made."""
     return SamplingPlan(
         seed=args.seed,
@@ -97,6 +97,8 @@ def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
         permute_steps=args.permute_steps,
         same_initial_noise=args.same_initial_noise,
         deterministic_outside_window=args.deterministic_outside_window,
+        is_renoised=args.traits.is_renoised,
+        shares_noise=algorithm.shares_noise,
     )
 
 
@@ -238,6 +240,8 @@ def make_generator(
     rewards: RunRewards,
     *,
     policy: Policy,
+    algorithm: Algorithm,
+    old_policy: PolicyAverage | None,
     inputs: PipelineInputs,
     read_rows: Callable[[list[int]], Rows],
     scorer: RewardScorer,
@@ -250,11 +254,12 @@ def make_generator(
     progress: UpdateProgress,
 ) -> RolloutGenerator:
     """Make what makes rollouts."""
+    replays_anchor = args.old_log_prob == "replay" or args.traits.is_renoised
     return RolloutGenerator(
         policy=policy,
         inputs=inputs,
         read_rows=read_rows,
-        plan=make_sampling_plan(args),
+        plan=make_sampling_plan(args, algorithm),
         scorer=scorer,
         credit=make_credit(args, rewards, values),
         replays=replays,
@@ -268,10 +273,13 @@ def make_generator(
         noise_level=args.noise_level or policy.default_noise_level,
         noise_in_last_step=args.noise_in_last_step,
         measures_divergence=args.kl_reward > 0,
-        anchors_on_replay=args.old_log_prob == "replay" and args.batch_sizes.updates_per_rollout > 1,
+        anchors_on_replay=replays_anchor and args.batch_sizes.updates_per_rollout > 1,
         drops_zero_advantages=args.drop_zero_advantages,
         trajectory_device=trajectory_device(args),
         device=args.device,
+        keeps_clean=args.traits.is_renoised,
+        old_policy=old_policy,
+        rolls_out_old=algorithm.rolls_out_old,
     )
 
 
@@ -318,7 +326,7 @@ def make_evaluator(
         monitor=monitor,
         run_passes=run_passes,
         settings=lambda: evaluation_settings(args, find_sampling_rate(policy.pipe)),
-        has_reference=reference is not None and not policy.draws_tokens,
+        has_reference=reference is not None and not policy.draws_tokens and not args.traits.is_renoised,
     )
 
 
@@ -330,6 +338,13 @@ def trajectory_device(args: DiffusionGRPOConfig) -> str | torch.device:
 def make_average(args: DiffusionGRPOConfig, weights: TrainedWeights) -> PolicyAverage | None:
     """Make the moving average of the policy, if the settings ask for one."""
     return None if args.ema_decay is None else PolicyAverage(weights, args.ema_decay, args.ema_update_interval)
+
+
+def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> PolicyAverage | None:
+    """Make the old policy of the algorithm, which moves once per rollout; None where it has none."""
+    if algorithm.old_decay is None:
+        return None
+    return PolicyAverage(weights, 0.0, args.batch_sizes.updates_per_rollout, algorithm.old_decay)
 
 
 def describe_model(
@@ -359,6 +374,7 @@ def add_callbacks(
     *,
     values: ValueModel | None,
     average: PolicyAverage | None,
+    old_policy: PolicyAverage | None,
     weights: TrainedWeights,
     reference: AnyReference | None,
     accelerator: Accelerator,
@@ -371,7 +387,7 @@ def add_callbacks(
     Args:
         handler: of the trainer's callbacks.
         args: of the run.
-        values, average, weights, reference: what is moved after updates.
+        values, average, old_policy, weights, reference: what is moved after updates.
         accelerator: prepares the value model.
         progress: of the running update.
         prompts: how many there are; see [`~diffusion_grpo.data.held_out.count_prompts`].
@@ -379,8 +395,8 @@ def add_callbacks(
     """
     if values is not None:
         handler.add_callback(ValueCallback(values, accelerator))
-    if average is not None:
-        handler.add_callback(average)
+    for moving in filter(None, (average, old_policy)):
+        handler.add_callback(moving)
     if args.sync_ref_model:
         alpha, interval = args.ref_model_mixup_alpha, args.ref_model_sync_steps
         handler.add_callback(SyncRefModelCallback(weights, lambda: reference.weights, alpha, interval))

@@ -1,0 +1,91 @@
+"""Advantage-weighted matching (https://huggingface.co/papers/2509.25050)."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..policy.trajectory import Denoised
+from .batch import Part
+from .renoised import Renoised
+
+WEIGHTS = ("ghuber", "uniform", "t", "t2")
+
+
+class AWM(Renoised):
+    """A policy gradient whose log-probability is minus the weighted denoising error of the finished sample.
+
+    `ratio = exp(log_prob - old_log_prob)` with `log_prob = -w(d, t)`, d the mean squared error of the prediction `v`
+    and t the share of noise; the loss is the clipped one of PPO, plus `ema_beta` times the squared distance to the
+    prediction of a moving average. Never drop both the clip and that term.
+
+    Args:
+        weight: w: "ghuber" for `t / p ((d + 1e-10)^p - 1e-10^p)`, "uniform" for d, "t" for `t d`, "t2" for `t^2 d`.
+        power: p of ghuber.
+        clip: the ratio is clipped to 1 +- this; 1 or more is off.
+        ema_beta: weight of the distance to the average's prediction.
+        advantage_range: advantages are divided by this.
+        decay_rate, decay_start, decay_max: of the average.
+        run: see [`~diffusion_grpo.algorithms.renoised.Renoised`].
+    """
+
+    rolls_out_old: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        weight: str = "ghuber",
+        power: float = 0.25,
+        clip: float = 1.0,
+        ema_beta: float = 1.0,
+        advantage_range: float = 5.0,
+        decay_rate: float = 0.001,
+        decay_start: int = 0,
+        decay_max: float = 0.3,
+        beta: float = 0.0,
+        is_first_replay: bool = True,
+        max_ratio_error: float | None = 1e-4,
+        take_turns: bool = False,
+    ):
+        super().__init__(
+            beta=beta,
+            is_first_replay=is_first_replay,
+            max_ratio_error=max_ratio_error,
+            take_turns=take_turns,
+            decay_rate=decay_rate,
+            decay_start=decay_start,
+            decay_max=decay_max if ema_beta > 0 else 0.0,
+        )
+        if weight not in WEIGHTS:
+            raise ValueError(f"loss_kwargs: weight must be one of {', '.join(WEIGHTS)}, got {weight!r}.")
+        if clip >= 1 and not ema_beta > 0:
+            raise ValueError(
+                f"loss_kwargs: clip={clip} is off and ema_beta={ema_beta} too, so nothing limits the move; set one."
+            )
+        self.weight, self.power, self.clip = weight, power, clip
+        self.ema_beta, self.advantage_range = ema_beta, advantage_range
+
+    def weigh(self, error: Tensor, time: Tensor) -> Tensor:
+        """Return the (batch,) weighted error w(d, t).
+
+        Args:
+            error: (batch,) d.
+            time: (batch,) t.
+        """
+        if self.weight == "ghuber":
+            return time / self.power * ((error + 1e-10) ** self.power - 1e-10**self.power)
+        return error * {"uniform": torch.ones_like(time), "t": time, "t2": time**2}[self.weight]
+
+    def sample_losses(
+        self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        error, time = now.error(), now.mean(now.share.expand(now.clean.shape))
+        before = error.detach() if self.is_first_replay else -part.old_log_prob(step).to(error)
+        ratio = torch.exp(self.weigh(before, time) - self.weigh(error, time))
+        advantages = part.advantage(step).to(error) / self.advantage_range
+        clipped = ratio.clamp(1 - self.clip, 1 + self.clip) if self.clip < 1 else ratio
+        losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+        distance = now.error(old)
+        metrics = {"ratio/mean": ratio, "ratio/min": ratio.min(), "ratio/max": ratio.max(), "old/distance": distance}
+        metrics = {name: value.detach().mean() for name, value in metrics.items()}
+        return losses + self.ema_beta * distance, metrics

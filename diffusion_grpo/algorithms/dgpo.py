@@ -1,0 +1,123 @@
+"""Preferences within a group: DGPO (https://huggingface.co/papers/2510.08425) and online Diffusion-DPO
+(https://huggingface.co/papers/2311.12908)."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from ..policy.trajectory import Denoised
+from .batch import Part
+from .renoised import Renoised, group_sum, refuse_torn_groups
+
+
+class DGPO(Renoised):
+    """Direct group preference optimisation: the group's better samples against its worse ones, as one comparison.
+
+    All samples of a group share noise and time. With d the mean squared error of the prediction `v`,
+    `S = preference_beta / G * sum(A (d - d_ref))` over the group and `gate = sigmoid(S)` without gradient, the loss of
+    a sample is `gate * A * d`; d has no gradient where `exp(d_old - d)` has left `1 +- clip` in the direction of A.
+
+    Args:
+        preference_beta: the sharpness of the comparison.
+        clip: of that ratio; the authors' scripts use 1e-2, their default is 5e-2.
+        decay_rate, decay_start, decay_max: of the old policy.
+        run: see [`~diffusion_grpo.algorithms.renoised.Renoised`].
+    """
+
+    compares: ClassVar[bool] = True
+    shares_noise: ClassVar[bool] = True
+    whole_groups: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        preference_beta: float = 100.0,
+        clip: float = 1e-2,
+        decay_rate: float = 0.001,
+        decay_start: int = 0,
+        decay_max: float = 0.3,
+        beta: float = 0.0,
+        is_first_replay: bool = True,
+        max_ratio_error: float | None = 1e-4,
+        take_turns: bool = False,
+    ):
+        super().__init__(
+            beta=beta,
+            is_first_replay=is_first_replay,
+            max_ratio_error=max_ratio_error,
+            take_turns=take_turns,
+            decay_rate=decay_rate,
+            decay_start=decay_start,
+            decay_max=decay_max,
+        )
+        self.preference_beta, self.clip = preference_beta, clip
+
+    def sample_losses(
+        self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        refuse_torn_groups(part, "dgpo")
+        error, advantages = now.error(), part.advantage(step).to(now.clean.device).double()
+        gain = advantages * (error - distant.error()).detach()
+        gate = torch.sigmoid(self.preference_beta / part.group_size * group_sum(gain, part.groups))
+        ratio = torch.exp(_error_of(now, old) - error.detach())
+        has_left = torch.where(advantages > 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
+        losses = gate * advantages * torch.where(has_left, error.detach(), error)
+        metrics = {"dgpo/gate": gate.mean(), "clip_ratio/region_mean": has_left.double().mean()}
+        return losses, metrics | {"old/distance": now.error(old).detach().mean()}
+
+
+class DPO(Renoised):
+    """Online Diffusion-DPO: the best sample of each group against its worst.
+
+    Both share noise and time. The loss of a pair is `-log sigmoid(-preference_beta / 2 (D_best - D_worst))` with
+    `D = d - d_ref`; it counts once per group, whatever its size. A group of equal advantages counts 0. With
+    `best_of_n=2` only those two are trained on, which saves the passes of the others.
+
+    Args:
+        preference_beta: the sharpness of the comparison.
+        run: see [`~diffusion_grpo.algorithms.renoised.Renoised`].
+    """
+
+    compares: ClassVar[bool] = True
+    shares_noise: ClassVar[bool] = True
+    whole_groups: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        preference_beta: float = 2000.0,
+        beta: float = 0.0,
+        is_first_replay: bool = True,
+        max_ratio_error: float | None = 1e-4,
+        take_turns: bool = False,
+    ):
+        super().__init__(
+            beta=beta, is_first_replay=is_first_replay, max_ratio_error=max_ratio_error, take_turns=take_turns
+        )
+        self.preference_beta = preference_beta
+
+    def sample_losses(
+        self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        refuse_torn_groups(part, "dpo")
+        excess = now.error() - distant.error()
+        advantages = part.advantage(step).to(excess)
+        losses, right = torch.zeros_like(excess), []
+        for group in part.groups.unique().tolist():
+            members = (part.groups == group).nonzero().flatten().tolist()
+            best = max(members, key=lambda index: advantages[index].item())
+            worst = min(members, key=lambda index: advantages[index].item())
+            difference = excess[best] - excess[worst]
+            counts = float(advantages[best] > advantages[worst])
+            right.append(((1 - difference.detach().sign()) / 2).double())  # a half where both moved alike
+            share = torch.zeros_like(excess)
+            share[best] = len(members) * counts
+            losses = losses + share * softplus(self.preference_beta / 2 * difference)
+        return losses, {"dpo/accuracy": torch.stack(right).mean()}
+
+
+def _error_of(now: Denoised, clean: Tensor) -> Tensor:
+    """Return the (batch,) mean squared error of the prediction that another policy made of the same noised samples."""
+    return now.mean(((clean - now.target) / now.share) ** 2)

@@ -1,0 +1,140 @@
+"""What algorithms on re-noised samples share: passes, the distance to the reference, the check of the first pass.
+
+A rollout keeps only the finished samples. Each pass noises them again to the level of one of the rollout's own steps
+and compares what the policy takes them for with the samples, weighted by their advantages. No noise is needed in the
+rollout, so any solver can sample. All of them have the same first-order gradient, advantage times that of the
+denoising error, up to a weight by time; they differ in how they limit the move.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..policy.trajectory import Denoised
+from .base import Algorithm, PassOutput, RatioError, Reference
+from .batch import MicroBatch, Part
+
+if TYPE_CHECKING:
+    from ..policy.base import Policy
+
+
+class Renoised(Algorithm):
+    """An algorithm on re-noised samples; a subclass says what the loss of each sample is.
+
+    Args:
+        beta: weight of the mean squared distance of the prediction to the reference's.
+        is_first_replay: whether each rollout is trained on once, so that the policy of an update is the rollout's.
+        max_ratio_error: how far the first predictions after a rollout may be from those that were recorded, where they
+            are; None never stops.
+        take_turns: whether several networks share the steps.
+        decay_rate, decay_start, decay_max: after rollout n the old policy keeps
+            `clamp(decay_rate * (n - decay_start), 0, decay_max)` of itself and takes the rest from the policy.
+
+    Attributes:
+        old_decay: that function of n; None for an algorithm without an old policy.
+    """
+
+    needs: ClassVar[Literal["clean"]] = "clean"
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.0,
+        is_first_replay: bool = True,
+        max_ratio_error: float | None = 1e-4,
+        take_turns: bool = False,
+        decay_rate: float = 0.001,
+        decay_start: int = 0,
+        decay_max: float = 0.0,
+    ):
+        if not 0 <= decay_max < 1:
+            raise ValueError(f"loss_kwargs: decay_max must lie in [0, 1), got {decay_max}.")
+        if decay_rate < 0:
+            raise ValueError(f"loss_kwargs: decay_rate must be at least 0, got {decay_rate}.")
+        self.beta, self.is_first_replay, self.max_ratio_error = beta, is_first_replay, max_ratio_error
+        self.take_turns = take_turns
+        self.old_decay: Callable[[int], float] | None = None
+        if decay_max > 0 and decay_rate > 0:
+            self.old_decay = lambda n: min(max(decay_rate * (n - decay_start), 0.0), decay_max)
+
+    @abstractmethod
+    def sample_losses(
+        self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the (batch,) losses of the samples, float64 with gradient, and what to log.
+
+        Args:
+            now: what the policy takes the noised samples for.
+            old: (batch, ...) what the old policy takes them for; `now` without gradient where there is no old policy.
+            distant: what the reference takes them for; None where none is asked for.
+            part: the samples.
+            step: index of the step in the pipeline's loop.
+        """
+
+    def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
+        """Return every part at every step at which one of its samples trains."""
+        return batch.part_passes(self.take_turns)
+
+    def loss(self, policy: "Policy", reference: Reference | None, part: Part, step: int) -> PassOutput:
+        """Compute one pass; `drift` is how far it is from what was recorded right after the rollout."""
+        inputs, samples = part.inputs, part.trajectory
+        distant = reference.denoise(inputs, samples, step) if self.beta > 0 or self.compares else None
+        now = policy.denoise(inputs, samples, step)
+        recorded = part.old_clean(step)
+        old = now.clean.detach() if recorded is None else recorded.to(now.clean)
+        losses, metrics = self.sample_losses(now, old, distant, part, step)
+        metrics |= {"policy_loss": losses.mean(), "denoising_error": now.error().mean()}
+        if distant is not None:
+            metrics["velocity/ratio_to_ref"] = (now.norm() / distant.norm().clamp(min=1e-12)).mean()
+            distance = now.error(distant.clean)
+            metrics["kl"] = distance.mean()
+            losses = losses + self.beta * distance
+        total = losses.sum() if part.weights is None else (losses * part.weights.to(losses)).sum()
+        drift = 0.0
+        if part.has_current_old and recorded is not None:
+            drift = float((now.clean.detach() - old).abs().max())
+        elif not self.is_first_replay:
+            drift = float((now.error().detach() + part.old_log_prob(step).to(total)).abs().max())
+        return PassOutput(total.to(now.clean.dtype), {name: value.item() for name, value in metrics.items()}, drift)
+
+    def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
+        """Refuse a first prediction after a rollout that differs from the recorded one by more than `max_ratio_error`.
+
+        Raises:
+            RatioError: such a prediction.
+        """
+        if not batch.is_on_policy or (self.is_first_replay and not batch.has_current_old):
+            return {}
+        if self.max_ratio_error is not None and not drift <= self.max_ratio_error:
+            raise RatioError(
+                f"The first predictions after a rollout are off by {drift:.1e}, more than max_ratio_error="
+                f"{self.max_ratio_error:.0e}: the update does not see what was recorded. Look for dropout or "
+                "randomness in the pipeline; in half precision raise max_ratio_error."
+            )
+        return {"prediction/max_error": drift}
+
+
+def group_sum(values: Tensor, groups: Tensor) -> Tensor:
+    """Return the (batch,) sum over each sample's group."""
+    index = groups.unique(return_inverse=True)[1].to(values.device)
+    return torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device).index_add(0, index, values)[
+        index
+    ]
+
+
+def refuse_torn_groups(part: Part, loss_type: str) -> None:
+    """Refuse a part that holds only some samples of a group.
+
+    Raises:
+        ValueError: such a part.
+    """
+    counts = part.groups.unique(return_counts=True)[1]
+    if bool((counts != part.group_size).any()):
+        raise ValueError(
+            f"loss_type={loss_type!r} compares the {part.group_size} samples of a prompt within one pipeline call, "
+            f"but a call holds {sorted(set(counts.tolist()))} of them: the pipeline takes fewer samples at a time, or "
+            "their sizes differ; use loss_type='nft' or 'awm'."
+        )
