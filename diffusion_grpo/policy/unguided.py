@@ -26,10 +26,16 @@ def switch_guidance_off(
     """
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     if "true_cfg_scale" in parameters:
-        return inputs | {"true_cfg_scale": 1.0}
+        return _drop_negatives(inputs) | {"true_cfg_scale": 1.0}
     configs = [getattr(network, "config", {}) for network in networks]
     if any(config.get(name) for config in configs for name in EMBEDS_GUIDANCE if hasattr(config, "get")):
         return inputs
     off = {name: 1.0 for name in GUIDANCE if name in parameters}
     # a second scale is left to follow the first where it was not given
-    return inputs | {name: value for name, value in off.items() if name == "guidance_scale" or name in inputs}
+    off = {name: value for name, value in off.items() if name == "guidance_scale" or name in inputs}
+    return (_drop_negatives(inputs) if off else inputs) | off
+
+
+def _drop_negatives(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out negative prompts and embeddings: pipelines warn of them at every call without guidance."""
+    return {name: value for name, value in inputs.items() if not name.startswith("negative_")}

@@ -1,0 +1,213 @@
+"""`denoise` hands a step a finished sample, noised again, and says what the network takes it for."""
+
+import pytest
+import tiny_pipelines
+import torch
+from torch import nn
+
+from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline, denoise, predict, rollout
+from diffusion_grpo.policy.schedulers import watch_solver
+from diffusion_grpo.policy.trajectory import sample_seed
+from diffusion_grpo.policy.unguided import switch_guidance_off
+
+# flow matching by Euler, Heun, UniPC and DPM-Solver, with several networks
+FLOWS = ["sd3", "flux", "sd3_heun", "wan", "wan_experts", "sana"]
+# variance-preserving: epsilon-, v- and sample-prediction, a learned variance
+PRESERVING = ["sd15", "sd15_heun", "sd2", "sdxl", "pixart", "cogvideox", "kandinsky_prior", "deepfloyd"]
+# latents written as data + sigma * noise, and Stable Cascade's cosine
+OTHERS = ["cosmos", "cosmos2", "stable_audio", "svd", "cascade_prior"]
+STEPS = 4
+
+
+def clean_rollout(name, **settings):
+    pipe, inputs = tiny_pipelines.build(name)
+    policy = DenoisingPolicy(pipe)
+    made, clean = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=STEPS, keeps_clean=True, **settings)
+    return policy, inputs, made, clean
+
+
+def noise_of(clean, step, shape):
+    """The noise of each sample at a step, as its seed fixes it."""
+    seeds = [sample_seed("renoise", int(seed), step) for seed in clean.seeds]
+    return torch.stack([torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_flow_is_noised_as_diffusers_does_it(name):
+    """Against the velocity that `predict` finds at the latent made by hand, in float64."""
+    policy, inputs, _, clean = clean_rollout(name)
+    unguided = switch_guidance_off(policy.pipe, policy.networks, inputs)
+    for step in (1, STEPS - 1):
+        with torch.no_grad():
+            found = denoise(policy, inputs, clean, step)
+            sigma = policy.scheduler.sigmas[policy.scheduler.first + step].double()
+            noise = noise_of(clean, step, clean.latents.shape)
+            noised = ((1 - sigma) * clean.latents + sigma * noise).float()
+            again = {"num_inference_steps": STEPS, "initial_seeds": clean.initial_seeds}
+            velocity = predict(policy, unguided, noised, step, **again).prediction
+        assert found.moves is None and torch.allclose(found.share.double(), sigma)
+        torch.testing.assert_close(found.clean, noised - sigma.float() * velocity, rtol=1e-4, atol=1e-4)
+        error = ((velocity.double() - (noise - clean.latents)) ** 2).flatten(1).mean(1)
+        torch.testing.assert_close(found.error(), error, rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(found.norm(), velocity.double().flatten(1).pow(2).mean(1).sqrt(), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", PRESERVING)
+def test_a_variance_preserving_latent_is_noised_as_diffusers_does_it(name):
+    policy, inputs, _, clean = clean_rollout(name)
+    unguided = switch_guidance_off(policy.pipe, policy.networks, inputs)
+    for step in (1, 2):
+        with torch.no_grad():
+            found = denoise(policy, inputs, clean, step)
+            scheduler, noise = policy.scheduler, noise_of(clean, step, clean.latents.shape)
+            time = scheduler.timesteps[scheduler.first + step].reshape(1)
+            noised = scheduler.add_noise(clean.latents, noise, time.expand(2).long())
+            again = {"num_inference_steps": STEPS, "initial_seeds": clean.initial_seeds}
+            output = predict(policy, unguided, noised, step, **again).prediction.double()
+        alpha = scheduler.alphas_cumprod[int(time)].double()
+        output = output.chunk(2, 1)[0] if output.shape[1] == 2 * noised.shape[1] else output
+        a, b, x = alpha.sqrt(), (1 - alpha).sqrt(), noised.double()
+        kind = scheduler.config.prediction_type
+        expected = {"epsilon": (x - b * output) / a, "v_prediction": a * x - b * output, "sample": output}[kind]
+        scale = float(expected.abs().max())
+        assert torch.allclose(found.share.double(), b)
+        torch.testing.assert_close(found.clean.double(), expected, rtol=1e-3, atol=1e-4 * scale)
+        v = (a * x - expected) / b
+        torch.testing.assert_close(found.norm(), v.flatten(1).pow(2).mean(1).sqrt(), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_coordinates(name):
+    """The network is handed data + sigma * noise, or the cosine schedule's mix of the two."""
+    policy, inputs, _, clean = clean_rollout(name)
+    handed, scheduler = {}, policy.scheduler
+    step_of = type(scheduler).denoise
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(scheduler), "denoise", lambda self, p, t, s: handed.update(time=t, sample=s) or step_of(self, p, t, s)
+        )
+        with torch.no_grad():
+            found = denoise(policy, inputs, clean, 2)
+    noise = noise_of(clean, 2, clean.latents.shape).double()
+    if name == "cascade_prior":
+        alpha = scheduler._alpha_cumprod(handed["time"][:1], "cpu").double()
+        expected, share = alpha.sqrt() * clean.latents + (1 - alpha).sqrt() * noise, (1 - alpha).sqrt()
+    else:
+        sigma = scheduler.sigmas[2].double()
+        expected, share = clean.latents + sigma * noise, sigma / (1 + sigma**2).sqrt()
+    sample = handed["sample"][:2].double()
+    torch.testing.assert_close(sample, expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.share.double().flatten()[0], share.flatten()[0], rtol=1e-5, atol=0)
+
+
+def test_two_latents_are_noised_each_by_its_own_scheduler():
+    policy, inputs, _, clean = clean_rollout("ltx2")
+    with torch.no_grad():
+        found = denoise(policy, inputs, clean, 1)
+    assert found.clean.shape == clean.latents.shape == found.share.shape
+    assert torch.isfinite(found.error()).all() and torch.equal(found.target, clean.latents)
+
+
+def test_a_perfect_network_has_no_error(monkeypatch):
+    """The target of each pass is the sample itself: a network that answers noise - data has an error of 0."""
+    policy, inputs, _, clean = clean_rollout("sd3")
+    noise = noise_of(clean, 2, clean.latents.shape)
+    kind = type(policy.scheduler)
+    real = kind.denoise
+    monkeypatch.setattr(kind, "denoise", lambda self, p, t, s: real(self, (noise - clean.latents).to(p), t, s))
+    with torch.no_grad():
+        assert denoise(policy, inputs, clean, 2).error().max() < 1e-9
+
+
+def test_only_the_asked_step_runs_the_network_once_and_without_guidance():
+    pipe, inputs = tiny_pipelines.build("sd3")
+    policy, inputs = DenoisingPolicy(pipe), inputs | {"guidance_scale": 5.0}
+    _, clean = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=STEPS, keeps_clean=True)
+    denoise(policy, inputs, clean, 1)  # shapes are known from here on
+    batches, block = [], next(module for module in policy.network.modules() if isinstance(module, nn.Conv2d))
+    block.register_forward_hook(lambda module, args, output: batches.append(len(args[0])))
+    denoise(policy, inputs, clean, 3)
+    assert batches == [2]  # a guided call has both halves: four
+
+
+def test_it_has_a_gradient_and_an_own_forward():
+    policy, inputs, _, clean = clean_rollout("sd3")
+    found = denoise(policy, inputs, clean, 2)
+    gradients = torch.autograd.grad(found.error().sum(), [*policy.network.parameters()], allow_unused=True)
+    assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+    forward = policy.network.forward
+    calls = []
+    denoise(policy, inputs, clean, 2, forward=lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+    assert calls == [1]
+
+
+def test_noise_differs_by_step_and_is_shared_by_equal_seeds():
+    policy, inputs, _, clean = clean_rollout("sd3")
+    clean.seeds[1] = clean.seeds[0]
+    clean.latents[:] = 0.0  # so that the noised sample is sigma times the noise
+    handed = []
+    kind = type(policy.scheduler)
+    real = kind.denoise
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(
+            kind, "denoise", lambda self, p, t, s: handed.append(s / self.sigmas[self.index]) or real(self, p, t, s)
+        )
+        for step in (1, 2, 1):
+            denoise(policy, inputs, clean, step)
+    assert torch.equal(handed[0][0], handed[0][1]) and torch.equal(handed[0], handed[2])
+    assert not torch.allclose(handed[0], handed[1], atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan", "sd15", "sdxl", "sana", "cosmos"])
+def test_a_rollout_is_what_the_plain_pipeline_samples(name):
+    """By its own solver, multistep ones included: the same images as a user's own call with the same seeds."""
+    pipe, inputs = tiny_pipelines.build(name)
+    policy, solver = DenoisingPolicy(pipe), pipe.scheduler
+    made, clean = rollout(policy, inputs, seeds=[1, 2], num_inference_steps=STEPS, keeps_clean=True)
+    arguments = policy.call_arguments(inputs, STEPS, clean.initial_seeds)
+    with torch.no_grad():
+        latents = pipe(**{**arguments, "output_type": "latent"})[0]
+    assert pipe.scheduler is solver and len(made) == 2
+    scale = float(latents.abs().max())  # prompts are encoded one by one here, which changes the last bits
+    torch.testing.assert_close(latents.float().flatten(1), clean.latents.flatten(1), rtol=0, atol=1e-4 * scale)
+
+
+def test_a_solver_that_draws_noise_is_replaced():
+    for name, is_watched in (("sd3", True), ("wan", True), ("kandinsky_prior", False), ("deepfloyd", False)):
+        pipe, _ = tiny_pipelines.build(name)
+        assert (watch_solver(pipe.scheduler, lambda *_: None) is not None) == is_watched
+    twice = [clean_rollout("deepfloyd")[3].latents for _ in range(2)]
+    assert torch.equal(*twice)
+
+
+def test_step_0_is_refused():
+    policy, inputs, _, clean = clean_rollout("sd3")
+    with pytest.raises(ValueError, match="train at 1 or later"):
+        denoise(policy, inputs, clean, 0)
+
+
+def test_guidance_that_the_network_takes_as_an_input_stays():
+    flux, inputs = tiny_pipelines.build("flux")
+    off = switch_guidance_off(flux, [flux.transformer], inputs | {"guidance_scale": 3.5})
+    assert off["true_cfg_scale"] == 1.0 and off["guidance_scale"] == 3.5
+    sd3, inputs = tiny_pipelines.build("sd3")
+    off = switch_guidance_off(sd3, [sd3.transformer], inputs | {"guidance_scale": 3.5, "negative_prompt": "dull"})
+    assert off["guidance_scale"] == 1.0 and "negative_prompt" not in off
+
+
+def test_what_the_pipeline_holds_fixed_is_no_target():
+    """Inpainting writes the known half into its latents after every step."""
+    policy, inputs, _, clean = clean_rollout("flux_inpaint")
+    with torch.no_grad():
+        found = denoise(policy, inputs, clean, 2)
+    assert 0.4 < found.moves.float().mean() < 0.6
+    worse = torch.where(found.moves, found.clean, found.clean + 100.0)
+    assert torch.equal(found.error(worse), torch.zeros(2, dtype=torch.float64))  # what is fixed does not count
+    assert found.error(found.clean + 1.0)[0].item() == pytest.approx(1 / found.share.item() ** 2, rel=1e-4)
+
+
+def test_a_step_beyond_the_loop_is_named():
+    pipe, inputs = tiny_pipelines.build("sd15_img2img")  # strength below 1: fewer steps than asked for
+    _, clean = rollout(pipe, inputs, seeds=[1, 2], num_inference_steps=STEPS, keeps_clean=True)
+    with pytest.raises(UnsupportedPipeline, match="there is no step 3 to train at"):
+        denoise(pipe, inputs, clean, 3)
