@@ -12,9 +12,9 @@ from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs, prepare_inputs
 from ..data.prompts import check_dataset, name_datasets
 from ..distributed.backend import DistributedBackend
+from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
-from ..distributed.deepspeed import DeepSpeedBackend, hide_deepspeed, set_learning_rate
-from ..distributed.fsdp import FSDP2Backend, wants_fsdp
+from ..distributed.deepspeed import set_learning_rate
 from ..rewards import (
     Reward,
     check_columns,
@@ -212,12 +212,16 @@ def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
     groups = make_groups(args)
     if args.n_gpu > 1:
         raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
-    if args.deepspeed_plugin is not None:
-        hide_deepspeed()
-        return DeepSpeedBackend(half, groups, args.deepspeed_plugin, args.ds3_gather_for_generation)
-    if wants_fsdp(args.fsdp):
-        return FSDP2Backend(half, groups, args.fsdp_plugin_args, args.fsdp_gather_for_generation, args.world_size)
-    return DistributedBackend(half, groups)
+    return make_backend(
+        half,
+        groups,
+        processes=args.world_size,
+        deepspeed_plugin=args.deepspeed_plugin,
+        ds3_gather_for_generation=args.ds3_gather_for_generation,
+        fsdp=args.fsdp,
+        fsdp_plugin_args=args.fsdp_plugin_args,
+        fsdp_gather_for_generation=args.fsdp_gather_for_generation,
+    )
 
 
 def describe_run(
