@@ -19,37 +19,30 @@ from transformers import TrainerCallback, set_seed
 
 from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
-from .config.checks import check_token_settings
 from .config.settings import DiffusionGRPOConfig
 from .data.held_out import warn_of_trained_prompts
-from .data.inputs import prepare_inputs
-from .data.prompts import check_dataset, name_datasets
+from .data.prompts import check_dataset
 from .data.sampler import GroupSampler
 from .distributed.context_parallel import spread_over_context
 from .distributed.failure import ProcessGroupMonitor
 from .distributed.generation import NetworkPasses
 from .policy.token import make_policy
 from .rewards import Reward, RewardError
-from .rollout.scoring import takes_only_latents
 from .rollout.value_model import ValueModel
 from .run.card import write_model_card
-from .run.records import check_output_folder, write_json
+from .run.records import write_json
 from .run.report import write_curve
 from .run.resume_point import explain_interrupt
 from .run.weights import PolicyFiles
 from .training import setup, start
 from .training.base import DiffusersTrainer
 from .training.checkpoints import Checkpointer
-from .training.finite import NonFiniteError, refuse_non_finite
+from .training.finite import NonFiniteError
 from .training.metrics import Metrics
-from .training.model import (
-    check_scheduler,
-    load_pipeline,
-    pipeline_class,
-    prepare_model,
-)
+from .training.model import load_pipeline, prepare_model
 from .training.offload import place_pipeline
 from .training.progress import UpdateProgress
+from .training.update import Place, PolicyUpdate
 
 RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
 
@@ -92,24 +85,20 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
-        model = str(model) if isinstance(model, Path) else model
-        args = start.prepare_args(model, args)
-        self.rewards = start.load_run_rewards(reward_funcs, eval_reward_funcs, args)
-        is_full_training = start.prepare_training(args, peft_config)
-        start.check_datasets(self.rewards, args, train_dataset, eval_dataset)
-        self.backend = start.choose_backend(args)
-        datasets = name_datasets(train_dataset, eval_dataset)
-        cls = pipeline_class(model, args)
-        check_scheduler(model, cls, args)
-        # None for a pipeline whose code comes from elsewhere: it is checked once it is loaded
-        inputs = None if cls is None else prepare_inputs(cls, args, datasets, self.rewards.all)
-        self.run = start.describe_run(model, args, peft_config, self.rewards)
-        check_output_folder(args.output_dir, self.run, bool(args.resume_from_checkpoint))
-
-        pipe = load_pipeline(model, args, is_full_training)
+        given = start.check_run(
+            str(model) if isinstance(model, Path) else model,
+            reward_funcs,
+            eval_reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            peft_config,
+        )
+        args, self.rewards, self.backend, self.run = given.args, given.rewards, given.backend, given.record
+        pipe = load_pipeline(given.model, args, given.is_full_training)
         set_seed(args.seed)  # a LoRA starts from random weights
         component, network = prepare_model(pipe, args, peft_config)
-        self.inputs = inputs or prepare_inputs(type(pipe), args, datasets, self.rewards.all)
+        self.inputs = given.prepare_inputs(type(pipe))
         self.policy = make_policy(
             pipe,
             component,
@@ -118,7 +107,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             access=self.backend.network_access(network),
             log_prob_type=args.log_prob_type,
         )
-        self._check_policy(args)
+        setup.check_policy(args, self.policy, self.rewards)
         super().__init__(
             backend=self.backend,
             networks=self.policy.networks,
@@ -130,18 +119,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self._make_policy_objects(is_full_training)
+        self._make_policy_objects(given.is_full_training)
         self._make_rollout_objects()
         self._make_keeping_objects()
-
-    def _check_policy(self, args: DiffusionGRPOConfig) -> None:
-        """Refuse settings that do not fit the policy."""
-        if self.policy.draws_tokens:
-            check_token_settings(args)
-        elif args.noise_in_last_step:
-            self.policy.check_noise_in_last_step()
-        if any(map(takes_only_latents, self.rewards.all)):
-            self.policy.check_latents()
 
     def _make_policy_objects(self, is_full_training: bool) -> None:
         """Make what an update needs: the trained weights, the reference, the algorithm and what they pass through."""
@@ -165,6 +145,20 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.old_policy = setup.make_old_policy(args, self.weights, self.algorithm)
         self.run_passes = NetworkPasses(backend, self.monitor, policy.networks, self._reference_module)
         self.metrics, self.progress = Metrics(), UpdateProgress()
+        self.update = PolicyUpdate(
+            algorithm=self.algorithm,
+            policy=policy,
+            reference=self.reference,
+            weights=self.weights,
+            values=self.values,
+            value_clip=args.value_clip,
+            backend=backend,
+            monitor=self.monitor,
+            metrics=self.metrics,
+            progress=self.progress,
+            device=args.device,
+            output_dir=args.output_dir,
+        )
 
     def _make_rollout_objects(self) -> None:
         """Make what samples and scores, in rollouts and in evaluations."""
@@ -213,7 +207,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 reference=self.reference if args.sync_ref_model else None,
                 values=self.values,
                 feed=self.feed,
-                backend=self.backend,
                 is_writer=args.should_save,
                 pushes_samples=args.push_samples,
             )
@@ -332,14 +325,17 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         batch = self._next_batch(inputs)
+        place = Place(
+            update=self.state.global_step + 1,
+            count=self.current_gradient_accumulation_steps,
+            is_first=self.feed.is_first,
+            is_last=self.accelerator.sync_gradients,
+        )
         with self.metrics.time("time/update"):
-            self._train_values()
-            if self.feed.is_first:
+            if place.is_first:
                 self.backend.begin_update(self.optimizer)
-            self.backend.begin_micro_batch(model)
-            loss = self._train_policy(model, batch)
-            self.backend.finish_micro_batch(model, self.weights)
-        return loss
+            self.update.train_values(self.feed.value_targets, place)
+            return self.update.train_policy(model, batch, place)
 
     def _next_batch(self, row_indices: list[int]) -> MicroBatch:
         """Return the next micro-batch; leave a checkpoint where a reward fails in its rollout."""
@@ -352,62 +348,10 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             batch.log_ratio = self.run_passes(self.replays.sequence_log_ratio, batch)
         return batch
 
-    def _train_policy(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """Make the passes of a micro-batch.
-
-        Each loss is a sum over samples, divided by the trained steps of the whole micro-batch: every sample weighs the
-        same, however they are split into parts.
-        """
-        backend, monitor, outputs = self.backend, self.monitor, []
-
-        def compute(part: Any, step: int) -> Tensor:
-            outputs.append(self.algorithm.loss(self.policy, self.reference, part, step))
-            if not outputs[-1].loss.requires_grad:
-                self.policy.refuse_step(step)
-            return outputs[-1].loss + self.policy.take_spare()
-
-        total = torch.zeros((), device=self.args.device)
-        passes = [one for turn in self.algorithm.passes(batch) for one in backend.equalize(turn)]
-        if self.feed.is_first or self.progress.stage != "training":
-            self.progress.begin("training", len(passes) * self.current_gradient_accumulation_steps)
-        for number, ((part, step), counts) in enumerate(passes, start=1):
-            is_last = number == len(passes)
-            with backend.accumulate(model, is_last):
-                loss = backend.forward(model, compute, part, step)
-                loss = loss * counts / (batch.num_trained_steps * self.current_gradient_accumulation_steps)
-                if (is_last or monitor.is_alone) and self.weights.leave_some_without_gradient:
-                    loss = loss + self.weights.zero()  # one process may have DDP too
-                if counts:
-                    self.metrics.add_all(outputs[-1].metrics)
-                monitor.defer(self._refuse_non_finite, loss.detach(), "loss")
-                if is_last:
-                    drift = max(output.drift for output in outputs)
-                    self.metrics.add_all(monitor.defer(self.algorithm.check, batch, drift) or {})
-                    if self.accelerator.sync_gradients:
-                        monitor.agree_on_deferred()
-                backend.backward(loss * backend.groups.size)  # DDP takes the mean, a context group makes the sum
-            self.progress.advance()
-            total += loss.detach()
-        return total
-
-    def _train_values(self) -> None:
-        """Make one backward pass of the value model, which shares nothing with the policy."""
-        targets = self.feed.value_targets
-        if targets is None:
-            return
-        loss = self.values.loss(targets, self.args.value_clip)
-        self.monitor.defer(self._refuse_non_finite, loss.detach(), "value loss")
-        self.backend.backward(loss / self.current_gradient_accumulation_steps)
-        self.metrics.add("value/loss", loss.item())
-
-    def _refuse_non_finite(self, value: Tensor, name: str) -> None:
-        has_stepped = self.backend.steps_in_backward and name == "gradient norm"
-        refuse_non_finite(value, name, self.state.global_step + 1, self.args.output_dir, has_stepped)
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not self.args.fp16:  # its loss scaling skips such updates by itself
-            self._refuse_non_finite(torch.as_tensor(grad_norm), "gradient norm")
+            self.update.check_gradient_norm(grad_norm, self.state.global_step + 1)
         return grad_norm
 
     def _save_before_stopping(self) -> None:

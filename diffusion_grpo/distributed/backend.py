@@ -55,8 +55,13 @@ class DistributedBackend:
         return self._accelerator
 
     @property
-    def is_fsdp(self) -> bool:
-        """Whether `Trainer` has to know that FSDP shards the model."""
+    def trainer_attributes(self) -> dict[str, Any]:
+        """Attributes of `Trainer` that it has set before `bind`, and that have other values now."""
+        return {}
+
+    @property
+    def loads_before_engine(self) -> bool:
+        """Whether weights are read from a checkpoint before an engine wraps the model, not after."""
         return False
 
     @property
@@ -216,6 +221,10 @@ class DistributedBackend:
         Returns:
             whether it has been written; False leaves it to `Trainer`.
         """
+        return False
+
+    def keeps_schedule(self, schedule: Any) -> bool:
+        """Whether `save_optimizer` writes the learning rate's schedule too, and `load_optimizer` reads it."""
         return False
 
     def load_optimizer(self, folder: Path, model: nn.Module, optimizer: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, DeepSpeedSchedulerWrapper
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
@@ -96,6 +96,10 @@ class DeepSpeedBackend(DistributedBackend):
             f"{', '.join(component)} take turns, and {reason}; {change}, or name one network in train_component."
         )
 
+    @property
+    def loads_before_engine(self) -> bool:
+        return True
+
     def fill_config(self, model: nn.Module) -> None:
         hide_deepspeed()  # Trainer has made it known again
         fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, model)
@@ -145,8 +149,10 @@ class DeepSpeedBackend(DistributedBackend):
         return wrap_for_inference(reference, self.accelerator)
 
     def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
+        if self.stage < 3:
+            return super().reference_weights(reference, model)
         pairs = zip(reference.parameters(), model.parameters(), strict=True)
-        return ZeroWeights([ref for ref, parameter in pairs if parameter.requires_grad], self.stage)
+        return FrozenShares([ref for ref, parameter in pairs if parameter.requires_grad], self.stage)
 
     # Passes
 
@@ -203,6 +209,9 @@ class DeepSpeedBackend(DistributedBackend):
     def save_optimizer(self, folder: Path, model: nn.Module, optimizer: Any, is_writer: bool) -> bool:
         self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)
         return True
+
+    def keeps_schedule(self, schedule: Any) -> bool:
+        return isinstance(schedule, DeepSpeedSchedulerWrapper)
 
     def load_optimizer(self, folder: Path, model: nn.Module, optimizer: Any) -> bool:
         restore_engine(self._engine, folder)
@@ -369,8 +378,6 @@ class ZeroWeights(TrainedWeights):
         return self.stage < 3 and super().leave_some_without_gradient
 
     def exact(self) -> list[Tensor]:
-        if self.is_sharded and not self.parameters[0].requires_grad:  # a reference has no optimizer
-            return self.used()
         if not self.is_sharded and self.parameters[0].dtype == torch.float32:
             return super().exact()
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
@@ -417,6 +424,25 @@ class ZeroWeights(TrainedWeights):
             else:
                 safe_set_full_fp32_param(parameter, value)
                 used.data.copy_(value)
+        self.refresh()
+
+
+class FrozenShares(ZeroWeights):
+    """Weights of a reference under ZeRO-3, of which no optimizer keeps float32 values.
+
+    They are whole until an engine wraps the reference, and with `offload_ref_model` for good.
+    """
+
+    def exact(self) -> list[Tensor]:
+        return [value.detach() for value in self.used()]
+
+    @contextlib.contextmanager
+    def rewrite(self) -> Iterator[None]:
+        with self.show_whole():
+            yield
+            read = [parameter.data for parameter in self.parameters]
+        for used, value in zip(self.used(), self.shard(read), strict=True):
+            used.data.copy_(value)
         self.refresh()
 
 

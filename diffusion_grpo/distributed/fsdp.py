@@ -64,7 +64,11 @@ class FSDP2Backend(DistributedBackend):
         return super().mode | {"fsdp": 1}
 
     @property
-    def is_fsdp(self) -> bool:
+    def trainer_attributes(self) -> dict[str, Any]:
+        return {"is_fsdp_enabled": True}  # on CPUs accelerate did not say so before `activate`
+
+    @property
+    def loads_before_engine(self) -> bool:
         return True
 
     @property

@@ -23,6 +23,7 @@ from ..config.parse import parse_train_arguments
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings
+from ..distributed.sharding import Sharding
 from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
 from ..run import adapters
@@ -62,57 +63,6 @@ def make_planned_config(processes: int) -> type[DiffusionGRPOConfig]:
             """Do nothing: the run is planned for another machine."""
 
     return PlannedConfig
-
-
-@dataclass
-class Sharding:
-    """How the training state is divided among the processes.
-
-    Attributes:
-        name: ddp, zero1, zero2, zero3, fsdp2 or one process.
-        processes: number of processes that share the state.
-        optimizer, gradients, parameters: whether each is divided.
-        offload_optimizer, offload_parameters: whether each is kept in CPU memory.
-    """
-
-    name: str
-    processes: int
-    optimizer: bool = False
-    gradients: bool = False
-    parameters: bool = False
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-
-    @classmethod
-    def of(cls, launch: dict[str, Any]) -> "Sharding":
-        """Read the sharding from the settings of `accelerate launch`.
-
-        Raises:
-            ValueError: this kind of distribution cannot be planned.
-        """
-        kind, processes = launch["distributed_type"], launch["num_processes"]
-        if kind == "DEEPSPEED":
-            given = launch.get("deepspeed_config") or {}
-            stage = int(given.get("zero_stage", 2))
-            devices = [given.get(f"offload_{what}_device") for what in ("optimizer", "param")]
-            optimizer, parameters = (device not in ("none", None) for device in devices)
-            shared = (stage >= 1, stage >= 2, stage == 3)
-            return cls(f"zero{stage}", processes, *shared, optimizer, parameters and stage == 3)
-        if kind == "FSDP":
-            away = bool((launch.get("fsdp_config") or {}).get("fsdp_offload_params"))
-            return cls("fsdp2", processes, True, True, True, away, away)
-        if kind in ("NO", "MULTI_CPU") or str(kind).startswith("MULTI_"):
-            return cls("ddp" if processes > 1 else "one process", processes)
-        raise ValueError(f"distributed_type {kind} is not planned; use a multi-GPU, DeepSpeed or FSDP configuration.")
-
-    @property
-    def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed trains the model."""
-        return self.name.startswith("zero")
-
-    def share(self, count: int, is_divided: bool) -> int:
-        """Return the bytes on one process, out of `count` in all."""
-        return math.ceil(count / self.processes) if is_divided else count
 
 
 @dataclass
@@ -300,20 +250,18 @@ def estimate_memory(
         count_optimizer_bytes(trained, args),
     )
     masters = 0
-    if sharding.is_deepspeed:
-        masters = 4 * sum(p.numel() for p in trained)  # it optimizes float32 copies whatever the dtype of the weights
+    if sharding.keeps_masters:
+        masters = 4 * sum(p.numel() for p in trained)  # whatever the dtype of the weights
         if args.bf16 or args.fp16:
             whole = sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in model.parameters())
             grads = masters // 2
-    engine = "as DeepSpeed documents it" if sharding.is_deepspeed else "the code's own tensors"
-    engine = "FSDP2 divides each tensor" if sharding.name == "fsdp2" else engine
-    away, away_optimizer = sharding.offload_parameters, sharding.offload_optimizer
+    engine, away, away_optimizer = sharding.basis, sharding.offload_parameters, sharding.offload_optimizer
     found = [
         _place("parameters", sharding.share(whole, sharding.parameters), away, engine),
         _place("gradients", sharding.share(grads, sharding.gradients), away_optimizer, engine),
         _place("optimizer", sharding.share(states + masters, sharding.optimizer), away_optimizer, engine),
     ]
-    if sharding.name == "ddp":
+    if sharding.copies_gradients:
         found.append(Memory("gradient buckets", grads, basis="DDP's copies for the all-reduce"))
     if sharding.parameters and sharding.processes > 1:
         found.append(

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..media.samples import as_tensor
+from ..media.samples import as_images, as_tensor
 from .contract import Reward
 
 LESS_MEMORY = (
@@ -32,17 +32,52 @@ class RewardError(RuntimeError):
     """A reward function failed, or returned something that is not a reward; the cause, if any, is chained."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True)
 class Batch:
-    """All samples of one scoring; each list has one value per sample. `indices` number the samples for messages."""
+    """All samples of one scoring, and what goes with them; each list has one value per sample.
 
-    kind: str
-    samples: list
-    latents: list[Tensor] | None
+    Args:
+        images, videos, latents, prompts, columns, groups, fps, sampling_rate, trainer_state: as in
+            [`~diffusion_grpo.rewards.calls.score`].
+        indices: the number of each sample in the rollout or evaluation that it belongs to, for error messages.
+
+    Attributes:
+        kind: "images", "videos" or, where all functions take those, "latents".
+        samples: of that kind.
+
+    Raises:
+        ValueError: both `images` and `videos` are given, or no samples at all.
+    """
+
+    images: dataclasses.InitVar[list | None] = None
+    videos: dataclasses.InitVar[list | None] = None
+    latents: list[Tensor] | None = None
     prompts: list[str] | None
-    columns: dict[str, list]
-    groups: list[int]
-    indices: list[int]
+    columns: dict[str, list] | None = None
+    groups: list[int] | None = None
+    indices: list[int] | None = None
+    fps: float | None = None
+    sampling_rate: int | None = None
+    trainer_state: object | None = None
+    kind: str = dataclasses.field(init=False)
+    samples: list = dataclasses.field(init=False)
+
+    def __post_init__(self, images: list | None, videos: list | None):
+        if images is not None and videos is not None:
+            raise ValueError("score needs exactly one of images and videos, not both.")
+        kind, samples = ("images", images) if videos is None else ("videos", videos)
+        self.kind, self.samples = ("latents", self.latents) if samples is None else (kind, as_images(samples))
+        if self.samples is None:
+            raise ValueError("score needs exactly one of images and videos, or latents.")
+        self.columns = self.columns or {}
+        self.indices = list(range(len(self.samples))) if self.indices is None else self.indices
+        self.groups = self.groups or (self.indices if self.prompts is None else _group_by_prompt(self.prompts))
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Keywords that are the same for every sample."""
+        found = {"trainer_state": self.trainer_state} | ({"fps": self.fps} if self.kind == "videos" else {})
+        return found if self.sampling_rate is None else found | {"sampling_rate": self.sampling_rate}
 
     def prompt(self, row: int) -> str | None:
         """Return the prompt of a sample, for messages."""
@@ -71,6 +106,11 @@ class Batch:
     def blocks(self) -> list[list[int]]:
         """The samples of each group."""
         return [[row for row, own in enumerate(self.groups) if own == group] for group in dict.fromkeys(self.groups)]
+
+
+def _group_by_prompt(prompts: list[str]) -> list[int]:
+    first = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
+    return [first[prompt] for prompt in prompts]
 
 
 @dataclasses.dataclass(eq=False)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..media.samples import as_images, copy_value, frame_positions
+from ..media.samples import copy_value, frame_positions
 from .answers import Batch, Call, Failure, RewardError, check_answer
 from .contract import Reward, is_marked, reward_name
 
@@ -82,9 +82,18 @@ def score(
             the file in which the sample was saved.
         ValueError: both `images` and `videos` are given, or no samples at all.
     """
-    given = {"images": images, "videos": videos, "latents": latents, "prompts": prompts, "columns": columns}
-    shared = {"fps": fps, "sampling_rate": sampling_rate, "trainer_state": trainer_state}
-    scoring = Scoring(reward_funcs, **given, groups=groups, **shared)
+    batch = Batch(
+        images=images,
+        videos=videos,
+        latents=latents,
+        prompts=prompts,
+        columns=columns,
+        groups=groups,
+        fps=fps,
+        sampling_rate=sampling_rate,
+        trainer_state=trainer_state,
+    )
+    scoring = Scoring(reward_funcs, batch)
     score_here([scoring], announce)
     return scoring.values(failure_dir, log_metric, log_extra)
 
@@ -96,40 +105,15 @@ class Scoring:
     samples. What functions log is kept until `values`, and is then reported in the order of the functions.
 
     Args:
-        reward_funcs, images, videos, latents, prompts, columns, groups, fps, sampling_rate, trainer_state: as in
-            `score`.
-        indices: the number of each sample in the rollout or evaluation that it belongs to, for error messages.
+        reward_funcs: as in `score`.
+        batch: the samples.
 
     Attributes:
         doing: name of the function being called, or names of those being awaited.
     """
 
-    def __init__(
-        self,
-        reward_funcs: list[Callable | Reward],
-        *,
-        images: list | None = None,
-        videos: list | None = None,
-        latents: list[Tensor] | None = None,
-        prompts: list[str] | None,
-        columns: dict[str, list] | None = None,
-        groups: list[int] | None = None,
-        fps: float | None = None,
-        sampling_rate: int | None = None,
-        trainer_state: object | None = None,
-        indices: list[int] | None = None,
-    ):
-        if images is not None and videos is not None:
-            raise ValueError("score needs exactly one of images and videos, not both.")
-        kind, samples = ("images", images) if videos is None else ("videos", videos)
-        kind, samples = ("latents", latents) if samples is None else (kind, as_images(samples))
-        if samples is None:
-            raise ValueError("score needs exactly one of images and videos, or latents.")
-        indices = list(range(len(samples))) if indices is None else indices
-        groups = groups or (indices if prompts is None else _group_by_prompt(prompts))
-        self.batch = Batch(kind, samples, latents, prompts, columns or {}, groups, indices)
-        self.shared = {"trainer_state": trainer_state} | ({"fps": fps} if kind == "videos" else {})
-        self.shared |= {"sampling_rate": sampling_rate} if sampling_rate is not None else {}
+    def __init__(self, reward_funcs: list[Callable | Reward], batch: Batch):
+        self.batch = batch
         self.rewards = [func if isinstance(func, Reward) else Reward(func, reward_name(func)) for func in reward_funcs]
         self.calls: list[list[Call]] = []
         self.doing = ", ".join(reward.name for reward in self.rewards)
@@ -142,7 +126,7 @@ class Scoring:
                 self.doing = call.reward.name
                 if announce is not None:
                     announce(self.doing)
-                call.answer = _answer(call, self.batch, self.shared)
+                call.answer = _answer(call, self.batch)
 
     @property
     def is_waiting(self) -> bool:
@@ -216,11 +200,6 @@ def _tensor_name(reward: Reward) -> str:
     return "videos" if "videos" in reward.parameters else "images"
 
 
-def _group_by_prompt(prompts: list[str]) -> list[int]:
-    first = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
-    return [first[prompt] for prompt in prompts]
-
-
 def _make_calls(reward: Reward, batch: Batch) -> list[Call]:
     """Return the calls that a reward needs for a batch: one, or one per group (and per frame of videos)."""
     is_groupwise = is_marked(reward.function, "is_groupwise")
@@ -245,19 +224,19 @@ def _make_calls(reward: Reward, batch: Batch) -> list[Call]:
     return calls
 
 
-def _answer(call: Call, batch: Batch, shared: dict) -> object:
+def _answer(call: Call, batch: Batch) -> object:
     """Call the function; return its answer, an awaitable, or the exception it raised."""
     parameters = call.reward.parameters
     if "videos" in parameters and "images" not in parameters and call.kind == "images":
         return RewardError("asks for videos, but the samples are images")
     try:
         with torch.no_grad(), preserve_settings():
-            return call.reward(**_keywords(call, batch, shared))
+            return call.reward(**_keywords(call, batch))
     except Exception as error:
         return error
 
 
-def _keywords(call: Call, batch: Batch, shared: dict) -> dict[str, Any]:
+def _keywords(call: Call, batch: Batch) -> dict[str, Any]:
     """Return the call's keywords, with copies of the samples and of the columns that the function takes."""
     reward, parameters = call.reward, call.reward.parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -267,7 +246,7 @@ def _keywords(call: Call, batch: Batch, shared: dict) -> dict[str, Any]:
     keywords = {name: [copy_value(batch.columns[name][row]) for row in call.rows] for name in columns}
     keywords |= {} if batch.prompts is None else {"prompts": [batch.prompts[row] for row in call.rows]}
     keywords |= {"completions": items, call.kind: items}
-    keywords |= {"log_extra": call.log_extra, "log_metric": call.log_metric, **shared}
+    keywords |= {"log_extra": call.log_extra, "log_metric": call.log_metric, **batch.shared}
     return keywords if takes_all else {name: value for name, value in keywords.items() if name in parameters}
 
 

@@ -18,6 +18,7 @@ from ..distributed.collectives import gather_bytes
 from ..distributed.failure import ProcessGroupMonitor
 from ..media.serialize import pack_columns, unpack_columns
 from ..rewards import Reward
+from ..rewards.answers import Batch
 from ..rewards.calls import Scoring, score_here
 from ..rewards.contract import is_marked
 from ..rewards.overlap import Overlap, RolloutScoring
@@ -223,8 +224,7 @@ class RewardScorer:
         indices: list[int] | None = None,
     ) -> Scoring:
         kinds = {} if samples is None else {"videos" if isinstance(samples[0], list) else "images": samples}
-        return Scoring(
-            funcs,
+        batch = Batch(
             **kinds,
             latents=latents,
             prompts=get_prompts(rows),
@@ -235,6 +235,7 @@ class RewardScorer:
             trainer_state=self._state(),
             indices=indices,
         )
+        return Scoring(funcs, batch)
 
     def _values(self, values: Callable, log_metric: Callable, extra: dict[str, list], count: int) -> Tensor:
         return values(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import DeepSpeedSchedulerWrapper, broadcast
+from accelerate.utils import broadcast
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
@@ -69,11 +69,11 @@ class DiffusersTrainer(Trainer):
         """As in `Trainer`, but enables FSDP2 where accelerate would fall back to DDP."""
         super().create_accelerator_and_postprocess()
         self._backend.bind(self.accelerator, self._networks)
-        self.is_fsdp_enabled = self._backend.is_fsdp
+        vars(self).update(self._backend.trainer_attributes)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """As in `Trainer`; weights in diffusers' layout go in before an engine shards them, its own state after."""
-        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+        if not self._backend.loads_before_engine:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
             self._backend.set_engine(self.model_wrapped)
             return prepared
@@ -173,7 +173,7 @@ class DiffusersTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._backend.save_optimizer(Path(output_dir), self.model, self.optimizer, self.args.should_save):
             super()._save_optimizer_and_scheduler(output_dir)
-        elif self.args.should_save and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
+        elif self.args.should_save and not self._backend.keeps_schedule(self.lr_scheduler):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _note_best(self, folder: Path) -> None:
@@ -220,7 +220,7 @@ class DiffusersTrainer(Trainer):
             return
         folder = Path(checkpoint)
         is_readable = checkpoint_mode.is_readable(folder, self._backend.mode)
-        is_own_schedule = is_readable and not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper)
+        is_own_schedule = is_readable and not self._backend.keeps_schedule(self.lr_scheduler)
         missing = checkpoint_mode.find_missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
         if missing and not self.args.resume_without_optimizer:
             raise ResumeError(

@@ -4,14 +4,12 @@ Folders `checkpoint-N` are written aside and renamed into place, so that a kill 
 they were.
 """
 
-import contextlib
 import shutil
 from pathlib import Path
 
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..distributed.backend import DistributedBackend
 from ..distributed.weights import TrainedWeights
 from ..rollout.feed import RolloutFeed
 from ..rollout.reference import CopiedReference
@@ -39,7 +37,6 @@ class Checkpointer:
         reference: one that is moved towards the policy and so has to be kept, or None.
         values: the value model, or None.
         feed: of micro-batches, which may stop within a rollout.
-        backend: of the processes.
         is_writer: whether this process writes what all have in common.
         pushes_samples: whether samples go to the Hub too.
     """
@@ -55,14 +52,13 @@ class Checkpointer:
         reference: CopiedReference | None,
         values: ValueModel | None,
         feed: RolloutFeed,
-        backend: DistributedBackend,
         is_writer: bool,
         pushes_samples: bool,
     ):
         self._model, self._files, self._weights, self._average = model, files, weights, average
         self._old_policy = old_policy
         self._reference, self._values, self._feed = reference, values, feed
-        self._backend, self._is_writer, self._pushes_samples = backend, is_writer, pushes_samples
+        self._is_writer, self._pushes_samples = is_writer, pushes_samples
 
     def save_weights(self, folder: Path, whole_pipeline: bool = False) -> None:
         """Write the weights that are published: the average's, where there is one; the policy's own beside them."""
@@ -100,8 +96,7 @@ class Checkpointer:
             self._load_moving(self._average, folder)
             self._load_moving(self._old_policy, folder / OLD_POLICY_FOLDER)
             if self._reference is not None:
-                before = self._reference.weights
-                with before.rewrite() if self._backend.is_fsdp else contextlib.nullcontext():
+                with self._reference.weights.rewrite():
                     self._files.load(self._reference.plain_module, folder / REFERENCE_FOLDER)
             self._load_policy(find_policy_folder(folder, has_average=self._average is not None))
             if self._values is not None:

@@ -16,6 +16,7 @@ from transformers.trainer_callback import CallbackHandler
 from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
 from ..algorithms.choose import load_algorithm
+from ..config.checks import check_token_settings
 from ..config.settings import DiffusionGRPOConfig
 from ..data.held_out import count_prompts, name_prompts
 from ..data.inputs import PipelineInputs
@@ -36,7 +37,7 @@ from ..rollout.generation import RolloutGenerator
 from ..rollout.reference import AdapterReference, CopiedReference
 from ..rollout.replays import Replays
 from ..rollout.sampling_plan import SamplingPlan
-from ..rollout.scoring import RewardScorer
+from ..rollout.scoring import RewardScorer, takes_only_latents
 from ..rollout.value_model import ValueCallback, ValueModel
 from ..run.adapters import list_kept_adapters
 from ..run.card_data import pipeline_tag
@@ -58,6 +59,20 @@ from .show_progress import replace_progress
 from .start import RunRewards
 
 AnyReference = AdapterReference | CopiedReference
+
+
+def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards) -> None:
+    """Refuse settings and rewards that do not fit the policy.
+
+    Raises:
+        ValueError: settings of another kind of policy, or rewards that take latents where there are none.
+    """
+    if policy.draws_tokens:
+        check_token_settings(args)
+    elif args.noise_in_last_step:
+        policy.check_noise_in_last_step()
+    if any(map(takes_only_latents, rewards.all)):
+        policy.check_latents()
 
 
 def make_algorithm(args: DiffusionGRPOConfig, component: tuple[str, ...], weights: list[float]) -> Algorithm:

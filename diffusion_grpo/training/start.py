@@ -9,11 +9,12 @@ from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
 from ..config.settings import DiffusionGRPOConfig
+from ..data.inputs import PipelineInputs, prepare_inputs
 from ..data.prompts import check_dataset, name_datasets
 from ..distributed.backend import DistributedBackend
+from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
-from ..distributed.deepspeed import DeepSpeedBackend, hide_deepspeed, set_learning_rate
-from ..distributed.fsdp import FSDP2Backend, wants_fsdp
+from ..distributed.deepspeed import set_learning_rate
 from ..rewards import (
     Reward,
     check_columns,
@@ -26,12 +27,97 @@ from ..rewards import (
 from ..rewards.reward_processes import is_scorer
 from ..run.adapters import continues_lora
 from ..run.card_data import find_license
-from ..run.records import make_record
+from ..run.records import check_output_folder, make_record
 from ..tiny import default_settings
-from .model import check_args, check_model, check_peft_config, model_name
+from .model import check_args, check_model, check_peft_config, check_scheduler, model_name, pipeline_class
 from .watched_rewards import load_watched_rewards
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # where the settings give none
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRewards:
+    """The rewards of a run.
+
+    Attributes:
+        trained: those that are trained on.
+        weights: one for each of them.
+        evaluated: those that are only measured, in evaluations.
+    """
+
+    trained: list[Reward]
+    weights: list[float]
+    evaluated: list[Reward]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trained rewards."""
+        return [reward.name for reward in self.trained]
+
+    @property
+    def all(self) -> list[Reward]:
+        """Those that are trained on, and those that are only measured."""
+        return self.trained + self.evaluated
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedRun:
+    """A run that may begin, before its model is loaded.
+
+    Attributes:
+        model: as the user gave it.
+        args: the settings, with what was left open filled in.
+        rewards: those of the run.
+        backend: of the processes.
+        is_full_training: whether all weights of the network are trained, without a LoRA.
+        record: what run.json says so far.
+        datasets: those of the run, with the names that messages give them.
+        inputs: of the pipeline's call; None for a pipeline whose code comes from elsewhere.
+    """
+
+    model: str | DiffusionPipeline
+    args: DiffusionGRPOConfig
+    rewards: RunRewards
+    backend: DistributedBackend
+    is_full_training: bool
+    record: dict[str, Any]
+    datasets: list[tuple[str, Dataset]]
+    inputs: PipelineInputs | None
+
+    def prepare_inputs(self, pipeline: type[DiffusionPipeline]) -> PipelineInputs:
+        """Return the inputs of the pipeline's call; check them, where that had to wait for the pipeline."""
+        return self.inputs or prepare_inputs(pipeline, self.args, self.datasets, self.rewards.all)
+
+
+def check_run(
+    model: str | DiffusionPipeline,
+    reward_funcs: Any,
+    eval_reward_funcs: Any,
+    args: DiffusionGRPOConfig | None,
+    train_dataset: Dataset | None,
+    eval_dataset: Dataset | dict[str, Dataset] | None,
+    peft_config: PeftConfig | None,
+) -> CheckedRun:
+    """Refuse what cannot work while it is cheap, and decide what has to be known before the model is loaded.
+
+    Args are those of [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
+
+    Raises:
+        TypeError: `model` or `args` is something else.
+        ValueError: settings, rewards, datasets or an output folder that a run cannot have.
+    """
+    args = prepare_args(model, args)
+    rewards = load_run_rewards(reward_funcs, eval_reward_funcs, args)
+    is_full_training = prepare_training(args, peft_config)
+    check_datasets(rewards, args, train_dataset, eval_dataset)
+    backend = choose_backend(args)
+    datasets = name_datasets(train_dataset, eval_dataset)
+    pipeline = pipeline_class(model, args)
+    check_scheduler(model, pipeline, args)
+    inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all)
+    record = describe_run(model, args, peft_config, rewards)
+    check_output_folder(args.output_dir, record, bool(args.resume_from_checkpoint))
+    return CheckedRun(model, args, rewards, backend, is_full_training, record, datasets, inputs)
 
 
 def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | None) -> DiffusionGRPOConfig:
@@ -65,31 +151,6 @@ def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) 
     if args.learning_rate is None:
         set_learning_rate(args, FULL_LEARNING_RATE if is_full_training else LORA_LEARNING_RATE)
     return is_full_training
-
-
-@dataclasses.dataclass(frozen=True)
-class RunRewards:
-    """The rewards of a run.
-
-    Attributes:
-        trained: those that are trained on.
-        weights: one for each of them.
-        evaluated: those that are only measured, in evaluations.
-    """
-
-    trained: list[Reward]
-    weights: list[float]
-    evaluated: list[Reward]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trained rewards."""
-        return [reward.name for reward in self.trained]
-
-    @property
-    def all(self) -> list[Reward]:
-        """Those that are trained on, and those that are only measured."""
-        return self.trained + self.evaluated
 
 
 def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionGRPOConfig) -> RunRewards:
@@ -151,12 +212,16 @@ def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
     groups = make_groups(args)
     if args.n_gpu > 1:
         raise ValueError("Several GPUs need a launcher: start with `accelerate launch`, or make one GPU visible.")
-    if args.deepspeed_plugin is not None:
-        hide_deepspeed()
-        return DeepSpeedBackend(half, groups, args.deepspeed_plugin, args.ds3_gather_for_generation)
-    if wants_fsdp(args.fsdp):
-        return FSDP2Backend(half, groups, args.fsdp_plugin_args, args.fsdp_gather_for_generation, args.world_size)
-    return DistributedBackend(half, groups)
+    return make_backend(
+        half,
+        groups,
+        processes=args.world_size,
+        deepspeed_plugin=args.deepspeed_plugin,
+        ds3_gather_for_generation=args.ds3_gather_for_generation,
+        fsdp=args.fsdp,
+        fsdp_plugin_args=args.fsdp_plugin_args,
+        fsdp_gather_for_generation=args.fsdp_gather_for_generation,
+    )
 
 
 def describe_run(

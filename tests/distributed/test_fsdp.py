@@ -230,7 +230,7 @@ def test_what_cannot_be_sharded_is_refused_before_a_model_is_loaded(monkeypatch,
 def test_settings_ask_as_a_launcher_does(tmp_path):
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).delenv("ACCELERATE_USE_FSDP", raising=False)
-        assert not choose_backend(DiffusionGRPOConfig(str(tmp_path), use_cpu=True)).is_fsdp
+        assert not isinstance(choose_backend(DiffusionGRPOConfig(str(tmp_path), use_cpu=True)), FSDP2Backend)
         args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, fsdp=True, fsdp_config={"version": 1})
         with pytest.raises(ValueError, match="fsdp_config={'version': 2}"):
             choose_backend(args)

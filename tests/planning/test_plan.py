@@ -14,8 +14,9 @@ from diffusion_grpo import cli
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo.distributed.sharding import Sharding
 from diffusion_grpo.planning.batches import Batches
-from diffusion_grpo.planning.plan import Sharding, count_optimizer_bytes, make_planned_config, plan
+from diffusion_grpo.planning.plan import count_optimizer_bytes, make_planned_config, plan
 from diffusion_grpo.planning.weightless import KeptStorages, identify_storage
 from tests.cli.test_cli import refusal
 

@@ -13,6 +13,7 @@ from PIL import Image
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards
+from diffusion_grpo.rewards.answers import Batch
 from diffusion_grpo.rewards.calls import Scoring
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
 
@@ -29,7 +30,8 @@ def rollout(rewards, is_wanted, folder=None, between=lambda: None, overlap=None)
 
     def begin(funcs, places, samples, latents):
         rows = {"prompts": [f"prompt {GROUPS[place]}" for place in places], "columns": {"place": places}}
-        return Scoring(funcs, images=samples, **rows, groups=[GROUPS[place] for place in places], indices=places)
+        groups = [GROUPS[place] for place in places]
+        return Scoring(funcs, Batch(images=samples, **rows, groups=groups, indices=places))
 
     with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
         for places in CALLS:
@@ -135,7 +137,8 @@ def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> Non
 
     def begin(funcs, places, samples, latents):
         rows = {"prompts": [""] * len(places), "columns": {"place": places}}
-        return Scoring(funcs, images=samples, **rows, groups=[GROUPS[place] for place in places], indices=places)
+        groups = [GROUPS[place] for place in places]
+        return Scoring(funcs, Batch(images=samples, **rows, groups=groups, indices=places))
 
     for turn in range(2):
         with RolloutScoring(load_rewards(noted), GROUPS, begin, overlap) as scoring:
@@ -167,7 +170,7 @@ def test_who_waits_says_for_what() -> None:
             is_said.set()
 
     def begin(funcs, places, samples, latents):
-        return Scoring(funcs, images=samples, prompts=[""] * len(places), indices=places)
+        return Scoring(funcs, Batch(images=samples, prompts=[""] * len(places), indices=places))
 
     overlap = Overlap(True, lambda: False)
     overlap.is_tried = True
@@ -218,7 +221,7 @@ def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:
             rewards = load_rewards(drawing)
 
             def begin(funcs, places, samples, latents):
-                return Scoring(funcs, images=samples, prompts=[""] * len(places), indices=places)
+                return Scoring(funcs, Batch(images=samples, prompts=[""] * len(places), indices=places))
 
             with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
                 for places in CALLS:

@@ -1,0 +1,43 @@
+"""Choose what answers for the processes of a run: the only place that asks which engine shards its weights."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import DeepSpeedPlugin
+
+from .backend import DistributedBackend
+from .context_parallel import ContextGroups
+from .deepspeed import DeepSpeedBackend, hide_deepspeed
+from .fsdp import FSDP2Backend, wants_fsdp
+
+
+def make_backend(
+    half: torch.dtype | None,
+    groups: ContextGroups,
+    *,
+    processes: int,
+    deepspeed_plugin: DeepSpeedPlugin | None,
+    ds3_gather_for_generation: bool,
+    fsdp: Any,
+    fsdp_plugin_args: dict[str, Any] | None,
+    fsdp_gather_for_generation: bool,
+) -> DistributedBackend:
+    """Make the backend that the settings, or the launcher, ask for.
+
+    Args:
+        half: dtype of mixed precision, or None.
+        groups: of processes that share the sequence of each sample.
+        processes: how many there are.
+        deepspeed_plugin: accelerate's settings of DeepSpeed; None without it.
+        fsdp, fsdp_plugin_args: transformers' setting and accelerate's settings of FSDP.
+        ds3_gather_for_generation, fsdp_gather_for_generation: the settings of these names.
+
+    Raises:
+        ValueError: a configuration of DeepSpeed or FSDP that cannot train here.
+    """
+    if deepspeed_plugin is not None:
+        hide_deepspeed()
+        return DeepSpeedBackend(half, groups, deepspeed_plugin, ds3_gather_for_generation)
+    if wants_fsdp(fsdp):
+        return FSDP2Backend(half, groups, fsdp_plugin_args, fsdp_gather_for_generation, processes)
+    return DistributedBackend(half, groups)

@@ -1,0 +1,68 @@
+"""How each way of training with several processes divides the training state: what a plan needs to know."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Sharding:
+    """How the training state is divided among the processes.
+
+    Attributes:
+        name: ddp, zero1, zero2, zero3, fsdp2 or one process.
+        processes: number of processes that share the state.
+        optimizer, gradients, parameters: whether each is divided.
+        offload_optimizer, offload_parameters: whether each is kept in CPU memory.
+    """
+
+    name: str
+    processes: int
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+
+    @classmethod
+    def of(cls, launch: dict[str, Any]) -> "Sharding":
+        """Read the sharding from the settings of `accelerate launch`.
+
+        Raises:
+            ValueError: this kind of distribution cannot be planned.
+        """
+        kind, processes = launch["distributed_type"], launch["num_processes"]
+        if kind == "DEEPSPEED":
+            given = launch.get("deepspeed_config") or {}
+            stage = int(given.get("zero_stage", 2))
+            devices = [given.get(f"offload_{what}_device") for what in ("optimizer", "param")]
+            optimizer, parameters = (device not in ("none", None) for device in devices)
+            shared = (stage >= 1, stage >= 2, stage == 3)
+            return cls(f"zero{stage}", processes, *shared, optimizer, parameters and stage == 3)
+        if kind == "FSDP":
+            away = bool((launch.get("fsdp_config") or {}).get("fsdp_offload_params"))
+            return cls("fsdp2", processes, True, True, True, away, away)
+        if kind in ("NO", "MULTI_CPU") or str(kind).startswith("MULTI_"):
+            return cls("ddp" if processes > 1 else "one process", processes)
+        raise ValueError(f"distributed_type {kind} is not planned; use a multi-GPU, DeepSpeed or FSDP configuration.")
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer moves float32 copies of the trained weights, whatever their dtype."""
+        return self.name.startswith("zero")
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether gradients are copied to be summed over the processes."""
+        return self.name == "ddp"
+
+    @property
+    def basis(self) -> str:
+        """Where the numbers of what is divided come from."""
+        if self.keeps_masters:
+            return "as DeepSpeed documents it"
+        return "FSDP2 divides each tensor" if self.name == "fsdp2" else "the code's own tensors"
+
+    def share(self, count: int, is_divided: bool) -> int:
+        """Return the bytes on one process, out of `count` in all."""
+        return math.ceil(count / self.processes) if is_divided else count

@@ -1,0 +1,156 @@
+"""One update of the weights, micro-batch by micro-batch: passes, backward passes and what is measured of them."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..algorithms.base import Algorithm, Reference
+from ..algorithms.batch import MicroBatch
+from ..distributed.backend import DistributedBackend
+from ..distributed.failure import ProcessGroupMonitor
+from ..distributed.weights import TrainedWeights
+from ..policy.base import Policy
+from ..rollout.value_model import ValueModel, ValueTargets
+from .finite import refuse_non_finite
+from .metrics import Metrics
+from .progress import UpdateProgress
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a micro-batch stands in its update.
+
+    Attributes:
+        update: number of the update, from 1.
+        count: micro-batches per update.
+        is_first: whether it is the update's first.
+        is_last: whether the weights move after it.
+    """
+
+    update: int
+    count: int
+    is_first: bool
+    is_last: bool
+
+
+class PolicyUpdate:
+    """Trains the policy, and the value model beside it, on micro-batches.
+
+    Args:
+        algorithm: says which passes to make, and computes the loss of each.
+        policy: replays recorded steps with gradient.
+        reference: replays them without; None in full training that needs none.
+        weights: the trained parameters.
+        values: the value model, or None.
+        value_clip: see `ValueModel.loss`.
+        backend: of the processes.
+        monitor: tells the other processes of a loss that is not finite.
+        metrics: takes what is measured.
+        progress: counts passes.
+        device: of this process.
+        output_dir: of the run, whose newest checkpoint an error names.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: Algorithm,
+        policy: Policy,
+        reference: Reference | None,
+        weights: TrainedWeights,
+        values: ValueModel | None,
+        value_clip: float | None,
+        backend: DistributedBackend,
+        monitor: ProcessGroupMonitor,
+        metrics: Metrics,
+        progress: UpdateProgress,
+        device: torch.device,
+        output_dir: str,
+    ):
+        self._algorithm, self._policy, self._reference, self._weights = algorithm, policy, reference, weights
+        self._values, self._value_clip = values, value_clip
+        self._backend, self._monitor, self._metrics, self._progress = backend, monitor, metrics, progress
+        self._device, self._output_dir = device, output_dir
+
+    def train_policy(self, model: nn.Module, batch: MicroBatch, place: Place) -> Tensor:
+        """Make one pass and one backward pass per part and trained step.
+
+        Each loss is a sum over samples, divided by the trained steps of the whole micro-batch: every sample weighs the
+        same, however they are split into parts.
+
+        Args:
+            model: the trained one, with the engine around it.
+            batch: the micro-batch.
+            place: where it stands in its update.
+
+        Returns:
+            the detached loss, scalar.
+
+        Raises:
+            NonFiniteError: the loss of a pass is not finite.
+            RatioError: the replay does not reproduce the rollout.
+            UntrainedStepError: a step passes none of the trained networks.
+        """
+        backend, outputs = self._backend, []
+
+        def compute(part: Any, step: int) -> Tensor:
+            outputs.append(self._algorithm.loss(self._policy, self._reference, part, step))
+            if not outputs[-1].loss.requires_grad:
+                self._policy.refuse_step(step)
+            return outputs[-1].loss + self._policy.take_spare()
+
+        backend.begin_micro_batch(model)
+        total = torch.zeros((), device=self._device)
+        passes = [one for turn in self._algorithm.passes(batch) for one in backend.equalize(turn)]
+        if place.is_first or self._progress.stage != "training":
+            self._progress.begin("training", len(passes) * place.count)
+        for number, ((part, step), counts) in enumerate(passes, start=1):
+            is_last = number == len(passes)
+            with backend.accumulate(model, is_last):
+                loss = backend.forward(model, compute, part, step)
+                loss = loss * counts / (batch.num_trained_steps * place.count)
+                if (is_last or self._monitor.is_alone) and self._weights.leave_some_without_gradient:
+                    loss = loss + self._weights.zero()  # one process may have DDP too
+                if counts:
+                    self._metrics.add_all(outputs[-1].metrics)
+                self._monitor.defer(self._refuse_non_finite, loss.detach(), "loss", place.update)
+                if is_last:
+                    self._check(batch, max(output.drift for output in outputs), place)
+                backend.backward(loss * backend.groups.size)  # DDP takes the mean, a context group makes the sum
+            self._progress.advance()
+            total += loss.detach()
+        backend.finish_micro_batch(model, self._weights)
+        return total
+
+    def _check(self, batch: MicroBatch, drift: float, place: Place) -> None:
+        """Check the algorithm's invariant; before the weights move, raise what was found on every process."""
+        self._metrics.add_all(self._monitor.defer(self._algorithm.check, batch, drift) or {})
+        if place.is_last:
+            self._monitor.agree_on_deferred()
+
+    def train_values(self, targets: ValueTargets | None, place: Place) -> None:
+        """Make one backward pass of the value model, which shares nothing with the policy.
+
+        Args:
+            targets: what it learns from a micro-batch; None without a value model.
+            place: where the micro-batch stands in its update.
+        """
+        if targets is None:
+            return
+        loss = self._values.loss(targets, self._value_clip)
+        self._monitor.defer(self._refuse_non_finite, loss.detach(), "value loss", place.update)
+        self._backend.backward(loss / place.count)
+        self._metrics.add("value/loss", loss.item())
+
+    def check_gradient_norm(self, norm: float | Tensor, update: int) -> None:
+        """Refuse the norm of an update's gradient that is not finite.
+
+        Raises:
+            NonFiniteError: such a norm.
+        """
+        self._refuse_non_finite(torch.as_tensor(norm), "gradient norm", update, self._backend.steps_in_backward)
+
+    def _refuse_non_finite(self, value: Tensor, name: str, update: int, has_stepped: bool = False) -> None:
+        refuse_non_finite(value, name, update, self._output_dir, has_stepped)

@@ -1,0 +1,247 @@
+"""The passes of an update: how much each sample counts, when weights may move, and what stops a run before they do."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffusion_grpo.algorithms.base import Algorithm, PassOutput
+from diffusion_grpo.distributed.backend import DistributedBackend
+from diffusion_grpo.distributed.context_parallel import ContextGroups
+from diffusion_grpo.distributed.failure import ProcessGroupMonitor
+from diffusion_grpo.distributed.weights import TrainedWeights
+from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTargets
+from diffusion_grpo.training.finite import NonFiniteError
+from diffusion_grpo.training.metrics import Metrics
+from diffusion_grpo.training.progress import UpdateProgress
+from diffusion_grpo.training.update import Place, PolicyUpdate
+
+ONLY = Place(update=1, count=1, is_first=True, is_last=True)
+
+
+class Squares(Algorithm):
+    """Sums (weight x - step)^2 over the samples x of a part; each sample trains on the steps that it names."""
+
+    def passes(self, batch):
+        return [
+            [(part, step) for part in batch.parts for step in sorted({step for _, steps in part for step in steps})]
+        ]
+
+    def loss(self, policy, reference, part, step):
+        chosen = torch.tensor([x for x, steps in part if step in steps], dtype=torch.float64)
+        loss = ((policy.weight * chosen - step) ** 2).sum()
+        return PassOutput(loss, {"passes": 1.0}, drift=float(step))
+
+    def check(self, batch, drift):
+        return {"drift": drift}
+
+
+class Policy:
+    """One weight, with which an algorithm computes its loss."""
+
+    def __init__(self):
+        self.weight = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.refused = []
+
+    def take_spare(self):
+        return 0.0
+
+    def refuse_step(self, step):
+        self.refused.append(step)
+        raise RuntimeError(f"step {step} is not trained")
+
+
+@dataclasses.dataclass
+class Batch:
+    """Parts of samples (x, trained steps)."""
+
+    parts: list
+
+    @property
+    def num_trained_steps(self):
+        return sum(len(steps) for part in self.parts for _, steps in part)
+
+
+class Backend(DistributedBackend):
+    """One process, whose engine moves nothing; notes what it is asked for."""
+
+    def __init__(self):
+        super().__init__(None, ContextGroups())
+        self.noted = []
+        self.bind(SimpleNamespace(num_processes=1, process_index=0), [])
+
+    def accumulate(self, model, is_last):
+        self.noted.append(f"pass {is_last}")
+        return super().accumulate(model, is_last=True)
+
+    def begin_micro_batch(self, model):
+        self.noted.append("begin")
+
+    def finish_micro_batch(self, model, weights):
+        self.noted.append("finish")
+
+    def forward(self, model, method, *args):
+        return method(*args)
+
+    def backward(self, loss):
+        loss.backward()
+
+
+class Several(ProcessGroupMonitor):
+    """As of one among several processes: what fails is kept until they agree."""
+
+    is_alone = False
+    agreed = 0
+
+    def agree(self, error):
+        self.agreed += 1
+        if error is not None:
+            raise error
+
+
+def make_update(policy, folder=".", monitor=ProcessGroupMonitor, **parts):
+    """The update of a policy of one weight on one process."""
+    backend = parts.pop("backend", None) or Backend()
+    given = {
+        "algorithm": Squares(),
+        "reference": None,
+        "weights": TrainedWeights([policy.weight]),
+        "values": None,
+        "value_clip": None,
+        "metrics": Metrics(),
+        "progress": UpdateProgress(),
+    }
+    return PolicyUpdate(
+        policy=policy,
+        backend=backend,
+        monitor=monitor(backend.accelerator, 1.0, (NonFiniteError,)),
+        device=torch.device("cpu"),
+        output_dir=str(folder),
+        **given | parts,
+    )
+
+
+SAMPLES = [(1.0, [0, 1]), (2.0, [1]), (-3.0, [0, 2]), (4.0, [2])]
+
+
+@pytest.mark.parametrize("sizes", [[4], [2, 2], [1, 3], [1, 1, 1, 1]])
+def test_every_sample_counts_the_same_however_they_are_split(sizes):
+    """The reference is the mean over all trained steps of all samples at once."""
+    policy, parts, start = Policy(), [], 0
+    for size in sizes:
+        parts.append(SAMPLES[start : start + size])
+        start += size
+    loss = make_update(policy).train_policy(None, Batch(parts), ONLY)
+    terms = [(0.5 * x - step) ** 2 for x, steps in SAMPLES for step in steps]
+    slopes = [2 * x * (0.5 * x - step) for x, steps in SAMPLES for step in steps]
+    assert loss.item() == pytest.approx(sum(terms) / len(terms), rel=1e-6)
+    assert policy.weight.grad.item() == pytest.approx(sum(slopes) / len(slopes), rel=1e-12)
+
+
+def test_micro_batches_of_an_update_share_its_weight():
+    policies, parts = (Policy(), Policy()), [[SAMPLES[0]], [(5.0, [1, 2])]]
+    make_update(policies[0]).train_policy(None, Batch(parts), ONLY)
+    update = make_update(policies[1])
+    for number, part in enumerate(parts):
+        update.train_policy(None, Batch([part]), Place(1, count=2, is_first=number == 0, is_last=number == 1))
+    assert policies[1].weight.grad.item() == pytest.approx(policies[0].weight.grad.item(), rel=1e-12)
+
+
+def test_passes_run_between_the_beginning_and_the_end_of_a_micro_batch():
+    """Gradients are reduced in the last pass alone."""
+    backend, metrics, progress = Backend(), Metrics(), UpdateProgress()
+    update = make_update(Policy(), backend=backend, metrics=metrics, progress=progress)
+    update.train_policy(None, Batch([SAMPLES]), Place(1, count=3, is_first=True, is_last=False))
+    assert backend.noted == ["begin", "pass False", "pass False", "pass True", "finish"]
+    assert (progress.stage, progress.done, progress.total) == ("training", 3, 9)
+    assert metrics._values == {"passes": [1.0] * 3, "drift": [2.0]}
+
+
+class Repeating(Backend):
+    """One whose process makes two passes more, because another has as many."""
+
+    def equalize(self, passes):
+        return [*((one, True) for one in passes), (passes[-1], False), (passes[-1], False)]
+
+
+def test_a_repeated_pass_counts_nothing():
+    policies, metrics = (Policy(), Policy()), Metrics()
+    losses = [
+        make_update(policies[0]).train_policy(None, Batch([SAMPLES]), ONLY),
+        make_update(policies[1], backend=Repeating(), metrics=metrics).train_policy(None, Batch([SAMPLES]), ONLY),
+    ]
+    assert losses[0] == losses[1] and policies[0].weight.grad == policies[1].weight.grad
+    assert metrics._values["passes"] == [1.0] * 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_names_the_update_and_gives_no_gradient(tmp_path, value):
+    policy = Policy()
+    with pytest.raises(NonFiniteError, match="The loss of update 7 is (nan|inf); the weights were not updated"):
+        update = make_update(policy, tmp_path)
+        update.train_policy(None, Batch([[(value, [0])]]), Place(7, count=1, is_first=True, is_last=True))
+    assert policy.weight.grad is None
+
+
+def test_several_processes_agree_before_their_gradients_meet():
+    """One that fails makes its passes all the same, or the others would wait for it."""
+    update, backend = None, Backend()
+    update = make_update(Policy(), backend=backend, monitor=Several)
+    bad = Batch([[(math.nan, [0, 1])]])
+    update.train_policy(None, bad, Place(1, count=2, is_first=True, is_last=False))
+    assert backend.noted.count("pass True") == 1 and update._monitor.agreed == 0
+    with pytest.raises(NonFiniteError, match="loss of update 1"):
+        update.train_policy(None, Batch([SAMPLES]), Place(1, count=2, is_first=False, is_last=True))
+    assert update._monitor.agreed == 1
+
+
+@pytest.mark.parametrize(("steps_in_backward", "kept"), [(False, "were not updated"), (True, "may hold it already")])
+def test_a_gradient_that_is_not_finite_says_whether_the_weights_hold_it(tmp_path, steps_in_backward, kept):
+    (tmp_path / "checkpoint-2").mkdir()
+    backend = type("Engine", (Backend,), {"steps_in_backward": steps_in_backward})()
+    update = make_update(Policy(), tmp_path, backend=backend)
+    update.check_gradient_norm(1.0, 3)
+    with pytest.raises(NonFiniteError, match=f"gradient norm of update 3 is nan; .*{kept}.*checkpoint-2"):
+        update.check_gradient_norm(torch.tensor(math.nan), 3)
+
+
+def test_a_step_without_gradient_is_refused_by_the_policy():
+    policy = Policy()
+    policy.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="step 0 is not trained"):
+        make_update(policy).train_policy(None, Batch([SAMPLES]), ONLY)
+    assert policy.refused == [0]
+
+
+def targets(returns: float) -> ValueTargets:
+    states = torch.randn(3, 2, STATE_SIZE, generator=torch.Generator().manual_seed(0))
+    return ValueTargets(states, torch.zeros(3, 2), torch.full((3, 2), returns))
+
+
+def test_the_value_model_gets_its_own_gradient_and_the_policy_none():
+    policy, values, metrics = Policy(), ValueModel(0), Metrics()
+    update = make_update(policy, values=values, metrics=metrics)
+    update.train_values(targets(1.0), Place(1, count=4, is_first=True, is_last=False))
+    found = [parameter.grad.clone() for parameter in values.parameters()]
+    values.zero_grad()
+    loss = values.loss(targets(1.0), None)
+    (loss / 4).backward()
+    assert any(gradient.abs().sum() > 0 for gradient in found) and policy.weight.grad is None
+    torch.testing.assert_close(found, [parameter.grad for parameter in values.parameters()])
+    assert metrics._values == {"value/loss": [pytest.approx(loss.item())]}
+
+
+def test_without_a_value_model_nothing_is_trained_beside_the_policy():
+    metrics = Metrics()
+    make_update(Policy(), metrics=metrics).train_values(None, ONLY)
+    assert not metrics
+
+
+def test_a_value_loss_that_is_not_finite_is_refused():
+    values = ValueModel(0)
+    torch.nn.init.constant_(next(values.parameters()), math.nan)
+    with pytest.raises(NonFiniteError, match="value loss of update 1 is nan"):
+        make_update(Policy(), values=values).train_values(targets(1.0), ONLY)
+    assert all(parameter.grad is None for parameter in values.parameters())
