@@ -18,6 +18,7 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from .. import tiny
+from ..algorithms.choose import load_algorithm
 from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
 from ..config.parse import parse_train_arguments
 from ..config.settings import DiffusionGRPOConfig
@@ -26,10 +27,18 @@ from ..distributed.launch import check_processes, read_settings
 from ..distributed.sharding import Sharding
 from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
+from ..policy.unguided import switch_guidance_off
 from ..run import adapters
 from ..training.model import check_peft_config, prepare_model
 from .batches import Batches
-from .weightless import Measurement, build_weightless_pipeline, find_configuration, measure, move_to_cpu
+from .weightless import (
+    Measurement,
+    build_weightless_pipeline,
+    find_configuration,
+    measure,
+    measure_renoised,
+    move_to_cpu,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -180,7 +189,11 @@ def _plan_model(
         inputs = PipelineInputs(pipe, args)
         row = {"prompt": "a photo of a cat"} if rows is None else inputs.rows(rows, [0])[0]
         samples = args.per_device_train_batch_size
-        counted = measure(policy, mode, inputs([row] * samples), samples, args)
+        call = inputs([row] * samples)
+        counted = measure(policy, mode, call, samples, args)
+        if args.traits.is_renoised:
+            unguided = measure(policy, mode, switch_guidance_off(pipe, policy.networks, call), samples, args)
+            counted = measure_renoised(counted, unguided, has_old_policy(args))
     except Exception as error:  # a pipeline may fail in any way on tensors without values
         made.notes.append(
             f"{type(pipe).__name__} does not run without weights, so trajectory and activations are not planned "
@@ -211,17 +224,28 @@ def _make_autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManag
 
 def _count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measurement | None) -> dict[str, float]:
     """Count forward passes per sample, assuming one in each step if `counted` is None."""
-    one = 1.0 if counted is None else counted.evaluations
+    one, update = (1.0, 1.0) if counted is None else (counted.evaluations, counted.update_evaluations)
     steps, iterations = batches.trained_steps, args.num_iterations
-    found = {"rollout": one * batches.num_inference_steps, "update, with gradient": one * steps * iterations}
-    if args.beta > 0:
-        found["reference in the update"] = one * steps * iterations
+    found = {"rollout": one * batches.num_inference_steps, "update, with gradient": update * steps * iterations}
+    if args.beta > 0 or args.traits.compares:
+        found["reference in the update"] = update * steps * iterations
+    if has_old_policy(args):
+        found["old policy"] = update * steps
+    if args.traits.is_renoised and batches.updates_per_rollout > 1:
+        found["errors before the first update"] = update * steps
     if args.kl_reward > 0:
         found["policy and reference for kl_reward"] = 2 * one * steps
     if args.importance_sampling_level == "sequence" and batches.updates_per_rollout > 1:
         share = 1 - args.gradient_accumulation_steps / (args.steps_per_generation * iterations)
         found["sequence ratio"] = one * steps * iterations * share
     return {"in one step": one, **found}
+
+
+def has_old_policy(args: DiffusionGRPOConfig) -> bool:
+    """Whether the algorithm keeps an old policy."""
+    if not args.traits.is_renoised:
+        return False
+    return load_algorithm(args.loss_type, args.loss_kwargs).old_decay is not None
 
 
 def estimate_memory(
@@ -274,6 +298,8 @@ def estimate_memory(
         found.append(
             Memory("moving average", sharding.share(_count_bytes(trained), sharding.parameters), basis=engine)
         )
+    if has_old_policy(args):
+        found.append(Memory("old policy", sharding.share(_count_bytes(trained), sharding.parameters), basis=engine))
     if counted is None:
         return found
     trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)

@@ -6,6 +6,7 @@ estimated per family.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -135,6 +136,7 @@ class Measurement:
         evaluations: forward passes of the trained network per step and sample; 2 with guidance in most pipelines.
         activations: bytes that autograd keeps for the backward pass of one step of the micro-batch.
         recomputed: the part of `activations` in the largest block that gradient checkpointing recomputes.
+        update_evaluations: forward passes per trained step and sample in an update.
     """
 
     samples: int
@@ -143,6 +145,7 @@ class Measurement:
     evaluations: float
     activations: int
     recomputed: int
+    update_evaluations: float
 
 
 def measure(
@@ -170,7 +173,28 @@ def measure(
     rows = [next(x for x in pytree.tree_leaves(call[1:]) if torch.is_tensor(x) and x.ndim > 1) for call in calls]
     activations, recomputed = count_kept_bytes(policy, mode, calls, args)
     per_step, per_sample = count_trajectory_bytes(trajectory)
-    return Measurement(samples, per_step, per_sample, sum(map(len, rows)) / samples, activations, recomputed)
+    evaluations = sum(map(len, rows)) / samples
+    return Measurement(samples, per_step, per_sample, evaluations, activations, recomputed, evaluations)
+
+
+def measure_renoised(guided: Measurement, unguided: Measurement, has_old_policy: bool) -> Measurement:
+    """Turn measurements of recorded steps into those of finished samples that are noised again.
+
+    Args:
+        guided: of the rollout's calls.
+        unguided: of the same calls without guidance, as updates make them.
+        has_old_policy: whether an old policy's predictions are kept, one latent per step.
+    """
+    indices = 12  # bytes per recorded step of its log-probability and index, beside the latents before and after it
+    latent = (guided.step_bytes - indices) // 2
+    return dataclasses.replace(
+        guided,
+        step_bytes=8 + (latent if has_old_policy else 0),
+        sample_bytes=guided.sample_bytes + latent,
+        activations=unguided.activations,
+        recomputed=unguided.recomputed,
+        update_evaluations=unguided.evaluations,
+    )
 
 
 def count_trajectory_bytes(trajectory: Trajectory) -> tuple[int, int]:

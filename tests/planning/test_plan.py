@@ -106,6 +106,8 @@ class Allocated(TrainerCallback):
             self.bytes["reference"] = size(trainer.reference.module.parameters())
         if trainer.average is not None:
             self.bytes["moving average"] = size(trainer.average.average.shadow_params)
+        if trainer.old_policy is not None:
+            self.bytes["old policy"] = size(trainer.old_policy.average.shadow_params)
 
 
 def allocated(config):
@@ -125,6 +127,8 @@ def allocated(config):
         ("flux", {"bf16": True, "ema_decay": 0.9, "optim": "sgd", "best_of_n": 2, "num_generations": 4}),
         ("wan", {"bf16": True, "timestep_fraction": 0.5}),  # keeps some layers in float32 among the bf16 ones
         ("sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}),
+        ("sd3", {"loss_type": "nft", "timestep_fraction": 0.67}),
+        ("sd3", {"loss_type": "dpo", "use_peft": False}),
     ],
 )
 def test_planned_bytes_are_the_allocated_ones(name, settings, tmp_path):
@@ -137,6 +141,21 @@ def test_planned_bytes_are_the_allocated_ones(name, settings, tmp_path):
     assert planned == real
     weights = sum(p.numel() for p in trainer.model.parameters())
     assert plan(config, []).model["weights"] == weights
+
+
+def test_passes_on_renoised_samples_are_counted(tmp_path):
+    """Guidance counts twice in the rollout and is off in the update: 4 steps, then 2 of the 3 that can be trained."""
+    made = plan(write(tmp_path, "sd3", loss_type="nft", timestep_fraction=0.67, beta=0.1), [])
+    assert made.evaluations == {
+        "in one step": 2,
+        "rollout": 8,
+        "update, with gradient": 2,
+        "reference in the update": 2,
+        "old policy": 2,
+    }
+    twice = plan(write(tmp_path, "sd3", loss_type="dpo", num_iterations=2), [])
+    assert twice.evaluations["reference in the update"] == twice.evaluations["update, with gradient"] == 6
+    assert twice.evaluations["errors before the first update"] == 3 and "old policy" not in twice.evaluations
 
 
 @pytest.mark.parametrize(("name", "evaluations"), [("sd3", 2), ("wan", 2)])
