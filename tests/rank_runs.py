@@ -256,3 +256,24 @@ def evaluate(folder, settings):
         (Path(folder) / "result.json").write_text(json.dumps(metrics))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def move_reference(folder, settings, stage):
+    """Train with a reference that follows the policy, then read one of its checkpoints twice.
+
+    Once into the trainer that wrote it, whose reference is sharded by then, from where it is saved to `back`; and once
+    into a new trainer, `again`. `stage` is ZeRO's; None trains with FSDP2.
+    """
+    if stage is None:
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        settings = settings | {"deepspeed": deepspeed_config(stage)}
+    point = folder / "whole" / "checkpoint-1"
+    trainer = trainer_for(folder / "whole", **settings)
+    trainer.train()
+    trainer._checkpointer.load(point)
+    trainer._checkpointer.save_beside_weights(folder / "back")
+    trainer.accelerator.wait_for_everyone()
+    trainer_for(folder / "again", **settings).train(resume_from_checkpoint=str(point))
+    torch.distributed.destroy_process_group()
