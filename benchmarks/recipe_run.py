@@ -1,6 +1,7 @@
 """Train the embedded model by one recipe until its network passes are used up, and measure it on the way."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -79,6 +80,25 @@ class PassCounter:
         return sum(COSTS[kind] * rows for (counted, kind), rows in self.rows.items() if counted == stage)
 
 
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """A time or a duration: by the clock, and of this process on the CPU, which other work hardly moves."""
+
+    seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def read(cls) -> "Clock":
+        """Return the present."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def __add__(self, other: "Clock") -> "Clock":
+        return Clock(self.seconds + other.seconds, self.cpu_seconds + other.cpu_seconds)
+
+    def __sub__(self, other: "Clock") -> "Clock":
+        return Clock(self.seconds - other.seconds, self.cpu_seconds - other.cpu_seconds)
+
+
 class Race(TrainerCallback):
     """Evaluates about every `eval_passes` passes, and stops the run before it exceeds its budget.
 
@@ -106,7 +126,7 @@ class Race(TrainerCallback):
         self.evaluate, self.counter, self.samples, self.guidance = evaluate, counter, samples, guidance
         self.max_passes, self.max_updates, self.eval_passes = max_passes, max_updates, eval_passes
         self.evaluations: list[dict[str, Any]] = []
-        self.start = self.seconds_evaluating = 0.0
+        self.start, self.evaluating = Clock(0.0, 0.0), Clock(0.0, 0.0)
 
     @property
     def passes(self) -> float:
@@ -114,9 +134,9 @@ class Race(TrainerCallback):
         return self.counter.passes("training") / self.samples
 
     @property
-    def seconds(self) -> float:
+    def training(self) -> "Clock":
         """Seconds of training so far, without evaluations."""
-        return time.perf_counter() - self.start - self.seconds_evaluating
+        return Clock.read() - self.start - self.evaluating
 
     def scale_learning_rate(self, update: int) -> float:
         """Return the factor of the learning rate: a short warm-up, then linear to 0 at the end of the budget.
@@ -126,7 +146,7 @@ class Race(TrainerCallback):
         return min(1.0, (update + 1) / (WARMUP + 1)) * max(0.0, 1 - self.passes / self.max_passes)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.start = time.perf_counter()
+        self.start = Clock.read()
         self._measure(0)
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -138,15 +158,15 @@ class Race(TrainerCallback):
             self._measure(updates)
 
     def _measure(self, update: int) -> None:
-        begun, before = time.perf_counter(), self.counter.passes("evaluation")
-        entry = {"update": update, "passes": self.passes, "seconds": self.seconds}
+        begun, before, training = Clock.read(), self.counter.passes("evaluation"), self.training
+        entry = {"update": update, "passes": self.passes, **dataclasses.asdict(training)}
         with self.counter.count_as("evaluation"):
             entry |= read_rewards(self.evaluate({"guidance_scale": 1.0}))
             if self.guidance != 1:
                 entry["guided"] = read_rewards(self.evaluate({"guidance_scale": self.guidance}))
         entry["passes_evaluating"] = (self.counter.passes("evaluation") - before) / self.samples
         self.evaluations.append(entry)
-        self.seconds_evaluating += time.perf_counter() - begun
+        self.evaluating += Clock.read() - begun
         rewards = "  ".join(f"{name} {cell['mean']:.3f}" for name, cell in entry["rewards"].items())
         print(
             f"  update {update:4}  passes {entry['passes']:7.1f}  seconds {entry['seconds']:6.0f}  "
@@ -233,7 +253,7 @@ def train_row(
         trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), race.scale_learning_rate)
         with counter.watch(type(trainer.pipe.transformer)):
             trainer.train()
-        seconds = race.seconds
+        clock = race.training
     return {
         "recipe": recipe.name,
         "settings": recipe.settings,
@@ -249,8 +269,8 @@ def train_row(
         "passes": race.passes,
         "passes_evaluating": counter.passes("evaluation") / race.samples,
         "rows_passed": {f"{stage}, {kind}": rows for (stage, kind), rows in sorted(counter.rows.items())},
-        "seconds": seconds,
-        "seconds_evaluating": race.seconds_evaluating,
+        **dataclasses.asdict(clock),
+        "seconds_evaluating": race.evaluating.seconds,
         "target": TARGET,
         "passes_to_target": find_crossing(race.evaluations, TARGET),
         "evaluations": race.evaluations,

@@ -50,9 +50,16 @@ HALF = FLOW_GRPO | {"sde_window": [0, 5], "deterministic_outside_window": True} 
 TWO_UPDATES = {"steps_per_generation": 8}  # a rollout of two updates, each sample trained once
 FIRST_STEP = {"num_inference_steps": 6, "sde_window": [0, 1]}
 
-# Algorithms on re-noised samples roll out without noise and train at the rollout's own levels after the first
-CLEAN = FLOW_GRPO | {"sde_window": [1, 10], "scale_rewards": "batch"}
-SHORT_CLEAN = {"num_inference_steps": 6, "sde_window": [1, 6]}
+# Algorithms on re-noised samples roll out without noise, and train at levels of the rollout's steps after the first
+CLEAN = {
+    "num_inference_steps": 10,
+    "sde_type": "auto",
+    "noise_level": None,
+    "sde_window": None,
+    "deterministic_outside_window": False,
+}
+PUBLISHED_CLEAN = CLEAN | {"same_initial_noise": False}
+SHORT_CLEAN = CLEAN | {"num_inference_steps": 6, "timestep_fraction": 0.6, "permute_steps": True}  # 3 levels of 5
 
 RECIPES = {
     recipe.name: recipe
@@ -101,12 +108,12 @@ RECIPES = {
         Recipe(
             "grpo_guard",
             "GRPO-Guard: normalized ratios, two updates per rollout",
-            FLOW_GRPO | TWO_UPDATES | {"loss_type": "grpo_guard", "step_weight": "guard", "epsilon": 4e-6},
+            FLOW_GRPO | TWO_UPDATES | {"loss_type": "grpo_guard", "loss_kwargs": {"clip_range": 4e-6}},
         ),
         Recipe(
             "grpo_guard_tuned",
-            "the demo with its ratio and weight",
-            {"loss_type": "grpo_guard", "step_weight": "guard", "epsilon": 4e-6},
+            "the demo with its ratio and its weight per step",
+            {"loss_type": "grpo_guard", "loss_kwargs": {"clip_range": 4e-6}},
         ),
         Recipe(
             "precise",
@@ -124,52 +131,52 @@ RECIPES = {
             HALF
             | TWO_UPDATES
             | {"sde_window_size": 3, "scale_rewards": "batch"}
-            | {"loss_type": "dppo", "loss_kwargs": {"tau": 1e-5}},
+            | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-5}},
         ),
         Recipe(
             "dppo_tuned",
             "the first of 6 steps with that mask, two updates per rollout",
-            FIRST_STEP | TWO_UPDATES | {"loss_type": "dppo", "loss_kwargs": {"tau": 1e-5}},
+            FIRST_STEP | TWO_UPDATES | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-5}},
         ),
         # Algorithms on re-noised samples
         Recipe(
             "nft",
-            "DiffusionNFT: 10 steps without noise, trained at 9 levels, with a reference",
-            CLEAN | {"loss_type": "nft", "beta": 1e-4, "loss_kwargs": {"nft_beta": 1.0}},
+            "DiffusionNFT: 10 steps without noise, trained at 9 levels, with old policy and reference",
+            PUBLISHED_CLEAN | {"loss_type": "nft", "beta": 1e-4, "loss_kwargs": {"strength": 1.0, "decay_max": 0.5}},
         ),
         Recipe(
             "nft_tuned",
-            "6 steps without noise, trained at 3 levels, no reference",
-            SHORT_CLEAN | {"loss_type": "nft", "timestep_fraction": 0.6},
+            "6 steps without noise, trained at 3 levels, without old policy and reference",
+            SHORT_CLEAN | {"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}},
         ),
         Recipe(
             "awm",
-            "AWM: 14 steps without noise, trained at 6 levels, with a reference",
-            CLEAN
-            | {"num_inference_steps": 14, "sde_window": [1, 13], "timestep_fraction": 0.5}
-            | {"loss_type": "awm", "beta": 1e-3, "epsilon": 1.0},
+            "AWM: 14 steps without noise, trained at 6 levels of the first 90 %, with average and reference",
+            PUBLISHED_CLEAN
+            | {"num_inference_steps": 14, "sde_window": [1, 13], "timestep_fraction": 0.5, "permute_steps": True}
+            | {"loss_type": "awm", "beta": 1e-3, "loss_kwargs": {"ema_beta": 1.0, "clip": 1.0}},
         ),
         Recipe(
             "awm_tuned",
-            "6 steps without noise, trained at 3 levels, no reference",
-            SHORT_CLEAN | {"loss_type": "awm", "timestep_fraction": 0.6, "epsilon": 1.0},
+            "6 steps without noise, trained at 3 levels, with a looser pull to the average, without reference",
+            SHORT_CLEAN | {"loss_type": "awm", "loss_kwargs": {"ema_beta": 0.1, "clip": 1e-5}},
         ),
         Recipe(
             "dgpo",
-            "DGPO: 10 steps at guidance 4.5, trained at 4 levels without guidance",
-            CLEAN | {"sde_window": [1, 7], "timestep_fraction": 0.67, "guidance_scale": 4.5, "loss_type": "dgpo"},
+            "DGPO: 10 steps at guidance 4.5, trained at 4 of 6 levels without guidance",
+            PUBLISHED_CLEAN
+            | {"sde_window": [1, 7], "timestep_fraction": 0.67, "permute_steps": True, "guidance_scale": 4.5}
+            | {"loss_type": "dgpo", "loss_kwargs": {"preference_beta": 100.0}},
         ),
+        Recipe("dgpo_tuned", "6 steps without guidance, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dgpo"}),
         Recipe(
-            "dgpo_tuned",
-            "6 steps without guidance, trained at 3 levels",
-            SHORT_CLEAN | {"loss_type": "dgpo", "timestep_fraction": 0.6},
+            "dpo",
+            "online Diffusion-DPO: best and worst of a group at one level of 9",
+            PUBLISHED_CLEAN
+            | {"timestep_fraction": 0.1, "permute_steps": True}
+            | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 2000.0}},
         ),
-        Recipe("dpo", "online DPO on the best and worst of a group, 10 steps", CLEAN | {"loss_type": "dpo"}),
-        Recipe(
-            "dpo_tuned",
-            "6 steps without noise, trained at 3 levels",
-            SHORT_CLEAN | {"loss_type": "dpo", "timestep_fraction": 0.6},
-        ),
+        Recipe("dpo_tuned", "6 steps without noise, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dpo"}),
     )
 }
 
