@@ -234,7 +234,7 @@ def train_row(
         eval_passes: passes between two evaluations.
         sizes: settings of a smaller run, for tests.
     """
-    counter = PassCounter()
+    counter, commit = PassCounter(), read_commit()  # before the run: a checkout may move on meanwhile
     with tempfile.TemporaryDirectory() as folder:
         script, lora, config = parse_recipe(recipe, learning_rate, seed, folder, sizes)
         trainer = build_trainer(script, lora, config)
@@ -277,7 +277,7 @@ def train_row(
         "machine": machine(),
         "threads": torch.get_num_threads(),
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
-        "commit": read_commit(),
+        "commit": commit,
         "command": f"python benchmarks/recipes.py --row {recipe.name} {learning_rate:g} {seed}"
         f" --max-passes {max_passes:g} --eval-passes {eval_passes:g}"
         + (f" --max-updates {max_updates}" if max_updates else ""),
