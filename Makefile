@@ -13,7 +13,7 @@ QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench bench-distributed bench-gpu bench-rewards sweep docs tiny-model clean
+.PHONY: help setup demo test test-all lint format bench bench-distributed bench-gpu bench-rewards bench-recipes sweep docs tiny-model clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ bench-gpu: setup ## time networks the size of SD3.5-M and FLUX with random weigh
 
 bench-rewards: setup ## time each reward, and the demo's wait for its rewards
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/rewards.py $(ARGS)
+
+bench-recipes: setup ## race recipes by what they learn per network pass (hours; can be stopped and started)
+	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/recipes.py $(ARGS)
 
 sweep: setup ## check every pipeline of a diffusers checkout (ARGS="--diffusers PATH")
 	@$(OFFLINE) $(QUIET) OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py $(ARGS)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from diffusion_grpo.run.folder import Run, read_run
-from diffusion_grpo.run.report import gain
+from diffusion_grpo.run.report import measure_gain
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "demo_runs.md"
@@ -42,7 +42,7 @@ def table(runs: dict[int, Run]) -> list[str]:
     lines += ["", "The share of the missing reward (the distance to its maximum) that was gained:", ""]
     lines += ["| seed | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for seed, run in runs.items():
-        shares = [gain(run, name) for name in names]
+        shares = [measure_gain(run, name) for name in names]
         lines.append(f"| {seed} | " + " | ".join("–" if x is None else f"{100 * x:.0f} %" for x in shares) + " |")
     return lines
 
@@ -84,7 +84,9 @@ def main() -> None:
     )
     head += f"\n{arguments.note}\n" if arguments.note else ""
     PAGE.write_text("\n".join([head, *table(runs)]) + "\n", encoding="utf-8")
-    print(json.dumps({seed: gain(run, "reward") for seed, run in runs.items()}), f"-> {PAGE.relative_to(ROOT)}")
+    print(
+        json.dumps({seed: measure_gain(run, "reward") for seed, run in runs.items()}), f"-> {PAGE.relative_to(ROOT)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The benchmarks run and read what they measure; no time is asserted."""
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -11,6 +12,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import distributed
 import gpu
+import recipe_results
+import recipe_run
+import recipe_settings
+import recipes
+from recipe_settings import LEARNING_RATES, RECIPES, Recipe
+
+from diffusion_grpo.run.records import write_json
 
 
 def test_time_in_several_collectives_at_once_counts_once():
@@ -68,3 +76,160 @@ def test_networks_read_as_much_text_as_the_published_ones(name, tokens):
     texts = {"prompt": "a ship", "prompt_2": None, "num_images_per_prompt": 1}
     texts |= {"prompt_3": None, "do_classifier_free_guidance": False} if name == "SD3.5-M" else {}
     assert pipe.encode_prompt(**texts)[0].shape == (1, tokens, 4096)
+
+
+SMALL = {"per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 2}
+SMALL |= {"eval_max_prompts": 2}
+BUDGET = {"max_passes": 100.0, "max_updates": 2, "eval_passes": 9.0}
+
+
+def train_small(settings, **budget):
+    recipe = Recipe("mine", "", settings)
+    return recipe_run.train_row(recipe, 1.1e-3, 0, **{**BUDGET, **budget}, sizes=SMALL)
+
+
+def entry(passes, reward):
+    """An evaluation as a row has it."""
+    cell = {"mean": reward, "std_error": 0.01}
+    return {"passes": passes, "seconds": 2 * passes, "reward": cell, "rewards": {"tesseract": cell}}
+
+
+def made_row(recipe, rate, seed, rewards, to_target=None):
+    """A row of a run of 100 passes, with evaluations evenly spread over them."""
+    evaluations = [entry(100 * at / (len(rewards) - 1), reward) for at, reward in enumerate(rewards)]
+    return {"recipe": recipe, "settings": RECIPES[recipe].settings, "learning_rate": rate, "seed": seed} | {
+        "phase": recipe_run.find_phase(seed),
+        "max_passes": 100.0,
+        "max_updates": None,
+        "eval_passes": 9.0,
+        "passes_per_sample": 9.0,
+        "updates": 11,
+        "seconds": 200,
+        "target": 0.86,
+        "passes_to_target": to_target,
+        "evaluations": evaluations,
+        "machine": "a machine",
+        "commit": "a commit",
+        "versions": {"torch": "2"},
+    }
+
+
+# rollout + 3 per trained step (4 with checkpointing), all twice with guidance; a reference adds 1 per trained step
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"sde_window": [0, 3]}, 6 + 3 * 3),
+        ({"sde_window": [0, 1]}, 6 + 3),
+        ({"sde_window": [0, 1], "gradient_checkpointing": True}, 6 + 4),
+        ({"sde_window": [0, 1], "guidance_scale": 2.0}, 2 * (6 + 3)),
+        ({"sde_window": [0, 2], "beta": 0.01}, 6 + 2 * 3 + 2),
+    ],
+)
+def test_network_passes_are_those_counted_by_hand(settings, passes):
+    row = train_small({"num_inference_steps": 6} | settings, max_updates=1)
+    assert row["passes_per_sample"] == row["passes"] == passes
+    # 2 prompts in 8 steps beside 8 samples an update, and with guidance once more in twice the rows
+    assert row["evaluations"][-1]["passes_evaluating"] == 2 * 8 / 8 * (3 if "guidance_scale" in settings else 1)
+    assert {"guided" in evaluation for evaluation in row["evaluations"]} == {"guidance_scale" in settings}
+
+
+def test_a_row_says_what_was_measured_and_is_not_made_again(tmp_path, capsys, monkeypatch):
+    recipe = RECIPES["first_of_6"]
+    row = recipe_run.train_row(recipe, 1.1e-3, 0, **BUDGET, sizes=SMALL)
+    assert (row["updates"], row["passes"], row["phase"]) == (2, 18, "tune")
+    assert [(point["update"], point["passes"]) for point in row["evaluations"]] == [(0, 0), (1, 9), (2, 18)]
+    assert all(point["rewards"].keys() == {"text", "color", "tesseract"} for point in row["evaluations"])
+    assert row["evaluations"][0]["reward"] != row["evaluations"][2]["reward"]
+    monkeypatch.setattr(recipes.subprocess, "run", lambda *args: pytest.fail("the row was made again"))
+    path = recipes.row_path(tmp_path, recipe.name, 1.1e-3, 0)
+    write_json(path, row)
+    given = recipes.parse([f"--out={tmp_path}", "--max-passes=100", "--max-updates=2", "--eval-passes=9"])
+    assert recipes.run_row(recipe, 1.1e-3, 0, given) == []
+    (line,) = recipes.run_row(Recipe(recipe.name, "", {}), 1.1e-3, 0, given)
+    assert str(path) in line and "settings" in line
+    recipes.show_results(given, table=True, plot=True)
+    assert "`first_of_6`" in capsys.readouterr().out and (tmp_path / "race.png").stat().st_size > 10_000
+
+
+def test_a_run_ends_before_it_exceeds_its_budget_and_evaluations_change_nothing():
+    often, rarely = (train_small({}, max_passes=35, max_updates=None, eval_passes=passes) for passes in (15, 1000))
+    assert (often["updates"], often["passes"]) == (rarely["updates"], rarely["passes"]) == (2, 30)
+    assert (len(often["evaluations"]), len(rarely["evaluations"])) == (3, 2)
+    assert often["evaluations"][-1]["reward"] == rarely["evaluations"][-1]["reward"]
+
+
+def test_learning_rate_warms_up_and_falls_to_0_with_the_budget():
+    counter = recipe_run.PassCounter()
+    race = recipe_run.Race(
+        lambda kwargs: {}, counter, samples=4, max_passes=100, max_updates=None, eval_passes=9, guidance=1
+    )
+    assert [race.scale_learning_rate(update) for update in range(4)] == [0.25, 0.5, 0.75, 1]
+    counter.rows["training", "gradient"] = 4 * 10  # 30 passes per sample
+    assert race.scale_learning_rate(9) == pytest.approx(0.7)
+    counter.rows["evaluation", "forward"] = 1000  # not from the budget
+    counter.rows["training", "forward"] = 4 * 90
+    assert race.scale_learning_rate(9) == 0
+
+
+def test_passes_to_a_reward_are_interpolated_at_its_first_crossing():
+    points = [entry(0, 0.7), entry(10, 0.8), entry(30, 0.9), entry(40, 0.85), entry(50, 0.95)]
+    assert recipe_run.find_crossing(points, 0.86) == pytest.approx(10 + 20 * 0.6)
+    assert recipe_run.find_crossing(points, 0.96) is None
+    assert recipe_run.find_crossing(points, 0.5) == 0
+
+
+def test_the_learning_rate_with_the_largest_area_is_reported_once_tuning_is_whole(tmp_path):
+    rewards = dict(zip(LEARNING_RATES, ([0.7, 0.7, 0.9], [0.7, 0.9, 0.9], [0.7, 0.8, 0.9], [0.7, 0.7, 0.7])))
+    rows = [made_row("demo", rate, seed, rewards[rate]) for rate in LEARNING_RATES for seed in (0, 1, 2)]
+    assert recipe_results.score(rows[3]) == pytest.approx((0.8 + 0.9) / 2)
+    assert recipe_results.choose_learning_rate(rows, "demo") == LEARNING_RATES[1]
+    assert recipe_results.choose_learning_rate(rows[:-1], "demo") is None
+    short = made_row("demo", 1.0, 0, [0.7, 0.9]) | {"max_passes": 200.0}  # what is left counts at the last reward
+    assert recipe_results.score(short) == pytest.approx((0.8 + 0.9) / 2)
+    for row in rows[:-1]:
+        write_json(recipes.row_path(tmp_path, "demo", row["learning_rate"], row["seed"]), row)
+    given = recipes.parse([f"--out={tmp_path}", "--max-passes=100", "--phase=report", "--recipes=demo"])
+    (line,) = recipes.run_phase("report", [RECIPES["demo"]], given)
+    assert "tuning is not finished" in line
+
+
+def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
+    rows = [made_row("flow_grpo", 1e-3, seed, [0.7, 0.87], 80.0) for seed in (3, 4)]
+    rows += [made_row("flow_grpo", 1e-3, 5, [0.7, 0.8])]
+    rows += [made_row("demo", 1e-3, seed, [0.7, 0.9], passes) for seed, passes in ((3, 8.0), (4, None), (5, 10.0))]
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{recipe_results.START}\na stale row\n{recipe_results.END}\nafter\n")
+    recipe_results.write_tables(page, rows, tmp_path / "none.png")
+    text = page.read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("| `demo` | 0.001 |"))
+    assert "| 8, –, 10 | 0.100, –, < 0.100 |" in line
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+
+
+def test_recipes_leave_alone_what_all_share():
+    for recipe in RECIPES.values():
+        assert not recipe.settings.keys() & recipe_settings.SHARED, recipe.name
+    assert statistics.median(LEARNING_RATES) < 1.1e-3 in LEARNING_RATES
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_each_recipe_that_this_package_knows_has_valid_settings(recipe, tmp_path):
+    if recipe_settings.find_unknown(recipe) is None:
+        *_, config = recipe_run.parse_recipe(recipe, 1e-3, 0, str(tmp_path))
+        assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128
+
+
+def test_recipes_that_this_package_cannot_train_are_named(capsys, monkeypatch):
+    lacking = {
+        "no setting no_such": {"no_such": 1},
+        "no loss_type no_such": {"loss_type": "no_such"},
+        "no sde_type no_such": {"sde_type": "no_such"},
+        "no no_such in the loss_kwargs of grpo": {"loss_kwargs": {"no_such": 1}},
+    }
+    for words, settings in lacking.items():
+        assert recipe_settings.find_unknown(Recipe("mine", "", settings)) == words
+    assert recipe_settings.find_unknown(RECIPES["demo"]) is None
+    monkeypatch.setitem(RECIPES, "mine", Recipe("mine", "", {"no_such": 1}))
+    monkeypatch.setattr(sys, "argv", ["recipes.py", "--recipes=mine", "--max-updates=1"])
+    recipes.main()
+    assert "mine: skipped, this package has no setting no_such\n" in capsys.readouterr().out

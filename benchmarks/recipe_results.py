@@ -1,0 +1,185 @@
+"""What the race's rows come to: the best learning rate of each recipe, the tables in Markdown, and the plot."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from recipe_settings import LEARNING_RATES, RECIPES, TUNE_SEEDS
+
+Row = dict[str, Any]
+BASELINE = "flow_grpo"
+START, END = "<!-- rows: written by --table -->", "<!-- end of rows -->"
+
+
+def read_rows(folder: Path, max_passes: float, max_updates: int | None) -> list[Row]:
+    """Return the rows in a folder that have this budget, in the order of the recipes, learning rates and seeds."""
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/*.json")]
+    kept = [row for row in rows if (row["max_passes"], row["max_updates"]) == (max_passes, max_updates)]
+    order = {name: place for place, name in enumerate(RECIPES)}
+    return sorted(kept, key=lambda row: (order.get(row["recipe"], len(order)), row["learning_rate"], row["seed"]))
+
+
+def score(row: Row) -> float:
+    """Return the mean held-out reward over the passes of the budget: it counts how soon and how far a run gets.
+
+    The trapezoids between evaluations are added up; what is left of the budget after the last update counts at the
+    last evaluation's reward.
+    """
+    points = [(entry["passes"], entry["reward"]["mean"]) for entry in row["evaluations"]]
+    points.append((max(row["max_passes"], points[-1][0]), points[-1][1]))
+    area = sum((b - a) * (low + high) / 2 for (a, low), (b, high) in zip(points, points[1:]))
+    return area / points[-1][0]
+
+
+def tune_scores(rows: list[Row], recipe: str) -> dict[float, list[float]]:
+    """Return the scores of a recipe's tuning by learning rate, one per seed."""
+    scores = {rate: [] for rate in LEARNING_RATES}
+    for row in rows:
+        if row["recipe"] == recipe and row["phase"] == "tune" and row["learning_rate"] in scores:
+            scores[row["learning_rate"]].append(score(row))
+    return scores
+
+
+def choose_learning_rate(rows: list[Row], recipe: str) -> float | None:
+    """Return the learning rate with the best mean score; None until each has all its tuning seeds."""
+    scores = tune_scores(rows, recipe)
+    if any(len(found) < len(TUNE_SEEDS) for found in scores.values()):
+        return None
+    return max(scores, key=lambda rate: statistics.mean(scores[rate]))
+
+
+def format_tables(rows: list[Row]) -> list[str]:
+    """Return Markdown: the reported seeds, the tuning over the grid, and what each recipe is."""
+    names = list(dict.fromkeys(row["recipe"] for row in rows))
+    lines = ["## Reported seeds", "", *_report_table([row for row in rows if row["phase"] == "report"])]
+    lines += ["", "## Tuning", "", *_tune_table(rows, names), "", "## Recipes", "", *_recipe_table(rows, names)]
+    for key, title in (("machine", "Machines"), ("commit", "Commits")):
+        lines += ["", f"{title}: " + ", ".join(sorted({row[key] for row in rows})) + "."]
+    versions = sorted({f"{package} {version}" for row in rows for package, version in row["versions"].items()})
+    return [*lines, "", f"Versions: {', '.join(versions)}."]
+
+
+def _report_table(rows: list[Row]) -> list[str]:
+    if not rows:
+        return ["No row of this phase yet."]
+    target = rows[0]["target"]
+    head = ["recipe", "learning rate", "passes per sample", "updates", "held-out reward at the end", "Tesseract"]
+    head += [f"passes to {target:g}", "of Flow-GRPO's", "minutes"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    baseline = {row["seed"]: row["passes_to_target"] for row in rows if row["recipe"] == BASELINE}
+    for name in dict.fromkeys(row["recipe"] for row in rows):
+        own = [row for row in rows if row["recipe"] == name]
+        reached = [row["passes_to_target"] for row in own]
+        cells = [f"`{name}`", f"{own[0]['learning_rate']:g}", f"{own[0]['passes_per_sample']:.4g}"]
+        cells += [str(own[0]["updates"]), _list_ends(own, "reward"), _list_ends(own, "tesseract")]
+        cells += [", ".join("–" if passes is None else f"{passes:.0f}" for passes in reached)]
+        cells += [", ".join(format_share(row, baseline) for row in own)]
+        lines.append(_line([*cells, f"{statistics.mean(row['seconds'] for row in own) / 60:.1f}"]))
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
+    return [*lines, "", f"Numbers separated by commas belong to seeds {seeds}, in this order."]
+
+
+def _list_ends(rows: list[Row], name: str) -> str:
+    """List a reward at the last evaluation of each seed, and also with the recipe's guidance where it has some."""
+
+    def mean(entry: dict[str, Any]) -> float:
+        return (entry["reward"] if name == "reward" else entry["rewards"][name])["mean"]
+
+    ends = [row["evaluations"][-1] for row in rows]
+    text = ", ".join(f"{mean(end):.3f}" for end in ends)
+    guided = ", ".join(f"{mean(end['guided']):.3f}" for end in ends if "guided" in end)
+    return f"{text} (guided {guided})" if guided else text
+
+
+def format_share(row: Row, baseline: dict[int, float | None]) -> str:
+    """Write a row's passes to the target as a share of those of Flow-GRPO with the same seed."""
+    if row["passes_to_target"] is None or row["seed"] not in baseline:
+        return "–"
+    passes = baseline[row["seed"]]
+    if passes is None:  # Flow-GRPO has not reached it within the budget
+        return f"< {row['passes_to_target'] / row['max_passes']:.3f}"
+    return f"{row['passes_to_target'] / passes:.3f}"
+
+
+def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
+    lines = [_line(["recipe", *(f"{rate:g}" for rate in LEARNING_RATES)]), _line(["---"] * (1 + len(LEARNING_RATES)))]
+    for name in names:
+        scores, best = tune_scores(rows, name), choose_learning_rate(rows, name)
+        cells = []
+        for rate, found in scores.items():
+            text = f"{statistics.mean(found):.3f} ({min(found):.3f} to {max(found):.3f})" if found else "–"
+            cells.append(f"**{text}**" if rate == best else text)
+        lines.append(_line([f"`{name}`", *cells]))
+    return [
+        *lines,
+        "",
+        "Each cell is the mean held-out reward over the budget's passes (the area under the curve), its mean over the",
+        "tuning seeds and their range. The best of a finished line is bold and is the learning rate that is reported.",
+    ]
+
+
+def _recipe_table(rows: list[Row], names: list[str]) -> list[str]:
+    lines = [_line(["recipe", "what it does", "changes in examples/demo.yaml"]), _line(["---"] * 3)]
+    for name in names:
+        settings = next(row["settings"] for row in rows if row["recipe"] == name)
+        changes = f"`{json.dumps(settings)}`" if settings else "none"
+        lines.append(_line([f"`{name}`", RECIPES[name].summary if name in RECIPES else "no longer there", changes]))
+    return lines
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def write_tables(page: Path, rows: list[Row], plot: Path) -> None:
+    """Write the tables into a page between its two marks, or make a page of them."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else f"{START}\n{END}\n"
+    before, _, rest = text.partition(START)
+    after = rest.partition(END)[2]
+    lines = format_tables(rows)
+    if plot.is_file():
+        lines = [f"![held-out reward against passes and seconds]({plot.relative_to(page.parent)})", "", *lines]
+    page.write_text("\n".join([before + START, "", *lines, "", END + after]), encoding="utf-8")
+
+
+def save_plot(path: Path, rows: list[Row]) -> None:
+    """Draw held-out reward against passes and against minutes, a colour per recipe and a line per seed.
+
+    The reported seeds are drawn; of a recipe without any, the tuning seeds at its best learning rate so far.
+    """
+    from matplotlib import colormaps, rc_context
+    from matplotlib.figure import Figure
+
+    from diffusion_grpo.run.plots import STYLE
+
+    names = list(dict.fromkeys(row["recipe"] for row in rows))
+    with rc_context(STYLE):
+        figure = Figure(figsize=(12, 5.2), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for place, name in enumerate(names):
+            style = {"color": colormaps["tab20"](place % 20), "linestyle": "-" if place < 20 else "--"}
+            for number, row in enumerate(choose_shown(rows, name)):
+                values = [entry["reward"]["mean"] for entry in row["evaluations"]]
+                label = (name if row["phase"] == "report" else f"{name} (tuning)") if number == 0 else None
+                for axes, key, unit in ((left, "passes", 1), (right, "seconds", 60)):
+                    places = [entry[key] / unit for entry in row["evaluations"]]
+                    axes.plot(places, values, linewidth=1.1, label=label if axes is left else None, **style)
+        left.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
+        right.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
+        left.set_xlabel("network passes per sample, summed over updates")
+        left.set_ylabel("held-out reward")
+        right.set_xlabel("minutes of training")
+        figure.legend(loc="outside right upper", fontsize=8)
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def choose_shown(rows: list[Row], recipe: str) -> list[Row]:
+    """Return the rows of a recipe that the plot shows."""
+    own = [row for row in rows if row["recipe"] == recipe]
+    reported = [row for row in own if row["phase"] == "report"]
+    scores = {rate: found for rate, found in tune_scores(rows, recipe).items() if found}
+    if reported or not scores:
+        return reported or own
+    best = max(scores, key=lambda rate: statistics.mean(scores[rate]))
+    return [row for row in own if row["phase"] == "tune" and row["learning_rate"] == best]

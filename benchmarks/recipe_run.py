@@ -1,0 +1,296 @@
+"""Train the embedded model by one recipe until its network passes are used up, and measure it on the way."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from demo_seeds import ROOT, machine
+from recipe_settings import DEMO, REPORT_SEEDS, TUNE_SEEDS, Recipe
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils import _pytree as pytree
+from transformers import PrinterCallback, TrainerCallback
+
+from diffusion_grpo.cli.train import build_trainer
+from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo.run.records import PACKAGES
+from diffusion_grpo.training.callbacks import ReportCallback
+from diffusion_grpo.training.progress import LinesCallback
+
+COSTS = {"forward": 1, "gradient": 3, "checkpointed": 4}  # of a call: alone, with its backward pass, recomputed in it
+TARGET = 0.86  # held-out reward that recipes are to reach
+WARMUP = 3  # updates; Adam's first steps have full size, whatever the gradient
+
+
+class PassCounter:
+    """Counts the rows that pass a network, at the costs of `COSTS`.
+
+    The class's `forward` is wrapped, so copies of the network (references, old policies) count too. Hooks would not
+    do: they also run where a replay skips the network because the step's result is known.
+
+    Attributes:
+        stage: what the calls are counted for.
+        rows: number of rows by (stage, kind of call). A guided call has two rows per sample.
+    """
+
+    def __init__(self):
+        self.stage = "training"
+        self.rows: Counter[tuple[str, str]] = Counter()
+
+    @contextlib.contextmanager
+    def watch(self, network_class: type[torch.nn.Module]) -> Iterator[None]:
+        """Count every call of networks of this class inside the context."""
+        real = network_class.forward
+
+        @functools.wraps(real)
+        def forward(network, *args, **kwargs):
+            output = real(network, *args, **kwargs)
+            first = next(leaf for leaf in pytree.tree_leaves(output) if torch.is_tensor(leaf))
+            kind = "forward"
+            if first.requires_grad:
+                kind = "checkpointed" if network.is_gradient_checkpointing else "gradient"
+            self.rows[self.stage, kind] += len(first)
+            return output
+
+        network_class.forward = forward
+        try:
+            yield
+        finally:
+            network_class.forward = real
+
+    @contextlib.contextmanager
+    def count_as(self, stage: str) -> Iterator[None]:
+        """Count the calls inside the context for another stage."""
+        before, self.stage = self.stage, stage
+        try:
+            yield
+        finally:
+            self.stage = before
+
+    def passes(self, stage: str) -> int:
+        """Return the passes of a stage: rows times cost."""
+        return sum(COSTS[kind] * rows for (counted, kind), rows in self.rows.items() if counted == stage)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """A time or a duration: by the clock, and of this process on the CPU, which other work hardly moves."""
+
+    seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def read(cls) -> "Clock":
+        """Return the present."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def __add__(self, other: "Clock") -> "Clock":
+        return Clock(self.seconds + other.seconds, self.cpu_seconds + other.cpu_seconds)
+
+    def __sub__(self, other: "Clock") -> "Clock":
+        return Clock(self.seconds - other.seconds, self.cpu_seconds - other.cpu_seconds)
+
+
+class Race(TrainerCallback):
+    """Evaluates about every `eval_passes` passes, and stops the run before it exceeds its budget.
+
+    Args:
+        evaluate: takes pipeline arguments, returns metrics whose names begin with `race_`.
+        counter: of the network's passes.
+        samples: per update.
+        max_passes: the budget: passes per sample of an update, summed over updates.
+        max_updates: ends the run earlier.
+        eval_passes: passes between two evaluations.
+        guidance: at which the recipe trains; where it is not 1, each evaluation is made with it too.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[dict[str, Any]], dict[str, float]],
+        counter: PassCounter,
+        *,
+        samples: int,
+        max_passes: float,
+        max_updates: int | None,
+        eval_passes: float,
+        guidance: float,
+    ):
+        self.evaluate, self.counter, self.samples, self.guidance = evaluate, counter, samples, guidance
+        self.max_passes, self.max_updates, self.eval_passes = max_passes, max_updates, eval_passes
+        self.evaluations: list[dict[str, Any]] = []
+        self.start, self.evaluating = Clock(0.0, 0.0), Clock(0.0, 0.0)
+
+    @property
+    def passes(self) -> float:
+        """Passes per sample of an update so far, evaluations not among them."""
+        return self.counter.passes("training") / self.samples
+
+    @property
+    def training(self) -> "Clock":
+        """Seconds of training so far, without evaluations."""
+        return Clock.read() - self.start - self.evaluating
+
+    def scale_learning_rate(self, update: int) -> float:
+        """Return the factor of the learning rate: a short warm-up, then linear to 0 at the end of the budget.
+
+        By passes and not by updates, since the price of an update is known once one has been made.
+        """
+        return min(1.0, (update + 1) / (WARMUP + 1)) * max(0.0, 1 - self.passes / self.max_passes)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start = Clock.read()
+        self._measure(0)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        updates = state.global_step
+        next_one = self.passes * (updates + 1) / updates
+        control.should_training_stop = next_one > self.max_passes or updates == self.max_updates
+        is_due = self.passes // self.eval_passes > self.evaluations[-1]["passes"] // self.eval_passes
+        if is_due or control.should_training_stop:
+            self._measure(updates)
+
+    def _measure(self, update: int) -> None:
+        begun, before, training = Clock.read(), self.counter.passes("evaluation"), self.training
+        entry = {"update": update, "passes": self.passes, **dataclasses.asdict(training)}
+        with self.counter.count_as("evaluation"):
+            entry |= read_rewards(self.evaluate({"guidance_scale": 1.0}))
+            if self.guidance != 1:
+                entry["guided"] = read_rewards(self.evaluate({"guidance_scale": self.guidance}))
+        entry["passes_evaluating"] = (self.counter.passes("evaluation") - before) / self.samples
+        self.evaluations.append(entry)
+        self.evaluating += Clock.read() - begun
+        rewards = "  ".join(f"{name} {cell['mean']:.3f}" for name, cell in entry["rewards"].items())
+        print(
+            f"  update {update:4}  passes {entry['passes']:7.1f}  seconds {entry['seconds']:6.0f}  "
+            f"reward {entry['reward']['mean']:.3f}  {rewards}",
+            flush=True,
+        )
+
+
+def read_rewards(metrics: dict[str, float]) -> dict[str, Any]:
+    """Return the weighted reward and each reward of an evaluation, as means with standard errors."""
+    names = [key.split("/")[1] for key in metrics if key.startswith("race_rewards/") and key.endswith("/mean")]
+    return {
+        "reward": {"mean": metrics["race_reward"], "std_error": metrics["race_reward_std_error"]},
+        "rewards": {
+            name: {key: metrics[f"race_rewards/{name}/{key}"] for key in ("mean", "std_error")} for name in names
+        },
+    }
+
+
+def find_crossing(evaluations: list[dict[str, Any]], target: float) -> float | None:
+    """Return the passes at which the held-out reward first reaches `target`, interpolated; None if it never does."""
+    points = [(entry["passes"], entry["reward"]["mean"]) for entry in evaluations]
+    if points and points[0][1] >= target:
+        return points[0][0]
+    for (before, low), (after, high) in zip(points, points[1:]):
+        if high >= target:
+            return before + (after - before) * (target - low) / (high - low)
+    return None
+
+
+def parse_recipe(
+    recipe: Recipe, learning_rate: float, seed: int, folder: str, sizes: dict[str, Any] | None = None
+) -> tuple[Any, Any, Any]:
+    """Return the arguments of script, LoRA and run: the demo's with what the recipe and the race change.
+
+    Raises:
+        ValueError: the settings are unknown or contradict each other.
+    """
+    settings = recipe.settings | {"learning_rate": learning_rate, "seed": seed, "output_dir": folder}
+    settings |= {"eval_strategy": "no", "eval_on_start": False, "baseline_guidance_scales": None}
+    settings |= {"report_experiment": None, "log_completions": False, "disable_tqdm": True}
+    settings |= {"max_steps": 1_000_000} | (sizes or {})  # the budget ends the run
+    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    return parse_train_arguments(str(ROOT / DEMO), [f"--{name}={value}" for name, value in words.items()])
+
+
+def train_row(
+    recipe: Recipe,
+    learning_rate: float,
+    seed: int,
+    *,
+    max_passes: float,
+    max_updates: int | None = None,
+    eval_passes: float,
+    sizes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train by a recipe, and return its row.
+
+    Args:
+        recipe: what is changed in the demo.
+        learning_rate: at its peak.
+        seed: of the run and of its evaluations.
+        max_passes: the budget, in network passes per sample of an update, summed over the updates.
+        max_updates: ends the run earlier; the learning rate still falls as for the whole budget.
+        eval_passes: passes between two evaluations.
+        sizes: settings of a smaller run, for tests.
+    """
+    counter, commit = PassCounter(), read_commit()  # before the run: a checkout may move on meanwhile
+    with tempfile.TemporaryDirectory() as folder:
+        script, lora, config = parse_recipe(recipe, learning_rate, seed, folder, sizes)
+        trainer = build_trainer(script, lora, config)
+        for callback in (PrinterCallback, LinesCallback, ReportCallback):
+            trainer.remove_callback(callback)
+        race = Race(
+            lambda kwargs: trainer.evaluate(metric_key_prefix="race", pipeline_kwargs=kwargs),
+            counter,
+            samples=config.per_device_train_batch_size * config.gradient_accumulation_steps,
+            max_passes=max_passes,
+            max_updates=max_updates,
+            eval_passes=eval_passes,
+            guidance=config.guidance_scale,
+        )
+        trainer.add_callback(race)
+        trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), race.scale_learning_rate)
+        with counter.watch(type(trainer.pipe.transformer)):
+            trainer.train()
+        clock = race.training
+    return {
+        "recipe": recipe.name,
+        "settings": recipe.settings,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "phase": find_phase(seed),
+        "max_passes": max_passes,
+        "max_updates": max_updates,
+        "eval_passes": eval_passes,
+        "updates": trainer.state.global_step,
+        "samples_per_update": race.samples,
+        "passes_per_sample": race.passes / trainer.state.global_step,
+        "passes": race.passes,
+        "passes_evaluating": counter.passes("evaluation") / race.samples,
+        "rows_passed": {f"{stage}, {kind}": rows for (stage, kind), rows in sorted(counter.rows.items())},
+        **dataclasses.asdict(clock),
+        "seconds_evaluating": race.evaluating.seconds,
+        "target": TARGET,
+        "passes_to_target": find_crossing(race.evaluations, TARGET),
+        "evaluations": race.evaluations,
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+        "commit": commit,
+        "command": f"python benchmarks/recipes.py --row {recipe.name} {learning_rate:g} {seed}"
+        f" --max-passes {max_passes:g} --eval-passes {eval_passes:g}"
+        + (f" --max-updates {max_updates}" if max_updates else ""),
+    }
+
+
+def find_phase(seed: int) -> str | None:
+    """Return which phase a seed belongs to; None for any other seed."""
+    return "tune" if seed in TUNE_SEEDS else "report" if seed in REPORT_SEEDS else None
+
+
+def read_commit() -> str:
+    """Return the commit of this checkout, with `-dirty` where tracked files differ from it."""
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"

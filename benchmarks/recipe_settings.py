@@ -1,0 +1,199 @@
+"""The recipes of the race: what each changes in examples/demo.yaml, and whether this package knows its settings."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from diffusion_grpo.config.source import config_fields, loss_names, process_names
+
+DEMO = "examples/demo.yaml"
+LEARNING_RATES = (2.75e-4, 5.5e-4, 1.1e-3, 2.2e-3)  # the same for each recipe, around the demo's
+TUNE_SEEDS, REPORT_SEEDS = (0, 1, 2), (3, 4, 5)
+
+# Read from the demo and left to no recipe, so that all train the same weights on the same prompts, groups and rewards
+SHARED = {
+    *("model", "dataset", "height", "width", "pipeline_kwargs", "seed", "output_dir"),
+    *("reward_funcs", "reward_weights", "eval_reward_funcs"),
+    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
+    *("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("eval_dataset", "eval_max_prompts", "eval_num_inference_steps"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to train.
+
+    Attributes:
+        name: in the table, on the command line and in the rows' folder.
+        summary: what it does, in one line.
+        settings: what it changes in the demo's settings.
+    """
+
+    name: str
+    summary: str
+    settings: dict[str, Any]
+
+
+# Flow-GRPO's base script (2505.05470): every step but the last is stochastic and trained. Left out, since they cost
+# passes or hold a short run back: its KL term, its moving average, and the noise in the last step
+FLOW_GRPO = {
+    "num_inference_steps": 10,
+    "sde_window": None,
+    "deterministic_outside_window": False,
+    "same_initial_noise": False,
+    "scale_rewards": "group",
+    "epsilon": 1e-4,
+}
+HALF = FLOW_GRPO | {"sde_window": [0, 5], "deterministic_outside_window": True}  # only the first half may be trained
+TWO_UPDATES = {"steps_per_generation": 8}  # a rollout of two updates, each sample trained once
+FIRST_STEP = {"num_inference_steps": 6, "sde_window": [0, 1]}
+
+# Algorithms on re-noised samples roll out without noise, and train at levels of the rollout's steps after the first
+CLEAN = {
+    "num_inference_steps": 10,
+    "sde_type": "auto",
+    "noise_level": None,
+    "sde_window": None,
+    "deterministic_outside_window": False,
+}
+PUBLISHED_CLEAN = CLEAN | {"same_initial_noise": False}
+SHORT_CLEAN = CLEAN | {"num_inference_steps": 6, "timestep_fraction": 0.6, "permute_steps": True}  # 3 levels of 5
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("flow_grpo", "Flow-GRPO as published, without guidance: 10 steps, 9 trained", FLOW_GRPO),
+        Recipe("flow_grpo_guided", "the same with guidance 4.5", FLOW_GRPO | {"guidance_scale": 4.5}),
+        Recipe(
+            "flow_grpo_fast",
+            "Flow-GRPO-Fast: 2 consecutive steps of the first 5, drawn for each rollout",
+            HALF | {"sde_window_size": 2},
+        ),
+        Recipe("demo", "examples/demo.yaml: 6 steps, the first 3 trained, shared initial noise", {}),
+        Recipe("first_of_6", "the demo with the first of 6 steps trained", FIRST_STEP),
+        Recipe(
+            "first_of_4",
+            "the demo with the first of 4 steps trained",
+            {"num_inference_steps": 4, "sde_window": [0, 1]},
+        ),
+        Recipe("first_two_of_6", "the demo with the first 2 of 6 steps trained", {"sde_window": [0, 2]}),
+        # Step weights, processes and ratios on recorded steps
+        Recipe(
+            "tempflow",
+            "TempFlow-GRPO: 4 initial latents of 4 branches at one step of 10, weighted by its noise",
+            FLOW_GRPO
+            | {"sde_window": [1, 9], "sde_window_size": 1, "deterministic_outside_window": True, "branches": 4}
+            | {"step_weight": "noise"},
+        ),
+        Recipe("tempflow_tuned", "the demo with steps weighted by their noise", {"step_weight": "noise"}),
+        Recipe(
+            "flash",
+            "Flash-GRPO: one step drawn for each prompt of the first 10 of 20",
+            FLOW_GRPO
+            | {
+                "num_inference_steps": 20,
+                "sde_window": [0, 10],
+                "sde_window_size": 1,
+                "sde_window_order": "per_prompt",
+            }
+            | {"deterministic_outside_window": True, "step_weight": "velocity", "epsilon": 1e-3},
+        ),
+        Recipe(
+            "flash_tuned",
+            "the demo with one step drawn for each prompt of the first 3 of 6",
+            {"sde_window_size": 1, "sde_window_order": "per_prompt", "step_weight": "velocity"},
+        ),
+        Recipe(
+            "grpo_guard",
+            "GRPO-Guard: normalized ratios, two updates per rollout",
+            FLOW_GRPO | TWO_UPDATES | {"loss_type": "grpo_guard", "loss_kwargs": {"clip_range": 4e-6}},
+        ),
+        Recipe(
+            "grpo_guard_tuned",
+            "the demo with its ratio and its weight per step",
+            {"loss_type": "grpo_guard", "loss_kwargs": {"clip_range": 4e-6}},
+        ),
+        Recipe(
+            "precise",
+            "the process of Precise at 1.5, on 9 of 10 steps",
+            FLOW_GRPO | {"sde_type": "precise", "noise_level": 1.5},
+        ),
+        Recipe(
+            "precise_tuned",
+            "the first of 6 steps by that process",
+            FIRST_STEP | {"sde_type": "precise", "noise_level": 1.5},
+        ),
+        Recipe(
+            "dppo",
+            "Flow-DPPO: a mask on the divergence, 3 of the first 5 of 10 steps, two updates per rollout",
+            HALF
+            | TWO_UPDATES
+            | {"sde_window_size": 3, "scale_rewards": "batch"}
+            | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-5}},
+        ),
+        Recipe(
+            "dppo_tuned",
+            "the first of 6 steps with that mask, two updates per rollout",
+            FIRST_STEP | TWO_UPDATES | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-5}},
+        ),
+        # Algorithms on re-noised samples
+        Recipe(
+            "nft",
+            "DiffusionNFT: 10 steps without noise, trained at 9 levels, with old policy and reference",
+            PUBLISHED_CLEAN | {"loss_type": "nft", "beta": 1e-4, "loss_kwargs": {"strength": 1.0, "decay_max": 0.5}},
+        ),
+        Recipe(
+            "nft_tuned",
+            "6 steps without noise, trained at 3 levels, without old policy and reference",
+            SHORT_CLEAN | {"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}},
+        ),
+        Recipe(
+            "awm",
+            "AWM: 14 steps without noise, trained at 6 levels of the first 90 %, with average and reference",
+            PUBLISHED_CLEAN
+            | {"num_inference_steps": 14, "sde_window": [1, 13], "timestep_fraction": 0.5, "permute_steps": True}
+            | {"loss_type": "awm", "beta": 1e-3, "loss_kwargs": {"ema_beta": 1.0, "clip": 1.0}},
+        ),
+        Recipe(
+            "awm_tuned",
+            "6 steps without noise, trained at 3 levels, with a looser pull to the average, without reference",
+            SHORT_CLEAN | {"loss_type": "awm", "loss_kwargs": {"ema_beta": 0.1, "clip": 1e-5}},
+        ),
+        Recipe(
+            "dgpo",
+            "DGPO: 10 steps at guidance 4.5, trained at 4 of 6 levels without guidance",
+            PUBLISHED_CLEAN
+            | {"sde_window": [1, 7], "timestep_fraction": 0.67, "permute_steps": True, "guidance_scale": 4.5}
+            | {"loss_type": "dgpo", "loss_kwargs": {"preference_beta": 100.0}},
+        ),
+        Recipe("dgpo_tuned", "6 steps without guidance, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dgpo"}),
+        Recipe(
+            "dpo",
+            "online Diffusion-DPO: best and worst of a group at one level of 9",
+            PUBLISHED_CLEAN
+            | {"timestep_fraction": 0.1, "permute_steps": True}
+            | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 2000.0}},
+        ),
+        Recipe("dpo_tuned", "6 steps without noise, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dpo"}),
+    )
+}
+
+
+def find_unknown(recipe: Recipe) -> str | None:
+    """Say in a few words what this package lacks for a recipe; None where it has everything."""
+    settings = recipe.settings
+    if unknown := sorted(settings.keys() - config_fields().keys()):
+        return f"no setting {unknown[0]}"
+    loss, process = settings.get("loss_type", "grpo"), settings.get("sde_type", "auto")
+    if loss not in loss_names():
+        return f"no loss_type {loss}"
+    if process not in ("auto", *process_names()):
+        return f"no sde_type {process}"
+    if "loss_kwargs" in settings:
+        from diffusion_grpo.algorithms import ALGORITHMS  # imports torch
+
+        if unknown := sorted(settings["loss_kwargs"].keys() - inspect.signature(ALGORITHMS[loss]).parameters.keys()):
+            return f"no {unknown[0]} in the loss_kwargs of {loss}"
+    return None

@@ -1,0 +1,177 @@
+"""
+Race recipes by what they learn per network pass: `make bench-recipes` writes docs/recipes/ and docs/recipes.md.
+
+Each recipe trains the embedded model with the demo's LoRA, prompts, groups, rewards and evaluation, until it has used
+up the same number of network passes. Every (recipe, learning rate, seed) is one run in a process of its own and one
+JSON file; a file that is there is not made again, so the race can be stopped and started at any time. First each
+recipe is tuned over the same learning rates (seeds 0 to 2), then its best one is reported (seeds 3 to 5).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from recipe_results import Row, choose_learning_rate, read_rows, save_plot, write_tables
+from recipe_settings import LEARNING_RATES, RECIPES, REPORT_SEEDS, TUNE_SEEDS, Recipe, find_unknown
+
+ROOT = Path(__file__).parent.parent
+SEEDS = {"tune": TUNE_SEEDS, "report": REPORT_SEEDS}
+SAME = ("settings", "max_passes", "max_updates", "eval_passes")  # of a row and of the run that would make it
+
+
+def row_path(folder: Path, recipe: str, learning_rate: float, seed: int) -> Path:
+    """Return the file of a row."""
+    return folder / recipe / f"lr-{learning_rate:g}-seed-{seed}.json"
+
+
+def find_difference(path: Path, wanted: dict[str, Any]) -> str | None:
+    """Say in what a row that is there differs from the run that would make it; None if in nothing."""
+    row = json.loads(path.read_text(encoding="utf-8"))
+    for key in SAME:
+        if row[key] != wanted[key]:
+            return f"{path} was made with {key} {row[key]}, now {wanted[key]}; delete it to make it again"
+    return None
+
+
+def make_row(arguments: argparse.Namespace) -> None:
+    """Train one row in this process, and write it once it is whole."""
+    from recipe_run import train_row
+
+    from diffusion_grpo.cli.inputs import hide_loading_bars
+    from diffusion_grpo.run.records import write_json
+
+    name, rate, seed = arguments.row[0], float(arguments.row[1]), int(arguments.row[2])
+    hide_loading_bars("tiny")
+    row = train_row(RECIPES[name], rate, seed, **budget(arguments))
+    write_json(row_path(arguments.out, name, rate, seed), row)
+
+
+def budget(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the length of a run and how often it is evaluated."""
+    return {name: getattr(arguments, name) for name in ("max_passes", "max_updates", "eval_passes")}
+
+
+def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) -> list[str]:
+    """Make the rows of a phase that are not there yet.
+
+    Returns:
+        what could not be made, a line each.
+    """
+    problems = []
+    for recipe in recipes:
+        rates = list(LEARNING_RATES)
+        if phase == "report":
+            best = choose_learning_rate(read_tuning(arguments, recipe), recipe.name)
+            if best is None:
+                problems.append(f"{recipe.name}: not reported, its tuning is not finished (--phase tune)")
+                continue
+            rates = [best]
+        for rate in rates:
+            for seed in [seed for seed in SEEDS[phase] if seed in arguments.seeds]:
+                problems += run_row(recipe, rate, seed, arguments)
+    return problems
+
+
+def read_tuning(arguments: argparse.Namespace, recipe: Recipe) -> list[Row]:
+    """Return the rows with which a recipe was tuned in this budget, as it is now."""
+    rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
+    return [row for row in rows if row["recipe"] == recipe.name and row["settings"] == recipe.settings]
+
+
+def run_row(recipe: Recipe, rate: float, seed: int, arguments: argparse.Namespace) -> list[str]:
+    """Make one row in a process of its own, unless it is there."""
+    path = row_path(arguments.out, recipe.name, rate, seed)
+    if path.is_file():
+        difference = find_difference(path, budget(arguments) | {"settings": recipe.settings})
+        return [] if difference is None else [difference]
+    print(f"{recipe.name}, learning rate {rate:g}, seed {seed}", flush=True)
+    words = ["--row", recipe.name, f"{rate:g}", str(seed), "--out", str(arguments.out)]
+    words += [f"--max-passes={arguments.max_passes:g}", f"--eval-passes={arguments.eval_passes:g}"]
+    words += [f"--max-updates={arguments.max_updates}"] if arguments.max_updates else []
+    done = subprocess.run([sys.executable, __file__, *words])
+    return [f"{path}: the run ended with exit code {done.returncode}"] if done.returncode else []
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = lambda text: text.split(",")  # noqa: E731
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--phase", choices=SEEDS, help="only this one; default: tune, then report")
+    parser.add_argument(
+        "--recipes", type=names, default=list(RECIPES), help="names, separated by commas; default: all"
+    )
+    every = [*TUNE_SEEDS, *REPORT_SEEDS]
+    parser.add_argument("--seeds", type=numbers, default=every, help="of the phases' seeds only these; default: all")
+    parser.add_argument("--row", nargs=3, metavar=("RECIPE", "RATE", "SEED"), help="train one row in this process")
+    help_text = "budget: network passes per sample of an update, summed over updates; default: %(default)g"
+    parser.add_argument("--max-passes", type=float, default=1480, help=help_text)
+    parser.add_argument("--max-updates", type=int, help="end each run after so many updates, to try it out")
+    help_text = "evaluate each time so many passes are used up; default: %(default)g"
+    parser.add_argument("--eval-passes", type=float, default=40, help=help_text)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "recipes", help="folder; default: docs/recipes")
+    parser.add_argument("--list", action="store_true", help="list the recipes and what this package lacks for them")
+    parser.add_argument("--table", action="store_true", help="only write the tables to OUT.md, and print them")
+    parser.add_argument("--plot", action="store_true", help="only draw OUT/race.png")
+    arguments = parser.parse_args(words)
+    named = [*arguments.recipes, *(arguments.row[:1] if arguments.row else [])]
+    if unknown := [name for name in named if name not in RECIPES]:
+        parser.error(f"unknown recipe {unknown[0]!r}; --list shows them")
+    if unknown := [seed for seed in arguments.seeds if seed not in every]:
+        parser.error(f"seed {unknown[0]} belongs to no phase; --row trains with any seed")
+    return arguments
+
+
+def show_results(arguments: argparse.Namespace, table: bool, plot: bool) -> None:
+    """Write the plot and the tables of the rows that are there."""
+    rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
+    others = len(list(arguments.out.glob("*/*.json"))) - len(rows)
+    rows = [row for row in rows if row["recipe"] in arguments.recipes]
+    left_out = f"; rows of other budgets that are left out: {others}" if others else ""
+    print(f"Rows of this budget in {arguments.out}: {len(rows)}{left_out}.")
+    if not rows:
+        return
+    image, page = arguments.out / "race.png", arguments.out.with_suffix(".md")
+    if plot:
+        save_plot(image, rows)
+        print(f"Plot: {image}")
+    if table:
+        write_tables(page, rows, image)
+        print(page.read_text(encoding="utf-8"), f"Page: {page}", sep="\n")
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.list:
+        for recipe in RECIPES.values():
+            lacking = find_unknown(recipe)
+            print(f"{recipe.name:<18} {recipe.summary}{f' [this package has {lacking}]' if lacking else ''}")
+        return 0
+    if arguments.row:
+        lacking = find_unknown(RECIPES[arguments.row[0]])
+        if lacking:
+            sys.exit(f"{arguments.row[0]} cannot be trained: this package has {lacking}.")
+        make_row(arguments)
+        return 0
+    if arguments.table or arguments.plot:
+        show_results(arguments, arguments.table, arguments.plot)
+        return 0
+    recipes = []
+    for name in arguments.recipes:
+        lacking = find_unknown(RECIPES[name])
+        if lacking:
+            print(f"{name}: skipped, this package has {lacking}")
+        else:
+            recipes.append(RECIPES[name])
+    phases = [arguments.phase] if arguments.phase else SEEDS
+    problems = [line for phase in phases for line in run_phase(phase, recipes, arguments)]
+    show_results(arguments, table=True, plot=True)
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
