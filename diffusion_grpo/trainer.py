@@ -161,7 +161,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         )
         self.values = ValueModel(args.seed).to(args.device) if has_values else None
         self.average = setup.make_average(args, self.weights)
-        self.algorithm = setup.make_algorithm(args, policy.component, self.rewards.weights)
+        self.algorithm = setup.make_algorithm(args, policy.networks, self.rewards.weights)
         self.run_passes = NetworkPasses(backend, self.monitor, policy.networks, self._reference_module)
         self.metrics, self.progress = Metrics(), UpdateProgress()
 
@@ -174,6 +174,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         generator = setup.make_generator(
             args,
             self.rewards,
+            algorithm=self.algorithm,
             read_rows=lambda indices: self.inputs.rows(self.train_dataset, indices),
             scorer=self.scorer,
             values=self.values,
@@ -376,7 +377,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                     self.metrics.add_all(outputs[-1].metrics)
                 monitor.defer(self._refuse_non_finite, loss.detach(), "loss")
                 if is_last:
-                    drift = max(output.drift for output in outputs)
+                    drift = max((output.drift for output in outputs), key=lambda drift: (drift != drift, drift))  # NaN
                     self.metrics.add_all(monitor.defer(self.algorithm.check, batch, drift) or {})
                     if self.accelerator.sync_gradients:
                         monitor.agree_on_deferred()

@@ -50,9 +50,12 @@ class Algorithm(Protocol):
 
     Attributes:
         needs: "trajectory" for recorded steps (GRPO and its relatives).
+        needs_old_mean: whether trajectories hold the means of the policy that rolled out, in `Trajectory.means`, where
+            a rollout is trained on more than once.
     """
 
     needs: ClassVar[Literal["trajectory"]] = "trajectory"
+    needs_old_mean: bool = False
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
         """Return the parts and steps to train on, in order; processes keep step within each inner list."""

@@ -57,6 +57,9 @@ def rollout(
     is_complete: bool = True,
     latents: list[Tensor] | None = None,
     is_decoded: bool = True,
+    step_weight: str = "none",
+    weighted_steps: Sequence[int] | None = None,
+    keeps_means: bool = False,
 ) -> tuple[Any, Trajectory | TokenTrajectory | None]:
     """Call the pipeline as a user would, with noise in its steps, and record the trained ones.
 
@@ -79,6 +82,10 @@ def rollout(
         latents: a list to which each sample's denoised latent is added, as a call with `output_type="latent"`
             returns it.
         is_decoded: False decodes nothing; there are only latents then.
+        step_weight: what the policy term of each step is multiplied by, a key of
+            [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`]; of denoising steps.
+        weighted_steps: the steps that may be trained, over which weights are normalised; all but the last by default.
+        keeps_means: whether the means of the trained steps are recorded too.
 
     Returns:
         the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
@@ -106,6 +113,9 @@ def rollout(
         is_complete=is_complete,
         latents=latents,
         is_decoded=is_decoded,
+        step_weight=step_weight,
+        weighted_steps=weighted_steps,
+        keeps_means=keeps_means,
     )
     return policy.rollout(inputs, request)
 
