@@ -141,7 +141,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         )
         self.values = ValueModel(args.seed).to(args.device) if has_values else None
         self.average = setup.make_average(args, self.weights)
-        self.algorithm = setup.make_algorithm(args, policy.component, self.rewards.weights)
+        self.algorithm = setup.make_algorithm(args, policy.networks, self.rewards.weights)
         self.old_policy = setup.make_old_policy(args, self.weights, self.algorithm)
         self.run_passes = NetworkPasses(backend, self.monitor, policy.networks, self._reference_module)
         self.metrics, self.progress = Metrics(), UpdateProgress()

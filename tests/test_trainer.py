@@ -182,12 +182,14 @@ def test_loss_and_gradient_are_grpos(tmp_path):
         {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 4},
         {"timestep_fraction": 0.67, "permute_steps": True, "num_inference_steps": 4, "max_steps": 1},
         OPTIONAL | {"num_generations": 2, "max_steps": 1},
+        {"timestep_fraction": 0.67, "permute_steps": True, "step_weight": "noise", "max_steps": 1},
     ],
-    ids=["several updates", "permuted steps", "parts of a micro-batch"],
+    ids=["several updates", "permuted steps", "parts of a micro-batch", "weighted steps"],
 )
 def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
     """Samples and steps are told by what the loss gets as old log-probabilities, none of which is there twice."""
-    trainer = trainer_for(tmp_path, **{"num_inference_steps": 3, "scale_rewards": "none", **settings})
+    settings = {"num_inference_steps": 3, "scale_rewards": "none", "old_log_prob": "rollout", **settings}
+    trainer = trainer_for(tmp_path, **settings)
     passes, updates, loss = [], [], trainer.algorithm.step_loss
 
     def watched(inputs):
@@ -200,6 +202,8 @@ def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
             for slot in (2 * state.global_step, 2 * state.global_step + 1):  # all updates are of one rollout
                 rows = buffer.range_of(slot)
                 advantages = buffer.advantages[rows, None].expand_as(buffer.old_log_probs[rows])
+                if settings.get("step_weight"):
+                    advantages = advantages * torch.cat([sample.step_weights for sample in buffer.samples[rows]])
                 known += zip(buffer.old_log_probs[rows].flatten().tolist(), advantages.flatten().tolist(), strict=True)
             assert len({old for old, _ in known}) == len(known)
             assert sorted(passes) == sorted(known)

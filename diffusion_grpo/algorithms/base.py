@@ -56,6 +56,8 @@ class Algorithm(Protocol):
         needs: "trajectory" for recorded steps (GRPO and its relatives), "clean" for finished samples, which are
             noised again (DiffusionNFT and its relatives; [`~diffusion_grpo.algorithms.renoised.Renoised`] is a base
             for them).
+        needs_old_mean: whether trajectories hold the means of the policy that rolled out, in `Trajectory.means`, where
+            a rollout is trained on more than once.
         compares: whether `loss` needs the reference even with `beta=0`.
         whole_groups: whether a part must hold all samples of each of its prompts.
         shares_noise: whether re-noised samples of a prompt share noise and times.
@@ -65,6 +67,7 @@ class Algorithm(Protocol):
     """
 
     needs: ClassVar[Literal["trajectory", "clean"]] = "trajectory"
+    needs_old_mean: bool = False
     compares: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False

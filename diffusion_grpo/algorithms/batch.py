@@ -84,8 +84,29 @@ class Part:
         return None if found is None else found[self.trajectory.steps == step]
 
     def advantage(self, step: int) -> Tensor:
-        """Return (batch,) or (batch, rewards) advantages at one step, for samples that all train on it."""
-        return self.advantages[self.trajectory.steps == step] if self.advantages_by_step else self.advantages
+        """Return (batch,) or (batch, rewards) advantages at one step, for samples that all train on it.
+
+        They are multiplied by the weight of the step where steps are weighted.
+        """
+        where = self.trajectory.steps == step
+        advantages = self.advantages[where] if self.advantages_by_step else self.advantages
+        if self.trajectory.step_weights is None:
+            return advantages
+        weights = self.trajectory.step_weights[where].to(advantages)
+        return advantages * weights.view(-1, *[1] * (advantages.ndim - 1))
+
+    def old_mean(self, step: int) -> Tensor:
+        """Return the (batch, ...) mean of one step under the policy that rolled out.
+
+        Raises:
+            ValueError: it was not kept.
+        """
+        if self.trajectory.means is None:
+            raise ValueError(
+                "This rollout holds no means of the policy that made it, which the loss asks for: it was made with "
+                "another loss_type; resume from a checkpoint between two rollouts."
+            )
+        return self.trajectory.means[self.trajectory.steps == step]
 
 
 @dataclasses.dataclass

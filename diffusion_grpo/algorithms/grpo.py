@@ -1,8 +1,15 @@
 """GRPO on recorded steps (https://huggingface.co/papers/2402.03300, for flows 2505.05470), with any step loss."""
 
+import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
+from torch import Tensor
+
+from ..policy.token_process import TokenDistribution
+from ..policy.trajectory import StepDistribution
 from .base import Algorithm, PassOutput, RatioError, Reference
 from .batch import MicroBatch, Part
 from .losses import Loss, LossInputs, grpo, loss_per_reward
@@ -10,6 +17,8 @@ from .zero_advantages import sum_loss
 
 if TYPE_CHECKING:
     from ..policy.base import Policy
+
+logger = logging.getLogger(__name__)
 
 
 class GRPO(Algorithm):
@@ -22,9 +31,14 @@ class GRPO(Algorithm):
         beta: weight of the KL divergence to the reference; 0 asks for no reference.
         anchors_on_replay: whether the ratio's denominator comes from the first replay instead of the rollout.
         is_first_replay: whether each rollout is trained on once, so that the replay of an update is the first.
-        max_ratio_error: how far the first ratio after a rollout may be from 1; None never stops.
+        max_ratio_error: how far a replay right after the rollout may be from it, as a ratio's distance from 1; None
+            never stops.
+        is_half_precision: whether a network computes in bfloat16 or float16, where rounding moves ratios further.
         take_turns: whether several networks share the steps.
         reward_weights: for a clipped loss per reward (DanceGRPO), one per reward; None for one advantage per sample.
+
+    Attributes:
+        needs_old_mean: whether the loss uses the means of the policy that rolled out.
     """
 
     needs: ClassVar[Literal["trajectory"]] = "trajectory"
@@ -40,13 +54,18 @@ class GRPO(Algorithm):
         anchors_on_replay: bool = False,
         is_first_replay: bool = True,
         max_ratio_error: float | None = 1e-4,
+        is_half_precision: bool = False,
         take_turns: bool = False,
         reward_weights: Sequence[float] | None = None,
     ):
         self.step_loss = loss if reward_weights is None else loss_per_reward(loss, reward_weights)
         self.epsilon, self.epsilon_high, self.beta = epsilon, epsilon if epsilon_high is None else epsilon_high, beta
         self.anchors_on_replay, self.is_first_replay = anchors_on_replay, is_first_replay
-        self.max_ratio_error, self.take_turns = max_ratio_error, take_turns
+        self.max_ratio_error, self.is_half_precision = max_ratio_error, is_half_precision
+        self.take_turns = take_turns
+        self.needs_old_mean: bool = getattr(getattr(loss, "func", loss), "needs_old_mean", False)  # or it is a partial
+        self._has_warned = False
+        self._explained = 0.0  # largest drift since the last check, as a share of what half precision explains
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
         """Return every part at every step on which one of its samples trains."""
@@ -57,43 +76,84 @@ class GRPO(Algorithm):
         inputs = part.inputs
         distant = reference.replay(inputs, part.trajectory, step) if self.beta > 0 else None
         now = policy.replay(inputs, part.trajectory, step)
-        recorded = part.recorded_log_prob(step).to(now.log_prob)
-        old = part.old_log_prob(step).to(now.log_prob)
-        if self.anchors_on_replay and self.is_first_replay:
-            old = now.log_prob.detach()
-        if part.log_ratio is not None:  # GSPO: that value, with the gradient of this step
-            old = now.log_prob.detach() - part.log_ratio.to(now.log_prob)
         output = sum_loss(
             self.step_loss,
             LossInputs(
                 log_prob=now.log_prob,
-                old_log_prob=old,
                 advantages=part.advantage(step).to(now.log_prob),
                 **now.loss_inputs(distant),
+                **self._anchor(part, step, now),
                 epsilon=self.epsilon,
                 epsilon_high=self.epsilon_high,
                 beta=self.beta,
             ),
             part.weights,
         )
-        drift = float((now.log_prob.detach() - recorded).double().expm1().abs().max())
         metrics = {name: value.item() for name, value in output.metrics.items()}
-        return PassOutput(output.loss, metrics, drift)
+        metrics |= measure_gradient(output.loss, now, step)
+        metrics |= {} if distant is None else now.compare(distant)
+        return PassOutput(output.loss, metrics, self._measure_drift(part, step, now))
+
+    def _anchor(self, part: Part, step: int, now: StepDistribution | TokenDistribution) -> dict[str, Tensor]:
+        """Return what the loss compares the policy with: the one that rolled out."""
+        is_first = self.anchors_on_replay and self.is_first_replay
+        old = now.log_prob.detach() if is_first else part.old_log_prob(step).to(now.log_prob)
+        if part.log_ratio is not None:  # GSPO: that value, with the gradient of this step
+            old = now.log_prob.detach() - part.log_ratio.to(now.log_prob)
+        if not self.needs_old_mean:
+            return {"old_log_prob": old}
+        mean = now.mean.detach() if is_first else part.old_mean(step).to(now.mean)
+        return {"old_log_prob": old, "old_divergence": now.divergence(mean)}
+
+    def _measure_drift(self, part: Part, step: int, now: StepDistribution | TokenDistribution) -> float:
+        recorded = part.recorded_log_prob(step).to(now.log_prob)
+        drift = (now.log_prob.detach() - recorded).double().expm1().abs()
+        if self.is_half_precision:
+            self._explained = max(self._explained, float((drift / now.rounding()).max()))
+        return float(drift.max())
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
-        """Refuse a first ratio after a rollout that is further from 1 than `max_ratio_error`.
+        """Refuse a replay right after the rollout that is further from it than `max_ratio_error`.
+
+        In half precision this warns once, and refuses only what rounding does not explain.
 
         Raises:
-            RatioError: such a ratio.
+            RatioError: such a replay, or one that is not a number.
         """
+        explained, self._explained = self._explained, 0.0
         if not batch.is_on_policy:
             return {}
         limit = self.max_ratio_error
-        if limit is not None and not self.anchors_on_replay and drift > limit:
-            raise RatioError(
-                f"The first ratio after a rollout is off by {drift:.1e}, more than max_ratio_error={limit:.0e}: the "
-                "replay does not see what the rollout saw. Look for dropout or randomness in the pipeline, for "
-                "rollout_batch_size other than per_device_train_batch_size in half precision, or set "
-                'old_log_prob="replay".'
-            )
+        if limit is not None and not drift <= limit:  # not a number either
+            if not (self.is_half_precision and math.isfinite(drift) and explained <= 1):
+                raise RatioError(
+                    f"The first ratio after a rollout is off by {drift:.1e}, more than max_ratio_error={limit:.0e}"
+                    f"{' and than half precision explains' if self.is_half_precision else ''}: the replay does not "
+                    "see what the rollout saw. Look for dropout or randomness in the pipeline, or for inputs that "
+                    "differ between the two."
+                )
+            if not self._has_warned:
+                logger.warning(
+                    "The first ratio after a rollout is off by %.1e, more than max_ratio_error=%.0e, which rounding "
+                    "in half precision explains. To make it exact leave rollout_batch_size at "
+                    "per_device_train_batch_size; if a rollout serves several updates, set old_log_prob='replay'.",
+                    drift,
+                    limit,
+                )
+            self._has_warned = True
         return {"ratio/max_error": drift}
+
+
+def measure_gradient(loss: Tensor, now: StepDistribution | TokenDistribution, step: int) -> dict[str, float]:
+    """Return how large the gradient is that a step's loss hands to the network: `grad_size/step_{index}`.
+
+    It is the norm of d loss / d prediction, |J| * ||d loss / d mean||, of each sample's own loss, averaged over the
+    samples. No network is passed for it.
+    """
+    if not isinstance(now, StepDistribution) or now.scale is None or not now.mean.requires_grad:
+        return {}
+    (gradient,) = torch.autograd.grad(loss, now.mean, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return {}
+    size = (gradient.flatten(1).norm(dim=1) * now.scale.jacobian).mean().item()
+    return {f"grad_size/step_{step:02d}": size}

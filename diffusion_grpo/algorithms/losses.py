@@ -12,7 +12,18 @@ import torch
 
 from ..policy.token_process import masked_mean
 
-__all__ = ["Loss", "LossInputs", "LossOutput", "grpo", "kl_divergence", "loss_per_reward", "token_kl_divergence"]
+__all__ = [
+    "Loss",
+    "LossInputs",
+    "LossOutput",
+    "dppo",
+    "grpo",
+    "grpo_guard",
+    "kl_divergence",
+    "loss_per_reward",
+    "needs_old_mean",
+    "token_kl_divergence",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +44,10 @@ class LossInputs:
         epsilon: the ratio is clipped below at `1 - epsilon`.
         epsilon_high: the ratio is clipped above at `1 + epsilon_high`.
         beta: weight of the KL divergence to the reference; without a reference it has no effect.
+        noise: `(batch,)`, `std` averaged over the numbers that the step moves.
+        jacobian: `(batch,)`, |d mean / d prediction| of the step.
+        old_divergence: `(batch,)`, KL divergence from the policy that rolled out, with gradient; only for a loss that
+            is marked with [`needs_old_mean`].
     """
 
     log_prob: torch.Tensor
@@ -46,6 +61,9 @@ class LossInputs:
     beta: float
     mask: torch.Tensor | None = None
     ref_log_prob: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
+    jacobian: torch.Tensor | None = None
+    old_divergence: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +80,12 @@ class LossOutput:
 
 
 Loss = Callable[[LossInputs], LossOutput]
+
+
+def needs_old_mean(loss: Loss) -> Loss:
+    """Mark a loss that uses `old_divergence`: the means of the policy that rolled out are kept for it."""
+    loss.needs_old_mean = True
+    return loss
 
 
 def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
@@ -108,20 +132,89 @@ def grpo(inputs: LossInputs) -> LossOutput:
     [`token_kl_divergence`], and `epsilon` is on the order of 0.2: their log-probabilities are not averages.
 
     Returns:
-        Metrics `ratio/mean`, `ratio/min`, `ratio/max`, and the shares of samples (or tokens) whose ratio left the
-        interval on the side where the clip acts: `clip_ratio/low_mean` (below, negative advantage),
-        `clip_ratio/high_mean` (above, positive advantage), `clip_ratio/region_mean` (either). With a reference also
-        `kl`.
+        Metrics `loss/policy` and `loss/kl`, the two terms; `ratio/mean`, `ratio/min`, `ratio/max`, and the shares of
+        samples (or tokens) whose ratio left the interval on the side where the clip acts: `clip_ratio/low_mean`
+        (below, negative advantage), `clip_ratio/high_mean` (above, positive advantage), `clip_ratio/region_mean`
+        (either). With a reference also `kl`.
     """
-    low, high = 1 - inputs.epsilon, 1 + inputs.epsilon_high
     ratio = torch.exp(inputs.log_prob - inputs.old_log_prob)
-    advantages = inputs.advantages
-    if advantages.ndim < ratio.ndim:
-        advantages = advantages[:, None]
-    loss = _mean(torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high)), inputs.mask)
+    return _clip_ratio(inputs, ratio, 1 - inputs.epsilon, 1 + inputs.epsilon_high)
+
+
+@needs_old_mean
+def grpo_guard(inputs: LossInputs, *, clip_range: float = 4e-6) -> LossOutput:
+    """GRPO-Guard's regulated clip (https://huggingface.co/papers/2510.22319).
+
+    The log-ratio of a step has a negative mean and a spread that differ from step to step, so that one clip range acts
+    on some steps alone. Here `ratio = exp((log_prob - old_log_prob + KL_old) * std)`, with the KL divergence from the
+    policy that rolled out, is centred and of one spread, and the loss is divided by |d mean / d prediction|. Both are
+    taken per sample; their code averages the KL over the batch, and divides by the time step, which is the derivative
+    of `flow_sde` alone and only nearly.
+
+    Args:
+        inputs: of Gaussian steps.
+        clip_range: the ratio is clipped to `1 - clip_range` and `1 + clip_range`; `epsilon` has no effect. Published
+            are 2e-6 (text in images) and 4e-6 (PickScore), with two updates per rollout, learning rate 1e-4, beta 0.
+
+    Returns:
+        Metrics as of [`grpo`], and `kl/old`, the mean KL divergence from the policy that rolled out.
+    """
+    log_ratio = inputs.log_prob - inputs.old_log_prob + inputs.old_divergence
+    output = _clip_ratio(
+        inputs, torch.exp(log_ratio * inputs.noise), 1 - clip_range, 1 + clip_range, 1 / inputs.jacobian
+    )
+    return dataclasses.replace(output, metrics=output.metrics | {"kl/old": inputs.old_divergence.detach().mean()})
+
+
+@needs_old_mean
+def dppo(inputs: LossInputs, *, threshold: float = 1e-5) -> LossOutput:
+    """Flow-DPPO's mask in place of the clip (https://huggingface.co/papers/2606.11025).
+
+    `-A * ratio` where the KL divergence from the policy that rolled out is below `threshold`, or where the step pulls
+    the ratio back towards 1. A sample that is further away and would move on (ratio above 1 and A > 0, or below 1 and
+    A < 0) gives no gradient.
+
+    Args:
+        inputs: of Gaussian steps.
+        threshold: of the KL divergence, averaged over dimensions; published are 1e-6 to 1e-5. `epsilon` has no effect.
+
+    Returns:
+        Metrics as of [`grpo`], where `clip_ratio/*` are the shares of masked samples, and `kl/old` as in
+        [`grpo_guard`].
+    """
+    ratio = torch.exp(inputs.log_prob - inputs.old_log_prob)
+    advantages, divergence = inputs.advantages, inputs.old_divergence.detach()
+    is_far = divergence >= threshold
+    is_high = is_far & (ratio > 1) & (advantages > 0)
+    is_low = is_far & (ratio < 1) & (advantages < 0)
+    loss = (-advantages * ratio).masked_fill(is_high | is_low, 0.0)
+    output = _finish(inputs, loss, ratio, is_low, is_high)
+    return dataclasses.replace(output, metrics=output.metrics | {"kl/old": divergence.mean()})
+
+
+def _clip_ratio(
+    inputs: LossInputs, ratio: torch.Tensor, low: float, high: float, factor: torch.Tensor | None = None
+) -> LossOutput:
+    """Return PPO's clipped objective, times a factor per sample, and the KL to the reference."""
+    advantages = _spread_advantages(inputs, ratio)
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     is_low = (ratio < low) & (advantages < 0)
     is_high = (ratio > high) & (advantages > 0)
+    return _finish(inputs, loss if factor is None else factor * loss, ratio, is_low, is_high)
+
+
+def _spread_advantages(inputs: LossInputs, ratio: torch.Tensor) -> torch.Tensor:
+    """Return advantages that go with the ratio: one per sample for all its tokens."""
+    return inputs.advantages if inputs.advantages.ndim == ratio.ndim else inputs.advantages[:, None]
+
+
+def _finish(
+    inputs: LossInputs, loss: torch.Tensor, ratio: torch.Tensor, is_low: torch.Tensor, is_high: torch.Tensor
+) -> LossOutput:
+    """Add the KL to the policy term of each sample (or token), and measure."""
+    policy = _mean(loss, inputs.mask)
     metrics = {
+        "loss/policy": policy.detach(),
         "ratio/mean": _mean(ratio.detach(), inputs.mask),
         "ratio/min": _select_counted(ratio, inputs.mask).min(),
         "ratio/max": _select_counted(ratio, inputs.mask).max(),
@@ -130,10 +223,10 @@ def grpo(inputs: LossInputs) -> LossOutput:
         "clip_ratio/region_mean": _mean((is_low | is_high).float(), inputs.mask),
     }
     kl = _kl(inputs)
-    if kl is not None:
-        loss = loss + inputs.beta * kl
-        metrics["kl"] = kl.detach()
-    return LossOutput(loss, metrics)
+    if kl is None:
+        return LossOutput(policy, metrics)
+    metrics |= {"kl": kl.detach(), "loss/kl": inputs.beta * kl.detach()}
+    return LossOutput(policy + inputs.beta * kl, metrics)
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -169,7 +262,8 @@ def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
         weights: one per reward.
 
     Returns:
-        A loss for `LossInputs` whose `advantages` are `(batch, rewards)`. Metrics are means over the rewards.
+        A loss for `LossInputs` whose `advantages` are `(batch, rewards)`. Metrics are means over the rewards, but the
+        terms `loss/policy` and `loss/kl` are those of the sum.
     """
 
     def summed(inputs: LossInputs) -> LossOutput:
@@ -179,6 +273,10 @@ def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
         rest = loss(dataclasses.replace(inputs, advantages=torch.zeros_like(inputs.log_prob)))
         names = parts[0][0].metrics
         metrics = {name: torch.stack([part.metrics[name] for part, _ in parts]).mean() for name in names}
+        terms = {name: rest.metrics[name] for name in ("loss/kl",) if name in rest.metrics}
+        if "loss/policy" in metrics:
+            terms["loss/policy"] = sum(size * part.metrics["loss/policy"] for part, size in parts)
+        metrics |= terms
         return LossOutput(sum((size * part.loss for part, size in parts), rest.loss), metrics)
 
     return summed

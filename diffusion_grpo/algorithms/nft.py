@@ -39,12 +39,14 @@ class NFT(Renoised):
         beta: float = 0.0,
         is_first_replay: bool = True,
         max_ratio_error: float | None = 1e-4,
+        is_half_precision: bool = False,
         take_turns: bool = False,
     ):
         super().__init__(
             beta=beta,
             is_first_replay=is_first_replay,
             max_ratio_error=max_ratio_error,
+            is_half_precision=is_half_precision,
             take_turns=take_turns,
             decay_rate=decay_rate,
             decay_start=decay_start,

@@ -10,12 +10,22 @@ from typing import Any
 
 from ..policy.log_prob_type import check_log_prob
 from .defaults import Sizes
-from .source import aggregation_names, config_fields, log_prob_names, loss_names, process_names, silent_last_step
+from .source import (
+    aggregation_names,
+    config_fields,
+    log_prob_names,
+    loss_names,
+    process_names,
+    silent_last_step,
+    step_weight_names,
+)
 
 logger = logging.getLogger(__name__)
 
 # arguments of a pipeline's call that are the rollout's own
 RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
+
+OWN_CLIPS = {"grpo_guard": "clip_range", "dppo": "threshold"}  # losses with another limit than epsilon -> its name
 
 
 def check_settings(args: Sizes) -> None:
@@ -43,7 +53,8 @@ def _check_choices(args: Sizes) -> None:
         "reward_baseline": ["group", "batch"],
         "advantage_estimator": ["group", "gae"],
         "multi_objective_aggregation": aggregation_names(),
-        "old_log_prob": ["rollout", "replay"],
+        "old_log_prob": ["auto", "rollout", "replay"],
+        "step_weight": step_weight_names(),
         "importance_sampling_level": ["token", "sequence"],
         "context_parallel_type": ["ulysses", "ring"],
     } | ({"offload_frozen": ["cpu"]} if args.offload_frozen is not None else {})
@@ -56,6 +67,8 @@ def _check_choices(args: Sizes) -> None:
     if args.sde_type != "auto":  # which is known once the pipeline is
         check_log_prob(args.log_prob_type, args.sde_type, log_prob_names())
     _check_loss(args.loss_type)
+    if args.loss_type in OWN_CLIPS:
+        _check_own_clip(args)
     if args.remove_unused_columns:
         raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
     if args.sync_ref_model and not args.needs_reference:
@@ -91,6 +104,28 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(
             f"loss_type={loss!r} is unknown; choose one of {', '.join(known)}, or a dotted path such as "
             f"my_package.my_loss.{hint}"
+        )
+
+
+def _check_own_clip(args: Sizes) -> None:
+    """Refuse what has no effect, or no meaning, beside the losses that limit a step in another way than by epsilon."""
+    name, loss, usual = OWN_CLIPS[args.loss_type], args.loss_type, config_fields()["epsilon"].default
+    if args.epsilon != usual or args.epsilon_high != usual:
+        raise ValueError(
+            f"epsilon has no effect with loss_type={loss!r}; leave it out, or set loss_kwargs: {{{name}: ...}}."
+        )
+    if args.importance_sampling_level != "token":
+        raise ValueError(
+            f"loss_type={loss!r} judges each step by its own ratio, so importance_sampling_level must be 'token', not "
+            f"{args.importance_sampling_level!r}."
+        )
+    if loss == "grpo_guard" and args.step_weight != "none":
+        raise ValueError(
+            f"loss_type='grpo_guard' weights the steps by itself; leave step_weight={args.step_weight!r} out."
+        )
+    if loss == "grpo_guard" and args.log_prob_type != "gaussian":
+        raise ValueError(
+            "loss_type='grpo_guard' corrects the ratio of Gaussians; leave log_prob_type='squared_error' out."
         )
 
 
@@ -182,7 +217,14 @@ def _check_renoised(args: Sizes) -> None:
     """Refuse settings of recorded steps for an algorithm that trains on finished samples, noised again."""
     fields = config_fields()
     recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
-    recorded += ["epsilon", "old_log_prob", "importance_sampling_level", "kl_reward", "advantage_estimator"]
+    recorded += [
+        "epsilon",
+        "old_log_prob",
+        "step_weight",
+        "importance_sampling_level",
+        "kl_reward",
+        "advantage_estimator",
+    ]
     for name in recorded:
         if getattr(args, name) != fields[name].default:
             raise ValueError(
@@ -288,7 +330,7 @@ def check_token_settings(args: Sizes) -> None:
     usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
     usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": False}
     usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
-    usual |= {"kl_reward": 0.0, "advantage_estimator": "group"}
+    usual |= {"step_weight": "none", "kl_reward": 0.0, "advantage_estimator": "group"}
     for name, default in usual.items():
         if getattr(args, name) != default:
             raise ValueError(

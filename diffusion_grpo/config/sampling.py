@@ -57,15 +57,17 @@ class SamplingSettings:
         default="auto",
         metadata={
             "help": (
-                "auto, flow_sde, dance_sde, cps, ddim or ancestral. auto: flow_sde for flow matching, ancestral for "
-                "EDM, else ddim."
+                "auto, flow_sde, dance_sde, wan_sde, cps, precise, ddim or ancestral. auto: flow_sde for flow "
+                "matching, ancestral for EDM, else ddim."
             )
         },
     )
     noise_level: float | None = field(
         default=None,
         metadata={
-            "help": ("Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, ddim and ancestral 1.0.")
+            "help": (
+                "Noise of the process. By default flow_sde 0.7, dance_sde 0.3, cps 0.8, precise 1.5, the others 1.0."
+            )
         },
     )
     sde_window: list[int] | None = field(
@@ -96,8 +98,8 @@ class SamplingSettings:
         default=False,
         metadata={
             "help": "Draw noise in the last step of a rollout too; it stays on the finished sample and is never "
-            "trained (Flow-GRPO's base scripts for SD3 and FLUX). For flow_sde, dance_sde and ddim; cps and "
-            "ancestral have no noise in the last step."
+            "trained (Flow-GRPO's base scripts for SD3 and FLUX). For flow_sde, dance_sde, wan_sde and ddim; cps, "
+            "precise and ancestral have no noise in the last step."
         },
     )
     log_prob_type: str = field(

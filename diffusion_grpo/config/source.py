@@ -117,6 +117,11 @@ def silent_last_step() -> list[str]:
     ]
 
 
+def step_weight_names() -> list[str]:
+    """Return the keys of `step_weights.STEP_WEIGHTS`."""
+    return read_names(PACKAGE / "policy" / "step_weights.py", "STEP_WEIGHTS")
+
+
 def aggregation_names() -> list[str]:
     """Return `advantages.AGGREGATIONS`."""
     return read_names(PACKAGE / "algorithms" / "advantages.py", "AGGREGATIONS")

@@ -12,9 +12,9 @@ class UpdateSettings:
     loss_type: str = field(
         default="grpo",
         metadata={
-            "help": "The algorithm. On recorded steps: grpo. On finished samples that are noised again: nft "
-            "(DiffusionNFT), awm (advantage-weighted matching), dgpo, dpo (online). Or the dotted path of a loss "
-            "function or of an algorithm's class."
+            "help": "The algorithm. On recorded steps: grpo, grpo_guard, dppo. On finished samples that are noised "
+            "again: nft (DiffusionNFT), awm (advantage-weighted matching), dgpo, dpo (online). Or the dotted path of "
+            "a loss function or of an algorithm's class."
         },
     )
     loss_kwargs: dict[str, Any] | str | None = field(
@@ -29,6 +29,14 @@ class UpdateSettings:
         metadata={
             "help": "Weight of the KL divergence to the reference model; on re-noised samples, of the squared "
             "distance of the prediction to the reference's."
+        },
+    )
+    step_weight: str = field(
+        default="none",
+        metadata={
+            "help": "What the policy term of each step is multiplied by: none; noise, 2.25 times its std "
+            "(TempFlow-GRPO); velocity, std / |J| over its mean, so that all steps pull alike (Flash-GRPO); guard, "
+            "std / |J|. J is the derivative of the step's mean by the prediction. The KL is not weighted."
         },
     )
     kl_reward: float = field(
@@ -103,16 +111,20 @@ class UpdateSettings:
         },
     )
     old_log_prob: str = field(
-        default="rollout",
+        default="auto",
         metadata={
-            "help": "Where the ratio's denominator comes from: the rollout, or the first replay (then the ratio is 1 "
-            "by construction and the drift between the two is only reported)."
+            "help": "Where the ratio's denominator comes from: the rollout; a replay before the first update, in the "
+            "batches that are trained, so that the first ratio is 1 by construction; or auto: the replay if a rollout "
+            "serves one update (where it costs nothing) or if loss_type is grpo_guard or dppo, else the rollout. "
+            "How far the two are apart is measured and checked in any case."
         },
     )
     max_ratio_error: float | None = field(
         default=1e-4,
         metadata={
-            "help": "Stop if the first ratio after a rollout differs from 1 by more than this. None never stops."
+            "help": "Stop if a replay right after the rollout differs from it by more than this, as a ratio's "
+            "distance from 1. In bf16 and fp16 a difference that rounding explains is only warned of, once. None "
+            "never stops."
         },
     )
 

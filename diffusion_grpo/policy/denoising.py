@@ -91,6 +91,9 @@ class DenoisingPolicy(Policy):
             request.device,
             request.is_complete,
             request.noise_in_last_step,
+            request.step_weight,
+            request.weighted_steps,
+            request.keeps_means,
         )
         samples = self._sample(inputs, request, recorder)
         if noise_level <= 0 or (steps is not None and not steps.numel()):

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from .schedulers import StochasticScheduler
-from .trajectory import CleanSamples, Denoised, Prediction, StepDistribution, Trajectory, generators, sample_seed
+from .step_weights import weigh_steps
+from .trajectory import (
+    CleanSamples,
+    Denoised,
+    Prediction,
+    StepDistribution,
+    StepScale,
+    Trajectory,
+    generators,
+    sample_seed,
+)
 
 
 class UnsupportedPipeline(ValueError):
@@ -26,12 +36,14 @@ class _Parts:
         self.handed: list[Tensor] = []
         self.next: list[Tensor] = []
         self.scores: list[Tensor] = []
+        self.means: list[Tensor] = []
 
-    def add(self, handed: Tensor, next_latents: Tensor, score: Tensor) -> None:
-        """Add one latent's part of the step: its input, its output, and the output's log-density."""
+    def add(self, handed: Tensor, next_latents: Tensor, score: Tensor, mean: Tensor | None = None) -> None:
+        """Add one latent's part of the step: its input, its output, the output's log-density, and perhaps its mean."""
         self.handed.append(handed)
         self.next.append(next_latents)
         self.scores.append(score)
+        self.means += [] if mean is None else [mean]
 
     def log_prob(self) -> Tensor:
         """Return the (batch,) log-density of all parts, averaged over all their dimensions."""
@@ -41,7 +53,9 @@ class _Parts:
         return sum(size * score for size, score in zip(sizes, self.scores, strict=True)) / sum(sizes)
 
 
-def _distribution(means: list[Tensor], stds: list[Tensor], log_prob: Tensor) -> StepDistribution:
+def _distribution(
+    means: list[Tensor], stds: list[Tensor], log_prob: Tensor, scales: list[StepScale], predictions: list[Tensor]
+) -> StepDistribution:
     """Build a step's distribution; flattened if the step moves several latents."""
     mean, std = means[0], stds[0]
     if len(means) > 1:
@@ -49,7 +63,7 @@ def _distribution(means: list[Tensor], stds: list[Tensor], log_prob: Tensor) -> 
         mean = _join(means)
     if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
         std = torch.where(std > 0, std, 1.0)
-    return StepDistribution(mean, std, log_prob)
+    return StepDistribution(mean, std, log_prob, StepScale.join(scales), _join(predictions))
 
 
 def _first_rows(values: Sequence[Tensor], sample: Tensor, count: int) -> list[Tensor]:
@@ -115,13 +129,18 @@ class Recorder(Driver):
         device: str | torch.device,
         is_complete: bool = True,
         noise_in_last_step: bool = False,
+        step_weight: str = "none",
+        weighted_steps: Sequence[int] | None = None,
+        keeps_means: bool = False,
     ):
         super().__init__(initial_seeds, len(seeds), noise_level)
         self.generators = generators(seeds)
         self.noise_steps, self.trained_steps = noise_steps, trained_steps
         self.noise_in_last_step = noise_in_last_step
         self.device, self.is_complete = device, is_complete
+        self.step_weight, self.weighted_steps, self.keeps_means = step_weight, weighted_steps, keeps_means
         self.records: dict[int, _Parts] = {}
+        self.scales: dict[int, list[StepScale]] = {}
         self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
         self.loop_length: int | None = None
 
@@ -147,12 +166,21 @@ class Recorder(Driver):
         if not self.is_complete and self.records and index > self.trained_steps.max():
             raise StepScored
         self.enter(scheduler, index)
+        if self._weighs(index):
+            scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
+            self.scales.setdefault(index, []).append(scale)
         if index not in self.noise_steps:
             latents = scheduler.deterministic(prediction, timestep, sample)
         else:
             latents = self._draw_next(scheduler, index, prediction, timestep, sample)
         self.left[id(scheduler)] = latents.clone()  # pipelines write conditions into what they are handed
         return latents
+
+    def _weighs(self, index: int) -> bool:
+        """Return whether the weights of the trained steps depend on this step: it is one that may be trained."""
+        if self.step_weight == "none" or index >= self.loop_length - 1:
+            return False
+        return self.weighted_steps is None or index in self.weighted_steps
 
     def _draw_next(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         copies = self.rows(sample)
@@ -165,7 +193,8 @@ class Recorder(Driver):
             # scored as rounded: what replay is given back must be what was scored
             next_latents, mean, std = _first_rows((latents.float(), mean, std), sample, self.count)
             score = scheduler.log_prob(next_latents, mean, std)
-            kept = (x.clone().to(self.device) for x in (handed, next_latents, score))
+            kept = [handed, next_latents, score] + ([mean] if self.keeps_means else [])
+            kept = (x.clone().to(self.device) for x in kept)
             self.records.setdefault(index, _Parts()).add(*kept)
         return latents
 
@@ -182,20 +211,35 @@ class Recorder(Driver):
                 f"The pipeline took no step {missing or ''} through its scheduler; nothing can be recorded."
             )
         steps = {
-            step: (_join(parts.handed), _join(parts.next), parts.log_prob()) for step, parts in self.records.items()
+            step: (
+                _join(parts.handed),
+                _join(parts.next),
+                parts.log_prob(),
+                _join(parts.means) if parts.means else None,
+            )
+            for step, parts in self.records.items()
         }
-        latents, next_latents, log_probs = (
+        latents, next_latents, log_probs, *means = (
             torch.stack(
                 [
                     torch.stack([steps[step][i][row] for step in columns.tolist()])
                     for row, columns in enumerate(self.trained_steps)
                 ]
             )
-            for i in range(3)
+            for i in range(3 + self.keeps_means)
         )
         tokens = None if self.tokens is None else self.tokens.to(self.device)
+        scales = {step: StepScale.join(parts) for step, parts in self.scales.items()}
+        weights = weigh_steps(self.step_weight, scales, self.trained_steps)
         return Trajectory(
-            latents, next_latents, log_probs, steps=self.trained_steps.clone(), tokens=tokens, **settings
+            latents,
+            next_latents,
+            log_probs,
+            steps=self.trained_steps.clone(),
+            tokens=tokens,
+            step_weights=None if weights is None else weights.to(self.device),
+            means=means[0] if means else None,
+            **settings,
         )
 
 
@@ -308,6 +352,8 @@ class Teacher(_Follower):
         super().__init__(index, latents, initial_seeds, tokens, noise_level)
         self.next_latents, self.next_offset = next_latents, 0
         self.parts, self.means, self.stds = _Parts(), [], []
+        self.scales: list[StepScale] = []
+        self.predictions: list[Tensor] = []
         self.scored: StepDistribution | None = None
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
@@ -319,11 +365,14 @@ class Teacher(_Follower):
         next_latents, self.next_offset = take_part(self.next_latents, self.next_offset, sample, self.count)
         next_latents = next_latents.to(device=mean.device, dtype=torch.float32)
         mean, std = _first_rows((mean, std), sample, self.count)
+        self.scales.append(scheduler.scale(timestep, sample, self.noise_level, self.count))
+        self.predictions.append(scheduler.drop_variance(prediction, sample)[: self.count].detach())
         self.parts.add(sample, next_latents, scheduler.log_prob(next_latents, mean, std))
         self.means.append(mean)
         self.stds.append(std)
         if self.next_offset >= self.next_latents[0].numel():
-            self.scored = _distribution(self.means, self.stds, self.parts.log_prob())
+            log_prob = self.parts.log_prob()
+            self.scored = _distribution(self.means, self.stds, log_prob, self.scales, self.predictions)
             raise StepScored
         return sample  # another scheduler steps the other part
 

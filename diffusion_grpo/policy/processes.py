@@ -69,6 +69,32 @@ def flow_sde(
     return mean, g * torch.sqrt(-dt)
 
 
+def wan_sde(
+    prediction: Tensor,
+    sample: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    *,
+    noise_level: float,
+    sigma_max: Tensor,
+    sigma_min: Tensor,
+) -> MeanStd:
+    """The SDE of Flow-GRPO's pipeline for Wan, which FastVideo's is a port of; Flash-GRPO's too (2605.15980).
+
+    The noise falls with sigma, g = noise_level * (sigma_min + (sigma_max - sigma_min) * sigma), where that of
+    [`flow_sde`] falls faster and grows without bound towards sigma = 1. Their `noise_level` is 1. Other arguments as
+    in [`flow_sde`].
+
+    Args:
+        sigma_max: the schedule's second sigma.
+        sigma_min: its last one, usually 0.
+    """
+    dt = sigma_next - sigma
+    g = noise_level * (sigma_min + (sigma_max - sigma_min) * sigma)
+    mean = sample * (1 + g**2 / (2 * sigma) * dt) + prediction * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
+    return mean, g * torch.sqrt(-dt)
+
+
 def dance_sde(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
     """DanceGRPO's SDE with constant noise (https://huggingface.co/papers/2505.07818); `noise_level` is its eta.
 
@@ -87,10 +113,30 @@ def cps(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *
     Fresh noise replaces predicted noise, so that each latent keeps exactly the noise its sigma says. Arguments as in
     [`flow_sde`].
     """
-    std = sigma_next * math.sin(noise_level * math.pi / 2)
+    return _preserve_coefficients(
+        prediction, sample, sigma, sigma_next, sigma_next * math.sin(noise_level * math.pi / 2)
+    )
+
+
+def precise(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
+    """Precise's sampling (https://huggingface.co/papers/2605.23522); `noise_level` is its eta, any number above 0.
+
+    It is [`cps`] with another std, which grows with the step: from sigma 1 all of the noise is fresh, and where the
+    step is small little of it. Arguments as in [`flow_sde`].
+    """
+    kept = (sigma_next * (1 - sigma)) / (sigma * (1 - sigma_next))
+    std = sigma_next * torch.sqrt((1 - kept ** (noise_level**2)).clamp(min=0))
+    return _preserve_coefficients(prediction, sample, sigma, sigma_next, std)
+
+
+def _preserve_coefficients(
+    prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, std: Tensor
+) -> MeanStd:
+    """Return the mean that leaves exactly the noise of `sigma_next` in the latent, of which `std` is fresh."""
     clean = sample - sigma * prediction
     noise = sample + (1 - sigma) * prediction
-    return (1 - sigma_next) * clean + torch.sqrt(sigma_next**2 - std**2) * noise, std
+    # clamped: where all of the noise is fresh, rounding may put the root just below 0
+    return (1 - sigma_next) * clean + torch.sqrt((sigma_next**2 - std**2).clamp(min=0)) * noise, std
 
 
 def ddim(
@@ -174,7 +220,7 @@ class Process:
         coordinates: how the schedulers it fits write latents.
 
             * "flow": (1 - sigma) * data + sigma * noise. By position prediction, sample, sigma and sigma_next; offered
-              is `sigma_max`, the schedule's second sigma.
+              are `sigma_max` and `sigma_min`, the schedule's second and last sigma.
             * "variance_preserving": sqrt(alpha) * data + sqrt(1 - alpha) * noise. By position prediction, sample,
               alpha_cumprod and alpha_cumprod_next; offered are `prediction_type` and `clip`.
             * "sigma": data + sigma * noise. By position the predicted clean sample, sample, sigma and sigma_next.
@@ -199,7 +245,9 @@ class Process:
 PROCESSES = {
     "flow_sde": Process("flow_sde", flow_sde, "flow", 0.7),
     "dance_sde": Process("dance_sde", dance_sde, "flow", 0.3),
+    "wan_sde": Process("wan_sde", wan_sde, "flow", 1.0),
     "cps": Process("cps", cps, "flow", 0.8, is_silent_at_end=True),
+    "precise": Process("precise", precise, "flow", 1.5, is_silent_at_end=True),
     "ddim": Process("ddim", ddim, "variance_preserving", 1.0),
     "ancestral": Process("ancestral", ancestral, "sigma", 1.0, is_silent_at_end=True),
 }

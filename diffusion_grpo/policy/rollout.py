@@ -68,6 +68,9 @@ def rollout(
     is_complete: bool = True,
     latents: list[Tensor] | None = None,
     is_decoded: bool = True,
+    step_weight: str = "none",
+    weighted_steps: Sequence[int] | None = None,
+    keeps_means: bool = False,
     keeps_clean: bool = False,
 ) -> tuple[Any, Trajectory | TokenTrajectory | CleanSamples | None]:
     """Call the pipeline as a user would, with noise in its steps, and record the trained ones.
@@ -91,6 +94,10 @@ def rollout(
         latents: a list to which each sample's denoised latent is added, as a call with `output_type="latent"`
             returns it.
         is_decoded: False decodes nothing; there are only latents then.
+        step_weight: what the policy term of each step is multiplied by, a key of
+            [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`]; of denoising steps.
+        weighted_steps: the steps that may be trained, over which weights are normalised; all but the last by default.
+        keeps_means: whether the means of the trained steps are recorded too.
         keeps_clean: True samples without noise in the steps, by the pipeline's own solver (by a deterministic one in
             place of one that draws noise), and keeps the finished latents for [`denoise`]. `steps` are those at which
             the samples will be trained, 1 or later; by default all from 1. `noise_steps` and `noise_level` mean
@@ -125,6 +132,9 @@ def rollout(
         is_complete=is_complete,
         latents=latents,
         is_decoded=is_decoded,
+        step_weight=step_weight,
+        weighted_steps=weighted_steps,
+        keeps_means=keeps_means,
         keeps_clean=keeps_clean,
     )
     return policy.rollout(inputs, request)

@@ -25,6 +25,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
 from .processes import LOG_PROBS, Coordinates, MeanStd, Process, ancestral, ddim, split_prediction
+from .trajectory import StepScale
 
 EDM_SCHEDULERS = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSolverMultistepScheduler)
 
@@ -143,6 +144,32 @@ class StochasticScheduler:
         """Return mean (batch, ...) and std of the next latent, float32, with the gradient of `prediction`."""
         raise NotImplementedError
 
+    def unclipped(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        """As `distribution`, linear in what the network predicts: nothing is clipped or put in its place."""
+        return self.distribution(prediction, timestep, sample, noise_level)
+
+    def drop_variance(self, prediction: Tensor, sample: Tensor) -> Tensor:
+        """Return the prediction without what belongs to no mean, such as a learned variance."""
+        return prediction
+
+    @torch.no_grad()
+    def scale(self, timestep: Any, sample: Tensor, noise_level: float, count: int | None = None) -> StepScale:
+        """Measure how far a step's noise and its prediction reach; neither depends on the prediction.
+
+        Args:
+            timestep, sample: as `step` gets them; of the sample only shape and device matter.
+            noise_level: of the process.
+            count: number of samples, where the batch has several copies of each; by default its length.
+        """
+        zeros = torch.zeros_like(sample, dtype=torch.float32)
+        still, std = self.unclipped(zeros, timestep, zeros, noise_level)
+        jacobian = (self.unclipped(zeros + 1, timestep, zeros, noise_level)[0] - still).abs()
+        rows = slice(len(sample) if count is None else count)
+        std, jacobian = (x.expand(sample.shape)[rows].flatten(1) for x in (std, jacobian))
+        moves = (std > 0) | ((std == 0).all(1, keepdim=True))  # without noise all of it counts
+        moving = moves.sum(1)
+        return StepScale((std * moves).sum(1) / moving, (jacobian * moves).sum(1) / moving, moving.float())
+
     def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
         """Return a clean sample noised to the level at which step `index` of the loop finds it; float32.
 
@@ -167,50 +194,54 @@ class FlowSteps(StochasticScheduler):
 
     coordinates = "flow"
 
-    def _sigmas(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _sigmas(self, device: torch.device) -> tuple[Tensor, Tensor]:
         sigmas = self.sigmas.to(device=device, dtype=torch.float32)
-        return sigmas[self.position], sigmas[self.position + 1], sigmas[1]
+        return sigmas[self.position], sigmas[self.position + 1]
 
-    def _token_sigmas(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _ends(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what processes are offered: the schedule's second and its last sigma."""
+        sigmas = self.sigmas.to(device=device, dtype=torch.float32)
+        return {"sigma_max": sigmas[1], "sigma_min": sigmas[-1]}
+
+    def _token_sigmas(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return sigmas for a timestep per token, (batch, tokens, 1); the next one is the schedule's below."""
         schedule = self.sigmas.to(device=device, dtype=torch.float32)
         now = self.options["per_token_timesteps"].to(schedule) / self.config.num_train_timesteps
         below = torch.where(schedule[:, None, None] < now[None] - 1e-6, schedule[:, None, None], 0.0)
-        return now[..., None], below.amax(0)[..., None], schedule[1]
+        return now[..., None], below.amax(0)[..., None]
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         if "per_token_timesteps" in self.options:
-            sigma_next, sigma, _ = self._token_sigmas(sample.device)  # diffusers turns the sign of the step here
+            sigma_next, sigma = self._token_sigmas(sample.device)  # diffusers turns the sign of the step here
         else:
-            sigma, sigma_next, _ = self._sigmas(sample.device)
+            sigma, sigma_next = self._sigmas(sample.device)
         # FlowMatchEulerDiscreteScheduler's own arithmetic: products in the prediction's dtype, the sum in float32
         return (sample.to(torch.float32) + (sigma_next - sigma) * prediction).to(prediction.dtype)
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
-        sigma, sigma_next, sigma_max = self._sigmas(sample.device)
+        (sigma, sigma_next), ends = self._sigmas(sample.device), self._ends(sample.device)
         prediction, sample = prediction.float(), sample.float()
         if self.config.get("invert_sigmas"):  # Mochi counts from data to noise
-            sigma, sigma_next, sigma_max, prediction = 1 - sigma, 1 - sigma_next, 1 - sigma_max, -prediction
+            sigma, sigma_next, prediction = 1 - sigma, 1 - sigma_next, -prediction
+            ends = {name: 1 - value for name, value in ends.items()}
         if sigma > 1:
             raise UnsupportedScheduler(
                 f"{type(self).__bases__[1].__name__} runs through sigma {float(sigma):.3g} here, but the processes of "
                 "flow matching need sigmas between 0 and 1."
             )
         if "per_token_timesteps" in self.options:
-            sigma, sigma_next, sigma_max = self._token_sigmas(sample.device)
+            sigma, sigma_next = self._token_sigmas(sample.device)
             still = sigma_next >= sigma  # a condition's tokens: clean from the start
             sigma, sigma_next = torch.where(still, 1.0, sigma), torch.where(still, 0.5, sigma_next)
-            mean, std = self.process(
-                -prediction, sample, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max
-            )
+            mean, std = self.process(-prediction, sample, sigma, sigma_next, noise_level=noise_level, **ends)
             return torch.where(still, sample, mean), torch.where(still, 0.0, std)
-        return self.process(prediction, sample, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
+        return self.process(prediction, sample, sigma, sigma_next, noise_level=noise_level, **ends)
 
     def _held_tokens(self, sample: Tensor) -> Tensor | None:
         """Return where a timestep per token holds the sample fixed, as (batch, tokens, 1); None without such times."""
         if "per_token_timesteps" not in self.options:
             return None
-        sigma, sigma_next, _ = self._token_sigmas(sample.device)
+        sigma, sigma_next = self._token_sigmas(sample.device)
         return sigma_next >= sigma
 
     def _share(self, index: int, device: torch.device) -> Tensor:
@@ -237,27 +268,41 @@ class DDIMSteps(StochasticScheduler):
     coordinates = "variance_preserving"
     begin_index = None
 
-    def _prediction(self, prediction: Tensor, sample: Tensor) -> Tensor:
+    def drop_variance(self, prediction: Tensor, sample: Tensor) -> Tensor:
         """Drop the learned variance that some networks predict as well: DDIM's variance is given by eta."""
         learns_variance = prediction.ndim > 1 and prediction.shape[1] == 2 * sample.shape[1]
         return prediction.chunk(2, dim=1)[0] if learns_variance else prediction
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        prediction = self._prediction(prediction, sample)
+        prediction = self.drop_variance(prediction, sample)
         return super(StochasticScheduler, self).step(prediction, timestep, sample, return_dict=False)[0]
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        clip = self._clip if self._clips else None
+        return self._move(prediction, timestep, sample, noise_level, clip)
+
+    def unclipped(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        return self._move(prediction, timestep, sample, noise_level, None)
+
+    def _move(
+        self,
+        prediction: Tensor,
+        timestep: Any,
+        sample: Tensor,
+        noise_level: float,
+        clip: Callable[[Tensor], Tensor] | None,
+    ) -> MeanStd:
         alphas = self.alphas_cumprod.to(device=sample.device, dtype=torch.float32)
         timestep_next = int(timestep) - self.config.num_train_timesteps // self.num_inference_steps
         alpha_next = alphas[timestep_next] if timestep_next >= 0 else self.final_alpha_cumprod.to(alphas)
         return self.process(
-            self._prediction(prediction, sample).float(),
+            self.drop_variance(prediction, sample).float(),
             sample.float(),
             alphas[int(timestep)],
             alpha_next,
             noise_level=noise_level,
             prediction_type=self.config.prediction_type,
-            clip=self._clip if self._clips else None,
+            clip=clip,
         )
 
     def _alpha(self, timestep: Any, device: torch.device) -> Tensor:
@@ -367,6 +412,13 @@ class SigmaSteps(StochasticScheduler):
 
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         return self.process(*self._clean_step(prediction, sample), noise_level=noise_level)
+
+    def unclipped(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
+        given, self.options = self.options, {}  # Cosmos hands over a clean sample, made from the network's output
+        try:
+            return self.distribution(prediction, timestep, sample, noise_level)
+        finally:
+            self.options = given
 
     def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
         return clean + self.sigmas[self.first + index].to(sample.device, torch.float32) * noise

@@ -5,6 +5,7 @@ The counterpart of `processes.py`. What a rollout of tokens hands to the replays
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -152,6 +153,8 @@ class TokenTrajectory(SampleTensors):
     initial_seeds: Tensor
     num_inference_steps: int
     temperature: float
+    step_weights: ClassVar[None] = None  # there is one step
+    means: ClassVar[None] = None
 
     @classmethod
     def cat(cls, parts: Sequence["TokenTrajectory"]) -> "TokenTrajectory":
@@ -195,6 +198,17 @@ class TokenDistribution:
 
     log_prob: Tensor
     mask: Tensor
+
+    def rounding(self) -> Tensor:
+        """Return how far half precision may move the ratio of a token from 1, 0-dimensional.
+
+        A logit of up to 64 is rounded by up to 0.25 in bfloat16, once in either pass.
+        """
+        return self.log_prob.new_tensor(0.5).expm1()
+
+    def compare(self, reference: "TokenDistribution") -> dict[str, float]:
+        """Return what there is to log beside the KL divergence to the reference: nothing."""
+        return {}
 
     def loss_inputs(self, reference: "TokenDistribution | None") -> dict[str, Tensor | None]:
         """Return what a loss gets beside log-probabilities; the parameters of a Gaussian are None."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROUNDING = 0.25  # by how much of its size half precision may change a prediction, guidance included
+
 
 @dataclasses.dataclass
 class SampleTensors:
@@ -74,6 +76,9 @@ class Trajectory(SampleTensors):
         num_inference_steps: length of the pipeline's loop.
         noise_level: of the process, at the trained steps.
         tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
+        step_weights: (batch, steps) float32, factors of the policy term; None where all are 1.
+        means: (batch, steps, ...) float32, mean of each trained step under the policy that rolled out; None where no
+            loss asks for it.
     """
 
     latents: Tensor
@@ -85,6 +90,8 @@ class Trajectory(SampleTensors):
     num_inference_steps: int
     noise_level: float
     tokens: Tensor | None = None
+    step_weights: Tensor | None = None
+    means: Tensor | None = None
 
     def over_steps(self, values: Tensor) -> Tensor:
         """Average (batch, steps) values over steps; return (batch,)."""
@@ -163,6 +170,35 @@ class Denoised:
         return self.mean(((self.origin - self.clean.detach()) / self.share) ** 2).sqrt()
 
 
+@dataclasses.dataclass
+class StepScale:
+    """How far the noise of a step and its prediction reach, as means over the numbers of the latent that move.
+
+    What a pipeline holds fixed (a first frame, tokens of a condition) does not count.
+
+    Attributes:
+        std: (batch,) float32, standard deviation of the next latent.
+        jacobian: (batch,) float32, |d mean / d prediction|: one number, as each mean is linear in the prediction. What
+            a scheduler's config clips is taken as if it were not.
+        moving: (batch,) float32, how many numbers move.
+    """
+
+    std: Tensor
+    jacobian: Tensor
+    moving: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence["StepScale"]) -> "StepScale":
+        """Average over the latents that one step moves, by their sizes."""
+        if len(parts) == 1:
+            return parts[0]
+        moving = sum(part.moving for part in parts)
+        std, jacobian = (
+            sum(getattr(part, name) * part.moving for part in parts) / moving for name in ("std", "jacobian")
+        )
+        return cls(std, jacobian, moving)
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
     """What a rollout is asked for; see [`~diffusion_grpo.policy.rollout.rollout`] for each field.
@@ -180,6 +216,9 @@ class RolloutRequest:
         is_decoded: whether samples are decoded.
         keeps_clean: whether the pipeline samples without noise by its own solver, where that has none, and only the
             finished latents are kept.
+        step_weight: a key of [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`].
+        weighted_steps: the steps that may be trained, over which weights are normalised; None for all but the last.
+        keeps_means: whether the means of the trained steps are recorded.
     """
 
     seeds: Tensor
@@ -194,6 +233,9 @@ class RolloutRequest:
     latents: list[Tensor] | None = None
     is_decoded: bool = True
     keeps_clean: bool = False
+    step_weight: str = "none"
+    weighted_steps: Sequence[int] | None = None
+    keeps_means: bool = False
 
 
 @dataclasses.dataclass
@@ -218,15 +260,48 @@ class StepDistribution:
         mean: (batch, ...) float32.
         std: float32, broadcastable to `mean`.
         log_prob: (batch,) float32, of the recorded next latent, averaged over its dimensions.
+        scale: how far noise and prediction reach.
+        prediction: (batch, ...) without gradient, what the pipeline handed to the scheduler.
     """
 
     mean: Tensor
     std: Tensor
     log_prob: Tensor
+    scale: StepScale | None = None
+    prediction: Tensor | None = None
 
     def loss_inputs(self, reference: "StepDistribution | None") -> dict[str, Tensor | None]:
         """Return what a loss gets of the step beside its log-probability."""
-        return {"mean": self.mean, "std": self.std, "ref_mean": reference and reference.mean}
+        found = {"mean": self.mean, "std": self.std, "ref_mean": reference and reference.mean}
+        if self.scale is not None:
+            found |= {"noise": self.scale.std, "jacobian": self.scale.jacobian}
+        return found
+
+    def divergence(self, mean: Tensor) -> Tensor:
+        """Return the (batch,) KL divergence from a step with another mean, averaged over the numbers that move."""
+        square = ((self.mean - mean) ** 2 / (2 * self.std**2)).flatten(1)
+        return square.mean(1) if self.scale is None else square.sum(1) / self.scale.moving
+
+    @torch.no_grad()
+    def rounding(self) -> Tensor:
+        """Return how far half precision may move each sample's ratio from 1, (batch,).
+
+        If a replay's prediction differs by d from the rollout's, the log-probability of x = mean + std * e differs by
+        r * mean(e * d) - r**2 / 2 * mean(d**2), with r = |J| / std: a random part that falls with the number n of
+        dimensions, of standard deviation r * rms(d) / sqrt(n), and one that does not. The bound takes six of these
+        standard deviations and an rms(d) of `ROUNDING` times the prediction's. See docs/how_it_works.md.
+        """
+        size = self.prediction.float().flatten(1).square().mean(1).sqrt()
+        reach = self.scale.jacobian / self.scale.std * ROUNDING * size
+        return (reach**2 / 2 + 6 * reach / self.scale.moving.sqrt()).expm1()
+
+    @torch.no_grad()
+    def compare(self, reference: "StepDistribution") -> dict[str, float]:
+        """Return the mean ratio of the norms of prediction and reference's prediction, as `velocity/ratio_to_ref`."""
+        if self.prediction is None or reference.prediction is None:
+            return {}
+        own, other = (step.prediction.float().flatten(1).norm(dim=1) for step in (self, reference))
+        return {"velocity/ratio_to_ref": (own / other).mean().item()}
 
 
 def generators(seeds: Tensor) -> list[torch.Generator]:

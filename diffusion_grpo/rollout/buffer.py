@@ -115,9 +115,19 @@ class RolloutBuffer:
             slice(start, start + self.micro_batch_size) for start in range(0, len(self.rows), self.micro_batch_size)
         ]
 
-    def replay_anchor(self, log_probs: Callable[[MicroBatch], Tensor]) -> None:
-        """Set `old_log_probs` from replays, before any update, in the micro-batches that are trained."""
-        self.old_log_probs = torch.cat([log_probs(self.part(chunk)) for chunk in self.chunks()])
+    def replay_anchor(self, replay: Callable[[MicroBatch], tuple[Tensor, list[Tensor]]]) -> None:
+        """Set `old_log_probs` from replays, before any update, in the micro-batches that are trained.
+
+        Args:
+            replay: returns (batch, steps) log-probabilities of a micro-batch, and for each of its samples the
+                (1, steps, ...) means, which its trajectory then holds; no means where none are asked for.
+        """
+        found = [replay(self.part(chunk)) for chunk in self.chunks()]
+        self.old_log_probs = torch.cat([log_probs for log_probs, _ in found])
+        means = [mean for _, means in found for mean in means]
+        if means:
+            pairs = zip(self.samples, means, strict=True)
+            self.samples = [dataclasses.replace(sample, means=mean) for sample, mean in pairs]
 
     def record_old(self, predict: Callable[[MicroBatch], list[Tensor]], is_current: bool) -> None:
         """Give each re-noised sample what the old policy takes it for at each of its steps.

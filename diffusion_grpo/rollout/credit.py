@@ -113,6 +113,8 @@ class CreditAssigner:
             columns["advantage"] = every[positions].mean(1).tolist()
             columns["value"] = targets.values[:, 0].tolist()
         metrics |= measure_spread("advantage", every)
+        metrics["spread/advantage_mean"] = every.double().mean().item()
+        metrics["frac_advantage_zero"] = (every == 0).reshape(len(every), -1).all(1).double().mean().item()
         return Estimate(result, every[positions], targets, every, columns, metrics)
 
     def _measure(self, rewards: Tensor, result: Advantages) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Making a rollout: sample, score, assign credit, and keep what the updates need. Nothing here takes a gradient."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -60,7 +61,10 @@ class RolloutGenerator:
         noise_level: of the process; None for tokens.
         noise_in_last_step: whether the loop's last step draws noise too.
         measures_divergence: whether the KL divergence from the reference is part of the reward.
-        anchors_on_replay: whether the denominator of the ratio comes from replays.
+        anchors_on_replay: whether the denominator of the ratio comes from replays after the rollout.
+        needs_old_mean: whether the means of the policy that rolls out are kept, beside that denominator.
+        step_weight: a key of [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`].
+        weighted_steps: the steps that may be trained, over which weights are normalised.
         drops_zero_advantages: whether samples with zero advantage are left out of the mean loss.
         trajectory_device: where trajectories are kept.
         device: where advantages are kept.
@@ -90,6 +94,9 @@ class RolloutGenerator:
         noise_in_last_step: bool,
         measures_divergence: bool,
         anchors_on_replay: bool,
+        needs_old_mean: bool,
+        step_weight: str,
+        weighted_steps: range,
         drops_zero_advantages: bool,
         trajectory_device: str | torch.device,
         device: torch.device,
@@ -104,6 +111,7 @@ class RolloutGenerator:
         self._progress, self._unscored = progress, unscored
         self._noise_level, self._noise_in_last_step = noise_level, noise_in_last_step
         self._measures_divergence, self._anchors_on_replay = measures_divergence, anchors_on_replay
+        self._needs_old_mean, self._step_weight, self._weighted_steps = needs_old_mean, step_weight, weighted_steps
         self._drops_zero_advantages = drops_zero_advantages
         self._trajectory_device, self._device = trajectory_device, device
 
@@ -204,6 +212,9 @@ class RolloutGenerator:
                 device=self._trajectory_device,
                 latents=latents,
                 is_decoded=is_decoded,
+                step_weight=self._step_weight,
+                weighted_steps=self._weighted_steps,
+                keeps_means=self._needs_old_mean and not self._anchors_on_replay,
                 keeps_clean=self._keeps_clean,
             )
             check_count(latents if images is None else images, len(indices), self._policy.pipe)
@@ -246,8 +257,8 @@ class RolloutGenerator:
             order.sizes.trained_per_prompt,
         )
         if self._anchors_on_replay:
-            scores = self._replays.clean_scores if self._keeps_clean else self._replays.log_probs
-            self._run_passes(buffer.replay_anchor, scores)
+            anchor = functools.partial(self._replays.anchor, keeps_means=self._needs_old_mean)
+            self._run_passes(buffer.replay_anchor, self._replays.clean_anchor if self._keeps_clean else anchor)
         if self._old_policy is not None:
             with self._show_old():
                 predict, is_current = self._replays.clean_predictions, not self._old_policy.has_moved

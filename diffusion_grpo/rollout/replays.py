@@ -13,8 +13,8 @@ from ..algorithms.losses import kl_divergence
 from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
 from ..policy.base import Policy
-from ..policy.token_process import TokenTrajectory
-from ..policy.trajectory import Trajectory
+from ..policy.token_process import TokenDistribution
+from ..policy.trajectory import StepDistribution, Trajectory
 from .buffer import RolloutBuffer
 
 
@@ -44,11 +44,22 @@ class Replays:
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
         """Return (batch, steps) log-probabilities of the recorded steps under the current policy."""
-        return self._measure(batch, lambda *step: self._policy.replay(*step).log_prob)
+        return self.anchor(batch)[0]
 
-    def clean_scores(self, batch: MicroBatch) -> Tensor:
-        """Return (batch, steps) minus the denoising error of the re-noised samples under the current policy."""
-        return self._measure(batch, lambda *step: -self._policy.denoise(*step).error())
+    def anchor(self, batch: MicroBatch, keeps_means: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Return (batch, steps) log-probabilities, and if asked for, each sample's (1, steps, ...) float32 means."""
+        means = [torch.empty_like(sample.next_latents) for sample in batch.samples] if keeps_means else []
+
+        def measure(now: StepDistribution | TokenDistribution, places: list[tuple[int, int]]) -> Tensor:
+            for (index, column), mean in zip(places, now.mean if keeps_means else (), strict=keeps_means):
+                means[index][0, column] = mean.view_as(means[index][0, column]).to(means[index])
+            return now.log_prob
+
+        return self._measure(batch, lambda places, *step: measure(self._policy.replay(*step), places)), means
+
+    def clean_anchor(self, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
+        """Return (batch, steps) minus the denoising error of the re-noised samples, and no means."""
+        return self._measure(batch, lambda places, *step: -self._policy.denoise(*step).error()), []
 
     @torch.no_grad()
     def clean_predictions(self, batch: MicroBatch) -> list[Tensor]:
@@ -73,7 +84,7 @@ class Replays:
 
     def divergences(self, batch: MicroBatch) -> Tensor:
         """Return (batch, steps) KL divergence of the current policy from the reference."""
-        return self._measure(batch, self._divergence)
+        return self._measure(batch, lambda places, *step: self._divergence(*step))
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
         """Return (samples, steps) KL divergence from the reference, in the batches of the rollout."""
@@ -86,17 +97,21 @@ class Replays:
         return kl_divergence(now.mean, self._reference.replay(inputs, trajectory, step).mean, now.std)
 
     @torch.no_grad()
-    def _measure(
-        self, batch: MicroBatch, measure: Callable[[dict[str, Any], Trajectory | TokenTrajectory, int], Tensor]
-    ) -> Tensor:
-        """Return (batch, steps) the results of `measure` at each trained step."""
+    def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor]) -> Tensor:
+        """Return (batch, steps) the results of `measure` at each trained step.
+
+        It gets where each sample's result belongs, as its index in the micro-batch and the column of the step; then
+        inputs, trajectory and step.
+        """
         values = torch.empty_like(batch.old_log_probs)
         parts = batch.parts
         for (number, step), _ in self._passes(batch):  # a repeated pass gives the same values
             indices, whole = batch.calls[number], parts[number]
             part = whole.at_step(step)
             found = values[indices]
-            found[whole.trajectory.steps == step] = measure(part.inputs, part.trajectory, step).to(found)
+            where = whole.trajectory.steps == step
+            places = [(indices[row], column) for row, column in where.nonzero().tolist()]
+            found[where] = measure(places, part.inputs, part.trajectory, step).to(found)
             values[indices] = found
         return values
 

@@ -75,12 +75,12 @@ def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards)
         policy.check_latents()
 
 
-def make_algorithm(args: DiffusionGRPOConfig, component: tuple[str, ...], weights: list[float]) -> Algorithm:
+def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights: list[float]) -> Algorithm:
     """Make the algorithm that the settings name.
 
     Args:
         args: of the run.
-        component: names of the trained networks.
+        networks: the trained ones.
         weights: one per reward.
 
     Raises:
@@ -92,16 +92,43 @@ def make_algorithm(args: DiffusionGRPOConfig, component: tuple[str, ...], weight
         epsilon=args.epsilon,
         epsilon_high=args.epsilon_high,
         beta=args.beta,
-        anchors_on_replay=args.old_log_prob == "replay",
+        anchors_on_replay=args.old_log_prob != "rollout",
         is_first_replay=args.batch_sizes.updates_per_rollout == 1,
         max_ratio_error=args.max_ratio_error,
-        take_turns=len(component) > 1,
+        is_half_precision=args.bf16 or args.fp16 or any(map(is_half_precision, networks)),
+        take_turns=len(networks) > 1,
         reward_weights=weights if args.multi_objective_aggregation == "loss_per_reward" else None,
     )
 
 
-def make_sampling_plan(args: DiffusionGRPOConfig, algorithm: Algorithm) -> SamplingPlan:
-    """Say with which seeds and steps rollouts are made."""
+def is_half_precision(network: nn.Module) -> bool:
+    """Return whether some weights of a network are in bfloat16 or float16."""
+    return any(weight.dtype in (torch.bfloat16, torch.float16) for weight in network.parameters())
+
+
+def replays_anchor(args: DiffusionGRPOConfig, algorithm: Algorithm) -> bool:
+    """Return whether the ratio's denominator is replayed right after each rollout, before its first update.
+
+    With a single update per rollout the update's own replay gives it. With several, "auto" leaves it to the rollout
+    unless means are compared, whose differences from one batch to another would count. Re-noised samples have nothing
+    that the rollout recorded.
+    """
+    is_replayed = args.old_log_prob == "replay" or args.old_log_prob == "auto" and uses_old_mean(algorithm)
+    return (is_replayed or args.traits.is_renoised) and args.batch_sizes.updates_per_rollout > 1
+
+
+def uses_old_mean(algorithm: Algorithm) -> bool:
+    """Return whether the algorithm compares means with those of the policy that rolled out; one may not say so."""
+    return getattr(algorithm, "needs_old_mean", False)
+
+
+def make_sampling_plan(args: DiffusionGRPOConfig, shares_noise: bool = False) -> SamplingPlan:
+    """Say with which seeds and steps rollouts are made.
+
+    Args:
+        args: of the run.
+        shares_noise: whether re-noised samples of a prompt share noise and steps.
+    """
     return SamplingPlan(
         seed=args.seed,
         num_generations=args.num_generations,
@@ -113,7 +140,7 @@ def make_sampling_plan(args: DiffusionGRPOConfig, algorithm: Algorithm) -> Sampl
         same_initial_noise=args.same_initial_noise,
         deterministic_outside_window=args.deterministic_outside_window,
         is_renoised=args.traits.is_renoised,
-        shares_noise=algorithm.shares_noise,
+        shares_noise=shares_noise,
     )
 
 
@@ -254,8 +281,8 @@ def make_generator(
     args: DiffusionGRPOConfig,
     rewards: RunRewards,
     *,
-    policy: Policy,
     algorithm: Algorithm,
+    policy: Policy,
     old_policy: PolicyAverage | None,
     inputs: PipelineInputs,
     read_rows: Callable[[list[int]], Rows],
@@ -269,12 +296,11 @@ def make_generator(
     progress: UpdateProgress,
 ) -> RolloutGenerator:
     """Make what makes rollouts."""
-    replays_anchor = args.old_log_prob == "replay" or args.traits.is_renoised
     return RolloutGenerator(
         policy=policy,
         inputs=inputs,
         read_rows=read_rows,
-        plan=make_sampling_plan(args, algorithm),
+        plan=make_sampling_plan(args, algorithm.shares_noise),
         scorer=scorer,
         credit=make_credit(args, rewards, values),
         replays=replays,
@@ -288,7 +314,11 @@ def make_generator(
         noise_level=args.noise_level or policy.default_noise_level,
         noise_in_last_step=args.noise_in_last_step,
         measures_divergence=args.kl_reward > 0,
-        anchors_on_replay=replays_anchor and args.batch_sizes.updates_per_rollout > 1,
+        anchors_on_replay=replays_anchor(args, algorithm),
+        needs_old_mean=uses_old_mean(algorithm)
+        and (args.batch_sizes.updates_per_rollout > 1 or args.old_log_prob == "rollout"),
+        step_weight=args.step_weight,
+        weighted_steps=range(*args.window),
         drops_zero_advantages=args.drop_zero_advantages,
         trajectory_device=trajectory_device(args),
         device=args.device,

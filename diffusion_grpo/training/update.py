@@ -1,6 +1,7 @@
 """One update of the weights, micro-batch by micro-batch: passes, backward passes and what is measured of them."""
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ class PolicyUpdate:
                     self._metrics.add_all(outputs[-1].metrics)
                 self._monitor.defer(self._refuse_non_finite, loss.detach(), "loss", place.update)
                 if is_last:
-                    self._check(batch, max(output.drift for output in outputs), place)
+                    drifts = [output.drift for output in outputs]
+                    self._check(batch, max(drifts, key=lambda drift: (math.isnan(drift), drift)), place)
                 backend.backward(loss * backend.groups.size)  # DDP takes the mean, a context group makes the sum
             self._progress.advance()
             total += loss.detach()

@@ -126,7 +126,7 @@ def test_clip_acts_on_both_sides_and_only_outwards(ratio, advantage, loss, passe
 
 
 def test_metrics_are_shares_of_the_batch_without_gradient():
-    output = grpo(inputs([1.5, 0.5, 1.0, 1.0], [1.0, -1.0, 1.0, -1.0], ref_mean=torch.zeros(4, 3)))
+    output = grpo(inputs([1.5, 0.5, 1.0, 1.0], [1.0, -1.0, 1.0, -1.0], ref_mean=torch.zeros(4, 3), beta=0.25))
     metrics = {name: value.item() for name, value in output.metrics.items()}
     assert metrics == {
         "ratio/mean": pytest.approx(1.0),
@@ -136,6 +136,8 @@ def test_metrics_are_shares_of_the_batch_without_gradient():
         "clip_ratio/high_mean": 0.25,
         "clip_ratio/region_mean": 0.5,
         "kl": 2.0,  # 1**2 / (2 * 0.5**2)
+        "loss/policy": pytest.approx((-1.3 + 0.9 - 1 + 1) / 4),
+        "loss/kl": 0.5,
     }
     assert not any(value.requires_grad for value in output.metrics.values())
     assert output.loss.ndim == 0 and output.loss.requires_grad

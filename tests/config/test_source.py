@@ -10,6 +10,7 @@ from diffusion_grpo.algorithms import ALGORITHMS, advantages
 from diffusion_grpo.config import early_checks, source
 from diffusion_grpo.data import prompts as data
 from diffusion_grpo.policy import processes
+from diffusion_grpo.policy.step_weights import STEP_WEIGHTS
 
 
 def test_settings_are_those_of_the_config():
@@ -24,7 +25,7 @@ def test_settings_are_those_of_the_config():
 
 def test_names_are_those_of_the_tables(monkeypatch):
     assert source.loss_names() == list(ALGORITHMS)
-    silent = ["cps", "ancestral"]
+    silent = ["cps", "precise", "ancestral"]
     assert [name for name, process in processes.PROCESSES.items() if process.is_silent_at_end] == silent
     assert source.process_names() == list(processes.PROCESSES)
     assert source.silent_last_step() == silent
@@ -32,6 +33,7 @@ def test_names_are_those_of_the_tables(monkeypatch):
     assert source.process_names() == list(processes.PROCESSES)
     assert source.silent_last_step() == silent
     assert source.log_prob_names() == list(processes.LOG_PROBS)
+    assert source.step_weight_names() == list(STEP_WEIGHTS)
     assert source.aggregation_names() == list(advantages.AGGREGATIONS)
     assert source.reward_names() == list(rewards.REWARDS)
     assert early_checks.FILES == tuple(data.READERS)

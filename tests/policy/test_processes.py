@@ -15,7 +15,7 @@ from tiny_runs import logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy import processes
-from diffusion_grpo.policy.processes import ancestral, cps, dance_sde, ddim, flow_sde, log_density
+from diffusion_grpo.policy.processes import ancestral, cps, dance_sde, ddim, flow_sde, log_density, precise, wan_sde
 from diffusion_grpo.policy.rollout import DenoisingPolicy, predict, rollout
 from diffusion_grpo.policy.trajectory import generators
 
@@ -24,6 +24,8 @@ SIGMA_PAIRS = [(0.98, 0.9), (0.75, 0.6), (0.5, 0.35), (0.2, 0.02), (0.1, 0.0)]
 ALPHA_PAIRS = [(0.0047, 0.05), (0.2, 0.35), (0.6, 0.9), (0.95, 0.999), (0.9, 1.0)]
 LEVELS = [0.1, 0.3, 0.7, 1.0]
 FLOW = {"flow_sde": functools.partial(flow_sde, sigma_max=torch.tensor(0.97)), "dance_sde": dance_sde, "cps": cps}
+FLOW |= {"wan_sde": functools.partial(wan_sde, sigma_max=torch.tensor(0.97), sigma_min=torch.tensor(0.01))}
+FLOW |= {"precise": precise}
 
 
 def latents(seed=0, dtype=torch.float32):
@@ -77,7 +79,19 @@ def cps_reference(prediction, sample, sigma, sigma_next, level):
     return (1 - sigma_next) * clean + sigma_next * math.cos(angle) * noise, sigma_next * math.sin(angle)
 
 
+def wan_sde_reference(prediction, sample, sigma, sigma_next, level):
+    """The noise is that of sigma, moved from [0, 1] to the schedule's [0.01, 0.97]."""
+    return euler_maruyama(prediction, sample, sigma, sigma_next, level * (0.97 * sigma + 0.01 * (1 - sigma)))
+
+
+def precise_reference(prediction, sample, sigma, sigma_next, level):
+    """The share of the noise that stays is the ratio of the noise-to-signal ratios, to the power of eta squared."""
+    kept = math.exp(level**2 * (math.log(sigma_next / (1 - sigma_next)) - math.log(sigma / (1 - sigma))))
+    return cps_reference(prediction, sample, sigma, sigma_next, math.acos(math.sqrt(kept)) / (math.pi / 2))
+
+
 FLOW_REFERENCES = {"flow_sde": flow_sde_reference, "dance_sde": dance_sde_reference, "cps": cps_reference}
+FLOW_REFERENCES |= {"wan_sde": wan_sde_reference, "precise": precise_reference}
 
 
 def ddpm_posterior(clean, sample, alpha, alpha_next):
@@ -107,6 +121,8 @@ def predictions(clean, noise, alpha):
 def test_flow_processes_equal_their_papers(process, sigmas, level):
     prediction, sample = latents()
     sigmas = [torch.tensor(sigma) for sigma in sigmas]
+    if process == "precise" and sigmas[1] == 0:
+        pytest.skip("nothing of no noise stays; see the test of a silent end")
     actual = FLOW[process](prediction, sample, *sigmas, noise_level=level)
     rounded = [sigma.item() for sigma in sigmas]  # to float32: 1 - 0.98 is sensitive to it
     expected = FLOW_REFERENCES[process](prediction.double(), sample.double(), *rounded, level)
@@ -181,7 +197,7 @@ def test_without_noise_a_flow_process_is_euler(process, sigmas):
     mean, std = FLOW[process](prediction, sample, *map(torch.tensor, sigmas), noise_level=0.0)
     assert std == 0
     expected = sample + (torch.tensor(sigmas[1]) - torch.tensor(sigmas[0])) * prediction
-    if process == "cps":  # goes by way of the clean sample
+    if process in ("cps", "precise"):  # go by way of the clean sample
         torch.testing.assert_close(mean, expected, rtol=0, atol=2e-6)
     else:
         assert torch.equal(mean, expected)
@@ -275,6 +291,34 @@ def test_cps_preserves_the_marginals_of_a_point_mass_exactly(sigmas, level):
     assert variance == pytest.approx(sigmas[1] ** 2, abs=1e-12)
 
 
+@pytest.mark.parametrize("eta", [0.5, 1.5, 4.0])
+@pytest.mark.parametrize("sigmas", [(1.0, 0.9), *SIGMA_PAIRS])
+def test_precise_is_cps_with_its_std_and_keeps_the_same_marginals(sigmas, eta):
+    prediction, sample = latents(dtype=torch.float64)
+    sigma, sigma_next = map(double, sigmas)
+    mean, std = precise(prediction, sample, sigma, sigma_next, noise_level=eta)
+    if sigma == 1:
+        assert std == sigma_next
+    angle = math.asin((std / sigma_next).item()) if sigma_next > 0 else 0.0
+    expected = cps(prediction, sample, sigma, sigma_next, noise_level=angle / (math.pi / 2))
+    torch.testing.assert_close((mean, std), expected, rtol=1e-7, atol=1e-7)
+    assert (std == 0) == (sigma_next == 0)  # silent at the end
+    shifted = flow_step(precise, *sigmas, eta)()
+    assert shifted == pytest.approx(((1 - sigmas[1]) * 1.7, sigmas[1] ** 2), abs=1e-12)
+
+
+def test_no_noise_level_of_flow_sde_makes_the_noise_of_wan():
+    """Within 20 steps of shift 3 the level that would do so goes from 0.13 to 0.49, in the steps that are trained."""
+    sigmas = torch.linspace(1, 0.05, 20, dtype=torch.float64)
+    sigmas = torch.cat([3 * sigmas / (1 + 2 * sigmas), torch.zeros(1)])
+    x, levels = torch.zeros(1, 1, dtype=torch.float64), []
+    for sigma, after in zip(sigmas[:-2], sigmas[1:-1], strict=True):
+        ends = {"sigma_max": sigmas[1], "sigma_min": sigmas[-1]}
+        wan = wan_sde(x, x, sigma, after, noise_level=1.0, **ends)[1]
+        levels.append((wan / flow_sde(x, x, sigma, after, noise_level=1.0, sigma_max=sigmas[1])[1]).item())
+    assert min(levels) == pytest.approx(0.13, abs=0.005) and max(levels) == pytest.approx(0.49, abs=0.005)
+
+
 @pytest.mark.parametrize("eta", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("kind", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("alphas", ALPHA_PAIRS)
@@ -291,7 +335,7 @@ def test_ddim_preserves_the_marginals_of_a_point_mass_exactly(alphas, kind, eta)
 
 
 @pytest.mark.parametrize("sigma", [0.9, 0.5, 0.2])
-@pytest.mark.parametrize("process", [FLOW["flow_sde"], dance_sde])
+@pytest.mark.parametrize("process", [FLOW["flow_sde"], dance_sde, FLOW["wan_sde"]])
 def test_sdes_preserve_the_marginals_of_a_point_mass_to_first_order(process, sigma):
     errors = []
     for dt in (0.02, 0.01, 0.005):
@@ -303,7 +347,7 @@ def test_sdes_preserve_the_marginals_of_a_point_mass_to_first_order(process, sig
         assert longer / shorter == pytest.approx(4, rel=0.1)
 
 
-@pytest.mark.parametrize("process", [FLOW["flow_sde"], dance_sde])
+@pytest.mark.parametrize("process", [FLOW["flow_sde"], dance_sde, FLOW["wan_sde"]])
 def test_sdes_carry_a_gaussian_to_its_data_whatever_the_noise(process):
     """Data N(1.7, 0.5**2), the exact velocity, from sigma 0.95 to 0.05: the error falls as the steps get finer."""
     data_mean, data_std, start, stop = 1.7, 0.5, 0.95, 0.05

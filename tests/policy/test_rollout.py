@@ -31,7 +31,7 @@ def test_the_ratio_is_exactly_one_in_float32(name, checkpointing):
     assert ratio_error(policy, inputs, trajectory) == 0.0
 
 
-@pytest.mark.parametrize("process", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("process", ["flow_sde", "dance_sde", "wan_sde", "cps", "precise"])
 def test_every_flow_process_replays_exactly(process):
     pipe, inputs = tiny_pipelines.build("sd3")
     policy = DenoisingPolicy(pipe, sde_type=process)

@@ -270,7 +270,7 @@ def test_copies_share_the_driver_and_nothing_else():
     assert clone.driver is mine.driver and clone.sigmas is not mine.sigmas
 
 
-@pytest.mark.parametrize("process", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("process", ["flow_sde", "dance_sde", "cps", "wan_sde", "precise"])
 def test_tokens_with_timesteps_of_their_own(process):
     scheduler = FlowMatchEulerDiscreteScheduler()
     mine = stochastic_scheduler(scheduler, process)
@@ -290,6 +290,53 @@ def test_tokens_with_timesteps_of_their_own(process):
     assert torch.equal(mean[:, :2], sample[:, :2]) and (std[:, :2] == 0).all()
     torch.testing.assert_close(mean[:, 2:], plain_mean[:, 2:])
     torch.testing.assert_close(std[:, 2:], plain_std.expand(1, 4, 1))
+    plain = mine.scale(timestep, sample, 0.5)
+    mine.options = {"per_token_timesteps": tokens}
+    assert_same_scale(mine.scale(timestep, sample, 0.5), plain.std, plain.jacobian, moving=16)  # only those that move
+
+
+def assert_same_scale(scale, std, jacobian, moving):
+    torch.testing.assert_close(scale.std, torch.as_tensor(std).float().expand(len(scale.std)))
+    torch.testing.assert_close(scale.jacobian, torch.as_tensor(jacobian).float().abs().expand(len(scale.std)))
+    assert scale.moving.tolist() == [moving] * len(scale.std)
+
+
+SCALED = {
+    "flow_sde": (FlowMatchEulerDiscreteScheduler(), "flow_sde"),
+    "dance_sde": (FlowMatchEulerDiscreteScheduler(shift=3.0), "dance_sde"),
+    "wan_sde": (UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True), "wan_sde"),
+    "cps": (FlowMatchEulerDiscreteScheduler(), "cps"),
+    "precise": (FlowMatchEulerDiscreteScheduler(), "precise"),
+    "inverted": (FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "flow_sde"),
+    "epsilon": (DDIMScheduler(clip_sample=False), "ddim"),
+    "v": (DDIMScheduler(clip_sample=False, prediction_type="v_prediction"), "ddim"),
+    "sample": (DDIMScheduler(clip_sample=False, prediction_type="sample"), "ddim"),
+    "clipped": (DDIMScheduler(clip_sample=True, clip_sample_range=0.1), "ddim"),
+    "cosine": (DDPMWuerstchenScheduler(), "ddim"),
+    "edm": (EDMEulerScheduler(), "ancestral"),
+    "continuous": (EulerDiscreteScheduler(timestep_type="continuous", prediction_type="v_prediction"), "ancestral"),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_the_scale_of_a_step_is_its_std_and_the_derivative_of_its_mean(name):
+    """By autograd, at any prediction and any latent: neither matters."""
+    scheduler = stochastic_scheduler(*SCALED[name])
+    scheduler.set_timesteps(5)
+    scheduler.first, scheduler.index = 0, 2
+    timestep, drawn = scheduler.timesteps[2], torch.Generator().manual_seed(0)
+    timestep = timestep.expand(3) if name == "cosine" else timestep
+    sample, prediction = torch.randn(2, 3, 4, 5, 6, generator=drawn)
+    if name == "clipped":
+        sample, prediction = 1e-3 * sample, 1e-3 * prediction  # within the bound, where nothing is clipped
+    prediction.requires_grad_()
+    mean, std = scheduler.distribution(prediction, timestep, sample, 0.5)
+    (derivative,) = torch.autograd.grad(mean.sum(), prediction)
+    assert derivative.abs().min() > 1e-3
+    scale = scheduler.scale(timestep, sample, 0.5)
+    assert_same_scale(scale, std.flatten()[0], derivative.mean(), moving=4 * 5 * 6)
+    half = scheduler.scale(timestep, sample, 0.5, count=1)  # both halves of guidance in one batch
+    assert len(half.std) == len(half.jacobian) == len(half.moving) == 1
 
 
 @pytest.mark.parametrize("index", [0, 2])
