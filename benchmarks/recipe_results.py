@@ -12,10 +12,21 @@ BASELINE = "flow_grpo"
 START, END = "<!-- rows: written by --table -->", "<!-- end of rows -->"
 
 
-def read_rows(folder: Path, max_passes: float, max_updates: int | None) -> list[Row]:
-    """Return the rows in a folder that have this budget, in the order of the recipes, learning rates and seeds."""
+def read_rows(folder: Path, max_passes: float, tune_passes: float, max_updates: int | None) -> list[Row]:
+    """Return the rows in a folder that have this budget, in the order of the recipes, learning rates and seeds.
+
+    Args:
+        folder: has a folder for each recipe.
+        max_passes, tune_passes: the budget of rows, and of those of tuning.
+        max_updates: as in the rows.
+    """
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/*.json")]
-    kept = [row for row in rows if (row["max_passes"], row["max_updates"]) == (max_passes, max_updates)]
+    wanted = {"tune": (tune_passes, max_updates)}
+    kept = [
+        row
+        for row in rows
+        if (row["max_passes"], row["max_updates"]) == wanted.get(row["phase"], (max_passes, max_updates))
+    ]
     order = {name: place for place, name in enumerate(RECIPES)}
     return sorted(kept, key=lambda row: (order.get(row["recipe"], len(order)), row["learning_rate"], row["seed"]))
 

@@ -45,13 +45,14 @@ def make_row(arguments: argparse.Namespace) -> None:
 
     name, rate, seed = arguments.row[0], float(arguments.row[1]), int(arguments.row[2])
     hide_loading_bars("tiny")
-    row = train_row(RECIPES[name], rate, seed, **budget(arguments))
+    row = train_row(RECIPES[name], rate, seed, **budget(arguments, None))
     write_json(row_path(arguments.out, name, rate, seed), row)
 
 
-def budget(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the length of a run and how often it is evaluated."""
-    return {name: getattr(arguments, name) for name in ("max_passes", "max_updates", "eval_passes")}
+def budget(arguments: argparse.Namespace, phase: str | None) -> dict[str, Any]:
+    """Return the length of a run of a phase and how often it is evaluated."""
+    passes = arguments.tune_passes if phase == "tune" else arguments.max_passes
+    return {"max_passes": passes, "max_updates": arguments.max_updates, "eval_passes": arguments.eval_passes}
 
 
 def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) -> list[str]:
@@ -71,25 +72,25 @@ def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) 
             rates = [best]
         for rate in rates:
             for seed in [seed for seed in SEEDS[phase] if seed in arguments.seeds]:
-                problems += run_row(recipe, rate, seed, arguments)
+                problems += run_row(recipe, rate, seed, phase, arguments)
     return problems
 
 
 def read_tuning(arguments: argparse.Namespace, recipe: Recipe) -> list[Row]:
     """Return the rows with which a recipe was tuned in this budget, as it is now."""
-    rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
+    rows = read_rows(arguments.out, arguments.max_passes, arguments.tune_passes, arguments.max_updates)
     return [row for row in rows if row["recipe"] == recipe.name and row["settings"] == recipe.settings]
 
 
-def run_row(recipe: Recipe, rate: float, seed: int, arguments: argparse.Namespace) -> list[str]:
+def run_row(recipe: Recipe, rate: float, seed: int, phase: str, arguments: argparse.Namespace) -> list[str]:
     """Make one row in a process of its own, unless it is there."""
-    path = row_path(arguments.out, recipe.name, rate, seed)
+    path, length = row_path(arguments.out, recipe.name, rate, seed), budget(arguments, phase)
     if path.is_file():
-        difference = find_difference(path, budget(arguments) | {"settings": recipe.settings})
+        difference = find_difference(path, length | {"settings": recipe.settings})
         return [] if difference is None else [difference]
     print(f"{recipe.name}, learning rate {rate:g}, seed {seed}", flush=True)
     words = ["--row", recipe.name, f"{rate:g}", str(seed), "--out", str(arguments.out)]
-    words += [f"--max-passes={arguments.max_passes:g}", f"--eval-passes={arguments.eval_passes:g}"]
+    words += [f"--max-passes={length['max_passes']:g}", f"--eval-passes={arguments.eval_passes:g}"]
     words += [f"--max-updates={arguments.max_updates}"] if arguments.max_updates else []
     done = subprocess.run([sys.executable, __file__, *words])
     return [f"{path}: the run ended with exit code {done.returncode}"] if done.returncode else []
@@ -109,6 +110,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--row", nargs=3, metavar=("RECIPE", "RATE", "SEED"), help="train one row in this process")
     help_text = "budget: network passes per sample of an update, summed over updates; default: %(default)g"
     parser.add_argument("--max-passes", type=float, default=1480, help=help_text)
+    parser.add_argument("--tune-passes", type=float, help="budget of the tuning; default: as --max-passes")
     parser.add_argument("--max-updates", type=int, help="end each run after so many updates, to try it out")
     help_text = "evaluate each time so many passes are used up; default: %(default)g"
     parser.add_argument("--eval-passes", type=float, default=40, help=help_text)
@@ -117,6 +119,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="only write the tables to OUT.md, and print them")
     parser.add_argument("--plot", action="store_true", help="only draw OUT/race.png")
     arguments = parser.parse_args(words)
+    arguments.tune_passes = arguments.tune_passes or arguments.max_passes
     named = [*arguments.recipes, *(arguments.row[:1] if arguments.row else [])]
     if unknown := [name for name in named if name not in RECIPES]:
         parser.error(f"unknown recipe {unknown[0]!r}; --list shows them")
@@ -127,7 +130,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def show_results(arguments: argparse.Namespace, table: bool, plot: bool) -> None:
     """Write the plot and the tables of the rows that are there."""
-    rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
+    rows = read_rows(arguments.out, arguments.max_passes, arguments.tune_passes, arguments.max_updates)
     others = len(list(arguments.out.glob("*/*.json"))) - len(rows)
     rows = [row for row in rows if row["recipe"] in arguments.recipes]
     left_out = f"; rows of other budgets that are left out: {others}" if others else ""

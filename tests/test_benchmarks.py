@@ -144,8 +144,8 @@ def test_a_row_says_what_was_measured_and_is_not_made_again(tmp_path, capsys, mo
     path = recipes.row_path(tmp_path, recipe.name, 1.1e-3, 0)
     write_json(path, row)
     given = recipes.parse([f"--out={tmp_path}", "--max-passes=100", "--max-updates=2", "--eval-passes=9"])
-    assert recipes.run_row(recipe, 1.1e-3, 0, given) == []
-    (line,) = recipes.run_row(Recipe(recipe.name, "", {}), 1.1e-3, 0, given)
+    assert recipes.run_row(recipe, 1.1e-3, 0, "tune", given) == []
+    (line,) = recipes.run_row(Recipe(recipe.name, "", {}), 1.1e-3, 0, "tune", given)
     assert str(path) in line and "settings" in line
     recipes.show_results(given, table=True, plot=True)
     assert "`first_of_6`" in capsys.readouterr().out and (tmp_path / "race.png").stat().st_size > 10_000
@@ -191,6 +191,17 @@ def test_the_learning_rate_with_the_largest_area_is_reported_once_tuning_is_whol
     given = recipes.parse([f"--out={tmp_path}", "--max-passes=100", "--phase=report", "--recipes=demo"])
     (line,) = recipes.run_phase("report", [RECIPES["demo"]], given)
     assert "tuning is not finished" in line
+
+
+def test_rows_of_a_shorter_tuning_are_read_with_those_that_are_reported(tmp_path):
+    for seed, passes in ((0, 50.0), (1, 100.0), (3, 100.0), (4, 50.0)):
+        row = made_row("demo", 1e-3, seed, [0.7, 0.9]) | {"max_passes": passes}
+        write_json(recipes.row_path(tmp_path, "demo", 1e-3, seed), row)
+    assert [row["seed"] for row in recipe_results.read_rows(tmp_path, 100, 50, None)] == [0, 3]
+    assert [row["seed"] for row in recipe_results.read_rows(tmp_path, 100, 100, None)] == [1, 3]
+    given = recipes.parse(["--max-passes=100", "--tune-passes=50"])
+    assert [recipes.budget(given, phase)["max_passes"] for phase in ("tune", "report", None)] == [50, 100, 100]
+    assert recipes.parse(["--max-passes=100"]).tune_passes == 100
 
 
 def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
