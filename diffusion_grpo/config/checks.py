@@ -44,6 +44,7 @@ def _check_choices(args: Sizes) -> None:
         "old_log_prob": ["rollout", "replay"],
         "importance_sampling_level": ["token", "sequence"],
         "context_parallel_type": ["ulysses", "ring"],
+        "sde_window_order": ["random", "per_prompt", "sliding"],
     } | ({"offload_frozen": ["cpu"]} if args.offload_frozen is not None else {})
     for name, known in choices.items():
         value = getattr(args, name)
@@ -109,6 +110,8 @@ def _check_numbers(args: Sizes) -> None:
         "eval_num_inference_steps": 1,
         "rollout_batch_size": 1,
         "sde_window_size": 1,
+        "sde_window_interval": 1,
+        "branches": 2,
         "num_iterations": 1,
         "steps_per_generation": 1,
         "ema_update_interval": 1,
@@ -167,6 +170,43 @@ def _check_steps(args: Sizes) -> None:
         raise ValueError(
             f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
             "that may be trained; lower it, or widen sde_window."
+        )
+    if args.sde_window_order != "random" and args.sde_window_size is None:
+        raise ValueError(
+            f"sde_window_order={args.sde_window_order!r} chooses a part of sde_window, but sde_window_size is not "
+            "set, so that all of it is trained; set sde_window_size."
+        )
+    _check_branches(args)
+
+
+def _check_branches(args: Sizes) -> None:
+    if args.branches is None:
+        return
+    if args.num_generations % args.branches:
+        raise ValueError(
+            f"branches={args.branches} does not divide num_generations={args.num_generations}: the samples of a "
+            "prompt have whole initial latents; change one of them."
+        )
+    if not args.deterministic_outside_window:
+        raise ValueError(
+            f"branches={args.branches} lets samples share the steps before their first noisy one, but all steps draw "
+            "noise; set deterministic_outside_window=True."
+        )
+    if args.window[0] == 0:
+        raise ValueError(
+            f"branches={args.branches} lets samples share the steps before their first noisy one, but sde_window "
+            f"{list(args.window)} starts at step 0; let it start later, or use same_initial_noise, which shares the "
+            "initial latent alone."
+        )
+    if args.same_initial_noise and args.branches != args.num_generations:
+        raise ValueError(
+            f"same_initial_noise=True gives a prompt one initial latent, and branches={args.branches} gives it "
+            f"{args.num_generations // args.branches}; leave one of them out."
+        )
+    if args.advantage_estimator == "gae":
+        raise ValueError(
+            "advantage_estimator='gae' reads the conditions of each sample in its first step, which branches share; "
+            "leave one of them out."
         )
 
 
@@ -254,6 +294,7 @@ def check_token_settings(args: Sizes) -> None:
     usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
     usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": False}
     usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
+    usual |= {"sde_window_order": "random", "branches": None}
     usual |= {"kl_reward": 0.0, "advantage_estimator": "group"}
     for name, default in usual.items():
         if getattr(args, name) != default:

@@ -86,6 +86,27 @@ class Trajectory(SampleTensors):
         return values.mean(1)
 
 
+@dataclasses.dataclass
+class Prefix(SampleTensors):
+    """Where the first steps of a loop, taken without noise, have led: what samples branch from.
+
+    Attributes:
+        latents: (batch, ...) float32, output of step `length` - 1; where a step moves several latents, all of them,
+            flattened one after the other.
+        initial_seeds: (batch,) int64, seed of each initial latent.
+        length: number of steps taken.
+        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
+    """
+
+    latents: Tensor
+    initial_seeds: Tensor
+    length: int
+    tokens: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.initial_seeds)
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
     """What a rollout is asked for; see [`~diffusion_grpo.policy.rollout.rollout`] for each field.
@@ -94,26 +115,28 @@ class RolloutRequest:
         seeds, initial_seeds: (batch,) int64.
         num_inference_steps: length of the loop.
         steps: trained steps, one row of ascending indices per sample; None for all but the last.
-        noise_steps: steps that draw noise; None for all but the last.
+        noise_steps: steps that draw noise, of all samples or one sequence per sample; None for all but the last.
         noise_in_last_step: whether the last step draws noise too.
         noise_level: of the process; None for its usual one.
         device: where the trajectory is kept.
         is_complete: whether the call runs to its end.
         latents: a list that receives the samples' denoised latents, or None.
         is_decoded: whether samples are decoded.
+        prefix: what the samples branch from; None where each takes all steps.
     """
 
     seeds: Tensor
     initial_seeds: Tensor
     num_inference_steps: int
     steps: Sequence[Sequence[int]] | None = None
-    noise_steps: Sequence[int] | None = None
+    noise_steps: Sequence[int] | Sequence[Sequence[int]] | None = None
     noise_in_last_step: bool = False
     noise_level: float | None = None
     device: str | torch.device = "cpu"
     is_complete: bool = True
     latents: list[Tensor] | None = None
     is_decoded: bool = True
+    prefix: "Prefix | None" = None
 
 
 @dataclasses.dataclass

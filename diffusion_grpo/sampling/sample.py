@@ -165,31 +165,33 @@ class Sampler:
     def _sample_with_noise(self, inputs: dict[str, Any], positions: list[int]) -> Any:
         settings, count = self.settings, self.settings.num_generations
         seeds = [settings.seed + position for position in positions]
-        shared = [settings.seed + position // count * count for position in positions]
+        branches = None if settings.train is None else settings.train.branches
+        sharing = count if settings.same_initial_noise else min(branches or 1, count)
         self.policy.prompts.clear()
         samples, _ = rollout(
             self.policy,
             inputs,
             seeds=[sample_seed(seed, "noise") for seed in seeds],
-            initial_seeds=shared if settings.same_initial_noise else seeds,
+            initial_seeds=[settings.seed + position - position % count % sharing for position in positions],
             num_inference_steps=settings.num_inference_steps,
             steps=[[]] * len(positions),
-            noise_steps=self.choose_noise_steps(positions[0]),
+            noise_steps=self.choose_noise_steps(positions),
             noise_in_last_step=settings.train is not None and settings.train.noise_in_last_step,
             noise_level=settings.noise_level,
         )
         return samples
 
-    def choose_noise_steps(self, position: int) -> range | None:
-        """Choose the steps that draw noise for the sample at `position`, None for all.
+    def choose_noise_steps(self, positions: list[int]) -> list[range] | None:
+        """Choose the steps that draw noise for the sample at each position, None for all.
 
         If the training window moves, it moves after as many samples as a training rollout has.
         """
         train = self.settings.train
         if train is None or not train.deterministic_outside_window:
             return None
-        per_rollout = self.settings.num_generations * train.batch_sizes.prompts_per_rollout
-        return range(*make_sampling_plan(train).draw_window(position // per_rollout))
+        plan, prompts = make_sampling_plan(train), train.batch_sizes.prompts_per_rollout
+        rollouts = [divmod(position // self.settings.num_generations, prompts) for position in positions]
+        return [range(*plan.draw_window(*rollout)) for rollout in rollouts]
 
 
 def _score(

@@ -93,9 +93,13 @@ def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
         num_inference_steps=args.num_inference_steps,
         window=args.window,
         window_size=args.sde_window_size,
+        window_order=args.sde_window_order,
+        window_interval=args.sde_window_interval,
+        updates_per_rollout=args.batch_sizes.updates_per_rollout,
         timestep_fraction=args.timestep_fraction,
         permute_steps=args.permute_steps,
         same_initial_noise=args.same_initial_noise,
+        branches=args.branches,
         deterministic_outside_window=args.deterministic_outside_window,
     )
 
