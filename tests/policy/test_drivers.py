@@ -1,4 +1,4 @@
-"""What each sample of a batch gets: noise in its own steps only, and steps that it shares with others computed once."""
+"""Each sample of a batch gets noise in its own steps only, and steps that samples share are computed once."""
 
 import painter
 import pytest
@@ -42,9 +42,7 @@ def test_samples_with_steps_of_their_own_are_as_with_each_others_steps(name):
     policy = DenoisingPolicy(pipe)
 
     def roll(noise_steps, steps):
-        return rollout(
-            policy, inputs, seeds=SEEDS, num_inference_steps=STEPS, noise_steps=noise_steps, steps=steps
-        )[1]
+        return rollout(policy, inputs, seeds=SEEDS, num_inference_steps=STEPS, noise_steps=noise_steps, steps=steps)[1]
 
     together = roll([range(1, 2), range(2, 4)], [[1], [3]])
     for row, (noisy, steps) in enumerate([([1], [1]), ([2, 3], [3])]):
