@@ -294,7 +294,6 @@ def check_token_settings(args: Sizes) -> None:
     usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
     usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": False}
     usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
-    usual |= {"sde_window_order": "random", "branches": None}
     usual |= {"kl_reward": 0.0, "advantage_estimator": "group"}
     for name, default in usual.items():
         if getattr(args, name) != default:

@@ -177,7 +177,7 @@ def test_experts_that_processes_cannot_share_are_refused(stage, permute_steps, o
     plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=config)
     backend = DeepSpeedBackend(None, ContextGroups(), plugin)
     backend.bind(SimpleNamespace(num_processes=2), [])
-    run = {"permute_steps": permute_steps, "draws_tokens": False, "has_values": False}
+    run = {"own_steps": permute_steps, "draws_tokens": False, "has_values": False}
     with pytest.raises(ValueError, match=f"transformer, transformer_2 take turns.*{message}"):
         backend.check_run(("transformer", "transformer_2"), **run)
     backend.check_run(("transformer",), **run)
