@@ -55,6 +55,7 @@ def _check_choices(args: Sizes) -> None:
     if args.sde_type != "auto":  # which is known once the pipeline is
         check_log_prob(args.log_prob_type, args.sde_type, log_prob_names())
     _check_loss(args.loss_type)
+    _check_advantage_fn(args)
     if args.remove_unused_columns:
         raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
     if args.sync_ref_model and not args.needs_reference:
@@ -93,9 +94,32 @@ def _check_loss(loss: Any) -> None:
         )
 
 
+def _check_advantage_fn(args: Sizes) -> None:
+    """Refuse settings whose place the user's own function takes; the function itself is checked when imported."""
+    path = args.advantage_fn
+    if path is None:
+        return
+    if isinstance(path, str) and "." not in path:
+        raise ValueError(f"advantage_fn={path!r} is no dotted path; write the module too, my_package.{path}.")
+    usual = {"scale_rewards": "group", "reward_baseline": "group", "multi_objective_aggregation": "sum_then_normalize"}
+    usual |= {"advantage_estimator": "group"}
+    for name, default in usual.items():
+        if getattr(args, name) != default:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} has no effect with advantage_fn={path!r}, which computes the "
+                "advantages in its place; leave one of them out."
+            )
+
+
+def _takes_single_samples(args: Sizes) -> bool:
+    """Tell whether a prompt may have one sample, because it is not compared with its group, or nobody knows."""
+    compares = args.reward_baseline == "group" and args.advantage_estimator == "group"
+    return not compares or args.advantage_fn is not None
+
+
 def _check_numbers(args: Sizes) -> None:
     at_least = {
-        "num_generations": 1 if args.reward_baseline == "batch" or args.advantage_estimator == "gae" else 2,
+        "num_generations": 1 if _takes_single_samples(args) else 2,
         "num_batches_per_step": 1,
         "context_parallel_size": 1,
         "reward_processes": 1,

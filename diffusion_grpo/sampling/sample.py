@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 
+from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.advantages import combine, compute_advantages
 from ..data.inputs import PipelineInputs, check_count
 from ..data.prompts import get_prompt_column, get_prompts
@@ -264,6 +265,8 @@ def _finish(
     weights = torch.tensor(reward_weights(rewards, settings.reward_weights))
     names = ("scale_rewards", "reward_baseline", "multi_objective_aggregation", "advantage_clip", "reward_threshold")
     how = {name: getattr(settings.train, name) for name in names} if settings.train else {}
+    if settings.train:
+        how["advantage_fn"] = load_advantage_fn(settings.train.advantage_fn)
     if settings.num_generations > 1:
         groups = torch.arange(len(table)) // settings.num_generations
         result = compute_advantages(values, groups, weights, **how)

@@ -13,6 +13,7 @@ from transformers import TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler
 
+from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
 from ..algorithms.choose import load_algorithm
@@ -117,6 +118,7 @@ def make_credit(args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueMod
         multi_objective_aggregation=args.multi_objective_aggregation,
         advantage_clip=args.advantage_clip,
         reward_threshold=args.reward_threshold,
+        advantage_fn=load_advantage_fn(args.advantage_fn),
         values=values,
         gamma=args.gamma,
         gae_lambda=args.gae_lambda,

@@ -87,6 +87,11 @@ def multiplied(inputs: LossInputs, factor: float = 1.0) -> LossOutput:
     return dataclasses.replace(output, loss=factor * output.loss)
 
 
+def plainly(rewards, groups, *, weights, batches):
+    """Advantages of one's own: rewards as they are."""
+    return (rewards * weights).nansum(1)
+
+
 def redness(images, **columns):
     """Mean red value in [0, 1], at another scale than brightness."""
     return [10 * float(np.asarray(image)[..., 0].mean() / 255) for image in images]
@@ -209,6 +214,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "multi_objective_aggregation": Turned(
         "normalize_then_sum", "advantages@1 gradient@1", "samples@1 reward@1", {"rewards": "two"}
     ),
+    "advantage_fn": Turned(f"{__name__}.plainly", "advantages@1 gradient@1", "samples@1 reward@1"),
     "advantage_clip": Turned(0.3, "advantages@1 gradient@1 frac_advantage_clipped@1", "samples@1"),
     "reward_threshold": Turned(9.0, "advantages@1 gradient@1", "samples@1 reward@1"),
     "drop_zero_advantages": Turned(True, "gradient@1", "samples@1 advantages@1", {"rewards": "half"}),
