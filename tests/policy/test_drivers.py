@@ -128,6 +128,17 @@ def test_finished_samples_are_as_without_sharing():
     assert shared[0].tobytes() != shared[1].tobytes()
 
 
+def test_branches_give_their_latents():
+    """To rewards that take these, from a call that ends as the rollout did."""
+    policy, inputs = alike("sd3", 4)
+    found = []
+    for prefixed in range(2):
+        branch(policy, inputs, [0, 0, 1, 1], 2, latents=(kept := []))
+        found.append(torch.stack(kept[4 * prefixed : 4 * prefixed + 4]))  # those of the shared call come first
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert len(kept) == 8 and not torch.allclose(found[0][0], found[0][1])
+
+
 @pytest.mark.parametrize("name", ["sd3", "wan", "ltx2"])
 def test_shared_steps_pass_the_network_once_for_all_branches(name):
     """T_prefix for each initial latent and T - T_prefix for each sample, in place of T for each sample."""
