@@ -127,7 +127,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """Make what an update needs: the trained weights, the reference, the algorithm and what they pass through."""
         args, backend, policy = self.args, self.backend, self.policy
         has_values = args.advantage_estimator == "gae"
-        backend.check_run(policy.component, args.permute_steps, policy.draws_tokens, has_values)
+        backend.check_run(policy.component, args.trains_own_steps, policy.draws_tokens, has_values)
         self.weights = backend.trained_weights(self.model, take_turns=len(policy.component) > 1)
         self.monitor = ProcessGroupMonitor(
             self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError)

@@ -9,6 +9,8 @@ import dataclasses
 
 import torch
 
+from .advantage_fn import AdvantageFunction, apply_advantage_fn
+
 AGGREGATIONS = [
     "sum_then_normalize",
     "normalize_then_sum",
@@ -59,6 +61,7 @@ def compute_advantages(
     multi_objective_aggregation: str = "sum_then_normalize",
     advantage_clip: float | None = None,
     reward_threshold: float | None = None,
+    advantage_fn: AdvantageFunction | None = None,
 ) -> Advantages:
     """Compute advantages relative to the group of one prompt (GRPO, arXiv 2402.03300).
 
@@ -82,11 +85,21 @@ def compute_advantages(
             the sum (`combine`).
         advantage_clip: advantages are clamped to plus and minus this, at the very end.
         reward_threshold: a group whose mean weighted reward is below this gets the advantage 0.
+        advantage_fn: computes the advantages in place of the normalisation, which the three options above it would
+            choose; clip, threshold and penalty stay. See
+            [`~diffusion_grpo.algorithms.advantage_fn.load_advantage_fn`].
 
     Raises:
-        ValueError: shapes that do not fit, a group of one sample, or an unknown option.
+        ValueError: shapes that do not fit, a group of one sample, an unknown option, or an `advantage_fn` that does
+            not return one finite number per sample.
     """
-    check_inputs(rewards, groups, weights, scale_rewards, reward_baseline, multi_objective_aggregation)
+    baseline = reward_baseline if advantage_fn is None else "batch"  # its groups may have a single sample
+    check_inputs(rewards, groups, weights, scale_rewards, baseline, multi_objective_aggregation)
+    if advantage_fn is not None and multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            f"multi_objective_aggregation={multi_objective_aggregation!r} has no effect with an advantage_fn, which "
+            "gets every reward; leave one of them out."
+        )
     device, rewards, weights = rewards.device, rewards.detach().cpu().double(), weights.detach().cpu().double()
     group, batch = _number(groups), _number(torch.zeros_like(groups) if batches is None else batches)
     compared = group if reward_baseline == "group" else batch
@@ -94,10 +107,13 @@ def compute_advantages(
     total = combine(rewards, weights, multi_objective_aggregation)
     std = group_statistics(total, compared)[1]
     one_by_one = multi_objective_aggregation in ONE_BY_ONE
-    columns = rewards if one_by_one else total[:, None]
+    columns = rewards if one_by_one or advantage_fn is not None else total[:, None]
     if penalty is not None:
         columns = columns - penalty.detach().cpu().double()[:, None]
-    columns = torch.stack([normalize(column, compared, scaled) for column in columns.unbind(1)], 1)
+    if advantage_fn is None:
+        columns = torch.stack([normalize(column, compared, scaled) for column in columns.unbind(1)], 1)
+    else:
+        columns = apply_advantage_fn(advantage_fn, columns, group, weights, batch)[:, None]
     is_dropped = group_statistics(total, group)[0] < (-torch.inf if reward_threshold is None else reward_threshold)
     columns = columns.masked_fill(is_dropped[:, None], 0.0)
     advantages = weighted_sum(columns, weights) if one_by_one else columns[:, 0]

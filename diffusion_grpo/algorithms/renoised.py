@@ -93,11 +93,11 @@ class Renoised(Algorithm):
         recorded = part.old_clean(step)
         old = now.clean.detach() if recorded is None else recorded.to(now.clean)
         losses, metrics = self.sample_losses(now, old, distant, part, step)
-        metrics |= {"policy_loss": losses.mean(), "denoising_error": now.error().mean()}
+        metrics |= {"loss/policy": losses.detach().mean(), "denoising_error": now.error().detach().mean()}
         if distant is not None:
             metrics["velocity/ratio_to_ref"] = (now.norm() / distant.norm().clamp(min=1e-12)).mean()
             distance = now.error(distant.clean)
-            metrics["kl"] = distance.mean()
+            metrics |= {"kl": distance.detach().mean(), "loss/kl": self.beta * distance.detach().mean()}
             losses = losses + self.beta * distance
         total = losses.sum() if part.weights is None else (losses * part.weights.to(losses)).sum()
         drift = 0.0
@@ -105,7 +105,8 @@ class Renoised(Algorithm):
             drift = float((now.clean.detach() - old).abs().max())
         elif not self.is_first_replay:
             drift = float((now.error().detach() + part.old_log_prob(step).to(total)).abs().max())
-        return PassOutput(total.to(now.clean.dtype), {name: value.item() for name, value in metrics.items()}, drift)
+        found = {name: value.item() for name, value in metrics.items()} | measure_gradient(total, now, step)
+        return PassOutput(total.to(now.clean.dtype), found, drift)
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
         """Refuse a first prediction after a rollout that differs from the recorded one by more than `max_ratio_error`.
@@ -129,6 +130,19 @@ class Renoised(Algorithm):
                 logger.warning("%s; in half precision rounding may explain it.", found)
             self._has_warned = True
         return {"prediction/max_error": drift}
+
+
+def measure_gradient(loss: Tensor, now: Denoised, step: int) -> dict[str, float]:
+    """Return how large the gradient is that a step's loss hands to the network: `grad_size/step_{index}`.
+
+    It is the norm of d loss / d v of each sample's own loss, averaged over the samples. No network is passed for it.
+    """
+    if not now.clean.requires_grad:
+        return {}
+    (gradient,) = torch.autograd.grad(loss, now.clean, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return {}
+    return {f"grad_size/step_{step:02d}": (gradient * now.share).flatten(1).norm(dim=1).mean().item()}
 
 
 def group_sum(values: Tensor, groups: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ def _check_choices(args: Sizes) -> None:
         "step_weight": step_weight_names(),
         "importance_sampling_level": ["token", "sequence"],
         "context_parallel_type": ["ulysses", "ring"],
+        "sde_window_order": ["random", "per_prompt", "sliding"],
     } | ({"offload_frozen": ["cpu"]} if args.offload_frozen is not None else {})
     for name, known in choices.items():
         value = getattr(args, name)
@@ -69,6 +70,7 @@ def _check_choices(args: Sizes) -> None:
     _check_loss(args.loss_type)
     if args.loss_type in OWN_CLIPS:
         _check_own_clip(args)
+    _check_advantage_fn(args)
     if args.remove_unused_columns:
         raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
     if args.sync_ref_model and not args.needs_reference:
@@ -129,9 +131,32 @@ def _check_own_clip(args: Sizes) -> None:
         )
 
 
+def _check_advantage_fn(args: Sizes) -> None:
+    """Refuse settings whose place the user's own function takes; the function itself is checked when imported."""
+    path = args.advantage_fn
+    if path is None:
+        return
+    if isinstance(path, str) and "." not in path:
+        raise ValueError(f"advantage_fn={path!r} is no dotted path; write the module too, my_package.{path}.")
+    usual = {"scale_rewards": "group", "reward_baseline": "group", "multi_objective_aggregation": "sum_then_normalize"}
+    usual |= {"advantage_estimator": "group"}
+    for name, default in usual.items():
+        if getattr(args, name) != default:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} has no effect with advantage_fn={path!r}, which computes the "
+                "advantages in its place; leave one of them out."
+            )
+
+
+def _takes_single_samples(args: Sizes) -> bool:
+    """Tell whether a prompt may have one sample, because it is not compared with its group, or nobody knows."""
+    compares = args.reward_baseline == "group" and args.advantage_estimator == "group"
+    return not compares or args.advantage_fn is not None
+
+
 def _check_numbers(args: Sizes) -> None:
     at_least = {
-        "num_generations": 1 if args.reward_baseline == "batch" or args.advantage_estimator == "gae" else 2,
+        "num_generations": 1 if _takes_single_samples(args) else 2,
         "num_batches_per_step": 1,
         "context_parallel_size": 1,
         "reward_processes": 1,
@@ -146,6 +171,8 @@ def _check_numbers(args: Sizes) -> None:
         "eval_num_inference_steps": 1,
         "rollout_batch_size": 1,
         "sde_window_size": 1,
+        "sde_window_interval": 1,
+        "branches": 2,
         "num_iterations": 1,
         "steps_per_generation": 1,
         "ema_update_interval": 1,
@@ -210,6 +237,43 @@ def _check_steps(args: Sizes) -> None:
         raise ValueError(
             f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
             "that may be trained; lower it, or widen sde_window."
+        )
+    if args.sde_window_order != "random" and args.sde_window_size is None:
+        raise ValueError(
+            f"sde_window_order={args.sde_window_order!r} chooses a part of sde_window, but sde_window_size is not "
+            "set, so that all of it is trained; set sde_window_size."
+        )
+    _check_branches(args)
+
+
+def _check_branches(args: Sizes) -> None:
+    if args.branches is None:
+        return
+    if args.num_generations % args.branches:
+        raise ValueError(
+            f"branches={args.branches} does not divide num_generations={args.num_generations}: the samples of a "
+            "prompt have whole initial latents; change one of them."
+        )
+    if not args.deterministic_outside_window:
+        raise ValueError(
+            f"branches={args.branches} lets samples share the steps before their first noisy one, but all steps draw "
+            "noise; set deterministic_outside_window=True."
+        )
+    if args.window[0] == 0:
+        raise ValueError(
+            f"branches={args.branches} lets samples share the steps before their first noisy one, but sde_window "
+            f"{list(args.window)} starts at step 0; let it start later, or use same_initial_noise, which shares the "
+            "initial latent alone."
+        )
+    if args.same_initial_noise and args.branches != args.num_generations:
+        raise ValueError(
+            f"same_initial_noise=True gives a prompt one initial latent, and branches={args.branches} gives it "
+            f"{args.num_generations // args.branches}; leave one of them out."
+        )
+    if args.advantage_estimator == "gae":
+        raise ValueError(
+            "advantage_estimator='gae' reads the conditions of each sample in its first step, which branches share; "
+            "leave one of them out."
         )
 
 

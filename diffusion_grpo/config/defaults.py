@@ -65,6 +65,17 @@ class Sizes:
         return start, stop
 
     @property
+    def trains_own_steps(self) -> bool:
+        """Whether samples of one rollout train different steps."""
+        return self.permute_steps or self.sde_window_order == "per_prompt"
+
+    @property
+    def shared_steps(self) -> float:
+        """How many steps samples with one initial latent share, on average over the windows; 0 without branches."""
+        start, stop = self.window
+        return 0.0 if self.branches is None else (start + stop - (self.sde_window_size or stop - start)) / 2
+
+    @property
     def batch_sizes(self) -> BatchSizes:
         """How prompts, samples, micro-batches and updates relate."""
         return BatchSizes(

@@ -45,6 +45,15 @@ class SamplingSettings:
     same_initial_noise: bool = field(
         default=False, metadata={"help": "Start all samples of a prompt from one initial latent."}
     )
+    branches: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples that share one initial latent and all steps before their first noisy one, which are "
+            "computed once for all of them (TempFlow-GRPO: num_generations 24 and branches 6 are 4 latents of 6 "
+            "branches). Must divide num_generations; needs deterministic_outside_window and an sde_window that "
+            "starts after step 0. By default samples share no steps."
+        },
+    )
     best_of_n: int | None = field(
         default=None, metadata={"help": "Train only on the best n/2 and the worst n/2 samples of each prompt."}
     )
@@ -77,9 +86,21 @@ class SamplingSettings:
     sde_window_size: int | None = field(
         default=None,
         metadata={
-            "help": "Train only N consecutive steps, drawn anew within sde_window for each rollout "
-            "(Flow-GRPO-Fast). By default the whole of sde_window."
+            "help": "Train only N consecutive steps within sde_window; sde_window_order says which. By default the "
+            "whole of sde_window."
         },
+    )
+    sde_window_order: str = field(
+        default="random",
+        metadata={
+            "help": "Which sde_window_size steps of sde_window are trained. random: drawn anew for each rollout "
+            "(Flow-GRPO-Fast). per_prompt: drawn for each prompt of a rollout (Flash-GRPO). sliding: one step "
+            "further every sde_window_interval updates, from the start of sde_window to its end, and then from the "
+            "start again (MixGRPO)."
+        },
+    )
+    sde_window_interval: int = field(
+        default=25, metadata={"help": "Updates between two moves of a sliding window (sde_window_order)."}
     )
     timestep_fraction: float = field(
         default=1.0, metadata={"help": "Share of the steps in the window that is trained for each sample."}

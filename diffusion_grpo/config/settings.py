@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import SchedulerType, TrainingArguments
 
+from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.choose import check_loss_kwargs, find_algorithm
 from .algorithm_traits import AlgorithmTraits, find_traits
 from .checks import check_settings
@@ -118,6 +119,7 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         check_settings(self)
         self.check_machine()
         check_loss_kwargs(self.loss_type, self.loss_kwargs)  # a loss of the user's own is imported
+        load_advantage_fn(self.advantage_fn)
 
     @property
     def traits(self) -> AlgorithmTraits:

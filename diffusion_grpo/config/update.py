@@ -99,6 +99,15 @@ class UpdateSettings:
             "losses are summed (DanceGRPO's VQ and MQ)."
         },
     )
+    advantage_fn: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dotted path of a function that computes the advantages in place of scale_rewards, "
+            "reward_baseline and multi_objective_aggregation: my_advantages(rewards, groups, *, weights, batches) "
+            "gets rewards of shape (samples, functions), NaN where a function left a sample out, the index of each "
+            "sample's group, the weights (functions,) and the index of each sample's batch, and returns (samples,)."
+        },
+    )
     advantage_clip: float | None = field(default=5.0, metadata={"help": "Clamp advantages to +- this."})
     reward_threshold: float | None = field(
         default=None, metadata={"help": "Groups whose mean reward is below this contribute nothing."}

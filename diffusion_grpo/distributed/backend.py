@@ -69,12 +69,12 @@ class DistributedBackend:
         """Whether the trained networks stay where they were loaded until an engine takes them."""
         return False
 
-    def check_run(self, component: tuple[str, ...], permute_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+    def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         """Refuse a run that these processes cannot train.
 
         Args:
             component: names of the trained networks.
-            permute_steps: whether each sample draws its own trained steps.
+            own_steps: whether samples of one rollout train different steps.
             draws_tokens: whether the policy writes tokens.
             has_values: whether a value model is trained beside the policy.
 

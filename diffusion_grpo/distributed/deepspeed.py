@@ -72,7 +72,7 @@ class DeepSpeedBackend(DistributedBackend):
     def mode(self) -> dict[str, int]:
         return super().mode | {"zero_stage": self.stage}
 
-    def check_run(self, component: tuple[str, ...], permute_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+    def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:
             raise ValueError(
                 "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
@@ -82,10 +82,10 @@ class DeepSpeedBackend(DistributedBackend):
             raise ValueError(LAYERED_TOKENS)
         if len(component) == 1 or self.accelerator.num_processes == 1:
             return
-        if self.stage >= 2 and permute_steps:
+        if self.stage >= 2 and own_steps:
             reason, change = (
-                "with permute_steps processes would train different ones at once",
-                "set permute_steps=False",
+                "with permute_steps or sde_window_order='per_prompt' processes would train different ones at once",
+                "set permute_steps=False and another sde_window_order",
             )
         elif self.stage == 3 and self._plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer"):
             reason = "ZeRO-3 offloads gradients of one of them only"

@@ -80,7 +80,7 @@ class FSDP2Backend(DistributedBackend):
         activate(accelerator, self._plugin_args)
         configure_plugin(accelerator.state.fsdp_plugin, networks)
 
-    def check_run(self, component: tuple[str, ...], permute_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+    def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:
             raise ValueError(
                 "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "

@@ -152,7 +152,7 @@ def plan(config_file: str | None, overrides: list[str], launch: LaunchArguments 
             "configuration files in a folder: --model FOLDER. One evaluation of the network in a step is assumed; "
             "with guidance it is two in most pipelines."
         )
-        made.evaluations = _count_evaluations(args, made.batches, None)
+        made.evaluations = count_evaluations(args, made.batches, None)
         return made
     with torch.random.fork_rng(devices=[]):
         _plan_model(made, folder, args, lora, rows)
@@ -206,7 +206,7 @@ def _plan_model(
         "weights": sum(p.numel() for p in every),
         "trained": sum(p.numel() for p in trained),
     }
-    made.evaluations = _count_evaluations(args, made.batches, counted)
+    made.evaluations = count_evaluations(args, made.batches, counted)
     frozen = _count_bytes(p for _, part in _find_other_parts(pipe, component) for p in part.parameters())
     made.memory = estimate_memory(model, frozen, args, peft_config, made.sharding, counted, made.batches)
 
@@ -222,11 +222,13 @@ def _make_autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManag
     return torch.autocast("cpu", dtype=torch.bfloat16 if args.bf16 else torch.float16)
 
 
-def _count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measurement | None) -> dict[str, float]:
+def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measurement | None) -> dict[str, float]:
     """Count forward passes per sample, assuming one in each step if `counted` is None."""
     one, update = (1.0, 1.0) if counted is None else (counted.evaluations, counted.update_evaluations)
     steps, iterations = batches.trained_steps, args.num_iterations
-    found = {"rollout": one * batches.num_inference_steps, "update, with gradient": update * steps * iterations}
+    saved = args.shared_steps * (1 - 1 / (args.branches or 1))  # of the steps that branches share each takes a part
+    rollout = one * (batches.num_inference_steps - saved)
+    found = {"rollout": rollout, "update, with gradient": update * steps * iterations}
     if args.beta > 0 or args.traits.compares:
         found["reference in the update"] = update * steps * iterations
     if has_old_policy(args):

@@ -5,8 +5,9 @@ calls the pipeline as any user would, while a driver decides what each step does
 """
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from ..media.files import extract_samples
 from .base import Policy
 from .drivers import (
+    BranchRecorder,
     Denoiser,
     Driver,
     Finisher,
     Predictor,
+    PrefixDriver,
     Recorder,
     SolverRecorder,
     StepScored,
@@ -29,7 +32,7 @@ from .drivers import (
 )
 from .network_gate import NetworkAccess, replace_attribute
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
-from .trajectory import CleanSamples, Denoised, Prediction, RolloutRequest, StepDistribution, Trajectory
+from .trajectory import CleanSamples, Denoised, Prediction, Prefix, RolloutRequest, StepDistribution, Trajectory
 from .unguided import switch_guidance_off
 
 
@@ -78,11 +81,12 @@ class DenoisingPolicy(Policy):
         if request.steps is not None:
             steps = torch.tensor([list(row) for row in request.steps], dtype=torch.int64)
             steps = steps.reshape(len(request.steps), -1)
-        noise_steps = None if request.noise_steps is None else set(request.noise_steps)
+        noise_steps = _split_noise_steps(request.noise_steps, len(request.seeds))
         if noise_level <= 0 or (steps is not None and not steps.numel()):
             noise_steps = noise_steps if noise_level > 0 else set()
             steps = torch.empty(len(request.seeds), 0, dtype=torch.int64)
-        recorder = Recorder(
+        make = Recorder if request.prefix is None else functools.partial(BranchRecorder, request.prefix)
+        recorder = make(
             request.seeds,
             request.initial_seeds,
             noise_steps,
@@ -140,6 +144,26 @@ class DenoisingPolicy(Policy):
         found = samples if not request.is_decoded else self._call_for_latents(inputs, request, recorder)
         request.latents.extend(self._split_latents(found, recorder))
         return samples if request.is_decoded else None
+
+    def run_prefix(
+        self,
+        inputs: dict[str, Any],
+        length: int,
+        *,
+        num_inference_steps: int,
+        initial_seeds: Tensor | Sequence[int],
+        device: str | torch.device = "cpu",
+    ) -> Prefix:
+        """Take the first steps of the loop without noise; see [`~diffusion_grpo.policy.rollout.run_prefix`]."""
+        driver = PrefixDriver(length, torch.as_tensor(initial_seeds, dtype=torch.int64), device)
+        arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
+        with self.acting(driver), contextlib.suppress(StepScored):
+            self.pipe(**arguments)
+        if driver.found is None:
+            raise UnsupportedPipeline(
+                f"{type(self.pipe).__name__} ended before step {length}, where its samples were to branch."
+            )
+        return driver.found
 
     def replay(
         self,
@@ -339,6 +363,24 @@ class DenoisingPolicy(Policy):
                 f"{tuple(left.shape)}; use rewards that take what it makes."
             )
         return list(found.float().unbind())
+
+
+def _split_noise_steps(noise_steps: Sequence | None, count: int) -> set[int] | list[set[int]] | None:
+    """Tell steps of all samples from steps of each; None stays None.
+
+    Raises:
+        ValueError: steps of each sample, but not one sequence for each.
+    """
+    if noise_steps is None:
+        return None
+    if not any(isinstance(steps, Collection) for steps in noise_steps):
+        return set(noise_steps)
+    if len(noise_steps) != count:
+        raise ValueError(
+            f"noise_steps has {len(noise_steps)} sequences of steps for {count} samples; give one per sample, or the "
+            "steps of all."
+        )
+    return [set(steps) for steps in noise_steps]
 
 
 def _make_scheduler(pipe: DiffusionPipeline, sde_type: str, log_prob_type: str) -> StochasticScheduler:

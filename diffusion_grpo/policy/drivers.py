@@ -17,6 +17,7 @@ from .trajectory import (
     CleanSamples,
     Denoised,
     Prediction,
+    Prefix,
     StepDistribution,
     StepScale,
     Trajectory,
@@ -115,7 +116,17 @@ class Driver:
 
 
 class Recorder(Driver):
-    """Drives a rollout: draws noise where it is asked for, records what is trained."""
+    """Drives a rollout: draws noise where it is asked for, records what is trained.
+
+    Args:
+        seeds, initial_seeds: (batch,) int64.
+        noise_steps: steps that draw noise, of all samples or one set per sample; None for all but the last.
+        trained_steps: (batch, steps) int64; None for all but the last.
+        noise_level: of the process.
+        device: where the records are kept.
+        is_complete: whether the call runs to its end.
+        noise_in_last_step: whether the last step may draw noise.
+    """
 
     needs_network = True
 
@@ -123,7 +134,7 @@ class Recorder(Driver):
         self,
         seeds: Tensor,
         initial_seeds: Tensor,
-        noise_steps: set[int] | None,
+        noise_steps: set[int] | Sequence[set[int]] | None,
         trained_steps: Tensor | None,
         noise_level: float,
         device: str | torch.device,
@@ -135,7 +146,8 @@ class Recorder(Driver):
     ):
         super().__init__(initial_seeds, len(seeds), noise_level)
         self.generators = generators(seeds)
-        self.noise_steps, self.trained_steps = noise_steps, trained_steps
+        self.noise_steps = [noise_steps] * self.count if isinstance(noise_steps, set) else noise_steps
+        self.trained_steps = trained_steps
         self.noise_in_last_step = noise_in_last_step
         self.device, self.is_complete = device, is_complete
         self.step_weight, self.weighted_steps, self.keeps_means = step_weight, weighted_steps, keeps_means
@@ -147,9 +159,9 @@ class Recorder(Driver):
     def _begin(self, scheduler: StochasticScheduler) -> None:
         """Take what depends on the loop's length from the loop itself: image-to-image starts in the middle."""
         self.loop_length = scheduler.loop_length
-        noisy = range(self.loop_length) if self.noise_steps is None else self.noise_steps
-        last = self.loop_length - 1
-        self.noise_steps = {step for step in noisy if step != last or self.noise_in_last_step}
+        noisy = [set(range(self.loop_length))] * self.count if self.noise_steps is None else self.noise_steps
+        silent = set() if self.noise_in_last_step else {self.loop_length - 1}
+        self.noise_steps = [steps - silent for steps in noisy]
         if self.trained_steps is None:
             self.trained_steps = torch.arange(self.loop_length - 1).expand(self.count, -1)
         trained = self.trained_steps.flatten().tolist()
@@ -166,28 +178,39 @@ class Recorder(Driver):
         if not self.is_complete and self.records and index > self.trained_steps.max():
             raise StepScored
         self.enter(scheduler, index)
-        if self._weighs(index):
-            scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
-            self.scales.setdefault(index, []).append(scale)
-        if index not in self.noise_steps:
-            latents = scheduler.deterministic(prediction, timestep, sample)
-        else:
+        self._note_scale(scheduler, index, timestep, sample)
+        if any(index in steps for steps in self.noise_steps):
             latents = self._draw_next(scheduler, index, prediction, timestep, sample)
+        else:
+            latents = scheduler.deterministic(prediction, timestep, sample)
         self.left[id(scheduler)] = latents.clone()  # pipelines write conditions into what they are handed
         return latents
 
-    def _weighs(self, index: int) -> bool:
-        """Return whether the weights of the trained steps depend on this step: it is one that may be trained."""
+    def _note_scale(self, scheduler, index: int, timestep: Any, sample: Tensor) -> None:
+        """Note how far a step reaches if it may be trained: the weights of all trained steps depend on it."""
         if self.step_weight == "none" or index >= self.loop_length - 1:
-            return False
-        return self.weighted_steps is None or index in self.weighted_steps
+            return
+        if self.weighted_steps is None or index in self.weighted_steps:
+            scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
+            self.scales.setdefault(index, []).append(scale)
 
     def _draw_next(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         copies = self.rows(sample)
+        is_noisy = torch.tensor([index in steps for steps in self.noise_steps])
+        silent = None if is_noisy.all() else scheduler.deterministic(prediction, timestep, sample)
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
-        noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
+        shape = sample.shape[1:]
+        noise = torch.stack(
+            [
+                torch.randn(shape, generator=generator) if noisy else torch.zeros(shape)
+                for generator, noisy in zip(self.generators, is_noisy.tolist(), strict=True)
+            ]
+        )
         noise = torch.cat([noise] * copies) if copies > 1 else noise
         latents = (mean + std * noise.to(mean.device)).to(sample.dtype)
+        if silent is not None:  # the others as in a step in which none draws noise
+            mask = torch.cat([is_noisy] * copies).to(latents.device).view(-1, *[1] * len(shape))
+            latents = torch.where(mask, latents, silent.to(latents))
         if index in self.trained_steps:
             handed = self.left.get(id(scheduler), sample)[: self.count].float()
             # scored as rounded: what replay is given back must be what was scored
@@ -198,6 +221,16 @@ class Recorder(Driver):
             self.records.setdefault(index, _Parts()).add(*kept)
         return latents
 
+    def _refuse_silent_steps(self) -> None:
+        """Refuse a trained step in which its sample draws no noise, and so has no density."""
+        for row, (steps, noisy) in enumerate(zip(self.trained_steps.tolist(), self.noise_steps, strict=True)):
+            silent = [step for step in steps if step not in noisy]
+            if silent:
+                raise ValueError(
+                    f"Sample {row} trains on step {silent[0]}, in which it draws no noise; noise_steps must contain "
+                    "the trained steps of each sample."
+                )
+
     def trajectory(self, **settings) -> Trajectory:
         """Return the recorded steps.
 
@@ -206,6 +239,8 @@ class Recorder(Driver):
         """
         trained = [] if self.trained_steps is None else self.trained_steps.unique().tolist()
         missing = [step for step in trained if step not in self.records]
+        if self.noise_steps is not None and not missing:
+            self._refuse_silent_steps()
         if missing or not trained:
             raise UnsupportedPipeline(
                 f"The pipeline took no step {missing or ''} through its scheduler; nothing can be recorded."
@@ -272,6 +307,43 @@ def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
     if not parts:
         raise UnsupportedPipeline("The pipeline took no step through its scheduler; nothing can be recorded.")
     return _join(parts)
+
+
+class PrefixDriver(Driver):
+    """Drives the first steps of a loop, without noise, and keeps the latent that they lead to.
+
+    Args:
+        length: number of steps.
+        initial_seeds: (batch,) int64.
+        device: where the latent is kept.
+    """
+
+    def __init__(self, length: int, initial_seeds: Tensor, device: str | torch.device):
+        super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
+        self.length, self.device = length, device
+        self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
+        self.found: Prefix | None = None
+
+    @property
+    def needs_network(self) -> bool:
+        return self.current < self.length
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if self.length >= scheduler.loop_length - 1:
+            raise UnsupportedPipeline(
+                f"The pipeline takes {scheduler.loop_length} steps, so samples cannot branch at step {self.length}, "
+                "which must come before the last; choose an earlier one (sde_window)."
+            )
+        self.enter(scheduler, index)
+        if index == self.length:  # only now has each of several schedulers taken the steps before
+            parts = [part[: self.count].float() for part in self.left.values()]
+            tokens = None if self.tokens is None else self.tokens.to(self.device)
+            self.found = Prefix(_join(parts).to(self.device), self.initial_seeds, self.length, tokens)
+            raise StepScored
+        self.rows(sample)  # refuses a batch that does not divide
+        latents = scheduler.deterministic(prediction, timestep, sample)
+        self.left[id(scheduler)] = latents.clone()
+        return latents
 
 
 class Finisher(Driver):
@@ -375,6 +447,47 @@ class Teacher(_Follower):
             self.scored = _distribution(self.means, self.stds, log_prob, self.scales, self.predictions)
             raise StepScored
         return sample  # another scheduler steps the other part
+
+
+class BranchRecorder(Recorder):
+    """Drives a rollout that begins where a prefix has ended: without the network up to there, then as `Recorder`.
+
+    Args:
+        prefix: of the samples, one row each.
+        settings: of [`Recorder`].
+    """
+
+    def __init__(self, prefix: Prefix, *settings: Any):
+        super().__init__(*settings)
+        self.tokens, self.length = prefix.tokens, prefix.length
+        self._follower = _Follower(
+            prefix.length, prefix.latents, prefix.initial_seeds, prefix.tokens, self.noise_level
+        )
+
+    @property
+    def needs_network(self) -> bool:
+        return self.current >= self.length
+
+    def _begin(self, scheduler: StochasticScheduler) -> None:
+        super()._begin(scheduler)
+        early = sorted({step for steps in self.noise_steps for step in steps if step < self.length})
+        if early:
+            raise ValueError(
+                f"Samples that branch at step {self.length} cannot draw noise in step {early[0]} before it; let "
+                "noise_steps begin there."
+            )
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if index >= self.length:
+            return super().step(scheduler, index, prediction, timestep, sample)
+        if self.loop_length is None:
+            self._begin(scheduler)
+        self.enter(scheduler, index)
+        self.rows(sample)  # refuses a batch that does not divide
+        self._note_scale(scheduler, index, timestep, sample)
+        latents = self._follower.hand_over(index, sample)
+        self.left[id(scheduler)] = latents.clone()
+        return latents
 
 
 class Predictor(_Follower):

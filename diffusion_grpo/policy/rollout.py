@@ -22,6 +22,7 @@ from .trajectory import (
     CleanSamples,
     Denoised,
     Prediction,
+    Prefix,
     RolloutRequest,
     StepDistribution,
     Trajectory,
@@ -29,11 +30,14 @@ from .trajectory import (
     trained_steps,
 )
 
+BRANCHING_TOKENS = "{}'s policy draws tokens, which have no steps without noise to share; leave out branches."
+
 __all__ = [
     "POLICY_COMPONENTS",
     "CleanSamples",
     "DenoisingPolicy",
     "Policy",
+    "Prefix",
     "StepDistribution",
     "TokenPolicy",
     "Trajectory",
@@ -43,6 +47,7 @@ __all__ = [
     "predict",
     "replay",
     "rollout",
+    "run_prefix",
     "sample_seed",
     "trained_steps",
 ]
@@ -61,7 +66,7 @@ def rollout(
     num_inference_steps: int,
     initial_seeds: Sequence[int] | None = None,
     steps: Sequence[Sequence[int]] | None = None,
-    noise_steps: Sequence[int] | None = None,
+    noise_steps: Sequence[int] | Sequence[Sequence[int]] | None = None,
     noise_in_last_step: bool = False,
     noise_level: float | None = None,
     device: str | torch.device = "cpu",
@@ -72,6 +77,7 @@ def rollout(
     weighted_steps: Sequence[int] | None = None,
     keeps_means: bool = False,
     keeps_clean: bool = False,
+    prefix: Prefix | None = None,
 ) -> tuple[Any, Trajectory | TokenTrajectory | CleanSamples | None]:
     """Call the pipeline as a user would, with noise in its steps, and record the trained ones.
 
@@ -84,7 +90,8 @@ def rollout(
         initial_seeds: one per sample, for its initial latent. Samples with equal ones share it. By default `seeds`;
             the noise of the steps then comes from seeds derived from them, so that the two are independent.
         steps: trained steps, one row of ascending indices per sample; all but the last by default. Empty: none.
-        noise_steps: steps that draw noise, at least the trained ones; all but the last by default.
+        noise_steps: steps that draw noise, at least the trained ones; all but the last by default. One sequence for
+            all samples, or one per sample: in a step without noise a sample is what it would be if none drew any.
         noise_in_last_step: whether the loop's last step draws noise too, if it is among `noise_steps` or these are
             not given. It is never trained.
         noise_level: of the process; its usual one by default. 0 samples deterministically and records nothing; tokens
@@ -102,6 +109,8 @@ def rollout(
             place of one that draws noise), and keeps the finished latents for [`denoise`]. `steps` are those at which
             the samples will be trained, 1 or later; by default all from 1. `noise_steps` and `noise_level` mean
             nothing then.
+        prefix: from [`run_prefix`], one row per sample (rows may repeat, `prefix[[0, 0, 1]]`): the samples branch
+            there, and the network does not run for the steps before.
 
     Returns:
         the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
@@ -110,7 +119,8 @@ def rollout(
         [`~diffusion_grpo.policy.trajectory.CleanSamples`].
 
     Raises:
-        UnsupportedPipeline: the pipeline does not return latents when asked.
+        UnsupportedPipeline: the pipeline does not return latents when asked, or cannot branch.
+        ValueError: `noise_steps` or `prefix` does not fit the samples or the trained steps.
     """
     policy = _as_policy(policy)
     seeds = torch.as_tensor(seeds, dtype=torch.int64)
@@ -120,6 +130,8 @@ def rollout(
         policy.check_latents()
     if keeps_clean and steps is None:
         steps = [range(1, num_inference_steps)] * len(seeds)
+    if prefix is not None:
+        _check_prefix(policy, prefix, torch.as_tensor(initial_seeds, dtype=torch.int64))
     request = RolloutRequest(
         seeds=seeds,
         initial_seeds=torch.as_tensor(initial_seeds, dtype=torch.int64),
@@ -136,8 +148,56 @@ def rollout(
         weighted_steps=weighted_steps,
         keeps_means=keeps_means,
         keeps_clean=keeps_clean,
+        prefix=prefix,
     )
     return policy.rollout(inputs, request)
+
+
+@torch.no_grad()
+def run_prefix(
+    policy: DenoisingPolicy | DiffusionPipeline,
+    inputs: dict[str, Any],
+    length: int,
+    *,
+    num_inference_steps: int,
+    initial_seeds: Sequence[int],
+    device: str | torch.device = "cpu",
+) -> Prefix:
+    """Take the first steps of the loop without noise, for samples to branch from (TempFlow-GRPO).
+
+    Samples with one initial latent that draw no noise before step `length` need these steps once; `rollout` goes on
+    from there with `prefix`, at the same cost per step (https://huggingface.co/papers/2508.04324).
+
+    Args:
+        policy: as in [`rollout`].
+        inputs: keyword arguments of the pipeline's `__call__`, with one entry per initial latent.
+        length: number of steps, at least 1; the loop must have two more.
+        num_inference_steps: length of the loop.
+        initial_seeds: one per initial latent.
+        device: where the latents are kept.
+
+    Raises:
+        UnsupportedPipeline: the policy draws tokens, or the loop is shorter.
+        ValueError: `length` is below 1.
+    """
+    policy = _as_policy(policy)
+    if policy.draws_tokens:
+        raise UnsupportedPipeline(BRANCHING_TOKENS.format(type(policy.pipe).__name__))
+    if length < 1:
+        raise ValueError(f"length must be at least 1 step for samples to share, got {length}.")
+    settings = {"num_inference_steps": num_inference_steps, "initial_seeds": initial_seeds, "device": device}
+    return policy.run_prefix(inputs, length, **settings)
+
+
+def _check_prefix(policy: Policy, prefix: Prefix, initial_seeds: Tensor) -> None:
+    """Refuse a prefix of other samples, and a policy that cannot begin in the middle."""
+    if policy.draws_tokens:
+        raise UnsupportedPipeline(BRANCHING_TOKENS.format(type(policy.pipe).__name__))
+    if not torch.equal(prefix.initial_seeds.cpu(), initial_seeds):
+        raise ValueError(
+            f"The prefix has the initial seeds {prefix.initial_seeds.tolist()}, the samples {initial_seeds.tolist()}; "
+            "give one row per sample, prefix[rows], and its initial seeds."
+        )
 
 
 def replay(

@@ -8,7 +8,7 @@ Nothing here needs a pipeline.
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ class CleanSamples(SampleTensors):
             for an algorithm without one.
     """
 
+    step_weights: ClassVar[None] = None  # which recorded steps have
+
     latents: Tensor
     steps: Tensor
     seeds: Tensor
@@ -199,6 +201,27 @@ class StepScale:
         return cls(std, jacobian, moving)
 
 
+@dataclasses.dataclass
+class Prefix(SampleTensors):
+    """Where the first steps of a loop, taken without noise, have led: what samples branch from.
+
+    Attributes:
+        latents: (batch, ...) float32, output of step `length` - 1; where a step moves several latents, all of them,
+            flattened one after the other.
+        initial_seeds: (batch,) int64, seed of each initial latent.
+        length: number of steps taken.
+        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
+    """
+
+    latents: Tensor
+    initial_seeds: Tensor
+    length: int
+    tokens: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.initial_seeds)
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
     """What a rollout is asked for; see [`~diffusion_grpo.policy.rollout.rollout`] for each field.
@@ -207,7 +230,7 @@ class RolloutRequest:
         seeds, initial_seeds: (batch,) int64.
         num_inference_steps: length of the loop.
         steps: trained steps, one row of ascending indices per sample; None for all but the last.
-        noise_steps: steps that draw noise; None for all but the last.
+        noise_steps: steps that draw noise, of all samples or one sequence per sample; None for all but the last.
         noise_in_last_step: whether the last step draws noise too.
         noise_level: of the process; None for its usual one.
         device: where the trajectory is kept.
@@ -219,13 +242,14 @@ class RolloutRequest:
         step_weight: a key of [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`].
         weighted_steps: the steps that may be trained, over which weights are normalised; None for all but the last.
         keeps_means: whether the means of the trained steps are recorded.
+        prefix: what the samples branch from; None where each takes all steps.
     """
 
     seeds: Tensor
     initial_seeds: Tensor
     num_inference_steps: int
     steps: Sequence[Sequence[int]] | None = None
-    noise_steps: Sequence[int] | None = None
+    noise_steps: Sequence[int] | Sequence[Sequence[int]] | None = None
     noise_in_last_step: bool = False
     noise_level: float | None = None
     device: str | torch.device = "cpu"
@@ -236,6 +260,7 @@ class RolloutRequest:
     step_weight: str = "none"
     weighted_steps: Sequence[int] | None = None
     keeps_means: bool = False
+    prefix: "Prefix | None" = None
 
 
 @dataclasses.dataclass

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..algorithms.advantage_fn import AdvantageFunction
 from ..algorithms.advantages import Advantages, compute_advantages, normalize
 from ..algorithms.gae import generalized_advantages
 from .value_model import ValueModel, ValueTargets
@@ -43,6 +44,7 @@ class CreditAssigner:
         kl_reward: weight of the KL divergence that is subtracted from the reward.
         scale_rewards, reward_baseline, multi_objective_aggregation, advantage_clip, reward_threshold: see
             [`~diffusion_grpo.algorithms.advantages.compute_advantages`].
+        advantage_fn: the user's own, or None; see [`~diffusion_grpo.algorithms.advantage_fn.load_advantage_fn`].
         values: the value model; None for advantages relative to the group.
         gamma, gae_lambda: see [`~diffusion_grpo.algorithms.gae.generalized_advantages`].
     """
@@ -60,6 +62,7 @@ class CreditAssigner:
         multi_objective_aggregation: str = "sum_then_normalize",
         advantage_clip: float | None = None,
         reward_threshold: float | None = None,
+        advantage_fn: AdvantageFunction | None = None,
         values: ValueModel | None = None,
         gamma: float = 1.0,
         gae_lambda: float = 0.95,
@@ -69,6 +72,7 @@ class CreditAssigner:
         self._scale_rewards, self._reward_baseline = scale_rewards, reward_baseline
         self._aggregation, self._advantage_clip = multi_objective_aggregation, advantage_clip
         self._reward_threshold, self._gamma, self._gae_lambda = reward_threshold, gamma, gae_lambda
+        self._advantage_fn = advantage_fn
 
     def __call__(
         self, rewards: Tensor, positions: Tensor, divergences: Tensor | None = None, states: Tensor | None = None
@@ -95,6 +99,7 @@ class CreditAssigner:
             multi_objective_aggregation=self._aggregation,
             advantage_clip=self._advantage_clip,
             reward_threshold=self._reward_threshold,
+            advantage_fn=self._advantage_fn,
         )
         every, targets = result.advantages, None
         columns = {"reward": result.rewards[positions].tolist(), "advantage": every[positions].tolist()}

@@ -17,15 +17,16 @@ from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.token_process import TokenTrajectory
-from ..policy.trajectory import CleanSamples, Trajectory
+from ..policy.trajectory import CleanSamples, Prefix, Trajectory
 from ..rewards.unscored import UnscoredRollouts
 from ..run.sample_writer import SampleWriter
 from .buffer import RolloutBuffer
 from .credit import CreditAssigner, Estimate
 from .diversity import make_thumbnails, measure_diversity
 from .order import RolloutOrder, invert
+from .prefixes import compute_prefixes, split_by_length
 from .replays import Replays
-from .sampling_plan import SamplingPlan
+from .sampling_plan import RolloutPlan, SamplingPlan
 from .scoring import AnyScoring, RewardScorer, gather_by_position, takes_only_latents
 from .value_model import record_conditions, reduce_calls
 
@@ -197,7 +198,10 @@ class RolloutGenerator:
         takes_latents = any(map(takes_only_latents, rewards))
         is_decoded = self._writer.kept.saves_all(step) or not all(map(takes_only_latents, rewards))
         trajectories: list = [None] * len(rows)
-        for indices, is_own in self._backend.equalize_outside_updates(self.inputs.calls(rows)):
+        calls, prefix_of = self.inputs.calls(rows), None
+        if plan.prefix_lengths is not None:
+            calls, prefix_of = split_by_length(calls, plan.prefix_lengths), self._take_shared_steps(rows, plan)
+        for indices, is_own in self._backend.equalize_outside_updates(calls):
             latents = [] if takes_latents else None
             images, trajectory = rollout(
                 self._policy,
@@ -206,7 +210,7 @@ class RolloutGenerator:
                 initial_seeds=plan.initial_seeds[indices],
                 num_inference_steps=self._plan.num_inference_steps,
                 steps=[plan.steps[index] for index in indices],
-                noise_steps=plan.noise_steps,
+                noise_steps=None if plan.noise_steps is None else [plan.noise_steps[index] for index in indices],
                 noise_in_last_step=self._noise_in_last_step,
                 noise_level=self._noise_level,
                 device=self._trajectory_device,
@@ -216,6 +220,7 @@ class RolloutGenerator:
                 weighted_steps=self._weighted_steps,
                 keeps_means=self._needs_old_mean and not self._anchors_on_replay,
                 keeps_clean=self._keeps_clean,
+                prefix=None if prefix_of is None else prefix_of(indices),
             )
             check_count(latents if images is None else images, len(indices), self._policy.pipe)
             if is_own:
@@ -223,6 +228,18 @@ class RolloutGenerator:
             for number, index in enumerate(indices):
                 trajectories[index] = trajectory[[number]]
         return type(trajectories[0]).align(trajectories)
+
+    def _take_shared_steps(self, rows: Rows, plan: RolloutPlan) -> Callable[[list[int]], Prefix]:
+        return compute_prefixes(
+            self._policy,
+            self.inputs,
+            self._backend,
+            rows,
+            initial_seeds=plan.initial_seeds,
+            lengths=plan.prefix_lengths,
+            num_inference_steps=self._plan.num_inference_steps,
+            device=self._trajectory_device,
+        )
 
     def _note_trajectories(self, trajectories: Samples) -> None:
         if self._policy.draws_tokens:

@@ -17,13 +17,16 @@ class RolloutPlan:
         seeds: (samples,) int64, for the noise of the steps, or that is added to finished samples.
         initial_seeds: (samples,) int64, for the initial latent.
         steps: trained steps of each sample.
-        noise_steps: steps that draw noise; None for all but the last.
+        noise_steps: steps of each sample that draw noise; None for all but the last.
+        prefix_lengths: number of steps that each sample shares with all samples of its initial latent; None where
+            each takes all steps itself.
     """
 
     seeds: Tensor
     initial_seeds: Tensor
     steps: list[list[int]]
-    noise_steps: range | None
+    noise_steps: list[range] | None
+    prefix_lengths: list[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +38,18 @@ class SamplingPlan:
         num_generations: samples of each prompt.
         num_inference_steps: length of the loop.
         window: [start, stop) of the steps that may be trained.
-        window_size: number of consecutive steps in it that each rollout trains, drawn anew; None for all.
+        window_size: number of consecutive steps in it that a sample may train; None for all.
+        window_order: which these are: "random", drawn for each rollout; "per_prompt", drawn for each prompt of a
+            rollout (Flash-GRPO, https://huggingface.co/papers/2605.15980); "sliding", one further every
+            `window_interval` updates, from the window's start to its end and again (MixGRPO,
+            https://huggingface.co/papers/2507.21802).
+        window_interval: updates between two moves of a sliding window.
+        updates_per_rollout: updates made on each rollout.
         timestep_fraction: share of the window's steps that is trained.
         permute_steps: whether each sample draws its own trained steps.
         same_initial_noise: whether all samples of a prompt start from the same initial latent.
+        branches: number of samples that share an initial latent and all steps before their first noisy one; None
+            for samples that share nothing.
         deterministic_outside_window: whether steps outside the window draw no noise.
         is_renoised: whether finished samples are noised again: the drawn steps are spread over the window then, one
             from each of as many equal parts.
@@ -52,37 +63,64 @@ class SamplingPlan:
     window_size: int | None = None
     timestep_fraction: float = 1.0
     permute_steps: bool = False
+    window_order: str = "random"
+    window_interval: int = 25
+    updates_per_rollout: int = 1
     same_initial_noise: bool = False
+    branches: int | None = None
     deterministic_outside_window: bool = False
     is_renoised: bool = False
     shares_noise: bool = False
 
-    def draw_window(self, generation: int) -> tuple[int, int]:
-        """Return [start, stop) of the steps that one rollout may train: the window, or a random part of it."""
-        start, stop = self.window
+    def draw_window(self, generation: int, prompt: int = 0) -> tuple[int, int]:
+        """Return [start, stop) of the steps that samples may train: the window, or a part of it.
+
+        Args:
+            generation: index of the rollout.
+            prompt: index of the prompt in the rollout, which counts where each has its own window.
+        """
+        first, end = self.window
         if self.window_size is None:
-            return start, stop
-        start = random.Random(f"window {self.seed} {generation}").randint(start, stop - self.window_size)
+            return first, end
+        last = end - self.window_size
+        if self.window_order == "sliding":
+            moves = generation * self.updates_per_rollout // self.window_interval
+            start = first + moves % (last - first + 1)
+        else:
+            name = f"window {self.seed} {generation}" + (f" {prompt}" if self.window_order == "per_prompt" else "")
+            start = random.Random(name).randint(first, last)
         return start, start + self.window_size
+
+    def latent_of(self, position: int) -> int:
+        """Return the first of the positions that share the initial latent of a position."""
+        sharing = self.num_generations if self.same_initial_noise else self.branches or 1
+        return position // sharing * sharing
 
     def draw(self, generation: int, positions: Tensor) -> RolloutPlan:
         """Return seeds and steps of the samples at `positions` of one rollout."""
-        start, stop = self.draw_window(generation)
-        drawn = positions // self.num_generations if self.shares_noise else positions
-        noise = [sample_seed(self.seed, "noise", generation, position) for position in drawn.tolist()]
-        shared = positions // self.num_generations if self.same_initial_noise else positions
-        initial = [sample_seed(self.seed, "initial", generation, position) for position in shared.tolist()]
-        seeds = torch.tensor(noise)
-        steps = trained_steps(
-            self.num_inference_steps,
-            (start, stop),
-            self.timestep_fraction,
-            seeds if self.permute_steps else None,
-            is_stratified=self.is_renoised,
-        )
+        drawn = positions.tolist()
+        noisy = (positions // self.num_generations if self.shares_noise else positions).tolist()
+        seeds = torch.tensor([sample_seed(self.seed, "noise", generation, position) for position in noisy])
+        windows = [self.draw_window(generation, position // self.num_generations) for position in drawn]
+        steps = [
+            trained_steps(
+                self.num_inference_steps,
+                window,
+                self.timestep_fraction,
+                seed[None] if self.permute_steps else None,
+                is_stratified=self.is_renoised,
+            )[0]
+            for window, seed in zip(windows, seeds, strict=True)
+        ]
         return RolloutPlan(
             seeds,
-            torch.tensor(initial),
-            steps if self.permute_steps else steps * len(positions),
-            range(start, stop) if self.deterministic_outside_window else None,
+            torch.tensor([self._initial_seed(generation, position) for position in drawn]),
+            steps,
+            [range(*window) for window in windows] if self.deterministic_outside_window else None,
+            [start for start, _ in windows] if self.branches is not None else None,
         )
+
+    def _initial_seed(self, generation: int, position: int) -> int:
+        if self.same_initial_noise:  # the seeds that this setting has always given
+            return sample_seed(self.seed, "initial", generation, position // self.num_generations)
+        return sample_seed(self.seed, "initial", generation, self.latent_of(position))

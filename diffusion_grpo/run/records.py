@@ -34,6 +34,7 @@ IDENTITY_SETTINGS = (
     "log_prob_type",
     "sde_window",
     "sde_window_size",
+    "sde_window_order",
     "scheduler_kwargs",
     "num_iterations",
     "best_of_n",

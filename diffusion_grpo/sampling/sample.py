@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 
+from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.advantages import combine, compute_advantages
 from ..data.inputs import PipelineInputs, check_count
 from ..data.prompts import get_prompt_column, get_prompts
@@ -165,31 +166,33 @@ class Sampler:
     def _sample_with_noise(self, inputs: dict[str, Any], positions: list[int]) -> Any:
         settings, count = self.settings, self.settings.num_generations
         seeds = [settings.seed + position for position in positions]
-        shared = [settings.seed + position // count * count for position in positions]
+        branches = None if settings.train is None else settings.train.branches
+        sharing = count if settings.same_initial_noise else min(branches or 1, count)
         self.policy.prompts.clear()
         samples, _ = rollout(
             self.policy,
             inputs,
             seeds=[sample_seed(seed, "noise") for seed in seeds],
-            initial_seeds=shared if settings.same_initial_noise else seeds,
+            initial_seeds=[settings.seed + position - position % count % sharing for position in positions],
             num_inference_steps=settings.num_inference_steps,
             steps=[[]] * len(positions),
-            noise_steps=self.choose_noise_steps(positions[0]),
+            noise_steps=self.choose_noise_steps(positions),
             noise_in_last_step=settings.train is not None and settings.train.noise_in_last_step,
             noise_level=settings.noise_level,
         )
         return samples
 
-    def choose_noise_steps(self, position: int) -> range | None:
-        """Choose the steps that draw noise for the sample at `position`, None for all.
+    def choose_noise_steps(self, positions: list[int]) -> list[range] | None:
+        """Choose the steps that draw noise for the sample at each position, None for all.
 
         If the training window moves, it moves after as many samples as a training rollout has.
         """
         train = self.settings.train
         if train is None or not train.deterministic_outside_window:
             return None
-        per_rollout = self.settings.num_generations * train.batch_sizes.prompts_per_rollout
-        return range(*make_sampling_plan(train).draw_window(position // per_rollout))
+        plan, prompts = make_sampling_plan(train), train.batch_sizes.prompts_per_rollout
+        rollouts = [divmod(position // self.settings.num_generations, prompts) for position in positions]
+        return [range(*plan.draw_window(*rollout)) for rollout in rollouts]
 
 
 def _score(
@@ -262,6 +265,8 @@ def _finish(
     weights = torch.tensor(reward_weights(rewards, settings.reward_weights))
     names = ("scale_rewards", "reward_baseline", "multi_objective_aggregation", "advantage_clip", "reward_threshold")
     how = {name: getattr(settings.train, name) for name in names} if settings.train else {}
+    if settings.train:
+        how["advantage_fn"] = load_advantage_fn(settings.train.advantage_fn)
     if settings.num_generations > 1:
         groups = torch.arange(len(table)) // settings.num_generations
         result = compute_advantages(values, groups, weights, **how)

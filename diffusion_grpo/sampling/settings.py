@@ -25,7 +25,7 @@ OPTIONS = (
     "sde_type",
 )
 OPTIONS += ("noise_level", "seed", "fps", "dtype", "device", "guidance_scale", "height", "width", "num_frames")
-WINDOW = ("sde_window", "sde_window_size", "deterministic_outside_window")
+WINDOW = ("sde_window", "sde_window_size", "deterministic_outside_window", "branches")
 CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the pipeline's call, if given
 
 
@@ -86,6 +86,9 @@ class SampleSettings:
         names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
         values = {name: getattr(self, name) for name in names}
         values |= {name: getattr(self.train, name, None) for name in ("scheduler_kwargs", *WINDOW)}
+        order = getattr(self.train, "sde_window_order", "random")
+        if order != "random":
+            values["sde_window_order"] = [order, self.train.sde_window_interval]
         return json.loads(json.dumps(values, default=repr))  # the form in which a file returns them
 
 

@@ -13,6 +13,7 @@ from transformers import TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler
 
+from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
 from ..algorithms.choose import load_algorithm
@@ -135,9 +136,13 @@ def make_sampling_plan(args: DiffusionGRPOConfig, shares_noise: bool = False) ->
         num_inference_steps=args.num_inference_steps,
         window=args.window,
         window_size=args.sde_window_size,
+        window_order=args.sde_window_order,
+        window_interval=args.sde_window_interval,
+        updates_per_rollout=args.batch_sizes.updates_per_rollout,
         timestep_fraction=args.timestep_fraction,
         permute_steps=args.permute_steps,
         same_initial_noise=args.same_initial_noise,
+        branches=args.branches,
         deterministic_outside_window=args.deterministic_outside_window,
         is_renoised=args.traits.is_renoised,
         shares_noise=shares_noise,
@@ -157,6 +162,7 @@ def make_credit(args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueMod
         multi_objective_aggregation=args.multi_objective_aggregation,
         advantage_clip=args.advantage_clip,
         reward_threshold=args.reward_threshold,
+        advantage_fn=load_advantage_fn(args.advantage_fn),
         values=values,
         gamma=args.gamma,
         gae_lambda=args.gae_lambda,

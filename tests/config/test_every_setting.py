@@ -87,6 +87,11 @@ def multiplied(inputs: LossInputs, factor: float = 1.0) -> LossOutput:
     return dataclasses.replace(output, loss=factor * output.loss)
 
 
+def plainly(rewards, groups, *, weights, batches):
+    """Advantages of one's own: rewards as they are."""
+    return (rewards * weights).nansum(1)
+
+
 def redness(images, **columns):
     """Mean red value in [0, 1], at another scale than brightness."""
     return [10 * float(np.asarray(image)[..., 0].mean() / 255) for image in images]
@@ -120,6 +125,8 @@ COMMON = {
 COMMON |= {"watch_rewards": None, "log_samples_steps": None, "num_inference_steps": 3}
 AGAIN = {"num_iterations": 2, "epsilon": 1e-5}  # the second update is off-policy, and clipped
 WINDOWED = {"sde_window": [0, 1]}
+SLIDING = {"sde_window_order": "sliding", "sde_window_interval": 2}
+BRANCHED = {"sde_window": [2, 3], "num_inference_steps": 4, "deterministic_outside_window": True}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 FULL = {"lora": False, "learning_rate": 1e-3}
@@ -154,6 +161,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "scheduler_kwargs": Turned({"shift": 9.0}, "samples@1 path@1 evaluation", f"prompts@1 {NO_NOISE}", EVALUATED),
     "rollout_batch_size": Turned(1, "passes", "samples@1 path@1 seeds@1 gradient@1"),
     "same_initial_noise": Turned(True, "initial_seeds@1 samples@1 path@1", "prompts@1 seeds@1"),
+    "branches": Turned(2, "initial_seeds@1 samples@1 path@1 passes", "prompts@1 seeds@1 steps@1", BRANCHED),
     "best_of_n": Turned(2, "prompts@1 made@1 samples@1", "count@1", {"num_generations": 4}),
     "offload_trajectories": Turned(True, "kept_on", "samples@1 path@1 weights@2"),
     # Process
@@ -161,6 +169,12 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "noise_level": Turned(0.2, "samples@1 path@1 gradient@1", f"prompts@1 steps@1 {NO_NOISE}"),
     "sde_window": Turned([1, 2], "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
     "sde_window_size": Turned(1, "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
+    "sde_window_order": Turned(
+        "per_prompt", "steps@1 gradient@1", f"samples@1 {NO_NOISE}", {"sde_window_size": 1, "num_inference_steps": 6}
+    ),
+    "sde_window_interval": Turned(
+        1, "steps@2 gradient@2", f"steps@1 gradient@1 samples@2 {NO_NOISE}", {"sde_window_size": 1, **SLIDING}
+    ),
     "timestep_fraction": Turned(0.5, "steps@1 gradient@1", f"samples@1 {NO_NOISE}"),
     "permute_steps": Turned(True, "steps@1 gradient@1", f"samples@1 {NO_NOISE}", {"timestep_fraction": 0.5}),
     "deterministic_outside_window": Turned(True, "samples@1", f"steps@1 path@1 {NO_NOISE}", WINDOWED),
@@ -200,6 +214,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "multi_objective_aggregation": Turned(
         "normalize_then_sum", "advantages@1 gradient@1", "samples@1 reward@1", {"rewards": "two"}
     ),
+    "advantage_fn": Turned(f"{__name__}.plainly", "advantages@1 gradient@1", "samples@1 reward@1"),
     "advantage_clip": Turned(0.3, "advantages@1 gradient@1 frac_advantage_clipped@1", "samples@1"),
     "reward_threshold": Turned(9.0, "advantages@1 gradient@1", "samples@1 reward@1"),
     "drop_zero_advantages": Turned(True, "gradient@1", "samples@1 advantages@1", {"rewards": "half"}),

@@ -15,6 +15,7 @@ def config(**settings):
     return DiffusionGRPOConfig("out", **{"use_cpu": True, **settings})
 
 
+BRANCHED = {"branches": 4, "sde_window": [1, 4], "deterministic_outside_window": True}
 REFUSED = [
     ({"num_generations": 1}, "num_generations must be at least 2, got 1; one sample has no group"),
     ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, "3 x 1 x 2 = 6.*num_generations=16"),
@@ -27,6 +28,23 @@ REFUSED = [
     ({"sde_window": [0, 4], "sde_window_size": 5}, "sde_window_size=5 does not fit into the steps 0 to 3"),
     ({"sde_window_size": 10}, "does not fit into the steps 0 to 8"),
     ({"sde_window_size": 0}, "sde_window_size must be at least 1"),
+    ({"advantage_fn": "ranks"}, "'ranks' is no dotted path; write the module too, my_package.ranks"),
+    ({"advantage_fn": "my.own", "scale_rewards": "none"}, "scale_rewards='none' has no effect with advantage_fn='my"),
+    ({"advantage_fn": "my.own", "reward_baseline": "batch"}, "reward_baseline='batch' has no effect"),
+    ({"advantage_fn": "my.own", "advantage_estimator": "gae"}, "advantage_estimator='gae' has no effect"),
+    (
+        {"advantage_fn": "my.own", "multi_objective_aggregation": "min_then_normalize"},
+        "'min_then_normalize' has no effect with advantage_fn='my.own'.*leave one of them out",
+    ),
+    ({"sde_window_order": "sliding"}, "sde_window_order='sliding' chooses a part.*set sde_window_size"),
+    ({"sde_window_order": "slide"}, "Did you mean 'sliding'"),
+    ({"sde_window_interval": 0}, "sde_window_interval must be at least 1"),
+    ({"branches": 1}, "branches must be at least 2"),
+    ({"branches": 6}, "branches=6 does not divide num_generations=16"),
+    ({"branches": 4, "sde_window": [1, 4]}, "all steps draw noise; set deterministic_outside_window=True"),
+    ({"branches": 4, "deterministic_outside_window": True}, r"sde_window \[0, 9\] starts at step 0; let it start"),
+    (BRANCHED | {"same_initial_noise": True}, "one initial latent, and branches=4 gives it 4; leave one of them out"),
+    (BRANCHED | {"advantage_estimator": "gae"}, "conditions of each sample.*leave one of them out"),
     ({"loss_type": "gropo"}, "Did you mean 'grpo'"),
     ({"sde_type": "flow"}, "choose one of auto, flow_sde, dance_sde, wan_sde, cps, precise, ddim"),
     ({"scale_rewards": "groups"}, "Did you mean 'group'"),

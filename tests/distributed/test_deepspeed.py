@@ -177,7 +177,7 @@ def test_experts_that_processes_cannot_share_are_refused(stage, permute_steps, o
     plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=config)
     backend = DeepSpeedBackend(None, ContextGroups(), plugin)
     backend.bind(SimpleNamespace(num_processes=2), [])
-    run = {"permute_steps": permute_steps, "draws_tokens": False, "has_values": False}
+    run = {"own_steps": permute_steps, "draws_tokens": False, "has_values": False}
     with pytest.raises(ValueError, match=f"transformer, transformer_2 take turns.*{message}"):
         backend.check_run(("transformer", "transformer_2"), **run)
     backend.check_run(("transformer",), **run)
@@ -187,6 +187,8 @@ def test_experts_that_processes_cannot_share_are_refused(stage, permute_steps, o
 # Everything else, which takes minutes
 
 PERMUTED = BASE | {"num_inference_steps": 4, "permute_steps": True, "timestep_fraction": 0.67}
+BRANCHED = BASE | {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "branches": 2}
+BRANCHED |= {"sde_window_order": "per_prompt", "deterministic_outside_window": True}
 LAYERED = BASE | {"num_iterations": 2, "steps_per_generation": 8, "importance_sampling_level": "sequence"}
 LAYERED |= {"kl_reward": 0.1, "validation_prompts": ["a", "b", "c"], "validation_steps": 2}
 LAYERED |= {"eval_strategy": "steps", "eval_steps": 2, "ds3_gather_for_generation": False}
@@ -203,6 +205,7 @@ ALONE = {
     "full": FULL | {"gradient_checkpointing": True},
     "permuted": PERMUTED,
     "layered": LAYERED,
+    "branches": BRANCHED,
     "synced": SYNCED,
     "experts": BASE | EXPERTS,
     "experts-full": FULL | EXPERTS,
@@ -219,6 +222,8 @@ TOGETHER = {
     "permuted3": ("permuted", 3, {}),
     "permuted3-layered": ("permuted", 3, {"ds3_gather_for_generation": False}),
     "layered3": ("layered", 3, {}),
+    "branches3": ("branches", 3, {}),
+    "branches3-layered": ("branches", 3, {"ds3_gather_for_generation": False}),
     "synced0": ("synced", 0, {}),
     "synced2": ("synced", 2, {}),
     "synced3": ("synced", 3, {}),

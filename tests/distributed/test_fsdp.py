@@ -171,6 +171,10 @@ MATRIX = {
     "wan": SETTINGS
     | {"name": "wan", "beta": 0.1, "kl_reward": 0.1, "steps_per_generation": 4, "num_iterations": 2}
     | {"old_log_prob": "replay", "max_steps": 3},
+    # one process takes more shared steps, or more calls, than the other
+    "branches": SETTINGS
+    | {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "deterministic_outside_window": True}
+    | {"sde_window_order": "per_prompt", "branches": 2},
     "synced": FULL | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "offload_ref_model": True},
     "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
     "bf16": SETTINGS | {"bf16": True, "beta": 0.1},

@@ -10,13 +10,13 @@ from tiny_pipelines import build
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
 from transformers import TrainerCallback
 
-from diffusion_grpo import cli
+from diffusion_grpo import DiffusionGRPOConfig, cli
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.distributed.sharding import Sharding
 from diffusion_grpo.planning.batches import Batches
-from diffusion_grpo.planning.plan import count_optimizer_bytes, make_planned_config, plan
+from diffusion_grpo.planning.plan import count_evaluations, count_optimizer_bytes, make_planned_config, plan
 from diffusion_grpo.planning.weightless import KeptStorages, identify_storage
 from tests.cli.test_cli import refusal
 
@@ -184,6 +184,17 @@ def test_evaluations_and_activations_are_those_of_the_real_network(name, evaluat
     replay(trainer.policy, inputs, trajectory, 0)
     planned = next(item.accelerator for item in made.memory if item.name == "activations")
     assert planned == pytest.approx(kept[0].bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("order", "size"), [("random", 2), ("sliding", 2), ("random", None)])
+def test_steps_that_branches_share_are_counted_once_for_all_of_them(order, size, tmp_path):
+    """On average over all places of the window."""
+    given = {"num_generations": 24, "branches": 6, "num_inference_steps": 10, "sde_window": [2, 8]}
+    given |= {"sde_window_size": size, "sde_window_order": order, "deterministic_outside_window": True}
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, per_device_train_batch_size=24, **given)
+    starts = [2] if size is None else [2, 3, 4, 5, 6]
+    expected = sum((24 // 6 * start + 24 * (10 - start)) / 24 for start in starts) / len(starts)
+    assert count_evaluations(args, Batches.of(args, None), None)["rollout"] == pytest.approx(expected)
 
 
 def test_checkpointing_keeps_less(tmp_path):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_runs import logged, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.rollout.credit import measure_values
@@ -115,6 +116,117 @@ def test_each_reward_has_its_own_advantage_and_best_of_n_goes_by_their_weighted_
     assert estimated.result.advantages.abs().max() > 0.9
     assert estimated.columns["advantage/mq"] == pytest.approx(estimated.advantages[:, 1].tolist())
     assert estimated.columns["advantage"] == pytest.approx(estimated.result.advantages.tolist())
+
+
+# an advantage function of the user's own
+
+
+def ranks(rewards, groups, *, weights, batches):
+    """Ranks of the weighted rewards within their group, from -1/2 to 1/2."""
+    total = (rewards * weights).nansum(1)
+    better = (total[:, None] > total) & (groups[:, None] == groups)
+    return better.sum(1) / (groups[:, None] == groups).sum(1).sub(1) - 0.5
+
+
+HERE = __name__
+
+
+def test_an_advantage_function_takes_the_place_of_the_normalisation():
+    """Two functions, one of which leaves samples out; a sample that both left out has the advantage 0."""
+    rewards = random_rewards(2)
+    rewards[0][3] = rewards[1][9] = rewards[0][9] = math.nan
+    estimated = found(settings(advantage_fn=f"{HERE}.ranks"), rewards, weights=(1.0, -0.5))
+    table = torch.tensor(rewards, dtype=torch.float32).double().T
+    total = (table.nan_to_num() * torch.tensor([1.0, -0.5], dtype=torch.float64)).sum(1).view(4, 4)
+    expected = (total.argsort(1).argsort(1) / 3 - 0.5).flatten().double()
+    expected[9] = 0.0
+    assert_close(estimated.advantages, expected)
+    assert estimated.result.rewards[9].isnan() and estimated.columns["advantage"] == estimated.advantages.tolist()
+    assert estimated.metrics["spread/advantage_max"] == 0.5
+
+
+def told(rewards, groups, *, weights, batches):
+    """Note what it is given; the first reward is the advantage."""
+    told.given = rewards, groups, weights, batches
+    return rewards[:, 0]
+
+
+def test_what_an_advantage_function_is_given():
+    """With kl_reward the rewards have the penalty taken off; clip and threshold follow what it returns."""
+    rewards = random_rewards(2)
+    divergences = torch.rand(16, 3, generator=torch.Generator().manual_seed(1))
+    own = {"advantage_fn": f"{HERE}.told", "kl_reward": 0.5, "num_batches_per_step": 2}
+    estimated = found(settings(**own), rewards, weights=(2.0, 3.0), divergences=divergences)
+    given, groups, weights, batches = told.given
+    penalised = torch.tensor(rewards).double().T - 0.5 * divergences.double().mean(1)[:, None]
+    assert given.dtype == torch.float64 and weights.tolist() == [2.0, 3.0]
+    assert_close(given, penalised)
+    assert groups.tolist() == [place // 4 for place in range(16)] and batches.tolist() == [0] * 8 + [1] * 8
+    assert_close(estimated.advantages, penalised[:, 0])
+    mean = torch.tensor(rewards).T[:, :1].sum(1).view(4, 4).mean(1)
+    clipped = found(settings(advantage_fn=f"{HERE}.told", advantage_clip=0.3), rewards[:1])
+    assert_close(clipped.advantages, torch.tensor(rewards[0]).clamp(-0.3, 0.3))
+    assert clipped.metrics["frac_advantage_clipped"] > 0.5
+    dropped = found(settings(advantage_fn=f"{HERE}.told", reward_threshold=mean.min().item() + 1e-6), rewards[:1])
+    assert dropped.advantages.view(4, 4).eq(0).all(1).tolist() == mean.eq(mean.min()).tolist()
+
+
+def test_an_advantage_function_may_have_groups_of_one_sample():
+    args = settings(advantage_fn=f"{HERE}.told", num_generations=1)
+    assert_close(found(args, random_rewards()).advantages, torch.tensor(random_rewards()[0]))
+
+
+class OfOwnMaking:
+    """An object is as good as a function."""
+
+    def __call__(self, rewards, groups, **others):
+        return [0.5] * len(rewards)
+
+
+made = OfOwnMaking()
+
+
+def test_an_advantage_function_may_be_an_object_and_return_a_list():
+    assert found(settings(advantage_fn=f"{HERE}.made"), random_rewards()).advantages.eq(0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("path", "match"),
+    [
+        ("no_such.ranks", "advantage_fn='no_such.ranks' cannot be imported .No module"),
+        ("math.no_such", "cannot be imported"),
+        ("math.pi", "'math.pi' is a float; give the path of a function"),
+        ("json.dumps", r"called with \(rewards, groups, weights=..., batches=...\), which dumps.*write"),
+    ],
+)
+def test_what_is_no_advantage_function_is_refused_with_the_settings(path, match):
+    with pytest.raises(ValueError, match=match):
+        settings(advantage_fn=path)
+
+
+def test_the_best_are_chosen_by_the_function_and_trained_with_its_advantages(tmp_path):
+    trainer = trainer_for(tmp_path, advantage_fn=f"{HERE}.ranks", best_of_n=2, per_device_train_batch_size=2)
+    trainer.train()
+    assert sorted(trainer.feed.buffer.advantages.tolist()) == [-0.5, -0.5, 0.5, 0.5]
+    assert max(logged(trainer, "ratio/max_error")) < 1e-5 and len(logged(trainer, "reward")) == 2
+
+
+WRONG = {
+    "short": (lambda rewards, *_, **__: rewards[:3, 0], r"wrong returned the shape \(3,\) for 16 samples; .* \(16,\)"),
+    "columns": (lambda rewards, *_, **__: rewards, r"returned the shape \(16, 1\) for 16 samples"),
+    "nan": (lambda rewards, *_, **__: rewards[:, 0].log(), r"returned nan for sample \d+, whose rewards are \[-"),
+    "none": (lambda *_, **__: None, "returned a NoneType, not a tensor of one number per sample"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_an_advantage_function_may_not_return(monkeypatch, name):
+    function, match = WRONG[name]
+    function.__name__ = "wrong"
+    monkeypatch.setitem(globals(), "wrong", function)
+    args = settings(advantage_fn=f"{HERE}.wrong")
+    with pytest.raises(ValueError, match=f"advantage_fn wrong .*{match}" if name != "short" else match):
+        found(args, random_rewards())
 
 
 # with a value model

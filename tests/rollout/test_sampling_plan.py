@@ -1,12 +1,16 @@
 """Settings of a rollout do what they say: seen in the recorded steps, their noise, and the steps that draw none."""
 
+import random
+
 import pytest
 import torch
-from tiny_runs import joined_trajectory, trainer_for
+from tiny_runs import brightness, first_frame_brightness, joined_trajectory, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.stochastic_steps import FlowSteps
+from diffusion_grpo.rollout.sampling_plan import SamplingPlan
+from diffusion_grpo.training.setup import make_sampling_plan
 
 
 class KeepRollouts(TrainerCallback):
@@ -114,3 +118,135 @@ def test_a_window_moves_from_rollout_to_rollout(tmp_path, silent):
     windows = [trajectory.steps[0].tolist() for _, trajectory in found]
     assert len({tuple(window) for window in windows}) > 1
     assert silent == [set(range(6)) - set(window) for window in windows for _ in range(2)]
+
+
+# Which steps a sample may train
+
+
+def plan(**settings):
+    """A plan of 10 steps, of which 2 to 7 may be trained, two at once, by groups of four."""
+    settings = {"window": (2, 8), "window_size": 2, "deterministic_outside_window": True} | settings
+    return SamplingPlan(seed=0, num_generations=4, num_inference_steps=10, **settings)
+
+
+def test_a_window_of_each_rollout_is_as_it_always_was():
+    """The draws of runs that were started before there were other orders."""
+    expected = [random.Random(f"window 0 {generation}").randint(2, 6) for generation in range(20)]
+    assert [plan().draw_window(generation, prompt=3)[0] for generation in range(20)] == expected
+
+
+def test_each_prompt_draws_its_window_for_all_its_samples():
+    drawn = plan(window_order="per_prompt").draw(3, torch.arange(80))
+    windows = [drawn.noise_steps[start : start + 4] for start in range(0, 80, 4)]
+    assert all(len(set(group)) == 1 and len(group[0]) == 2 for group in windows)
+    assert {group[0].start for group in windows} == {2, 3, 4, 5, 6}  # every place in 20 draws
+    assert drawn.steps == [list(steps) for steps in drawn.noise_steps]
+    part = plan(window_order="per_prompt").draw(3, torch.arange(40, 60))  # another process's share
+    assert part.steps == drawn.steps[40:60] and torch.equal(part.seeds, drawn.seeds[40:60])
+    assert plan(window_order="per_prompt").draw(4, torch.arange(80)).steps != drawn.steps
+
+
+@pytest.mark.parametrize("updates_per_rollout", [1, 2, 5, 7])
+def test_a_window_slides_from_the_start_to_the_end_and_again(updates_per_rollout):
+    """By one every five updates: a rollout is trained in the place where its first update finds the window."""
+    sliding = plan(window_order="sliding", window_interval=5, updates_per_rollout=updates_per_rollout)
+    starts = [place for place in (2, 3, 4, 5, 6) for _ in range(5)] * 4  # of each update
+    for generation in range(len(starts) // updates_per_rollout):
+        start = starts[generation * updates_per_rollout]
+        assert sliding.draw_window(generation) == (start, start + 2)
+        assert sliding.draw(generation, torch.arange(4, 8)).steps == [[start, start + 1]] * 4
+
+
+def test_samples_of_a_branch_share_latent_and_window():
+    drawn = plan(branches=2, window_order="per_prompt").draw(0, torch.arange(16))
+    assert drawn.initial_seeds[::2].equal(drawn.initial_seeds[1::2])
+    assert len(drawn.initial_seeds.unique()) == 8 and len(drawn.seeds.unique()) == 16
+    assert drawn.prefix_lengths == [steps.start for steps in drawn.noise_steps]
+    assert plan().draw(0, torch.arange(16)).prefix_lengths is None
+    shared = plan(same_initial_noise=True).draw(0, torch.arange(16)).initial_seeds
+    assert shared.equal(plan(same_initial_noise=True, branches=4).draw(0, torch.arange(16)).initial_seeds)
+
+
+# In training
+
+
+ORDERS = {
+    "per_prompt": {"sde_window_order": "per_prompt"},
+    "sliding": {"sde_window_order": "sliding", "sde_window_interval": 1},
+    "branches": {"branches": 2},
+    "branches, per_prompt": {"branches": 4, "sde_window_order": "per_prompt"},
+    "branches, sliding": {"branches": 2, "sde_window_order": "sliding", "sde_window_interval": 2},
+}
+WINDOW = {"num_inference_steps": 6, "sde_window": [1, 5], "sde_window_size": 1, "deterministic_outside_window": True}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["sd3", "sd15", "cosmos", "wan"])
+def test_the_ratio_is_exactly_one_in_every_order(tmp_path, name, order):
+    """With flow matching, DDIM and EDM, images and videos; and the weights move."""
+    rewards = first_frame_brightness if name in ("wan", "cosmos") else brightness
+    trainer = trainer_for(tmp_path, name, rewards=rewards, **WINDOW, **ORDERS[order])
+    before = trained_weights(trainer)
+    trainer.train()
+    assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
+    assert any(not torch.equal(value, before[key]) for key, value in trained_weights(trainer).items())
+
+
+@pytest.mark.parametrize("order", ["per_prompt", "branches, per_prompt"])
+def test_prompts_of_one_call_have_steps_of_their_own(tmp_path, silent, order):
+    """Two prompts in each call; replays of their steps are in smaller batches, so the ratio is 1 but for rounding."""
+    settings = WINDOW | ORDERS[order] | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    trainer, found = rollouts(tmp_path, 4, **settings)
+    plans = [make_sampling_plan(trainer.args).draw(generation, torch.arange(8)) for generation in range(4)]
+    assert [trajectory.steps.tolist() for _, trajectory in found] == [each.steps for each in plans]
+    assert any(each.steps[0] != each.steps[4] for each in plans)
+    assert max(logged(trainer, "ratio/max_error")) < 1e-5
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_run_resumes_in_the_middle_of_an_order(tmp_path, order):
+    """Bit for bit, from between two rollouts and from within one; two updates a rollout."""
+    settings = WINDOW | ORDERS[order] | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    settings |= {"steps_per_generation": 4, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    expected = trained_weights(whole)
+    for step in (2, 3):
+        again = trainer_for(tmp_path / f"from-{step}", **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert logged(again, "reward") == logged(whole, "reward")
+        assert all(torch.equal(value, expected[key]) for key, value in trained_weights(again).items())
+
+
+def passes_of_a_rollout(folder, **settings):
+    """Rows that pass the network in a second rollout, when the shapes of all outputs are known."""
+    trainer = trainer_for(folder, learning_rate=0.0, weight_decay=0.0, **WINDOW | settings)
+    counts, generator = [], trainer.feed._generator
+    linear = next(part for part in trainer.policy.network.modules() if isinstance(part, torch.nn.Linear))
+    sample = generator._sample
+
+    def counted(*args):
+        counts.clear()
+        hook = linear.register_forward_hook(lambda module, args, output: counts.append(len(output)))
+        try:
+            return sample(*args)
+        finally:
+            hook.remove()
+
+    generator._sample = counted
+    trainer.train()
+    return sum(counts), joined_trajectory(trainer)
+
+
+@pytest.mark.parametrize(("branches", "size"), [(2, 4), (4, 4), (4, 3)])
+def test_branches_pass_the_network_less_often_and_give_the_same_samples(tmp_path, branches, size):
+    """Of 8 samples with 6 steps the first 3 are passed once per initial latent, also where calls cut a group."""
+    window = {"sde_window_order": "sliding", "sde_window": [3, 5], "rollout_batch_size": size}
+    same = {"same_initial_noise": True} if branches == 4 else {}
+    passes, shared = passes_of_a_rollout(tmp_path / "shared", branches=branches, **same, **window)
+    whole, apart = passes_of_a_rollout(tmp_path / "apart", **same, **window)
+    copies = whole // (8 * 6)  # of guidance
+    assert whole == copies * 8 * 6 and passes == copies * (8 // branches * 3 + 8 * 3)
+    if same:
+        assert torch.equal(shared.initial_seeds, apart.initial_seeds)
+        torch.testing.assert_close(shared.latents, apart.latents, rtol=1e-4, atol=1e-4)

@@ -175,8 +175,25 @@ def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
     rollout = settings.train.batch_sizes.prompts_per_rollout * settings.num_generations
     expected = [range(*make_sampling_plan(settings.train).draw_window(generation)) for generation in range(8)]
-    assert [sampler.choose_noise_steps(generation * rollout) for generation in range(8)] == expected
+    assert sampler.choose_noise_steps([generation * rollout for generation in range(8)]) == expected
     assert len(set(expected)) > 1 and all(len(steps) == 2 for steps in expected)
+
+
+def test_samples_have_the_latents_and_windows_of_the_trainings_branches(training, monkeypatch):
+    words = ["sample", str(training), "--num_inference_steps", "7", "--num_generations", "4", "--branches", "2"]
+    words += ["--sde_window", "1", "5", "--sde_window_size", "1", "--sde_window_order", "per_prompt"]
+    words += ["--deterministic_outside_window", "true", "--same_initial_noise", "false"]
+    words += ["--per_device_train_batch_size", "16"]
+    arguments, others = cli.build_parser().parse_known_args(words)
+    settings, asked = read_settings(arguments, others), {}
+    sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
+    monkeypatch.setattr(sample, "rollout", lambda *args, **given: asked.update(given) or ([None] * 12, None))
+    sampler._sample_with_noise({}, list(range(12)))
+    seeds = asked["initial_seeds"]
+    assert seeds[::2] == seeds[1::2] and len(set(seeds)) == 6 and len(set(asked["seeds"])) == 12
+    plan = make_sampling_plan(settings.train)
+    expected = [range(*plan.draw_window(0, prompt)) for prompt in (0, 1, 2) for _ in range(4)]
+    assert asked["noise_steps"] == expected and len(set(expected)) > 1
 
 
 def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):

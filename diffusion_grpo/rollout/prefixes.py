@@ -1,0 +1,70 @@
+"""Steps that samples share because they start from one initial latent and draw no noise yet: taken once for all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algorithms.batch import Rows
+from ..data.inputs import PipelineInputs
+from ..distributed.backend import DistributedBackend
+from ..policy.base import Policy
+from ..policy.rollout import run_prefix
+from ..policy.trajectory import Prefix
+
+Calls = list[list[int]]
+
+
+def compute_prefixes(
+    policy: Policy,
+    inputs: PipelineInputs,
+    backend: DistributedBackend,
+    rows: Rows,
+    *,
+    initial_seeds: Tensor,
+    lengths: list[int],
+    num_inference_steps: int,
+    device: str | torch.device,
+) -> Callable[[list[int]], Prefix]:
+    """Take the shared steps of a process's samples once per initial latent, several latents in a call.
+
+    Args:
+        policy: takes the steps.
+        inputs: of the pipeline's calls, and how large these are.
+        backend: keeps processes in step.
+        rows: one dataset row per sample; samples of one initial latent have the same.
+        initial_seeds: `(samples,)` int64, equal where samples share their initial latent.
+        lengths: number of shared steps of each sample.
+        num_inference_steps: length of the loop.
+        device: where the latents are kept.
+
+    Returns:
+        a function from the indices of samples, of one length, to their prefixes.
+    """
+    seeds = initial_seeds.tolist()
+    first_of = {seed: index for index, seed in reversed(list(enumerate(seeds)))}
+    firsts = sorted(first_of.values())
+    calls = split_by_length(inputs.calls([rows[index] for index in firsts]), [lengths[index] for index in firsts])
+    found: dict[int, Prefix] = {}
+    for call, _ in backend.equalize_outside_updates(calls):  # a repeated call gives the same latents
+        indices = [firsts[number] for number in call]
+        prefix = run_prefix(
+            policy,
+            inputs([rows[index] for index in indices]),
+            lengths[indices[0]],
+            num_inference_steps=num_inference_steps,
+            initial_seeds=initial_seeds[indices],
+            device=device,
+        )
+        found |= {index: prefix[[number]] for number, index in enumerate(indices)}
+    return lambda indices: Prefix.cat([found[first_of[seeds[index]]] for index in indices])
+
+
+def split_by_length(calls: Calls, lengths: list[Any]) -> Calls:
+    """Split pipeline calls so that the samples of each branch at one step."""
+    return [
+        [index for index in call if lengths[index] == length]
+        for call in calls
+        for length in dict.fromkeys(lengths[index] for index in call)
+    ]
