@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 
 from ..policy.trajectory import Denoised
 from .batch import Part
-from .renoised import Renoised, group_sum, refuse_torn_groups
+from .renoised import Renoised, check_number, group_sum, refuse_torn_groups
 
 
 class DGPO(Renoised):
@@ -52,6 +52,8 @@ class DGPO(Renoised):
             decay_start=decay_start,
             decay_max=decay_max,
         )
+        check_number("preference_beta", preference_beta, lambda x: x > 0, "above 0")
+        check_number("clip", clip, lambda x: x > 0, "above 0")
         self.preference_beta, self.clip = preference_beta, clip
 
     def sample_losses(
@@ -96,6 +98,7 @@ class DPO(Renoised):
         super().__init__(
             beta=beta, is_first_replay=is_first_replay, max_ratio_error=max_ratio_error, take_turns=take_turns
         )
+        check_number("preference_beta", preference_beta, lambda x: x > 0, "above 0")
         self.preference_beta = preference_beta
 
     def sample_losses(

@@ -182,7 +182,8 @@ def _check_renoised(args: Sizes) -> None:
     """Refuse settings of recorded steps for an algorithm that trains on finished samples, noised again."""
     fields = config_fields()
     recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
-    recorded += ["epsilon", "old_log_prob", "importance_sampling_level", "kl_reward", "advantage_estimator"]
+    recorded += ["epsilon", "epsilon_high", "old_log_prob", "importance_sampling_level", "kl_reward"]
+    recorded += ["advantage_estimator"]
     for name in recorded:
         if getattr(args, name) != fields[name].default:
             raise ValueError(
@@ -295,7 +296,7 @@ def check_token_settings(args: Sizes) -> None:
                 f"{name}={getattr(args, name)!r} is for denoising steps, but a language model draws tokens; leave it "
                 "out, or train the denoising network."
             )
-    if "." not in args.loss_type and args.loss_type != "grpo":
+    if ("." not in args.loss_type and args.loss_type != "grpo") or args.traits.is_renoised:
         raise ValueError(f"loss_type={args.loss_type!r} is for denoising steps; tokens are trained with grpo.")
     if args.epsilon <= type(args).epsilon:
         logger.warning(
