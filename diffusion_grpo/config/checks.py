@@ -184,8 +184,9 @@ def _check_renoised(args: Sizes) -> None:
     recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
     recorded += ["epsilon", "epsilon_high", "old_log_prob", "importance_sampling_level", "kl_reward"]
     recorded += ["advantage_estimator"]
+    usual = {name: fields[name].default for name in recorded} | {"epsilon_high": args.epsilon}
     for name in recorded:
-        if getattr(args, name) != fields[name].default:
+        if getattr(args, name) not in (fields[name].default, usual[name]):
             raise ValueError(
                 f"{name}={getattr(args, name)!r} is for recorded steps, but loss_type={args.loss_type!r} trains on "
                 "finished samples, sampled without noise in the steps; leave it out."

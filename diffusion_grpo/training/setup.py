@@ -100,7 +100,7 @@ def make_algorithm(args: DiffusionGRPOConfig, component: tuple[str, ...], weight
     )
 
 
-def make_sampling_plan(args: DiffusionGRPOConfig, algorithm: Algorithm) -> SamplingPlan:
+def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
     """Say with which seeds and steps rollouts are made."""
     return SamplingPlan(
         seed=args.seed,
@@ -113,7 +113,7 @@ def make_sampling_plan(args: DiffusionGRPOConfig, algorithm: Algorithm) -> Sampl
         same_initial_noise=args.same_initial_noise,
         deterministic_outside_window=args.deterministic_outside_window,
         is_renoised=args.traits.is_renoised,
-        shares_noise=algorithm.shares_noise,
+        shares_noise=args.traits.shares_noise,
     )
 
 
@@ -274,7 +274,7 @@ def make_generator(
         policy=policy,
         inputs=inputs,
         read_rows=read_rows,
-        plan=make_sampling_plan(args, algorithm),
+        plan=make_sampling_plan(args),
         scorer=scorer,
         credit=make_credit(args, rewards, values),
         replays=replays,
