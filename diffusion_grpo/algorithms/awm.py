@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..policy.trajectory import Denoised
 from .batch import Part
-from .renoised import Renoised
+from .renoised import Renoised, check_number
 
 WEIGHTS = ("ghuber", "uniform", "t", "t2")
 
@@ -56,10 +56,13 @@ class AWM(Renoised):
             take_turns=take_turns,
             decay_rate=decay_rate,
             decay_start=decay_start,
-            decay_max=decay_max if ema_beta > 0 else 0.0,
+            decay_max=decay_max if ema_beta else None,
         )
         if weight not in WEIGHTS:
             raise ValueError(f"loss_kwargs: weight must be one of {', '.join(WEIGHTS)}, got {weight!r}.")
+        for name, value in (("power", power), ("clip", clip), ("advantage_range", advantage_range)):
+            check_number(name, value, lambda x: x > 0, "above 0")
+        check_number("ema_beta", ema_beta, lambda x: x >= 0, "of at least 0")
         if clip >= 1 and not ema_beta > 0:
             raise ValueError(
                 f"loss_kwargs: clip={clip} is off and ema_beta={ema_beta} too, so nothing limits the move; set one."

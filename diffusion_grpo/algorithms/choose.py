@@ -62,7 +62,8 @@ def check_loss_kwargs(loss_type: str | Loss | type[Algorithm], loss_kwargs: dict
         loss_kwargs: the setting of that name.
 
     Raises:
-        ValueError: an unknown or missing key, or one that is a setting by itself; or as in [`find_algorithm`].
+        ValueError: an unknown or missing key, one that is a setting by itself, or for an algorithm of this library a
+            value out of range; or as in [`find_algorithm`].
     """
     given, own = loss_kwargs or {}, _own_parameters(find_algorithm(loss_type))
     known = [name for name, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD]
@@ -77,6 +78,8 @@ def check_loss_kwargs(loss_type: str | Loss | type[Algorithm], loss_kwargs: dict
     missing = [name for name in known if own[name].default is inspect.Parameter.empty and name not in given]
     if missing:
         raise ValueError(f"loss_kwargs: {loss_type} needs {', '.join(missing)}; give {{{missing[0]}: ...}}.")
+    if loss_type in ALGORITHMS and given:
+        ALGORITHMS[loss_type](**given)  # which refuses values out of range
 
 
 def load_algorithm(

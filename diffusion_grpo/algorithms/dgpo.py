@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 
 from ..policy.trajectory import Denoised
 from .batch import Part
-from .renoised import Renoised, group_sum, refuse_torn_groups
+from .renoised import Renoised, check_number, group_sum, refuse_torn_groups
 
 
 class DGPO(Renoised):
@@ -54,6 +54,8 @@ class DGPO(Renoised):
             decay_start=decay_start,
             decay_max=decay_max,
         )
+        check_number("preference_beta", preference_beta, lambda x: x > 0, "above 0")
+        check_number("clip", clip, lambda x: x > 0, "above 0")
         self.preference_beta, self.clip = preference_beta, clip
 
     def sample_losses(
@@ -103,6 +105,7 @@ class DPO(Renoised):
             is_half_precision=is_half_precision,
             take_turns=take_turns,
         )
+        check_number("preference_beta", preference_beta, lambda x: x > 0, "above 0")
         self.preference_beta = preference_beta
 
     def sample_losses(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..policy.trajectory import Denoised
 from .batch import Part
-from .renoised import Renoised
+from .renoised import Renoised, check_number
 
 
 class NFT(Renoised):
@@ -52,10 +52,8 @@ class NFT(Renoised):
             decay_start=decay_start,
             decay_max=decay_max,
         )
-        if not strength > 0 or not advantage_range > 0:
-            raise ValueError(
-                f"loss_kwargs: strength and advantage_range must be above 0, got {strength} and {advantage_range}."
-            )
+        check_number("strength", strength, lambda x: x > 0, "above 0")
+        check_number("advantage_range", advantage_range, lambda x: x > 0, "above 0")
         self.strength, self.advantage_range = strength, advantage_range
 
     def sample_losses(

@@ -10,7 +10,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -37,10 +37,14 @@ class Renoised(Algorithm):
             rounding moves predictions by a share of their size, in compiled graphs more than in others.
         take_turns: whether several networks share the steps.
         decay_rate, decay_start, decay_max: after rollout n the old policy keeps
-            `clamp(decay_rate * (n - decay_start), 0, decay_max)` of itself and takes the rest from the policy.
+            `clamp(decay_rate * (n - decay_start), 0, decay_max)` of itself and takes the rest from the policy: where
+            that is always 0, it is the policy that each rollout begins with. `decay_max=None` for no old policy.
 
     Attributes:
-        old_decay: that function of n; None for an algorithm without an old policy.
+        old_decay: that function of n; None for no old policy, or where every update would find it equal to the policy.
+
+    Raises:
+        ValueError: a setting is out of range.
     """
 
     needs: ClassVar[Literal["clean"]] = "clean"
@@ -55,16 +59,15 @@ class Renoised(Algorithm):
         take_turns: bool = False,
         decay_rate: float = 0.001,
         decay_start: int = 0,
-        decay_max: float = 0.0,
+        decay_max: float | None = None,
     ):
-        if not 0 <= decay_max < 1:
-            raise ValueError(f"loss_kwargs: decay_max must lie in [0, 1), got {decay_max}.")
-        if decay_rate < 0:
-            raise ValueError(f"loss_kwargs: decay_rate must be at least 0, got {decay_rate}.")
+        check_number("decay_max", 0.0 if decay_max is None else decay_max, lambda x: 0 <= x < 1, "in [0, 1)")
+        check_number("decay_rate", decay_rate, lambda x: x >= 0, "of at least 0")
+        check_number("decay_start", decay_start, lambda x: x >= 0, "of at least 0")
         self.beta, self.is_first_replay, self.max_ratio_error = beta, is_first_replay, max_ratio_error
         self.is_half_precision, self.take_turns, self._has_warned = is_half_precision, take_turns, False
         self.old_decay: Callable[[int], float] | None = None
-        if decay_max > 0 and decay_rate > 0:
+        if decay_max is not None and (decay_max * decay_rate > 0 or not is_first_replay):
             self.old_decay = lambda n: min(max(decay_rate * (n - decay_start), 0.0), decay_max)
 
     @abstractmethod
@@ -143,6 +146,16 @@ def measure_gradient(loss: Tensor, now: Denoised, step: int) -> dict[str, float]
     if gradient is None:
         return {}
     return {f"grad_size/step_{step:02d}": (gradient * now.share).flatten(1).norm(dim=1).mean().item()}
+
+
+def check_number(name: str, value: Any, is_within: Callable[[float], bool], limits: str) -> None:
+    """Refuse a setting in `loss_kwargs` that is no number, such as YAML's `1e-3`, or that is out of range.
+
+    Raises:
+        ValueError: such a setting.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_within(value):
+        raise ValueError(f"loss_kwargs: {name} must be a number {limits}, got {value!r}.")
 
 
 def group_sum(values: Tensor, groups: Tensor) -> Tensor:

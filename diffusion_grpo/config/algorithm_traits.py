@@ -11,18 +11,20 @@ class AlgorithmTraits:
         is_renoised: whether it trains on finished samples that are noised again, and not on recorded steps.
         compares: whether it needs the reference even with `beta=0`.
         whole_groups: whether all samples of a prompt must be in one micro-batch.
+        shares_noise: whether the re-noised samples of a prompt share noise and times.
     """
 
     is_renoised: bool = False
     compares: bool = False
     whole_groups: bool = False
+    shares_noise: bool = False
 
 
 TRAITS = {
     "nft": AlgorithmTraits(is_renoised=True),
     "awm": AlgorithmTraits(is_renoised=True),
-    "dgpo": AlgorithmTraits(is_renoised=True, compares=True, whole_groups=True),
-    "dpo": AlgorithmTraits(is_renoised=True, compares=True, whole_groups=True),
+    "dgpo": AlgorithmTraits(is_renoised=True, compares=True, whole_groups=True, shares_noise=True),
+    "dpo": AlgorithmTraits(is_renoised=True, compares=True, whole_groups=True, shares_noise=True),
 }
 
 
@@ -39,4 +41,5 @@ def find_traits(loss_type: str, found: object = None) -> AlgorithmTraits:
         getattr(found, "needs", "trajectory") == "clean",
         bool(getattr(found, "compares", False)),
         bool(getattr(found, "whole_groups", False)),
+        bool(getattr(found, "shares_noise", False)),
     )

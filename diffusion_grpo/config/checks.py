@@ -281,16 +281,11 @@ def _check_renoised(args: Sizes) -> None:
     """Refuse settings of recorded steps for an algorithm that trains on finished samples, noised again."""
     fields = config_fields()
     recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
-    recorded += [
-        "epsilon",
-        "old_log_prob",
-        "step_weight",
-        "importance_sampling_level",
-        "kl_reward",
-        "advantage_estimator",
-    ]
+    recorded += ["epsilon", "epsilon_high", "old_log_prob", "step_weight", "importance_sampling_level", "kl_reward"]
+    recorded += ["advantage_estimator"]
+    usual = {name: fields[name].default for name in recorded} | {"epsilon_high": args.epsilon}
     for name in recorded:
-        if getattr(args, name) != fields[name].default:
+        if getattr(args, name) not in (fields[name].default, usual[name]):
             raise ValueError(
                 f"{name}={getattr(args, name)!r} is for recorded steps, but loss_type={args.loss_type!r} trains on "
                 "finished samples, sampled without noise in the steps; leave it out."
@@ -401,7 +396,7 @@ def check_token_settings(args: Sizes) -> None:
                 f"{name}={getattr(args, name)!r} is for denoising steps, but a language model draws tokens; leave it "
                 "out, or train the denoising network."
             )
-    if "." not in args.loss_type and args.loss_type != "grpo":
+    if ("." not in args.loss_type and args.loss_type != "grpo") or args.traits.is_renoised:
         raise ValueError(f"loss_type={args.loss_type!r} is for denoising steps; tokens are trained with grpo.")
     if args.epsilon <= type(args).epsilon:
         logger.warning(

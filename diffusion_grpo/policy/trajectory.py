@@ -131,7 +131,7 @@ class CleanSamples(SampleTensors):
 
     def anchor(self) -> Tensor:
         """Return zeros: nothing is recorded on the way to a clean sample."""
-        return torch.zeros(self.steps.shape, device=self.latents.device)
+        return torch.zeros(self.steps.shape, dtype=torch.float64, device=self.latents.device)
 
 
 @dataclasses.dataclass

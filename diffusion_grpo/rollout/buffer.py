@@ -40,7 +40,7 @@ class RolloutBuffer:
         group_size: samples of each prompt that are trained on.
 
     Attributes:
-        old_log_probs: (samples, steps) float32, the denominator of the ratio; for re-noised samples minus the
+        old_log_probs: (samples, steps) float32, the denominator of the ratio; for re-noised samples float64, minus the
             denoising error under the policy that rolled out, once it was measured.
         has_current_old: whether the old policy of the samples' `old_clean` has not moved away from the policy yet.
     """

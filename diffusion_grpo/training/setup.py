@@ -123,13 +123,8 @@ def uses_old_mean(algorithm: Algorithm) -> bool:
     return getattr(algorithm, "needs_old_mean", False)
 
 
-def make_sampling_plan(args: DiffusionGRPOConfig, shares_noise: bool = False) -> SamplingPlan:
-    """Say with which seeds and steps rollouts are made.
-
-    Args:
-        args: of the run.
-        shares_noise: whether re-noised samples of a prompt share noise and steps.
-    """
+def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
+    """Say with which seeds and steps rollouts are made."""
     return SamplingPlan(
         seed=args.seed,
         num_generations=args.num_generations,
@@ -145,7 +140,7 @@ def make_sampling_plan(args: DiffusionGRPOConfig, shares_noise: bool = False) ->
         branches=args.branches,
         deterministic_outside_window=args.deterministic_outside_window,
         is_renoised=args.traits.is_renoised,
-        shares_noise=shares_noise,
+        shares_noise=args.traits.shares_noise,
     )
 
 
@@ -306,7 +301,7 @@ def make_generator(
         policy=policy,
         inputs=inputs,
         read_rows=read_rows,
-        plan=make_sampling_plan(args, algorithm.shares_noise),
+        plan=make_sampling_plan(args),
         scorer=scorer,
         credit=make_credit(args, rewards, values),
         replays=replays,

@@ -1,0 +1,284 @@
+"""What algorithms on re-noised samples share, on predictions made by hand; and the gradient they have in common."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from renoised_parts import STEPS, changed, gradient, mean, problem, squares
+from torch.testing import assert_close
+
+from diffusion_grpo.algorithms import ALGORITHMS
+from diffusion_grpo.algorithms.awm import AWM
+from diffusion_grpo.algorithms.base import RatioError
+from diffusion_grpo.algorithms.batch import MicroBatch
+from diffusion_grpo.algorithms.choose import check_loss_kwargs
+from diffusion_grpo.algorithms.dgpo import DGPO, DPO
+from diffusion_grpo.algorithms.nft import NFT
+from diffusion_grpo.algorithms.renoised import Renoised, group_sum, refuse_torn_groups
+
+RENOISED = {name: cls for name, cls in ALGORITHMS.items() if cls.needs == "clean"}
+
+
+class Plain(Renoised):
+    """The bare denoising error; notes what it was given."""
+
+    def sample_losses(self, now, old, distant, part, step):
+        self.given = now, old, distant
+        return now.error(), {"own": now.error().detach().max()}
+
+
+def batch_of(given, is_on_policy=True, has_current_old=False):
+    """A micro-batch of the samples, two to a call."""
+    part = given.part
+    samples = [part.trajectory[[index]] for index in range(len(part))]
+    return MicroBatch(
+        part.rows,
+        samples,
+        [[index, index + 1] for index in range(0, len(part), 2)],
+        part.advantages,
+        part.old_log_probs,
+        part.make_inputs,
+        weights=part.weights,
+        is_on_policy=is_on_policy,
+        groups=part.groups,
+        group_size=part.group_size,
+        has_current_old=has_current_old,
+    )
+
+
+# One pass
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("share_by_element", [False, True])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_pass_sums_the_losses_and_the_distance_to_the_reference(is_masked, share_by_element, has_weights):
+    given = problem(is_masked=is_masked, share_by_element=share_by_element, has_weights=has_weights)
+    out = Plain(beta=0.3).loss(given.policy, given.reference, given.part, 3)
+    error, distance = squares(given, given.clean), squares(given, given.clean, given.reference.clean)
+    expected = (given.weights * (error + 0.3 * distance)).sum()
+    assert_close(out.loss, expected)
+    assert_close(gradient(out.loss, given), gradient(expected, given))
+    sizes = [mean(given, ((given.origin - x) / given.share) ** 2).sqrt() for x in (given.clean, given.reference.clean)]
+    assert out.metrics == pytest.approx(
+        {
+            "own": error.max().item(),
+            "policy_loss": error.mean().item(),
+            "denoising_error": error.mean().item(),
+            "kl": distance.mean().item(),
+            "velocity/ratio_to_ref": (sizes[0] / sizes[1]).mean().item(),
+        }
+    )
+    assert given.policy.calls == given.reference.calls == [(list(range(6)), 3)]
+
+
+def test_the_reference_is_asked_only_where_something_needs_it():
+    given = problem()
+    plain = Plain()
+    metrics = plain.loss(given.policy, given.reference, given.part, 3).metrics
+    assert not given.reference.calls and not {"kl", "velocity/ratio_to_ref"} & metrics.keys()
+    comparing = type("Comparing", (Plain,), {"compares": True})()
+    out = comparing.loss(given.policy, given.reference, given.part, 3)
+    assert comparing.given[2] is not None and out.metrics["kl"] > 0
+    assert_close(out.loss, squares(given, given.clean).sum())  # measured, and not trained on
+
+
+def test_without_an_old_policy_the_policy_stands_for_it():
+    given, plain = problem(), Plain()
+    plain.loss(given.policy, None, given.part, 3)
+    now, old, _ = plain.given
+    assert torch.equal(old, now.clean) and not old.requires_grad
+    given = problem(has_old=True)
+    plain.loss(given.policy, None, given.part, 1)
+    assert torch.equal(plain.given[1], given.part.trajectory.old_clean[:, STEPS.index(1)])
+
+
+def test_elements_that_do_not_move_have_neither_weight_nor_gradient():
+    given = problem(is_masked=True)
+    out = NFT(beta=0.1).loss(given.policy, given.reference, given.part, 3)
+    found = gradient(out.loss, given)
+    assert (found[~given.moves] == 0).all() and (found[given.moves] != 0).all()
+
+
+def test_passes_train_each_sample_at_its_own_steps():
+    """The part of a pass holds those samples alone, with what the old policy took them for at that step."""
+    given = problem(count=4, group_size=2, has_old=True)
+    samples = given.part.trajectory
+    samples.steps = torch.tensor([[1, 3], [1, 3], [1, 2], [2, 3]])
+    passes = Plain().passes(batch_of(given))
+    assert len(passes) == 1
+    found = [(part.trajectory.seeds.tolist(), step) for part, step in passes[0]]
+    assert found == [([0, 1], 1), ([0, 1], 3), ([2], 1), ([2, 3], 2), ([3], 3)]
+    part, step = passes[0][3]
+    expected = torch.stack([samples.old_clean[2, 1], samples.old_clean[3, 0]])
+    assert torch.equal(part.old_clean(step), expected) and part.groups.tolist() == [6, 6]
+    by_turns = Plain(take_turns=True).passes(batch_of(given))
+    assert [{step for _, step in turn} for turn in by_turns] == [{1}, {2}, {3}]
+
+
+# The first pass after a rollout
+
+
+def test_drift_is_how_far_the_prediction_is_from_the_recorded_one():
+    given = problem(has_old=True)
+    part = changed(given, has_current_old=True)
+    drift = Plain().loss(given.policy, None, part, 3).drift
+    assert drift == pytest.approx((given.clean - given.old).abs().max().item())
+    assert Plain().loss(given.policy, None, given.part, 3).drift == 0.0  # the old policy has moved away
+    recorded = torch.zeros(6, 2, dtype=torch.float64)
+    recorded[:, 1] = -squares(given, given.clean).detach()
+    again = Plain(is_first_replay=False)
+    part = changed(given, old_log_probs=recorded)
+    assert again.loss(given.policy, None, part, 3).drift < 1e-14
+    recorded[2, 1] += 0.25
+    assert again.loss(given.policy, None, part, 3).drift == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("drift", [1.1e-4, math.nan, math.inf])
+def test_a_first_prediction_that_is_off_stops_the_run(drift):
+    algorithm = Plain(is_first_replay=False)
+    with pytest.raises(RatioError, match="first predictions after a rollout are off by .*max_ratio_error=1e-04"):
+        algorithm.check(batch_of(problem()), drift)
+    assert algorithm.check(batch_of(problem()), 0.9e-4) == {"prediction/max_error": 0.9e-4}
+    never = Plain(is_first_replay=False, max_ratio_error=None).check(batch_of(problem()), drift)
+    assert never == pytest.approx({"prediction/max_error": drift}, nan_ok=True)
+
+
+def test_only_first_predictions_are_checked():
+    given = problem()
+    assert Plain(is_first_replay=False).check(batch_of(given, is_on_policy=False), 1.0) == {}
+    assert Plain().check(batch_of(given), 1.0) == {}  # nothing was recorded that it could be compared with
+    with pytest.raises(RatioError):
+        Plain().check(batch_of(given, has_current_old=True), 1.0)
+
+
+# The old policy
+
+
+def test_old_policies_by_the_two_schedules_of_diffusion_nft():
+    first, second = NFT(), NFT(decay_rate=0.0075, decay_start=75, decay_max=0.999)
+    found = [[algorithm.old_decay(n) for n in (0, 1, 75, 76, 300, 500, 1000)] for algorithm in (first, second)]
+    assert found[0] == pytest.approx([0.0, 0.001, 0.075, 0.076, 0.3, 0.5, 0.5])
+    assert found[1] == pytest.approx([0.0, 0.0, 0.0, 0.0075, 0.999, 0.999, 0.999])
+    assert AWM().old_decay(1000) == DGPO().old_decay(1000) == 0.3
+
+
+def test_an_old_policy_that_is_the_policy_of_each_rollout():
+    """Updates of which there is one per rollout find it equal to the policy; later ones of a rollout do not."""
+    for cls in (NFT, AWM, DGPO):
+        assert cls(decay_max=0.0).old_decay is cls(decay_rate=0.0).old_decay is None
+        again = cls(decay_max=0.0, is_first_replay=False).old_decay
+        assert [again(n) for n in (0, 1, 1000)] == [0.0] * 3
+    assert DPO().old_decay is DPO(is_first_replay=False).old_decay is None
+    assert AWM(ema_beta=0.0, clip=0.1, is_first_replay=False).old_decay is None
+
+
+# Settings
+
+OUT_OF_RANGE = [
+    ("nft", {"strength": 0.0}, "strength must be a number above 0, got 0.0"),
+    ("nft", {"advantage_range": -1}, "advantage_range must be a number above 0, got -1"),
+    ("nft", {"decay_max": 1.0}, r"decay_max must be a number in \[0, 1\), got 1.0"),
+    ("nft", {"decay_rate": -0.1}, "decay_rate must be a number of at least 0, got -0.1"),
+    ("nft", {"decay_rate": "1e-3"}, "decay_rate must be a number of at least 0, got '1e-3'"),
+    ("nft", {"decay_start": -1}, "decay_start must be a number of at least 0, got -1"),
+    ("nft", {"strength": True}, "strength must be a number above 0, got True"),
+    ("nft", {"strengh": 1.0}, "nft has no setting 'strengh'.*Did you mean 'strength'"),
+    ("nft", {"beta": 1.0}, "beta comes from the run's own settings"),
+    ("awm", {"weight": "huber"}, "weight must be one of ghuber, uniform, t, t2, got 'huber'"),
+    ("awm", {"power": 0}, "power must be a number above 0, got 0"),
+    ("awm", {"clip": -1.0}, "clip must be a number above 0, got -1.0"),
+    ("awm", {"advantage_range": 0}, "advantage_range must be a number above 0, got 0"),
+    ("awm", {"ema_beta": -1}, "ema_beta must be a number of at least 0, got -1"),
+    ("awm", {"ema_beta": 0}, "clip=1.0 is off and ema_beta=0 too, so nothing limits the move; set one"),
+    ("dgpo", {"preference_beta": 0}, "preference_beta must be a number above 0, got 0"),
+    ("dgpo", {"clip": 0}, "clip must be a number above 0, got 0"),
+    ("dgpo", {"decay_max": math.nan}, r"decay_max must be a number in \[0, 1\), got nan"),
+    ("dpo", {"preference_beta": -2000}, "preference_beta must be a number above 0, got -2000"),
+    ("dpo", {"decay_max": 0.3}, "dpo has no setting 'decay_max'; it has preference_beta"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), OUT_OF_RANGE)
+def test_settings_out_of_range_are_refused_in_a_sentence(name, settings, message):
+    with pytest.raises(ValueError, match=f"^loss_kwargs: {message}"):
+        check_loss_kwargs(name, settings)
+
+
+def test_usual_settings_are_taken():
+    for name, settings in {
+        "nft": {"strength": 0.1},
+        "awm": {"clip": 1e-5, "ema_beta": 0},
+        "dgpo": {"clip": 5e-2},
+    }.items():
+        check_loss_kwargs(name, settings)
+
+
+# Groups
+
+
+def test_a_sum_over_each_group():
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    assert group_sum(values, torch.tensor([7, 3, 7, 3, 9])).tolist() == [5.0, 10.0, 5.0, 10.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "found"), [([0, 1, 2, 3], r"\[1, 3\]"), ([0, 1], r"\[2\]"), ([0, 0, 1, 2], r"\[4\]")]
+)
+def test_torn_groups_are_refused(kept, found):
+    part = problem().part
+    torn = dataclasses.replace(part, groups=part.groups[kept])
+    with pytest.raises(ValueError, match=f"'dgpo' compares the 3 samples of a prompt.*a call holds {found} of them"):
+        refuse_torn_groups(torn, "dgpo")
+    refuse_torn_groups(part, "dgpo")
+
+
+@pytest.mark.parametrize("name", ["dgpo", "dpo"])
+def test_losses_within_groups_refuse_a_torn_one(name):
+    given = problem(group_size=3)
+    with pytest.raises(ValueError, match=f"loss_type='{name}' compares the 3 samples.*use loss_type='nft' or 'awm'"):
+        ALGORITHMS[name]().loss(given.policy, given.reference, changed(given, groups=torch.arange(6) // 2), 3)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("name", RENOISED)
+@pytest.mark.parametrize("advantage", [1.5, -0.5])
+def test_all_have_the_same_first_order_gradient(name, advantage):
+    """That of advantage times denoising error, where the old policy is the policy: they differ in what limits them."""
+    given = problem(count=2, group_size=2, advantages=[advantage, -advantage])
+    error = gradient((given.advantages * squares(given, given.clean)).sum(), given)
+    # a comparison that is won for certain would count nothing
+    soft = {"preference_beta": 1.0} if RENOISED[name].compares else {}
+    found = gradient(RENOISED[name](**soft).loss(given.policy, given.reference, given.part, 3).loss, given)
+    for one, other in zip(found, error, strict=True):
+        cosine = torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0).item()
+        assert cosine == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", RENOISED.keys() - {"nft"})  # whose divisors move, and have no gradient
+def test_gradients_equal_finite_differences(name):
+    """Inside of the clip, and where the gate of dgpo, which has no gradient, does not move."""
+    settings = {
+        "awm": {"is_first_replay": False},
+        "dgpo": {"clip": 1e9, "preference_beta": 1e-9},
+        "dpo": {"preference_beta": 2.0},
+    }
+    given = problem(has_old=True, has_weights=True, is_masked=True, seed=3)
+    given.part.old_log_probs -= 0.2
+    algorithm = RENOISED[name](beta=0.2, **settings[name])
+
+    def value():
+        return algorithm.loss(given.policy, given.reference, given.part, 3).loss
+
+    found = gradient(value(), given)
+    numbers, flat = given.clean.data.view(-1), found.reshape(-1)
+    for index in range(0, len(numbers), 7):
+        middle, around = numbers[index].item(), []
+        for shift in (1e-6, -1e-6):
+            numbers[index] = middle + shift
+            around.append(value().item())
+        numbers[index] = middle
+        assert flat[index].item() == pytest.approx((around[0] - around[1]) / 2e-6, rel=1e-4, abs=1e-7)

@@ -1,0 +1,181 @@
+"""What the settings know of an algorithm: which others fit it, and which are refused before a model is loaded."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+from tiny_runs import logged, trained_weights, trainer_for
+
+from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.algorithms import ALGORITHMS
+from diffusion_grpo.algorithms.base import Algorithm, PassOutput
+from diffusion_grpo.config.algorithm_traits import TRAITS, AlgorithmTraits, find_traits
+from diffusion_grpo.config.checks import check_token_settings
+from diffusion_grpo.config.early_checks import check_values
+from diffusion_grpo.config.source import config_fields, loss_names
+
+RENOISED = [name for name, cls in ALGORITHMS.items() if cls.needs == "clean"]
+WHOLE_GROUPS = [name for name, cls in ALGORITHMS.items() if cls.whole_groups]
+
+
+def config(**settings):
+    return DiffusionGRPOConfig("out", **{"use_cpu": True, "per_device_train_batch_size": 16, **settings})
+
+
+# A user's own algorithm, from finished samples: regression on those that are better than their group
+
+
+class BestOnly(Algorithm):
+    """Denoises the better half of each group, and leaves the worse alone (reward-filtered fine-tuning).
+
+    Args:
+        least: the advantage from which on a sample counts.
+    """
+
+    needs = "clean"
+
+    def __init__(self, *, least: float = 0.0):
+        self.least = least
+
+    def passes(self, batch):
+        return batch.part_passes()
+
+    def loss(self, policy, reference, part, step):
+        found = policy.denoise(part.inputs, part.trajectory, step)
+        is_better = (part.advantage(step) > self.least).double()
+        return PassOutput((is_better * found.error()).sum().float(), {"own/share": is_better.mean().item()})
+
+
+def test_an_algorithm_of_ones_own_trains(tmp_path):
+    assert len(inspect.getsource(BestOnly).splitlines()) <= 30
+    settings = {"loss_type": f"{__name__}.BestOnly", "loss_kwargs": {"least": 0.1}, "weight_decay": 0.0}
+    trainer = trainer_for(tmp_path, **settings)
+    before = trained_weights(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 2 and all(0 < share < 1 for share in logged(trainer, "own/share"))
+    assert any(not torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
+    trainer = trainer_for(tmp_path / "none", **settings | {"loss_kwargs": {"least": 100.0}})
+    trainer.train()  # its settings arrive
+    assert all(torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
+
+
+# Traits
+
+
+def traits_of(cls):
+    return AlgorithmTraits(cls.needs == "clean", cls.compares, cls.whole_groups, cls.shares_noise)
+
+
+def test_traits_say_what_the_classes_say():
+    assert {name: TRAITS.get(name, AlgorithmTraits()) for name in ALGORITHMS} == {
+        name: traits_of(cls) for name, cls in ALGORITHMS.items()
+    }
+    assert TRAITS.keys() <= ALGORITHMS.keys() == set(loss_names())
+
+
+class Comparing(BestOnly):
+    compares = whole_groups = shares_noise = True
+
+
+def test_a_class_of_ones_own_says_what_it_asks_for():
+    assert find_traits("mine.Own", BestOnly) == AlgorithmTraits(is_renoised=True)
+    assert find_traits("mine.own", len) == find_traits("mine.Own") == AlgorithmTraits()
+    args = config(loss_type=f"{__name__}.BestOnly", num_inference_steps=6)
+    assert args.traits == AlgorithmTraits(is_renoised=True)
+    assert args.window == (1, 6) and not args.needs_reference
+    args = config(loss_type=f"{__name__}.Comparing")
+    assert args.traits == AlgorithmTraits(True, True, True, True) and args.needs_reference
+    with pytest.raises(ValueError, match="must be a multiple of num_generations"):
+        config(loss_type=f"{__name__}.Comparing", per_device_train_batch_size=2)
+
+
+@pytest.mark.parametrize(("name", "window", "reference"), [("grpo", (0, 9), False), ("nft", (1, 10), False)])
+def test_which_steps_may_be_trained(name, window, reference):
+    args = config(loss_type=name)
+    assert (args.window, args.needs_reference) == (window, reference)
+
+
+# Refusals
+
+# of each setting that means something for recorded steps alone, a value that grpo takes
+RECORDED = {
+    "sde_type": "cps",
+    "noise_level": 0.5,
+    "deterministic_outside_window": True,
+    "noise_in_last_step": True,
+    "log_prob_type": "squared_error",
+    "epsilon": 1e-3,
+    "epsilon_high": 1e-3,
+    "old_log_prob": "replay",
+    "importance_sampling_level": "sequence",
+    "kl_reward": 0.1,
+    "advantage_estimator": "gae",
+}
+
+
+@pytest.mark.parametrize("name", RENOISED)
+@pytest.mark.parametrize("setting", RECORDED)
+def test_settings_of_recorded_steps_are_refused(name, setting):
+    assert RECORDED[setting] != config_fields()[setting].default
+    config(loss_type="grpo", **{setting: RECORDED[setting]})
+    with pytest.raises(ValueError, match=f"{setting}=.* is for recorded steps, but loss_type='{name}' trains on fini"):
+        config(loss_type=name, **{setting: RECORDED[setting]})
+
+
+REFUSED = [
+    ({"sde_window": [0, 4]}, r"sde_window=\[0, 4\] must be .* 1 <= start < stop <= 10: .* so step 0 is none"),
+    ({"sde_window": [1, 11]}, "1 <= start < stop <= 10"),
+    ({"sde_window": [3, 3]}, "1 <= start < stop <= 10"),
+    ({"sde_window": [1, 3], "sde_window_size": 3}, "sde_window_size=3 does not fit into the steps 1 to 2"),
+    ({"multi_objective_aggregation": "loss_per_reward"}, "sums clipped losses of recorded steps.*normalize_then_sum"),
+    ({"loss_kwargs": {"decay": 1.0}}, "has no setting 'decay'"),
+]
+
+
+@pytest.mark.parametrize("name", RENOISED)
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(loss_type=name, **settings)
+
+
+def test_the_last_step_may_be_trained():
+    for name in RENOISED:
+        assert config(loss_type=name, sde_window=[1, 10]).window == (1, 10)
+
+
+@pytest.mark.parametrize("name", WHOLE_GROUPS)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"per_device_train_batch_size": 8}, "the 16 samples .* per_device_train_batch_size=8 .*of num_generations"),
+        ({"per_device_train_batch_size": 24}, "per_device_train_batch_size=24 must be a multiple of num_generations"),
+        ({"per_device_train_batch_size": 3, "best_of_n": 2}, "the 2 samples .*must be a multiple of best_of_n"),
+    ],
+)
+def test_groups_that_are_compared_must_be_whole(name, settings, message):
+    settings = {"num_generations": 16, "gradient_accumulation_steps": 2, **settings}
+    with pytest.raises(ValueError, match=message):
+        config(loss_type=name, **settings)
+    wider = settings | {"per_device_train_batch_size": 32}
+    assert config(loss_type=name, **wider).needs_reference
+    if settings["per_device_train_batch_size"] == 8:
+        config(loss_type="nft", **settings)  # which compares none
+
+
+@pytest.mark.parametrize("name", [*RENOISED, f"{__name__}.BestOnly"])
+def test_tokens_are_not_noised(name):
+    args = config(loss_type=name)
+    with pytest.raises(ValueError, match=f"loss_type='{name}' is for denoising steps; tokens are trained with grpo"):
+        check_token_settings(args)
+
+
+def test_words_on_the_command_line_are_checked_before_torch_is_loaded():
+    known = {"model": "tiny", "reward_funcs": "brightness", "dataset": "tiny", "output_dir": "out"}
+    for setting, value in (("noise_level", "0.5"), ("epsilon_high", "0.1"), ("sde_window", [0, 3])):
+        with pytest.raises(ValueError, match=setting):
+            check_values(known | {"loss_type": "nft", setting: value}, world_size=1)
+    # what a class of the user's own takes is known once it is imported, and it is not imported here
+    check_values(known | {"loss_type": "no_such.Algorithm", "sde_window": [1, 10]}, world_size=1)
+    assert "no_such" not in sys.modules
