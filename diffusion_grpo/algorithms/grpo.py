@@ -131,9 +131,9 @@ class GRPO:
             if not (self.is_half_precision and math.isfinite(drift) and explained <= 1):
                 raise RatioError(
                     f"The first ratio after a rollout is off by {drift:.1e}, more than max_ratio_error={limit:.0e}"
-                    f"{' and than half precision explains' if self.is_half_precision else ''}: the replay does not see "
-                    "what the rollout saw. Look for dropout or randomness in the pipeline, or for inputs that differ "
-                    "between the two."
+                    f"{' and than half precision explains' if self.is_half_precision else ''}: the replay does not "
+                    "see what the rollout saw. Look for dropout or randomness in the pipeline, or for inputs that "
+                    "differ between the two."
                 )
             if not self._has_warned:
                 logger.warning(
