@@ -171,6 +171,11 @@ MATRIX = {
     "wan": SETTINGS
     | {"name": "wan", "beta": 0.1, "kl_reward": 0.1, "steps_per_generation": 4, "num_iterations": 2}
     | {"old_log_prob": "replay", "max_steps": 3},
+    # the means of the policy that rolled out are replayed, and kept beside weighted steps
+    "dppo": SETTINGS
+    | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity", "beta": 0.1}
+    | {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 3},
+    "guard": SETTINGS | {"loss_type": "grpo_guard", "steps_per_generation": 4, "num_iterations": 2, "max_steps": 3},
     "synced": FULL | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "offload_ref_model": True},
     "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
     "bf16": SETTINGS | {"bf16": True, "beta": 0.1},

@@ -63,6 +63,8 @@ WHOLE = SEVERAL | {"lora": False, "optim": "sgd", "learning_rate": 0.1, "gradien
 # two prompts an update, one on each process; of each the best and the worst of four
 CHOSEN = SEVERAL | {"steps_per_generation": 4, "num_generations": 4, "best_of_n": 2, "max_steps": 5}
 CHOSEN |= {"permute_steps": True, "timestep_fraction": 0.5}
+DPPO = SEVERAL | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity"}
+GUARD = SEVERAL | {"loss_type": "grpo_guard", "old_log_prob": "rollout"}
 ROWS = {"prompt": ["a red cat", "the sea", "a red cat", "a blue dog", "a tree"], "height": [16, 32, 16, 16, 32]}
 SIZES = SEVERAL | {"rows": ROWS, "per_device_train_batch_size": 4, "steps_per_generation": 6, "max_steps": 4}
 
@@ -92,8 +94,11 @@ def samples(run):
         pytest.param(SEVERAL | {"bf16": True, "gradient_checkpointing": True}, marks=pytest.mark.distributed),
         pytest.param(CHOSEN, marks=pytest.mark.distributed),
         pytest.param(SIZES, marks=pytest.mark.distributed),
+        pytest.param(DPPO, marks=pytest.mark.distributed),
+        pytest.param(GUARD, marks=pytest.mark.distributed),
+        pytest.param(SEVERAL | {"step_weight": "noise", "sde_type": "wan_sde"}, marks=pytest.mark.distributed),
     ],
-    ids=["a group on two", "full", "bf16", "best of n, own steps", "sizes"],
+    ids=["a group on two", "full", "bf16", "best of n, own steps", "sizes", "dppo", "guard", "weighted"],
 )
 def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settings):
     (alone, weights, scored), (both, together, found) = (
