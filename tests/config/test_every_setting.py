@@ -218,8 +218,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "advantage_clip": Turned(0.3, "advantages@1 gradient@1 frac_advantage_clipped@1", "samples@1"),
     "reward_threshold": Turned(9.0, "advantages@1 gradient@1", "samples@1 reward@1"),
     "drop_zero_advantages": Turned(True, "gradient@1", "samples@1 advantages@1", {"rewards": "half"}),
+    "step_weight": Turned("velocity", "gradient@1", "samples@1 path@1 advantages@1"),
     "old_log_prob": Turned(
-        "replay", "gradient@1 ratio/mean@1", "samples@1 path@1 advantages@1", DRIFTING | {"epsilon": 1e-7}
+        "rollout", "gradient@1 ratio/mean@1", "samples@1 path@1 advantages@1", DRIFTING | {"epsilon": 1e-7}
     ),
     "max_ratio_error": Turned(1e-6, "error", "samples@1", DRIFTING),
     # Value model

@@ -55,7 +55,7 @@ REFUSED = [
     ({"loss_type": "dppo", "importance_sampling_level": "sequence"}, "must be 'token', not 'sequence'"),
     (
         {"loss_type": "grpo_guard", "step_weight": "noise"},
-        "weights the steps by itself; leave step_weight='noise' out",
+        "by itself; leave step_weight='noise' out",
     ),
     (
         {"loss_type": "grpo_guard", "sde_type": "cps", "log_prob_type": "squared_error"},

@@ -175,6 +175,11 @@ MATRIX = {
     "branches": SETTINGS
     | {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "deterministic_outside_window": True}
     | {"sde_window_order": "per_prompt", "branches": 2},
+    # the means of the policy that rolled out are replayed, and kept beside weighted steps
+    "dppo": SETTINGS
+    | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity", "beta": 0.1}
+    | {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 3},
+    "guard": SETTINGS | {"loss_type": "grpo_guard", "steps_per_generation": 4, "num_iterations": 2, "max_steps": 3},
     "synced": FULL | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "offload_ref_model": True},
     "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
     "bf16": SETTINGS | {"bf16": True, "beta": 0.1},

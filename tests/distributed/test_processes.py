@@ -66,6 +66,8 @@ CHOSEN |= {"permute_steps": True, "timestep_fraction": 0.5}
 # each prompt at one step of its own, its six samples in two branches of three that span micro-batches
 BRANCHED = SEVERAL | {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "branches": 3}
 BRANCHED |= {"sde_window_order": "per_prompt", "deterministic_outside_window": True}
+DPPO = SEVERAL | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity"}
+GUARD = SEVERAL | {"loss_type": "grpo_guard", "old_log_prob": "rollout"}
 ROWS = {"prompt": ["a red cat", "the sea", "a red cat", "a blue dog", "a tree"], "height": [16, 32, 16, 16, 32]}
 SIZES = SEVERAL | {"rows": ROWS, "per_device_train_batch_size": 4, "steps_per_generation": 6, "max_steps": 4}
 
@@ -96,8 +98,11 @@ def samples(run):
         pytest.param(SEVERAL | {"bf16": True, "gradient_checkpointing": True}, marks=pytest.mark.distributed),
         pytest.param(CHOSEN, marks=pytest.mark.distributed),
         pytest.param(SIZES, marks=pytest.mark.distributed),
+        pytest.param(DPPO, marks=pytest.mark.distributed),
+        pytest.param(GUARD, marks=pytest.mark.distributed),
+        pytest.param(SEVERAL | {"step_weight": "noise", "sde_type": "wan_sde"}, marks=pytest.mark.distributed),
     ],
-    ids=["a group on two", "branches", "full", "bf16", "best of n, own steps", "sizes"],
+    ids=["a group on two", "branches", "full", "bf16", "best of n, own steps", "sizes", "dppo", "guard", "weighted"],
 )
 def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settings):
     (alone, weights, scored), (both, together, found) = (

@@ -308,7 +308,7 @@ def test_precise_is_cps_with_its_std_and_keeps_the_same_marginals(sigmas, eta):
 
 
 def test_no_noise_level_of_flow_sde_makes_the_noise_of_wan():
-    """Within 20 steps of shift 3 the level that would do so goes from 0.13 to 0.49, in the steps that are trained."""
+    """Within 20 steps of shift 3 the level that would goes from 0.13 to 0.49."""
     sigmas = torch.linspace(1, 0.05, 20, dtype=torch.float64)
     sigmas = torch.cat([3 * sigmas / (1 + 2 * sigmas), torch.zeros(1)])
     x, levels = torch.zeros(1, 1, dtype=torch.float64), []

@@ -14,10 +14,10 @@ SHORT = "--max_steps 5 --eval_steps 5 --warmup_steps 0 --learning_rate 1e-3 --pe
 MARGIN = 0.02  # of held-out reward; the gain is about 0.1, with the sign flipped more is lost
 
 
-def held_out_gain(folder: Path, sign: float, micro_batches: int) -> float:
-    """Gain in the unsigned held-out reward after five updates of the demo."""
+def held_out_gain(folder: Path, sign: float, micro_batches: int, *settings: str) -> float:
+    """Gain in the unsigned held-out reward after five updates of the demo, with other settings."""
     overrides = [*SHORT.split(), "--output_dir", str(folder), "--disable_tqdm", "true", "--use_cpu", "true"]
-    overrides += ["--gradient_accumulation_steps", str(micro_batches)]
+    overrides += ["--gradient_accumulation_steps", str(micro_batches), *settings]
     script, lora, args = parse_train_arguments(str(DEMO), overrides)
     args.reward_weights = [sign * weight for weight in args.reward_weights]
     trainer = DiffusionGRPOTrainer(
@@ -38,6 +38,28 @@ def held_out_gain(folder: Path, sign: float, micro_batches: int) -> float:
 @pytest.mark.parametrize(("sign", "micro_batches"), [(1.0, 4), (-1.0, 2)], ids=["learns", "sign flipped"])
 def test_the_demo_at_a_reduced_size(tmp_path, sign, micro_batches):
     gain = held_out_gain(tmp_path, sign, micro_batches)
+    assert gain * sign > MARGIN, gain
+
+
+# On recorded steps: each with both signs. Two updates per rollout where the losses differ from grpo's only then.
+TWICE = "--steps_per_generation 4 --gradient_accumulation_steps 2 --max_steps 8 --eval_steps 8"
+RECORDED = {
+    "noise": "--step_weight noise",
+    "velocity": "--step_weight velocity",
+    "guard's weight": "--step_weight guard",
+    "grpo_guard": f"--loss_type grpo_guard {TWICE}",
+    "dppo": f"--loss_type dppo {TWICE}",
+    "precise": "--sde_type precise --noise_level 1.5",
+    "wan_sde": "--sde_type wan_sde --noise_level 1.0",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("grpo_guard", "dppo") else pytest.mark.slow) for name in RECORDED]
+)
+@pytest.mark.parametrize(("sign", "micro_batches"), [(1.0, 4), (-1.0, 2)], ids=["learns", "sign flipped"])
+def test_recorded_steps(tmp_path, sign, micro_batches, name):
+    gain = held_out_gain(tmp_path, sign, micro_batches, *RECORDED[name].split())
     assert gain * sign > MARGIN, gain
 
 

@@ -19,6 +19,14 @@ from transformers import TrainerCallback
 PLAIN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
 # one rollout is used for four updates: most checkpoints lie within one
 WITHIN = PLAIN | {"steps_per_generation": 4, "num_iterations": 2, "ema_decay": 0.9, "ema_update_interval": 2}
+# the means of the policy that rolled out are compared, from replays or as recorded, and the steps are weighted
+DPPO = WITHIN | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity"}
+GUARD = WITHIN | {
+    "loss_type": "grpo_guard",
+    "old_log_prob": "rollout",
+    "permute_steps": True,
+    "timestep_fraction": 0.67,
+}
 FULL = PLAIN | {"lora": False, "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "best_of_n": 2}
 
 
@@ -84,7 +92,11 @@ def test_two_experts_trained_in_full_resume_exactly(tmp_path):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-@pytest.mark.parametrize("settings", [WITHIN, FULL], ids=["within a rollout, EMA", "full, reference, best of n"])
+@pytest.mark.parametrize(
+    "settings",
+    [WITHIN, FULL, DPPO, GUARD],
+    ids=["within a rollout, EMA", "full, reference, best of n", "dppo, weighted steps", "guard, recorded means"],
+)
 def test_resume_from_every_checkpoint(tmp_path, settings):
     """In one process: a new trainer for each resume, as a new process would build it."""
     settings = settings | {"save_total_limit": None}
@@ -97,6 +109,11 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
         assert again.state.global_step == 6
         assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
         assert logged(again, "reward") == logged(whole, "reward")
+        assert logged(again, "kl/old") == logged(whole, "kl/old")
+        if "loss_type" in settings:
+            kept = load_file(tmp_path / "whole" / f"checkpoint-{step}" / "rollout-rank0.safetensors")
+            assert kept["means.0"].dtype == torch.float32 and max(logged(again, "kl/old")) > 0
+            assert ("step_weights.0" in kept) == ("step_weight" in settings)
         if whole.average is not None:
             pairs = zip(whole.average.shares, again.average.shares, strict=True)
             assert all(torch.equal(one, other) for one, other in pairs)
