@@ -314,7 +314,7 @@ class DDIMSteps(StochasticScheduler):
 
     def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
         alpha, sample = self._alpha(timestep, sample.device), sample.float()
-        prediction = self._prediction(prediction, sample).float()
+        prediction = self.drop_variance(prediction, sample).float()
         clean, _ = split_prediction(prediction, sample, alpha, self.config.prediction_type)
         return CleanEstimate(clean, (1 - alpha).sqrt(), alpha.sqrt() * sample)
 
