@@ -10,7 +10,7 @@ from tiny_scorers import IMAGES, clip, trocr
 
 from diffusion_grpo import cli
 from diffusion_grpo.rewards import REWARDS, load_rewards, score, verify
-from diffusion_grpo.rewards.catalogue import CATALOGUE, entry
+from diffusion_grpo.rewards.catalogue import CATALOGUE
 from diffusion_grpo.rewards.models.base import ModelReward
 
 
@@ -20,16 +20,6 @@ def test_the_list_names_every_reward(capsys) -> None:
     assert [line.split()[0] for line in lines] == list(REWARDS) and set(CATALOGUE) == set(REWARDS)
     (line,) = [line for line in lines if line.startswith("pickscore ")]
     assert "Pick-a-Pic" in line and "yuvalkirstain/PickScore_v1" in line and "[about 15 to 25]" in line
-
-
-def test_a_reward_that_is_not_in_the_catalogue_says_what_its_docstring_says() -> None:
-    def mood(images, model="owner/mood", **columns):
-        """How cheerful it is.
-
-        More.
-        """
-
-    assert entry("mood", mood) == ("How cheerful it is", "", "owner/mood")
 
 
 def test_the_noise_is_that_of_torchmetrics() -> None:
