@@ -1,7 +1,5 @@
 """Held-out evaluation: what is left out, several datasets, columns that rewards add, schedules that follow it."""
 
-from fresh import load_again
-
 import json
 import math
 import statistics
@@ -9,6 +7,7 @@ import statistics
 import pyarrow.parquet
 import pytest
 from datasets import Dataset
+from fresh import load_again
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.data.prompts import load_prompts
