@@ -37,3 +37,18 @@ def make_video(*shades: int) -> list[Image.Image]:
 
 THREE, THREE_PROMPTS = make_video(0, 100, 255), ["a", "b", "c"]
 FOUR, FOUR_PROMPTS = make_video(0, 51, 102, 255), ["a", "b", "a", "b"]
+
+
+def random_image(mode: str, size: tuple[int, int] = (5, 3)) -> Image.Image:
+    """Return random pixels of a mode of PIL."""
+    pixels = np.random.default_rng(0).integers(0, 256, (*size[::-1], len(mode)), dtype=np.uint8)
+    return Image.fromarray(pixels if len(mode) > 1 else pixels[..., 0])
+
+
+def are_alike(one, other) -> bool:
+    """Whether two samples are of one type and hold the same."""
+    if isinstance(one, Image.Image):
+        return one.mode == other.mode and one.size == other.size and one.tobytes() == other.tobytes()
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and all(map(are_alike, one, other)) and len(one) == len(other)
+    return type(one) is type(other) and one.dtype == other.dtype and (one == other).all()

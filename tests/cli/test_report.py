@@ -1,9 +1,9 @@
 """`diffusion-grpo report` rewrites the page."""
 
 from command_line import refusal
+from run_folders import make_run
 
 from diffusion_grpo import cli
-from tests.run.test_report import make_run
 
 
 def test_report_writes_the_page_again(tmp_path, capsys):

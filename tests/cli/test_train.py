@@ -7,10 +7,10 @@ import time
 
 import pytest
 from command_line import SIZE, refusal
+from run_folders import make_run
 
 from diffusion_grpo import cli
 from diffusion_grpo.cli.train import finish_run
-from tests.run.test_report import make_run
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,12 @@ import json
 import re
 import signal
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 import rank_runs
 import ranks_server
 import torch
-from PIL import Image
+from plain_images import are_alike, random_image
 from safetensors.torch import load_file
 
 from diffusion_grpo import DiffusionGRPOConfig
@@ -20,19 +19,6 @@ from diffusion_grpo.rewards.calls import Scoring
 from diffusion_grpo.rewards.loading import load_rewards
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
 from diffusion_grpo.rewards.reward_processes import Assignment, SubsetScoring, is_scorer, scoring_process
-
-
-def noise(mode, size=(5, 3)):
-    pixels = np.random.default_rng(0).integers(0, 256, (*size[::-1], len(mode)), dtype=np.uint8)
-    return Image.fromarray(pixels if len(mode) > 1 else pixels[..., 0])
-
-
-def same(one, other):
-    if isinstance(one, Image.Image):
-        return one.mode == other.mode and one.size == other.size and one.tobytes() == other.tobytes()
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and all(map(same, one, other)) and len(one) == len(other)
-    return type(one) is type(other) and one.dtype == other.dtype and (one == other).all()
 
 
 def test_the_first_of_equal_blocks_score():
@@ -96,7 +82,7 @@ def test_calls_come_in_one_order_whoever_is_ahead(is_early):
     def others():
         for process in (1, 2):
             first, second = assignment.sources[process][:2], assignment.sources[process][2:]
-            wire.packets[process] = [(own, [noise("L")] * 2, None) for own in (first, second)]
+            wire.packets[process] = [(own, [random_image("L")] * 2, None) for own in (first, second)]
 
     inner = RolloutScoring(
         load_rewards(noted), [p // 2 for p in assignment.taken], begin, Overlap(False, lambda: False)
@@ -104,15 +90,15 @@ def test_calls_come_in_one_order_whoever_is_ahead(is_early):
     with SubsetScoring(assignment, wire, inner, [0, 0, 1, 1]) as scoring:
         if is_early:
             others()
-        scoring.add([0, 1, 2], [noise("L")] * 3, None)
+        scoring.add([0, 1, 2], [random_image("L")] * 3, None)
         assert len(scoring.scoring.parts) == (3 if is_early else 1)
-        scoring.add([3], [noise("L")], None)
+        scoring.add([3], [random_image("L")], None)
         others() if not is_early else None
         scoring.wait()
         values = scoring.result(None, print, print)
     assert calls == [[0, 1], [4, 5], [8, 9], [2, 3], [6, 7], [10, 11]]
     assert values.flatten().tolist() == assignment.taken and scoring.count == 12
-    assert same(scoring.samples, [noise("L")] * 4)
+    assert are_alike(scoring.samples, [random_image("L")] * 4)
 
 
 def test_more_scoring_processes_than_processes_are_refused(monkeypatch):
@@ -135,7 +121,7 @@ def test_a_reward_without_memory_says_what_to_set():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 15.00 GiB")
 
     with pytest.raises(RewardError, match="'hungry' ran out of memory .*15.00 GiB.*overlap_rewards: false.*offload"):
-        score([hungry], images=[noise("RGB")], prompts=["a"])
+        score([hungry], images=[random_image("RGB")], prompts=["a"])
 
 
 # Two processes

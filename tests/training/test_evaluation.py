@@ -172,11 +172,3 @@ def test_evaluations_draw_no_noise_in_their_steps(tmp_path, monkeypatch):
     monkeypatch.setattr("diffusion_grpo.training.evaluation.rollout", watched)
     shade_and_constant(tmp_path / "watched")
     assert levels and set(levels) == {0.0}
-
-
-def test_predict_says_what_to_call_instead(tmp_path):
-    trainer = trainer_for(tmp_path)
-    dataset = Dataset.from_dict({"prompt": ["a sign"]})
-    with pytest.raises(NotImplementedError, match="call evaluate.*prefix='test'. to sample and score"):
-        trainer.predict(dataset)
-    assert "test_reward" in trainer.evaluate(dataset, metric_key_prefix="test")

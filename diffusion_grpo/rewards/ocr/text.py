@@ -43,7 +43,7 @@ def _check_reader(
     elif scene:
         load_scene_reader()
     else:
-        load_recognizer()
+        load_recogniser()
 
 
 @needs(_check_reader)
@@ -148,7 +148,7 @@ def edit_distance(reading: str, wanted: str) -> int:
 
 def read(images: list[Image.Image]) -> list[str]:
     """Read each image with the recognition network (greedy CTC), in batches of images of one size."""
-    session, characters = load_recognizer()
+    session, characters = load_recogniser()
     widths = [max(8, round(HEIGHT * image.width / image.height)) for image in images]
     readings = [""] * len(images)
     for width in sorted(set(widths)):
@@ -238,7 +238,7 @@ def load_paddle(options: str) -> Any:
 @cache
 def load_scene_reader() -> Callable:
     """Load rapidocr, which detects lines and reads them, once per process."""
-    load_recognizer()  # reports missing packages
+    load_recogniser()  # reports missing packages
     import rapidocr
 
     return rapidocr.RapidOCR(params={"Global.log_level": "error"})
@@ -257,7 +257,7 @@ def _greedy_ctc(classes: np.ndarray, characters: list[str]) -> str:
 
 
 @cache
-def load_recognizer() -> tuple[InferenceSession, list[str]]:
+def load_recogniser() -> tuple[InferenceSession, list[str]]:
     """Load the recognition network of the installed rapidocr and its characters, once per process."""
     try:
         import onnxruntime

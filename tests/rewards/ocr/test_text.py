@@ -13,7 +13,7 @@ from plain_images import THREE, draw_words
 
 from benchmarks.tiny_model.render import draw_word
 from diffusion_grpo.rewards import REWARDS, check_needs, load_rewards, score
-from diffusion_grpo.rewards.ocr.text import find_quoted, load_paddle, load_recognizer, score_spelling, similarity
+from diffusion_grpo.rewards.ocr.text import find_quoted, load_paddle, load_recogniser, score_spelling, similarity
 
 
 def test_clean_renderings_are_read() -> None:
@@ -107,7 +107,7 @@ def test_frames_of_a_video_are_read() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_recognizer.cache_clear()
+    load_recogniser.cache_clear()
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ImportError, match=r'pip install "diffusion-grpo\[ocr\]"'):
         REWARDS["text"](images=THREE[:1], prompts=['"A"'])
