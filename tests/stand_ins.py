@@ -92,7 +92,7 @@ def _qwen_tokenizer(cls: type | None = None, **kwargs: Any):
     return tokenizer
 
 
-def _byte_tokenizer(special: dict[str, str], first: list[str] = (), chat: str = PLAIN_CHAT, **kwargs: Any):
+def byte_tokenizer(special: dict[str, str], first: list[str] = (), chat: str = PLAIN_CHAT, **kwargs: Any):
     """A tokenizer of bytes with special tokens under the lowest ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -109,7 +109,7 @@ def _byte_tokenizer(special: dict[str, str], first: list[str] = (), chat: str = 
 
 def _llama_tokenizer(cls: type | None = None, **kwargs: Any):
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    tokenizer = _byte_tokenizer(special)
+    tokenizer = byte_tokenizer(special)
     tokenizer.add_bos_token = True
     return tokenizer
 
@@ -131,7 +131,7 @@ def _xlm_roberta_tokenizer(cls: type | None = None, **kwargs: Any):
 
 def _glm_tokenizer(cls: type | None = None, **kwargs: Any):
     special = {"pad_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-    return _byte_tokenizer(special, first=["[gMASK]", "<sop>"], padding_side="left")
+    return byte_tokenizer(special, first=["[gMASK]", "<sop>"], padding_side="left")
 
 
 def _chatglm_tokenizer(cls: type | None = None, **kwargs: Any):
@@ -285,7 +285,7 @@ def _consistency_unet(cls: type | None = None, subfolder: str = "", **kwargs: An
 
 def _pixtral_processor(cls: type | None = None, **kwargs: Any):
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    tokenizer = _byte_tokenizer(special, first=["[IMG]", "[IMG_BREAK]", "[IMG_END]"], padding_side="left")
+    tokenizer = byte_tokenizer(special, first=["[IMG]", "[IMG_BREAK]", "[IMG_END]"], padding_side="left")
     return tokenizer  # without pictures a processor does what its tokenizer does
 
 

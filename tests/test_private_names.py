@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 
-ROOT = Path(__file__).parent.parent / "diffusion_grpo"
+ROOT, TESTS = Path(__file__).parent.parent / "diffusion_grpo", Path(__file__).parent
 
 
 def has(owner, name):
@@ -124,3 +124,35 @@ def test_a_private_name_is_still_there(name):
 )
 def test_transformers_still_calls_what_is_overridden(owner, name):
     assert hasattr(owner, name), f"transformers.{owner.__name__} has no {name} any more; what overrides it never runs"
+
+
+def find_private_uses(path, ours):
+    """The package's private names that a test file imports, reads, or names in text, by which they are patched."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    stored = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    own |= {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in stored}
+    pieces = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("diffusion_grpo"):
+            yield from (alias.name for alias in node.names if re.fullmatch(r"_[a-zA-Z]\w*", alias.name))
+        elif isinstance(node, ast.Attribute) and node.attr in ours - own:
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
+            parts = node.value.split(".") if re.fullmatch(r"[\w.]+", node.value) else []
+            yield from (part for part in parts if part in ours - own)
+
+
+def test_no_test_reaches_into_private_names_of_the_package():
+    ours = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                ours.add(node.name)
+            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id if isinstance(node, ast.Name) else node.attr)
+    ours = {name for name in ours if re.fullmatch(r"_[a-zA-Z]\w*", name)} - {*USED, *TRAINER, *ARGUMENTS, *WORDS}
+    ours -= {"_step_index"}  # of diffusers' schedulers
+    found = {path.relative_to(TESTS): set(find_private_uses(path, ours)) for path in TESTS.rglob("*.py")}
+    wrong = [f"{path}: {', '.join(sorted(names))}" for path, names in sorted(found.items()) if names]
+    assert not wrong, "give the package a public way, or test through its behaviour:\n" + "\n".join(wrong)

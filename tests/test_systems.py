@@ -20,6 +20,7 @@ import torch
 from diffusers import ControlNetModel, DiffusionPipeline, GlmImagePipeline, StableDiffusionControlNetPipeline
 from peft import PeftModel
 from PIL import Image
+from planned_runs import STAND_INS
 from safetensors.torch import load_file
 from tiny_pipelines import glm
 from transformers import GlmImageProcessor
@@ -35,28 +36,6 @@ from diffusion_grpo.rewards.models.videoalign import VideoAlign
 from diffusion_grpo.run.weights import LORA_WEIGHTS
 
 ROOT = Path(__file__).parent.parent
-SYSTEMS = {  # file of settings: the tiny pipeline of its classes
-    "flux": "flux",
-    "flux_kontext": "flux_kontext",
-    "glm_image_ar": "glm_image",
-    "glm_image_dit": "glm_image",
-    "glm_image_edit": "glm_image_edit",
-    "hunyuan_video": "hunyuan_video",
-    "qwen_image": "qwen_image",
-    "qwen_image_edit": "qwen_image_edit",
-    "sd15": "sd15",
-    "sd35_geneval": "sd3",
-    "sd35_ocr": "sd3",
-    "sd35_ocr_fast": "sd3",
-    "sdxl": "sdxl",
-    "sdxl_inpaint": "sdxl_inpaint",
-    "stable_audio": "stable_audio",
-    "wan21_gae": "wan",
-    "wan21_ocr": "wan",
-    "wan22_a14b": "wan_experts",
-    "wan22_image_to_video": "wan_image",
-    "wan22_ti2v_5b": "wan_ti2v",
-}
 PYTHON = {  # script: the file that says the same
     "flux": "flux",
     "glm_image": "glm_image_ar",
@@ -159,7 +138,7 @@ def at_root(monkeypatch):
         monkeypatch.setattr(REWARDS[name], "__call__", lambda self, images, **columns: brightness(images))
     for reward in (REWARDS["geneval"], REWARDS["lpips"], REWARDS["aesthetic"], HPSv3, VideoAlign):
         monkeypatch.setattr(reward, "check_needs", lambda self, **options: None)  # their weights are not here
-    monkeypatch.setattr(GlmImageProcessor, "_get_target_shape", staticmethod(glm._target_shape))
+    monkeypatch.setattr(GlmImageProcessor, "_get_target_shape", staticmethod(glm.choose_target_shape))
     monkeypatch.setattr(VideoAlign, "__call__", lambda self, videos, **columns: brightness(videos))
     monkeypatch.setattr(RemoteReward, "__call__", lambda self, completions, **columns: brightness(completions))
 
@@ -171,13 +150,13 @@ def trained(folder):
     return {str(path.relative_to(folder)): load_file(path) for path in files if path.name.startswith(names)}
 
 
-@pytest.mark.parametrize("name", sorted(SYSTEMS))
+@pytest.mark.parametrize("name", sorted(STAND_INS))
 def test_the_file_runs(name, tmp_path, at_root, monkeypatch):
     trainers = []
     build = commands.train.build_trainer
     monkeypatch.setattr(commands.train, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
     file, model, run = f"examples/{name}.yaml", tmp_path / "model", tmp_path / "run"
-    pipe, inputs = tiny_pipelines.build(SYSTEMS[name])
+    pipe, inputs = tiny_pipelines.build(STAND_INS[name])
     if name == "qwen_image_edit":  # its processor can only be saved beside torchvision
         pipe.save_config(model)
         monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: _built_again(name))
@@ -209,7 +188,7 @@ def test_the_file_runs(name, tmp_path, at_root, monkeypatch):
 
 
 def _built_again(name):
-    return tiny_pipelines.build(SYSTEMS[name])[0]
+    return tiny_pipelines.build(STAND_INS[name])[0]
 
 
 def assert_plain_diffusers_loads(trainer, model, run, inputs):
@@ -242,7 +221,7 @@ def sample(pipe, inputs):
 def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monkeypatch):
     file = f"examples/{PYTHON[script]}.yaml"
     values = read_yaml(file)
-    pipe, inputs = tiny_pipelines.build(SYSTEMS[PYTHON[script]])
+    pipe, inputs = tiny_pipelines.build(STAND_INS[PYTHON[script]])
     given = {}
 
     def config(**settings):

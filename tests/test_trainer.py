@@ -7,21 +7,17 @@ from functools import partial
 import numpy as np
 import pyarrow.parquet
 import pytest
-import tiny_pipelines
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, OPTIONAL, brightness, first_frame_brightness, logged, trained_weights, trainer_for
+from tiny_runs import OPTIONAL, brightness, first_frame_brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.policy.base import UntrainedStepError
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
 from diffusion_grpo.trainer import NonFiniteError, RatioError
-from diffusion_grpo.training.model import prepare_model
 from diffusion_grpo.training.setup import make_sampling_plan
 
 
@@ -370,25 +366,6 @@ def test_evaluation_before_and_during_training(tmp_path):
     assert (tmp_path / "report.html").is_file() and (tmp_path / "summary.json").is_file()
 
 
-def test_everything_is_frozen_and_in_eval_mode_but_what_is_trained(tmp_path):
-    """Dropout in a text encoder would part the replay from the rollout."""
-    pipe, _ = tiny_pipelines.build("sd3")
-    parts = [pipe.text_encoder, pipe.text_encoder_2, pipe.vae, pipe.transformer]
-    for part in parts:
-        part.train().requires_grad_(True)
-    prepare_model(pipe, DiffusionGRPOConfig(str(tmp_path), use_cpu=True), LoraConfig(**LORA))
-    assert not any(module.training for part in parts for module in part.modules())
-    trained = [name for part in parts for name, value in part.named_parameters() if value.requires_grad]
-    assert trained and all("lora_" in name for name in trained)
-
-
-def test_torch_compile_compiles_the_blocks_and_keeps_the_ratio(tmp_path):
-    trainer = trainer_for(tmp_path, torch_compile_backend="aot_eager", max_steps=1)
-    trainer.train()
-    assert trainer.pipe.transformer.transformer_blocks[0]._compiled_call_impl is not None
-    assert max(logged(trainer, "ratio/max_error")) <= 1e-5
-
-
 def test_the_whole_dataset_is_seen_each_epoch_in_another_order(tmp_path):
     trainer = trainer_for(tmp_path, max_steps=4)
     trainer.train()
@@ -412,50 +389,6 @@ def test_run_json_says_what_was_done_and_no_secret(tmp_path):
     assert "hf_secret" not in text
 
 
-def test_learning_rates_by_default(tmp_path):
-    assert trainer_for(tmp_path, learning_rate=None).args.learning_rate == 3e-4
-    assert trainer_for(tmp_path, learning_rate=None, lora=False).args.learning_rate == 1e-5
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, "no column 'prompt'"),
-        ({"train_dataset": Dataset.from_dict({"prompt": []})}, "empty"),
-        ({"train_dataset": Dataset.from_dict({"prompt": [1, 2]})}, "row 0"),
-        ({"reward_funcs": "txet"}, "text"),
-        ({"reward_funcs": []}, "reward_funcs is empty"),
-        ({"reward_weights": [1.0, 2.0]}, "2 entries for 1 reward"),
-        ({"lora_dropout": 0.05}, "set it to 0"),
-        ({"init_lora_weights": "pissa", "beta": 0.1}, "'pissa' changes the base.*beta > 0 has no reference"),
-        ({"bias": "all"}, "bias='all' trains the base model's own biases"),
-        ({"reward_funcs": [brightness, partial(brightness)]}, "two rewards called 'brightness'"),
-        ({"sync_ref_model": True, "beta": 0.1}, "LoRA's reference is the frozen base"),
-        (
-            {"eval_reward_funcs": "jpeg_compressibility"},
-            "eval_reward_funcs=jpeg_compressibility has no prompts to be measured on; pass an eval",
-        ),
-        ({"eval_strategy": "steps", "eval_steps": 1}, "'steps' has nothing to evaluate; pass an eval_dataset"),
-        ({"pipeline_kwargs": {"latents": 1}}, "latents.*set by the trainer"),
-        ({"pipeline_kwargs": {"num_images_per_prompt": 2}}, "num_images_per_prompt.*num_generations"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_refused_before_a_model_is_loaded(tmp_path, change, message):
-    of_lora = {name: value for name, value in change.items() if name in ("lora_dropout", "init_lora_weights", "bias")}
-    arguments = {
-        "model": "no/such-model",  # loading it would fail with another message
-        "reward_funcs": brightness,
-        "train_dataset": Dataset.from_dict({"prompt": ["a"]}),
-        "peft_config": LoraConfig(r=2, target_modules=["to_q"], **of_lora),
-        "eval_reward_funcs": None,
-    }
-    settings = {name: value for name, value in change.items() if name not in {*of_lora, *arguments}}
-    arguments |= {name: value for name, value in change.items() if name in arguments}
-    with pytest.raises(ValueError, match=message):
-        DiffusionGRPOTrainer(args=DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **settings), **arguments)
-
-
 def test_what_only_the_pipeline_can_refuse(tmp_path):
     with pytest.raises(ValueError, match="does not take num_frames.*guidance_scale"):
         trainer_for(tmp_path, num_frames=5)
@@ -465,40 +398,12 @@ def test_what_only_the_pipeline_can_refuse(tmp_path):
         trainer_for(tmp_path, name="sd15", sde_type="cps")
 
 
-def test_defaults_name_the_output_after_the_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pipe, _ = tiny_pipelines.build("sd3")
-    trainer = DiffusionGRPOTrainer(pipe, brightness, train_dataset=Dataset.from_dict({"prompt": ["a"]}))
-    assert trainer.args.output_dir == "StableDiffusion3Pipeline-GRPO"
-    assert dataclasses.is_dataclass(trainer.args)
-
-
 def test_training_again_starts_with_a_new_rollout(tmp_path):
     trainer = trainer_for(tmp_path, max_steps=1)
     trainer.train()
     first = trainer.feed.buffer
     trainer.train()
     assert trainer.feed.buffer is not first and logged(trainer, "ratio/max_error") == [0.0]
-
-
-def test_full_training_of_half_precision_weights_is_refused_without_mixed_precision(tmp_path, monkeypatch):
-    build = tiny_pipelines.build
-    monkeypatch.setattr(tiny_pipelines, "build", lambda *args: (build(*args)[0].to(torch.bfloat16), build(*args)[1]))
-    with pytest.raises(ValueError, match="Full training needs float32.*bf16=True"):
-        trainer_for(tmp_path, lora=False)
-    trainer = trainer_for(tmp_path / "mixed", lora=False, bf16=True, max_steps=1)
-    trainer.train()
-    assert trainer.model.dtype == torch.float32 and max(logged(trainer, "ratio/max_error")) <= 1e-5
-
-
-def test_scheduler_kwargs_move_the_sigmas_and_stay_with_the_pipeline(tmp_path):
-    trainer = trainer_for(tmp_path, scheduler_kwargs={"shift": 5.0})
-    assert trainer.pipe.scheduler.config.shift == trainer.policy.scheduler.config.shift == 5.0
-    assert tiny_pipelines.build("sd3")[0].scheduler.config.shift != 5.0
-    trainer.train()
-    assert max(logged(trainer, "ratio/max_error")) == 0.0
-    with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler has no setting shfit; it has .*shift"):
-        trainer_for(tmp_path / "b", scheduler_kwargs={"shfit": 5.0})
 
 
 def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
@@ -612,37 +517,6 @@ def test_several_batches_a_step_reach_the_advantages(tmp_path):
         assert table["advantage"] == pytest.approx(expected.flatten().tolist(), rel=1e-4)
         stds.append(rewards.flatten(1).std(1))
     assert stds[1][0] != pytest.approx(stds[0][0].item(), rel=0.01)
-
-
-def test_checkpointing_of_a_share_of_the_blocks(tmp_path, monkeypatch):
-    """The same weights bit for bit, and a second forward pass in the blocks of that share alone."""
-    build = tiny_pipelines.build
-
-    def deeper(name, seed):
-        pipe, inputs = build(name, seed)
-        torch.manual_seed(0)
-        pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "num_layers": 4}).eval()
-        return pipe, inputs
-
-    def count(module, args):
-        calls[id(module)] += 1
-
-    monkeypatch.setattr(tiny_pipelines, "build", deeper)
-    plain, weights = None, None
-    for share, recomputed in ((None, []), (1.0, [0, 1, 2, 3]), (0.5, [0, 2]), (0.25, [1])):
-        chosen = {"gradient_checkpointing": True, "selective_checkpointing": share} if share else {}
-        trainer = trainer_for(tmp_path / str(share), num_inference_steps=2, max_steps=1, lora=False, **chosen)
-        blocks = trainer.pipe.transformer.transformer_blocks
-        calls = {id(block): 0 for block in blocks}
-        for block in blocks:
-            block.register_forward_pre_hook(count)
-        trainer.train()
-        assert max(logged(trainer, "ratio/max_error")) == 0.0
-        plain = plain or list(calls.values())
-        weights = weights or trained_weights(trainer)
-        assert all(torch.equal(value, weights[name]) for name, value in trained_weights(trainer).items())
-        again = [made - before for made, before in zip(calls.values(), plain, strict=True)]
-        assert again == [2 if place in recomputed else 0 for place in range(4)]  # two micro-batches of one step
 
 
 class RepeatsPasses:

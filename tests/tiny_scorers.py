@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers as tf
 from PIL import Image
-from stand_ins import _byte_tokenizer
+from stand_ins import byte_tokenizer
 from tiny_pipelines import clip_tokenizer
 from tiny_pipelines.basic import randomize
 
@@ -78,7 +78,7 @@ def med_config(folder: Path, vocabulary: int) -> dict:
 def trocr(folder: Path, size: tuple[int, int] = (SIDE, SIDE), width: int = 16) -> tf.VisionEncoderDecoderModel:
     """ViT to a decoder of bytes, as TrOCR is saved, for pictures of `size` (width, height)."""
     torch.manual_seed(6)
-    tokenizer = _byte_tokenizer({"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"})
+    tokenizer = byte_tokenizer({"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"})
     layers = {**TEXT, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1}
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     vision = tf.ViTConfig(**layers, **still, image_size=size[::-1], patch_size=PATCH)
@@ -101,7 +101,7 @@ def got_ocr(folder: Path) -> None:
     """SAM's tower to a Qwen2 of bytes, as GOT-OCR 2.0 is saved; the picture is as large as its 256 tokens need."""
     torch.manual_seed(7)
     first = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<imgpad>"]
-    tokenizer = _byte_tokenizer({"pad_token": first[0], "eos_token": first[0]}, first=first)
+    tokenizer = byte_tokenizer({"pad_token": first[0], "eos_token": first[0]}, first=first)
     tokenizer.add_special_tokens({"additional_special_tokens": first[1:]})
     ends = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0}
     text = {**TEXT, **ends, "vocab_size": len(tokenizer), "num_key_value_heads": 2}

@@ -178,7 +178,7 @@ def compare(name: str, options: dict[str, Any], images: list[Path], targets: lis
 
 
 def score_drawings(name: str, options: dict[str, Any]) -> list[Line]:
-    """Score images drawn here, to be judged by eye, for a reward without published scores.
+    """Score images drawn here, to be looked at, for a reward without published scores.
 
     Raises:
         RewardError: the reward failed.

@@ -53,8 +53,8 @@ class Run:
 
     @property
     def reward_names(self) -> list[str]:
-        """Trained rewards, then those only measured."""
-        return [*self.info["reward_funcs"], *self.judges]
+        """Trained rewards, then evaluation-only ones."""
+        return [*self.info["reward_funcs"], *self.evaluation_only]
 
     @property
     def prompts(self) -> dict[str, int | None]:
@@ -67,8 +67,8 @@ class Run:
         return list(dict.fromkeys(format_updates(self.evaluations[at]["step"]) for at in (0, -1) if self.evaluations))
 
     @property
-    def judges(self) -> list[str]:
-        """Rewards that were measured and never trained on."""
+    def evaluation_only(self) -> list[str]:
+        """Evaluation-only rewards: measured, never trained on."""
         return [name for name in self.info.get("eval_reward_funcs") or [] if name not in self.info["reward_funcs"]]
 
     @property
@@ -123,7 +123,7 @@ def read_run(run_dir: str | Path) -> Run:
     samples = read_samples(path)
     names = [*info["reward_funcs"], *(info.get("eval_reward_funcs") or [])]
     if not history:  # running, and nothing saved yet
-        evaluations = [evaluation_of(step, rows, names) for step, rows in samples.items()]
+        evaluations = [summarise_table(step, rows, names) for step, rows in samples.items()]
     return Run(
         path=path,
         info=info,
@@ -132,7 +132,7 @@ def read_run(run_dir: str | Path) -> Run:
         baselines=json.loads(baselines.read_text(encoding="utf-8")) if baselines.is_file() else [],
         samples=samples,
         rollouts=read_rollouts(path),
-        seconds=run_seconds(history),
+        seconds=measure_seconds(history),
         updates=max((entry["step"] for entry in [*history, *evaluations]), default=0),
     )
 
@@ -166,8 +166,8 @@ def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     return {step: [row for row in turns[step] if row is not None] for step in sorted(turns)}
 
 
-def evaluation_of(step: int, rows: list[dict[str, Any]], names: list[str]) -> dict[str, float]:
-    """What an evaluation logs, computed from its table of samples."""
+def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> dict[str, float]:
+    """Compute what an evaluation logs from its table of samples."""
     keys = {"reward": ("eval_reward", "eval_reward_std_error")}
     keys |= {name: (f"eval_rewards/{name}/mean", f"eval_rewards/{name}/std_error") for name in names}
     entry: dict[str, float] = {"step": step}
@@ -180,7 +180,7 @@ def evaluation_of(step: int, rows: list[dict[str, Any]], names: list[str]) -> di
     return entry
 
 
-def run_seconds(history: list[dict[str, float]]) -> float:
+def measure_seconds(history: list[dict[str, float]]) -> float:
     """Return the wall time: the trainer's, or (as that counts from the last resume) the sum of the logged parts."""
     measured = max((entry["train_runtime"] for entry in history if "train_runtime" in entry), default=0.0)
     parts, last = 0.0, 0

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-TRAIN, HELD_OUT, JUDGE, BASELINE = "#9db8d9", "#1f5fa8", "#a3479a", "#8a8f98"
+TRAIN, HELD_OUT, EVALUATION_ONLY, BASELINE = "#9db8d9", "#1f5fa8", "#a3479a", "#8a8f98"
 STAGES = {"rollout": "#1f5fa8", "reward": "#e0a03c", "update": "#4f9d69"}
 
 TICKS = {"integer": True, "steps": [1, 2, 5, 10]}
@@ -44,7 +44,7 @@ class Curve:
         train_steps, train: updates, and the mean over that update's rollout.
         eval_steps, eval, eval_errors: updates done, held-out mean, its standard error.
         baselines: name -> held-out mean of another way to use the untrained model.
-        judge: never trained on.
+        is_evaluation_only: whether it is never trained on.
         prompts: what the evaluations' prompts may be called.
     """
 
@@ -55,14 +55,14 @@ class Curve:
     eval: list[float]
     eval_errors: list[float]
     baselines: dict[str, float]
-    judge: bool = False
+    is_evaluation_only: bool = False
     prompts: str = "held-out"
 
 
 def draw_curve(curve: Curve, width: float = 10.0, height: float = 3.7, legend: bool = True) -> str:
     """Draw a reward over the run with held-out points, their standard errors and the baselines, as a data URI."""
     with rc_context(STYLE):
-        return _data_uri(_curve_figure(curve, width, height, legend), f"{curve.name} over the training")
+        return _data_uri(_curve_figure(curve, width, height, legend), f"{curve.name} during the run")
 
 
 def save_curve(curve: Curve, path: Path) -> None:
@@ -74,7 +74,7 @@ def save_curve(curve: Curve, path: Path) -> None:
 def _curve_figure(curve: Curve, width: float, height: float, legend: bool) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
-    color = JUDGE if curve.judge else HELD_OUT
+    color = EVALUATION_ONLY if curve.is_evaluation_only else HELD_OUT
     if curve.train:
         axes.plot(curve.train_steps, curve.train, color=TRAIN, linewidth=1.4, label="rollouts in training")
     if curve.eval:

@@ -211,7 +211,7 @@ def describe_finding(run: Run, name: str) -> str | None:
     if None in (before, after):
         return None
     label = "The weighted reward" if name == "reward" else name
-    label += " (evaluation only, never trained on)" if name in run.judges else ""
+    label += " (evaluation only, never trained on)" if name in run.evaluation_only else ""
     is_changed = has_changed(run, name)
     if is_changed is None:
         return f"{label} was measured on one sample, so its noise is unknown: {before:.3f}, then {after:.3f}."
@@ -253,7 +253,7 @@ def make_reward_curve(run: Run, name: str) -> "Curve | None":
         eval=[entry[eval_key] for entry in evaluated],
         eval_errors=[entry.get(error_key) or 0.0 for entry in evaluated],
         baselines={line: mean for line, (mean, _) in run.baseline_cells(name).items() if mean is not None},
-        judge=name in run.judges,
+        is_evaluation_only=name in run.evaluation_only,
         prompts=name_prompts(run.prompts),
     )
 

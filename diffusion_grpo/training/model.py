@@ -58,7 +58,7 @@ def check_args(args: Any) -> None:
         )
 
 
-def model_name(model: str | DiffusionPipeline) -> str:
+def name_model(model: str | DiffusionPipeline) -> str:
     """Return what the user called the model, or where the pipeline came from."""
     return model if isinstance(model, str) else str(model.config.get("_name_or_path") or type(model).__name__)
 

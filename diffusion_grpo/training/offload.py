@@ -60,12 +60,12 @@ class FrozenOffload:
                 "has no model_cpu_offload_seq); leave offload_frozen out."
             )
         movable = set(pipe.model_cpu_offload_seq.split("->")) - set(pipe._exclude_from_cpu_offload)
-        self.hooks: dict[str, tuple[nn.Module, _OnDemand]] = {}
+        self.hooks: dict[str, tuple[nn.Module, OnDemandHook]] = {}
         for name, part in pipe.components.items():
             if not isinstance(part, nn.Module) or any(part is network for network in networks):
                 continue
             if name in movable:
-                self.hooks[name] = part, _OnDemand(device)
+                self.hooks[name] = part, OnDemandHook(device)
                 add_hook_to_module(*self.hooks[name])  # moves it to the CPU
             else:
                 part.to(device)
@@ -83,7 +83,7 @@ class FrozenOffload:
             hook.init_hook(part)
 
 
-class _OnDemand(CpuOffload):
+class OnDemandHook(CpuOffload):
     """accelerate's hook, which diffusers' parts call before any of their methods; it remembers where they are."""
 
     is_present = False

@@ -187,7 +187,7 @@ def make_sample_writer(
     )
 
 
-def evaluation_settings(args: DiffusionGRPOConfig, sampling_rate: int | None) -> EvaluationSettings:
+def make_evaluation_settings(args: DiffusionGRPOConfig, sampling_rate: int | None) -> EvaluationSettings:
     """Say how evaluations are made."""
     return EvaluationSettings(
         seed=args.seed,
@@ -371,7 +371,7 @@ def make_evaluator(
         backend=backend,
         monitor=monitor,
         run_passes=run_passes,
-        settings=lambda: evaluation_settings(args, find_sampling_rate(policy.pipe)),
+        settings=lambda: make_evaluation_settings(args, find_sampling_rate(policy.pipe)),
         has_reference=reference is not None and not policy.draws_tokens and not args.traits.is_renoised,
     )
 

@@ -29,7 +29,7 @@ from ..run.adapters import continues_lora
 from ..run.card_data import find_license
 from ..run.records import check_output_folder, make_record
 from ..tiny import default_settings
-from .model import check_args, check_model, check_peft_config, check_scheduler, model_name, pipeline_class
+from .model import check_args, check_model, check_peft_config, check_scheduler, name_model, pipeline_class
 from .watched_rewards import load_watched_rewards
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # where the settings give none
@@ -128,7 +128,7 @@ def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | Non
     """
     check_model(model)
     check_args(args)
-    args = args or DiffusionGRPOConfig(f"{model_name(model).split('/')[-1]}-GRPO")
+    args = args or DiffusionGRPOConfig(f"{name_model(model).split('/')[-1]}-GRPO")
     if model == "tiny":
         args.fill(default_settings(args.given))
     return args
@@ -229,7 +229,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """Return what run.json says before the model is loaded."""
     evaluated = [reward.name for reward in rewards.evaluated]
-    run = make_record(model_name(model), args, peft_config, rewards.names, evaluated, rewards.weights)
+    run = make_record(name_model(model), args, peft_config, rewards.names, evaluated, rewards.weights)
     run["reward_options"] = {reward.name: reward.options() for reward in rewards.all}
-    run["license"] = find_license(model_name(model))
+    run["license"] = find_license(name_model(model))
     return run

@@ -1,154 +1,12 @@
-"""Settings: contradictions are refused in one sentence that says what to change."""
+"""Settings of a run: unknown ones, launchers, and what is imported to check them."""
+
+import subprocess
+import sys
 
 import pytest
-import torch
+from command_line import make_config
 
-from diffusion_grpo import DiffusionGRPOConfig
-from diffusion_grpo.config.defaults import Sizes
-from diffusion_grpo.config.early_checks import EarlySettings, check_values
 from diffusion_grpo.config.settings import check_launched, launched_processes
-from diffusion_grpo.config.source import config_fields
-from diffusion_grpo.training.setup import make_sampling_plan
-
-
-def config(**settings):
-    return DiffusionGRPOConfig("out", **{"use_cpu": True, **settings})
-
-
-BRANCHED = {"branches": 4, "sde_window": [1, 4], "deterministic_outside_window": True}
-REFUSED = [
-    ({"num_generations": 1}, "num_generations must be at least 2, got 1; one sample has no group"),
-    ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, "3 x 1 x 2 = 6.*num_generations=16"),
-    ({"steps_per_generation": 33}, "multiple of gradient_accumulation_steps=32"),
-    ({"best_of_n": 3}, "best_of_n must be even"),
-    ({"best_of_n": 32}, "at most num_generations=16"),
-    ({"sde_window": [2, 10]}, r"sde_window=\[2, 10\].*stop <= 9.*never trained"),
-    ({"sde_window": [3, 3]}, "start < stop"),
-    ({"sde_window": [3]}, r"\[start, stop\)"),
-    ({"sde_window": [0, 4], "sde_window_size": 5}, "sde_window_size=5 does not fit into the steps 0 to 3"),
-    ({"sde_window_size": 10}, "does not fit into the steps 0 to 8"),
-    ({"sde_window_size": 0}, "sde_window_size must be at least 1"),
-    ({"advantage_fn": "ranks"}, "'ranks' is no dotted path; write the module too, my_package.ranks"),
-    ({"advantage_fn": "my.own", "scale_rewards": "none"}, "scale_rewards='none' has no effect with advantage_fn='my"),
-    ({"advantage_fn": "my.own", "reward_baseline": "batch"}, "reward_baseline='batch' has no effect"),
-    ({"advantage_fn": "my.own", "advantage_estimator": "gae"}, "advantage_estimator='gae' has no effect"),
-    (
-        {"advantage_fn": "my.own", "multi_objective_aggregation": "min_then_normalize"},
-        "'min_then_normalize' has no effect with advantage_fn='my.own'.*leave one of them out",
-    ),
-    ({"sde_window_order": "sliding"}, "sde_window_order='sliding' chooses a part.*set sde_window_size"),
-    ({"sde_window_order": "slide"}, "Did you mean 'sliding'"),
-    ({"sde_window_interval": 0}, "sde_window_interval must be at least 1"),
-    ({"branches": 1}, "branches must be at least 2"),
-    ({"branches": 6}, "branches=6 does not divide num_generations=16"),
-    ({"branches": 4, "sde_window": [1, 4]}, "all steps draw noise; set deterministic_outside_window=True"),
-    ({"branches": 4, "deterministic_outside_window": True}, r"sde_window \[0, 9\] starts at step 0; let it start"),
-    (BRANCHED | {"same_initial_noise": True}, "one initial latent, and branches=4 gives it 4; leave one of them out"),
-    (BRANCHED | {"advantage_estimator": "gae"}, "conditions of each sample.*leave one of them out"),
-    ({"loss_type": "gropo"}, "Did you mean 'grpo'"),
-    ({"sde_type": "flow"}, "choose one of auto, flow_sde, dance_sde, wan_sde, cps, precise, ddim"),
-    ({"scale_rewards": "groups"}, "Did you mean 'group'"),
-    ({"old_log_prob": "rolout"}, "auto, rollout, replay"),
-    ({"step_weight": "velocities"}, "choose one of none, noise, velocity, guard. Did you mean 'velocity'"),
-    ({"loss_type": "dppo", "epsilon": 1e-3}, "epsilon has no effect with loss_type='dppo'.*threshold"),
-    ({"loss_type": "grpo_guard", "epsilon_high": 1e-3}, "epsilon has no effect.*clip_range"),
-    ({"loss_type": "dppo", "importance_sampling_level": "sequence"}, "must be 'token', not 'sequence'"),
-    (
-        {"loss_type": "grpo_guard", "step_weight": "noise"},
-        "by itself; leave step_weight='noise' out",
-    ),
-    (
-        {"loss_type": "grpo_guard", "sde_type": "cps", "log_prob_type": "squared_error"},
-        "leave log_prob_type='squared_error' out",
-    ),
-    ({"multi_objective_aggregation": "sum"}, "normalize_then_sum"),
-    ({"num_inference_steps": 1}, "num_inference_steps must be at least 2"),
-    ({"timestep_fraction": 0.0}, r"\(0, 1\]"),
-    ({"noise_level": 0.0}, "noise_level must be above 0"),
-    ({"sde_type": "cps", "noise_level": 1.5}, "noise_level of cps lies in"),
-    ({"log_prob_type": "square"}, "choose one of gaussian, squared_error"),
-    (
-        {"log_prob_type": "squared_error", "sde_type": "flow_sde"},
-        "but the process is flow_sde; set sde_type='cps'",
-    ),
-    ({"noise_in_last_step": True, "deterministic_outside_window": True}, "contradict each other.*to False"),
-    ({"noise_in_last_step": True, "sde_type": "ancestral"}, "changes nothing with sde_type='ancestral'"),
-    ({"ema_decay": 1.0}, "between 0 and 1"),
-    ({"beta": -0.1}, "beta must be at least 0"),
-    ({"sync_ref_model": True}, "set beta above 0"),
-    ({"kl_reward": -0.1}, "kl_reward must be at least 0"),
-    ({"reward_baseline": "prompt"}, "choose one of group, batch"),
-    ({"advantage_estimator": "gea"}, "choose one of group, gae.*Did you mean 'gae'"),
-    (
-        {"advantage_estimator": "gae", "multi_objective_aggregation": "loss_per_reward"},
-        "one value for all rewards.*use sum_then_normalize",
-    ),
-    ({"gamma": 1.5}, r"gamma must lie in \[0, 1\], got 1.5"),
-    ({"gae_lambda": -0.5}, r"gae_lambda must lie in \[0, 1\], got -0.5"),
-    ({"value_clip": 0.0}, "value_clip must be above 0"),
-    ({"value_learning_rate": -1.0}, "value_learning_rate must be at least 0"),
-    ({"num_batches_per_step": 0}, "num_batches_per_step must be at least 1"),
-    ({"num_batches_per_step": 3}, "num_batches_per_step=3 does not divide the 8 prompts"),
-    (
-        {"num_generations": 1, "reward_baseline": "batch", "num_batches_per_step": 128},
-        "batch of one sample.*lower num_batches_per_step",
-    ),
-    ({"selective_checkpointing": 0.0}, r"selective_checkpointing must lie in \(0, 1\]"),
-    ({"selective_checkpointing": 0.5, "gradient_checkpointing": False}, "set gradient_checkpointing=True"),
-    ({"remove_unused_columns": True}, "must stay False"),
-    (
-        {"warmup_steps": 5, "lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
-        "warmup_steps=5 has no effect with lr_scheduler_type='greedy'.*{warmup: ...}",
-    ),
-    (
-        {"warmup_steps": 0.1, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
-        "warmup_steps=0.1 has no effect.*use another schedule",
-    ),
-    ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
-    ({"fp16": True, "use_cpu": True}, "fp16=True has no effect on a CPU.*set fp16=False .bf16=True works"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=str)
-def test_refused_with_what_to_change(settings, message):
-    with pytest.raises(ValueError, match=message) as refusal:
-        config(**settings)
-    assert "\n" not in str(refusal.value)
-
-
-# what transformers knows of schedules is asked later
-@pytest.mark.parametrize(("settings", "message"), [case for case in REFUSED if "warmup_steps" not in case[0]], ids=str)
-def test_the_command_line_refuses_the_same_before_it_imports_the_config(settings, message):
-    with pytest.raises(ValueError, match=message):
-        check_values({"model": "tiny", "dataset": "tiny", "reward_funcs": ["text"], **settings}, world_size=1)
-
-
-def test_the_early_settings_are_those_of_the_config():
-    given = {
-        "num_generations": 8,
-        "gradient_checkpointing": False,
-        "pipeline_kwargs": '{"a": 1}',
-        "sde_window": [0, 5],
-    }
-    early, built = EarlySettings(given, world_size=1), config(**given)
-    names = [name for name, setting in config_fields().items() if setting.default is not None or name in given]
-    # what the config takes from elsewhere, or turns into a type of transformers
-    names = [name for name in names if "Strategy" not in config_fields()[name].type]
-    others = (
-        "output_dir",
-        "use_cpu",
-        "optim",
-        "lr_scheduler_type",
-        "bf16",
-        "report_to",
-        "debug",
-        "gradient_checkpointing",
-    )
-    assert {name: getattr(early, name) for name in names if name not in others} == {
-        name: getattr(built, name) for name in names if name not in others
-    }
-    sizes = [name for name, value in vars(Sizes).items() if isinstance(value, property)]
-    assert len(sizes) >= 7 and {n: getattr(early, n) for n in sizes} == {n: getattr(built, n) for n in sizes}
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
@@ -162,66 +20,21 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
         check_launched(2, 1)
 
 
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_fp16_needs_a_gpu(monkeypatch, has_gpu):
-    """accelerate notes it down, and trains in float32."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
-    if has_gpu:
-        assert DiffusionGRPOConfig("out", fp16=True).fp16
-        return
-    with pytest.raises(ValueError, match="fp16=True needs a GPU, and there is none here.*set fp16=False"):
-        DiffusionGRPOConfig("out", fp16=True)
-
-
 def test_a_setting_of_older_versions_is_explained():
     with pytest.raises(TypeError, match="no setting 'warmup_ratio'; write it as `warmup_steps`, below 1 a share"):
-        config(warmup_ratio=0.1)
+        make_config(warmup_ratio=0.1)
 
 
 def test_an_unknown_setting_names_the_nearest():
     with pytest.raises(TypeError, match="no setting 'num_generation'; did you mean 'num_generations'"):
-        config(num_generation=8)
+        make_config(num_generation=8)
 
 
-def test_sizes_of_a_rollout():
-    args = config(num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=4, best_of_n=4)
-    assert args.steps_per_generation == 4
-    assert (
-        args.batch_sizes.prompts_per_rollout == 4 and args.batch_sizes.rollout_share == 32
-    )  # 16 of them are trained on
-
-
-def test_groups_of_one_where_something_else_is_compared_with():
-    assert config(num_generations=1, reward_baseline="batch").batch_sizes.prompts_per_rollout == 128
-    assert config(num_generations=1, advantage_estimator="gae").batch_sizes.prompts_per_rollout == 128
-
-
-def test_a_reference_is_needed_for_a_divergence_in_loss_or_reward():
-    assert [config(**given).needs_reference for given in ({}, {"beta": 0.1}, {"kl_reward": 0.1})] == [
-        False,
-        True,
-        True,
-    ]
-
-
-def test_trls_names_and_defaults():
-    args = config(gradient_checkpointing=False, epsilon=0.1)
-    assert args.activation_checkpointing is False and args.epsilon_high == 0.1 and args.bf16 is False
-    assert config().activation_checkpointing is True and config().window == (0, 9)
-
-
-def test_json_for_dictionaries_as_the_command_line_gives_them():
-    assert config(pipeline_kwargs='{"max_sequence_length": 1}').pipeline_kwargs == {"max_sequence_length": 1}
-
-
-def test_a_smaller_window_wanders_within_the_larger_one():
-    args = config(sde_window=[1, 6], sde_window_size=2)
-    windows = [make_sampling_plan(args).draw_window(generation) for generation in range(200)]
-    assert {start for start, _ in windows} == {1, 2, 3, 4} and all(stop == start + 2 for start, stop in windows)
-    assert windows == [
-        make_sampling_plan(config(sde_window=[1, 6], sde_window_size=2)).draw_window(g) for g in range(200)
-    ]
-    assert windows != [
-        make_sampling_plan(config(sde_window=[1, 6], sde_window_size=2, seed=1)).draw_window(g) for g in range(200)
-    ]
-    assert make_sampling_plan(config(sde_window=[1, 6])).draw_window(3) == (1, 6)
+def test_config_errors_in_python_do_not_wait_for_diffusers():
+    code = (
+        "import sys\nfrom diffusion_grpo import DiffusionGRPOConfig\n"
+        "try:\n    DiffusionGRPOConfig('out', num_generations=1)\nexcept ValueError as error:\n    print(error)\n"
+        "print('diffusers' in sys.modules, 'datasets' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "num_generations must be at least 2" in result.stdout and result.stdout.endswith("False False\n")

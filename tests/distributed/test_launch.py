@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from command_line import refusal
 from safetensors.torch import load_file
 
 from diffusion_grpo import cli
@@ -17,7 +18,6 @@ from diffusion_grpo.config import parse
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_launch_arguments, parse_train_arguments
 from diffusion_grpo.distributed import launch
-from tests.cli.test_cli import refusal
 
 NAMES = ["fsdp2", "multi_gpu", "multi_node", "single_gpu", "zero1", "zero2", "zero3", "zero3_offload"]
 SETTINGS = {

@@ -1,184 +1,160 @@
-"""Each sample of a batch gets noise in its own steps only, and steps that samples share are computed once."""
+"""Drivers, with a scheduler whose steps are known: what is recorded, handed back and scored."""
 
-import painter
 import pytest
-import tiny_pipelines
 import torch
 
-from diffusion_grpo.policy.drivers import UnsupportedPipeline
-from diffusion_grpo.policy.rollout import DenoisingPolicy, TokenPolicy, replay, rollout, run_prefix
-
-# flow matching, DDIM with its relatives, EDM; a video, two experts, a step that moves video and sound
-KINDS = ["sd3", "flux", "sd15", "kandinsky_prior", "cascade_prior", "deepfloyd", "cosmos", "cosmos2", "svd", "sdxl"]
-KINDS += ["wan", "wan_experts", "ltx2", "sana"]
-SEEDS, STEPS = [1, 2], 5
-
-
-def ratio_error(policy, inputs, trajectory):
-    """Largest |ratio - 1| over all samples and steps."""
-    found = [replay(policy, inputs, trajectory, step).log_prob.detach() for step in trajectory.steps[0].tolist()]
-    return (torch.stack(found, 1) - trajectory.log_probs).expm1().abs().max().item()
-
-
-def alike(name, count):
-    """A policy, and inputs of `count` samples of one prompt."""
-    pipe, inputs = tiny_pipelines.build(name)
-    rows = next(len(value) for value in inputs.values() if isinstance(value, list))
-    chosen = [0] * count
-    return DenoisingPolicy(pipe), {key: pick(value, rows, chosen) for key, value in inputs.items()}
-
-
-def pick(value, rows, chosen):
-    """The entries of some samples, of an input that has one per sample."""
-    if isinstance(value, list) and len(value) == rows:
-        return [value[index] for index in chosen]
-    return value[chosen] if torch.is_tensor(value) and value.ndim > 1 and len(value) == rows else value
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_samples_with_steps_of_their_own_are_as_with_each_others_steps(name):
-    """Bit for bit: a sample without noise in a step is as if nobody drew any, one with noise as if all did."""
-    pipe, inputs = tiny_pipelines.build(name)
-    policy = DenoisingPolicy(pipe)
-
-    def roll(noise_steps, steps):
-        return rollout(policy, inputs, seeds=SEEDS, num_inference_steps=STEPS, noise_steps=noise_steps, steps=steps)[1]
-
-    together = roll([range(1, 2), range(2, 4)], [[1], [3]])
-    for row, (noisy, steps) in enumerate([([1], [1]), ([2, 3], [3])]):
-        alone = roll(noisy, [steps] * len(SEEDS))
-        for field in ("latents", "next_latents", "log_probs"):
-            assert torch.equal(getattr(together, field)[row], getattr(alone, field)[row]), field
-    assert not torch.equal(together.latents[1], roll([1, 2, 3], [[3], [3]]).latents[1])
-
-
-def test_finished_samples_are_those_of_their_own_steps():
-    pipe, inputs = tiny_pipelines.build("sd3")
-    policy, settings = DenoisingPolicy(pipe), {"seeds": SEEDS, "num_inference_steps": STEPS}
-    together, _ = rollout(policy, inputs, noise_steps=[[1], []], steps=[[], []], **settings)
-    noisy, _ = rollout(policy, inputs, noise_steps=[1], steps=[[], []], **settings)
-    silent, _ = rollout(policy, inputs, noise_steps=[], steps=[[], []], **settings)
-    assert [image.tobytes() for image in together] == [noisy[0].tobytes(), silent[1].tobytes()]
-    assert noisy[1].tobytes() != silent[1].tobytes()
-
-
-def test_one_sequence_of_noisy_steps_stands_for_all():
-    pipe, inputs = tiny_pipelines.build("sd3")
-    settings = {"seeds": SEEDS, "num_inference_steps": STEPS, "steps": [[1, 2]] * 2}
-    one, each = (rollout(pipe, inputs, noise_steps=steps, **settings)[1] for steps in (range(1, 3), [[1, 2], {1, 2}]))
-    assert torch.equal(one.next_latents, each.next_latents)
-
-
-@pytest.mark.parametrize(
-    ("noise_steps", "steps", "match"),
-    [
-        ([[1], [1], [1]], [[1], [1]], "3 sequences of steps for 2 samples"),
-        ([[1], [2]], [[1], [1]], "Sample 1 trains on step 1, in which it draws no noise"),
-        ([[1], []], [[1], [1]], "Sample 1 trains on step 1"),
-    ],
+from diffusion_grpo.policy.drivers import (
+    Finisher,
+    Predictor,
+    Recorder,
+    StepScored,
+    Teacher,
+    UnsupportedPipeline,
 )
-def test_noisy_steps_that_do_not_fit_are_refused(noise_steps, steps, match):
-    pipe, inputs = tiny_pipelines.build("sd3")
-    with pytest.raises(ValueError, match=match):
-        rollout(pipe, inputs, seeds=SEEDS, num_inference_steps=STEPS, noise_steps=noise_steps, steps=steps)
+
+SEEDS = torch.tensor([3, 4])
+STD = 0.5
 
 
-def branch(policy, inputs, owners, length, **settings):
-    """Roll out samples that branch from as many initial latents as `owners` names, and the same without sharing."""
-    latents = max(owners) + 1
-    once = {key: pick(value, len(owners), range(latents)) for key, value in inputs.items()}
-    initial = torch.arange(100, 100 + latents)
-    rolled = {"seeds": range(len(owners)), "initial_seeds": initial[list(owners)], "num_inference_steps": STEPS}
-    rolled |= {"noise_steps": range(length, STEPS - 1), "steps": [list(range(length, STEPS - 1))] * len(owners)}
-    prefix = run_prefix(policy, once, length, num_inference_steps=STEPS, initial_seeds=initial)
-    shared = rollout(policy, inputs, prefix=prefix[list(owners)], **rolled | settings)
-    return shared, rollout(policy, inputs, **rolled | settings)
+class Steps:
+    """A scheduler that halves its latents, and whose log-density is the negative mean squared distance."""
+
+    def __init__(self, loop_length=4):
+        self.loop_length = loop_length
+
+    def deterministic(self, prediction, timestep, sample):
+        return sample / 2
+
+    def distribution(self, prediction, timestep, sample, noise_level):
+        return sample.float() / 2, torch.tensor(STD)
+
+    def log_prob(self, next_latents, mean, std):
+        return -((next_latents - mean) ** 2).flatten(1).mean(1)
 
 
-@pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize("name", KINDS)
-def test_in_one_geometry_branches_are_the_samples_to_the_last_bit(name, length):
-    """As many initial latents as samples, so that the prefix passes the network in the same batch."""
-    pipe, inputs = tiny_pipelines.build(name)
-    policy = DenoisingPolicy(pipe)
-    (_, shared), (_, apart) = branch(policy, inputs, [0, 1], length)
-    for field in ("latents", "next_latents", "log_probs", "initial_seeds"):
-        assert torch.equal(getattr(shared, field), getattr(apart, field)), field
-    assert ratio_error(policy, inputs, shared) == 0.0
+def run(driver, scheduler, latents):
+    """Pass a loop; return what each step left."""
+    left = []
+    for index in range(scheduler.loop_length):
+        latents = driver.step(scheduler, index, latents, None, latents)
+        left.append(latents)
+    return left
 
 
-@pytest.mark.parametrize("name", ["sd3", "sd15", "svd", "wan", "ltx2"])
-def test_branches_share_a_start_and_replay_exactly(name):
-    policy, inputs = alike(name, 4)
-    (_, shared), (_, apart) = branch(policy, inputs, [0, 0, 1, 1], 2)
-    starts = shared.latents[:, 0].flatten(1)
-    assert torch.equal(starts[0], starts[1]) and torch.equal(starts[2], starts[3])
-    assert not torch.allclose(starts[0], starts[2])
-    assert len(torch.unique(shared.next_latents[:, 0].flatten(1), dim=0)) == 4
-    torch.testing.assert_close(shared.latents, apart.latents, rtol=1e-4, atol=1e-4)
-    assert ratio_error(policy, inputs, shared) == 0.0
+def record(scheduler=None, latents=None, **settings):
+    given = {"noise_steps": None, "trained_steps": None, "noise_level": 0.7, "device": "cpu"} | settings
+    recorder = Recorder(SEEDS, SEEDS + 10, **given)
+    left = run(recorder, scheduler or Steps(), torch.ones(2, 3) if latents is None else latents)
+    return recorder, left
 
 
-def test_finished_samples_are_as_without_sharing():
-    policy, inputs = alike("sd3", 4)
-    (shared, _), (apart, _) = branch(policy, inputs, [0, 0, 1, 1], 2)
-    pairs = [[torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).int() for image in pair]
-             for pair in zip(shared, apart, strict=True)]  # fmt: skip
-    assert max((one - other).abs().max() for one, other in pairs) <= 1
-    assert shared[0].tobytes() != shared[1].tobytes()
+def trajectory_of(recorder):
+    settings = {"seeds": SEEDS, "initial_seeds": SEEDS + 10, "num_inference_steps": 4, "noise_level": 0.7}
+    return recorder.trajectory(**settings)
 
 
-def test_branches_give_their_latents():
-    """To rewards that take these, from a call that ends as the rollout did."""
-    policy, inputs = alike("sd3", 4)
-    found = []
-    for prefixed in range(2):
-        branch(policy, inputs, [0, 0, 1, 1], 2, latents=(kept := []))
-        found.append(torch.stack(kept[4 * prefixed : 4 * prefixed + 4]))  # those of the shared call come first
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    assert len(kept) == 8 and not torch.allclose(found[0][0], found[0][1])
+def test_a_recorder_draws_each_samples_noise_from_its_own_seed():
+    recorder, left = record()
+    noise = [torch.randn(3, generator=torch.Generator().manual_seed(int(seed))) for seed in SEEDS]
+    torch.testing.assert_close(left[0], 0.5 + STD * torch.stack(noise))
+    assert torch.equal(left[3], left[2] / 2)  # the last step has no noise
+    trajectory = trajectory_of(recorder)
+    assert trajectory.steps.tolist() == [[0, 1, 2]] * 2
+    assert torch.equal(trajectory.latents[:, 1], left[0]) and torch.equal(trajectory.next_latents[:, 1], left[1])
+    expected = -((left[1] - left[0] / 2) ** 2).mean(1)
+    torch.testing.assert_close(trajectory.log_probs[:, 1], expected)
 
 
-@pytest.mark.parametrize("name", ["sd3", "wan", "ltx2"])
-def test_shared_steps_pass_the_network_once_for_all_branches(name):
-    """T_prefix for each initial latent and T - T_prefix for each sample, in place of T for each sample."""
-    policy, inputs = alike(name, 6)
-    owners, length = [0, 0, 0, 1, 1, 1], 3
-    branch(policy, inputs, owners, length)  # outputs of the skipped steps have known shapes from here on
-    linear = next(module for module in policy.network.modules() if isinstance(module, torch.nn.Linear))
-    passes = []
-    linear.register_forward_hook(lambda module, args, output: passes.append(len(output)))
-    branch(policy, inputs, owners, length)
-    halves = sum(passes) // (2 * length + 6 * (STEPS - length) + 6 * STEPS)  # of guidance, in one pass or in two
-    assert halves in (1, 2)
-    assert sum(passes) == halves * (2 * length + 6 * (STEPS - length) + 6 * STEPS)
-    assert sorted(set(passes)) == sorted({count * (1 if name == "wan" else halves) for count in (2, 6)})
+def test_noise_and_records_where_they_are_asked_for():
+    recorder, left = record(noise_steps={1, 3}, trained_steps=torch.tensor([[1], [1]]))
+    assert torch.equal(left[0], torch.full((2, 3), 0.5)) and torch.equal(left[2], left[1] / 2)
+    assert torch.equal(left[3], left[2] / 2) and trajectory_of(recorder).steps.tolist() == [[1], [1]]
+    _, left = record(noise_steps={3}, trained_steps=torch.empty(2, 0, dtype=torch.int64), noise_in_last_step=True)
+    assert not torch.equal(left[3], left[2] / 2)
 
 
-def test_a_prefix_of_tokens_and_latents_goes_on_with_its_tokens():
-    """The language model of GLM-Image writes once per initial latent."""
-    policy, inputs = alike("glm_image", 4)
-    (_, shared), (_, apart) = branch(policy, inputs, [0, 0, 1, 1], 2)
-    assert torch.equal(shared.tokens, apart.tokens) and torch.equal(shared.tokens[0], shared.tokens[1])
-    assert ratio_error(policy, inputs, shared) == 0.0
+def test_each_sample_may_train_steps_of_its_own():
+    trajectory = trajectory_of(record(trained_steps=torch.tensor([[0, 2], [1, 2]]))[0])
+    _, left = record()
+    assert torch.equal(trajectory.next_latents[0, 0], left[0][0])
+    assert torch.equal(trajectory.next_latents[1, 0], left[1][1])
+    assert torch.equal(trajectory.next_latents[:, 1], left[2])
 
 
-@pytest.mark.parametrize(
-    ("length", "change", "error", "match"),
-    [
-        (0, {}, ValueError, "at least 1 step"),
-        (4, {}, UnsupportedPipeline, "takes 5 steps, so samples cannot branch at step 4"),
-        (2, {"initial_seeds": [7, 8]}, ValueError, r"initial seeds \[100, 101\], the samples \[7, 8\]"),
-        (2, {"noise_steps": [1, 2, 3]}, ValueError, "branch at step 2 cannot draw noise in step 1"),
-    ],
-)
-def test_what_cannot_branch_is_refused(length, change, error, match):
-    pipe, inputs = tiny_pipelines.build("sd3")
-    with pytest.raises(error, match=match):
-        branch(DenoisingPolicy(pipe), inputs, [0, 1], length, **change)
+def test_a_call_ends_once_all_is_recorded():
+    with pytest.raises(StepScored):
+        record(trained_steps=torch.tensor([[0], [1]]), is_complete=False)
 
 
-def test_tokens_cannot_branch():
-    policy = TokenPolicy(painter.make_painter(), "writer")
-    with pytest.raises(UnsupportedPipeline, match="draws tokens, which have no steps without noise"):
-        run_prefix(policy, painter.INPUTS, 1, num_inference_steps=4, initial_seeds=[1, 2])
+def test_what_cannot_be_recorded_is_refused():
+    with pytest.raises(UnsupportedPipeline, match="takes 4 steps, .*below 3, got .3."):
+        record(trained_steps=torch.tensor([[3], [3]]))
+    recorder, _ = record()
+    with pytest.raises(UnsupportedPipeline, match="runs its denoising loop several times"):
+        run(recorder, Steps(), torch.ones(2, 3))
+    with pytest.raises(UnsupportedPipeline, match="steps 3 latents at once where 2 samples were asked for"):
+        record(latents=torch.ones(3, 3))
+    with pytest.raises(UnsupportedPipeline, match="nothing can be recorded"):
+        trajectory_of(Recorder(SEEDS, SEEDS, None, None, 0.7, "cpu"))
+
+
+def test_both_halves_of_guidance_get_the_same_noise_and_one_is_recorded():
+    recorder, left = record(latents=torch.ones(4, 3))
+    assert torch.equal(left[0][:2], left[0][2:]) and trajectory_of(recorder).latents.shape == (2, 3, 3)
+
+
+def test_a_teacher_hands_back_what_was_recorded_and_scores_the_step():
+    recorder, left = record()
+    trajectory = trajectory_of(recorder)
+    teacher = Teacher(2, trajectory.latents[:, 2], trajectory.next_latents[:, 2], 0.7, SEEDS + 10)
+    handed, scheduler = torch.full((2, 3), 9.0), Steps()
+    for index in range(2):
+        assert not teacher.needs_network
+        handed = teacher.step(scheduler, index, handed, None, handed)
+    assert teacher.needs_network and torch.equal(handed, left[1])
+    with pytest.raises(StepScored):
+        teacher.step(scheduler, 2, handed, None, handed)
+    assert torch.equal(teacher.scored.log_prob, trajectory.log_probs[:, 2])
+    assert torch.equal(teacher.scored.mean, left[1] / 2) and teacher.scored.std == STD
+
+
+def test_a_step_of_two_latents_is_scored_as_one():
+    """As of video and audio, each with its own scheduler; the mean is over all dimensions together."""
+    video, audio = Steps(2), Steps(2)
+    recorder = Recorder(SEEDS, SEEDS, None, None, 0.7, "cpu")
+    first = (
+        recorder.step(video, 0, None, None, torch.ones(2, 6)),
+        recorder.step(audio, 0, None, None, torch.ones(2, 2)),
+    )
+    trajectory = trajectory_of(recorder)
+    assert trajectory.latents.shape == (2, 1, 8)
+    expected = -((torch.cat(first, 1) - 0.5) ** 2).mean(1)
+    torch.testing.assert_close(trajectory.log_probs[:, 0], expected)
+    teacher = Teacher(0, trajectory.latents[:, 0], trajectory.next_latents[:, 0], 0.7, SEEDS)
+    teacher.step(video, 0, None, None, torch.ones(2, 6))
+    with pytest.raises(StepScored):
+        teacher.step(audio, 0, None, None, torch.ones(2, 2))
+    torch.testing.assert_close(teacher.scored.log_prob, expected)
+    with pytest.raises(UnsupportedPipeline, match="move 2 latents at once"):
+        Finisher(recorder)
+
+
+def test_a_finisher_ends_with_the_latents_of_the_rollout():
+    recorder, left = record()
+    finisher = Finisher(recorder)
+    found = run(finisher, Steps(), torch.full((2, 3), 5.0))
+    assert torch.equal(found[0], torch.full((2, 3), 5.0)) and torch.equal(found[-1], left[-1])
+
+
+def test_a_predictor_keeps_the_prediction_at_a_given_latent():
+    latents, scheduler = torch.arange(6.0).view(2, 3), Steps()
+    predictor = Predictor(1, latents, SEEDS)
+    handed = predictor.step(scheduler, 0, torch.zeros(2, 3), None, torch.zeros(2, 3))
+    assert torch.equal(handed, latents)
+    with pytest.raises(StepScored):
+        predictor.step(scheduler, 1, handed + 1, None, handed)
+    assert torch.equal(predictor.found.prediction, latents + 1) and torch.equal(predictor.found.sample, latents)
+    with pytest.raises(ValueError, match="takes 4 steps, so there is no step 4"):
+        Predictor(4, latents, SEEDS).step(scheduler, 0, latents, None, latents)
+    with pytest.raises(ValueError, match="not the pipeline's initial latents"):
+        Predictor(0, latents, SEEDS).step(scheduler, 0, latents, None, latents + 1)

@@ -37,7 +37,7 @@ def bare(monkeypatch, tmp_path):
     """A machine with the core packages alone, an empty cache and no network."""
     for package in OPTIONAL:
         monkeypatch.setitem(sys.modules, package, None)
-    for module, reader in (("text", "_recogniser"), ("text", "_scene_reader"), ("tesseract", "_reader")):
+    for module, reader in (("text", "load_recogniser"), ("text", "load_scene_reader"), ("tesseract", "load_reader")):
         module = sys.modules[f"diffusion_grpo.rewards.ocr.{module}"]
         monkeypatch.setattr(module, reader, getattr(module, reader).__wrapped__)  # without what it remembers
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -191,7 +191,7 @@ def test_calls_of_one_reward_share_its_requests(monkeypatch) -> None:
         under_way.remove(server.url)
         return [1.0] * count
 
-    monkeypatch.setattr(RemoteReward, "_ask", ask)
+    monkeypatch.setattr(RemoteReward, "score_batch", ask)
     reward = RemoteReward(["http://a", "http://b"], "x", batch_size=1, concurrency=2)
     assert rollout([reward], True)[0].sum() == 12 and max(most) == 2
     assert rollout([reward], False)[0].sum() == 12 and max(most) == 2

@@ -4,85 +4,21 @@ import json
 import re
 import signal
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 import rank_runs
 import ranks_server
 import torch
-from PIL import Image
+from plain_images import are_alike, random_image
 from safetensors.torch import load_file
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed.context_parallel import ContextGroups
-from diffusion_grpo.media.files import VideoWithSound
-from diffusion_grpo.media.serialize import pack_columns, pack_samples, unpack_columns, unpack_samples
 from diffusion_grpo.rewards import RewardError, score
 from diffusion_grpo.rewards.calls import Scoring
 from diffusion_grpo.rewards.loading import load_rewards
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
 from diffusion_grpo.rewards.reward_processes import Assignment, SubsetScoring, is_scorer, scoring_process
-
-CPU = torch.device("cpu")
-
-
-def noise(mode, size=(5, 3)):
-    pixels = np.random.default_rng(0).integers(0, 256, (*size[::-1], len(mode)), dtype=np.uint8)
-    return Image.fromarray(pixels if len(mode) > 1 else pixels[..., 0])
-
-
-def same(one, other):
-    if isinstance(one, Image.Image):
-        return one.mode == other.mode and one.size == other.size and one.tobytes() == other.tobytes()
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and all(map(same, one, other)) and len(one) == len(other)
-    return type(one) is type(other) and one.dtype == other.dtype and (one == other).all()
-
-
-@pytest.mark.parametrize(
-    "sample",
-    [
-        noise("RGB"),
-        noise("RGBA"),
-        noise("L"),
-        [noise("RGB"), noise("RGB", (2, 7))],
-        (np.ones((2, 3, 3), np.uint8), np.zeros((2, 3, 3), np.uint8)),
-        np.linspace(0, 1, 24, dtype=np.float32).reshape(2, 3, 4).transpose(1, 0, 2),
-        torch.linspace(0, 1, 12).view(3, 4).T.bfloat16(),
-        torch.tensor([1, 2]),
-    ],
-    ids=["RGB", "RGBA", "grey", "video", "arrays", "sound", "bfloat16", "integers"],
-)
-def test_a_parcel_holds_what_was_put_in(sample):
-    samples, latents = unpack_samples(pack_samples([sample, sample], [torch.randn(2, 2), torch.zeros(3)]), CPU)
-    assert same([sample, sample], samples) and latents[0].shape == (2, 2) and same([torch.zeros(3)], latents[1:])
-    assert unpack_samples(pack_samples(None, [torch.ones(1)]), CPU)[0] is None
-
-
-def test_a_video_keeps_its_sound_and_what_cannot_travel_is_refused():
-    video = VideoWithSound([noise("RGB")] * 2, np.arange(6, dtype=np.float32).reshape(2, 3), 16000)
-    ((found,), _) = unpack_samples(pack_samples([video], None), CPU)
-    assert same(video, found) and same(video.sound, found.sound) and found.sampling_rate == 16000
-    with pytest.raises(TypeError, match="holds a set, .*leave out reward_processes"):
-        pack_samples([{1}], None)
-
-
-def test_a_row_arrives_as_it_was_decoded():
-    palette = noise("RGB").quantize(4)
-    row = {"prompt": "a", "image": noise("L"), "mask": palette, "height": 16, "scale": 0.1, "none": None, "is": True}
-    row |= {"pose": {"angles": [1, 2.5], "name": "é"}, "video": [noise("RGB")] * 2}
-    ((found,), _) = unpack_samples(pack_samples([row], None), CPU)
-    assert found.keys() == row.keys()
-    for name in ("image", "video"):
-        assert same(row.pop(name), found.pop(name))
-    own, theirs = row.pop("mask"), found.pop("mask")
-    assert same(own, theirs) and own.getpalette() == theirs.getpalette() and found == row
-
-
-def test_columns_come_back_as_they_were():
-    columns = {"text": ["a", None], "number": [0.1, float("inf")], "count": [2**60, 3], "list": [[1], []]}
-    assert unpack_columns(pack_columns(columns, [7, 3])) == (columns, [7, 3])
-    assert unpack_columns(pack_columns({}, [7, 3])) == ({}, [])
 
 
 def test_the_first_of_equal_blocks_score():
@@ -146,7 +82,7 @@ def test_calls_come_in_one_order_whoever_is_ahead(is_early):
     def others():
         for process in (1, 2):
             first, second = assignment.sources[process][:2], assignment.sources[process][2:]
-            wire.packets[process] = [(own, [noise("L")] * 2, None) for own in (first, second)]
+            wire.packets[process] = [(own, [random_image("L")] * 2, None) for own in (first, second)]
 
     inner = RolloutScoring(
         load_rewards(noted), [p // 2 for p in assignment.taken], begin, Overlap(False, lambda: False)
@@ -154,15 +90,15 @@ def test_calls_come_in_one_order_whoever_is_ahead(is_early):
     with SubsetScoring(assignment, wire, inner, [0, 0, 1, 1]) as scoring:
         if is_early:
             others()
-        scoring.add([0, 1, 2], [noise("L")] * 3, None)
+        scoring.add([0, 1, 2], [random_image("L")] * 3, None)
         assert len(scoring.scoring.parts) == (3 if is_early else 1)
-        scoring.add([3], [noise("L")], None)
+        scoring.add([3], [random_image("L")], None)
         others() if not is_early else None
         scoring.wait()
         values = scoring.result(None, print, print)
     assert calls == [[0, 1], [4, 5], [8, 9], [2, 3], [6, 7], [10, 11]]
     assert values.flatten().tolist() == assignment.taken and scoring.count == 12
-    assert same(scoring.samples, [noise("L")] * 4)
+    assert are_alike(scoring.samples, [random_image("L")] * 4)
 
 
 def test_more_scoring_processes_than_processes_are_refused(monkeypatch):
@@ -185,7 +121,7 @@ def test_a_reward_without_memory_says_what_to_set():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 15.00 GiB")
 
     with pytest.raises(RewardError, match="'hungry' ran out of memory .*15.00 GiB.*overlap_rewards: false.*offload"):
-        score([hungry], images=[noise("RGB")], prompts=["a"])
+        score([hungry], images=[random_image("RGB")], prompts=["a"])
 
 
 # Two processes

@@ -1,7 +1,6 @@
 """What a reward writes to what it was handed reaches no other reward, no saved file and no dataset row."""
 
 import asyncio
-import threading
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from PIL import Image, ImageDraw
 from tiny_runs import trainer_for
 
 from diffusion_grpo.media.files import VideoWithSound
-from diffusion_grpo.media.samples import copy_value
 from diffusion_grpo.rewards import groupwise, score, takes_latents, takes_tensors
 from diffusion_grpo.rollout.diversity import embed_samples
 
@@ -121,20 +119,6 @@ def test_frames_tensors_and_latents_are_a_reward_s_own() -> None:
     table = score([draw, shades, write, write, overwrite, overwrite], **given)
     assert table[:, 1].tolist() == [51, 102] and found == pytest.approx([0.3, 0.3, 1, 1])
     assert all((latent == 1).all() for latent in latents)
-
-
-def test_copies_are_alike() -> None:
-    image = picture(7)
-    image.format, image.filename, image.info["dpi"] = "PNG", "a.png", (72, 72)
-    copied = copy_value(image)
-    assert (copied.format, copied.filename, copied.info) == ("PNG", "a.png", {"dpi": (72, 72)})
-    video = copy_value(VideoWithSound([picture(1)], sound(), 24))
-    assert type(video) is VideoWithSound and video.sampling_rate == 24 and (video.sound == sound()).all()
-    assert copy_value(("a", [1])) == ("a", [1]) and copy_value({1, 2}) == {1, 2}
-    lock = threading.Lock()
-    assert copy_value([lock])[0] is lock  # which cannot be copied
-    palette = picture(7).convert("P")
-    assert copy_value(palette).convert("RGB").tobytes() == palette.convert("RGB").tobytes()
 
 
 def test_what_embeds_for_the_diversity_gets_copies() -> None:

@@ -8,13 +8,11 @@ import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig, get_peft_model
-from tiny_runs import LORA, brightness, trained_weights, trainer_for
+from tiny_runs import LORA, trained_weights, trainer_for
 
-from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.rollout.reference import disable_adapters
 from diffusion_grpo.run import adapters
 from diffusion_grpo.run import weights as hub
-from diffusion_grpo.training.model import check_args, check_model
 from tests.run.test_weights import picture
 
 STRONG = {"learning_rate": 0.02}
@@ -252,31 +250,6 @@ def test_targets_that_do_not_exist_are_answered_with_those_that_do(tmp_path, tar
 
 
 # What is no pipeline, and no settings
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (None, "model is None; pass a Hub id, a folder"),
-        (torch.nn.Linear(1, 1), "model is a Linear, one network alone; pass the pipeline"),
-        (3, "model is a int; pass"),
-    ],
-    ids=["None", "module", "number"],
-)
-def test_a_model_that_is_no_pipeline(model, message):
-    with pytest.raises(TypeError, match=message):
-        DiffusionGRPOTrainer(model, brightness)
-
-
-def test_settings_of_another_trainer(tmp_path):
-    from transformers import TrainingArguments
-    from trl import GRPOConfig
-
-    for other in (TrainingArguments(str(tmp_path), use_cpu=True), GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)):
-        with pytest.raises(TypeError, match=f"a (transformers|trl) {type(other).__name__}, which lacks.*GRPOConfig"):
-            DiffusionGRPOTrainer("tiny", brightness, args=other)
-    check_args(DiffusionGRPOConfig(str(tmp_path), use_cpu=True))
-    check_model("tiny")
 
 
 def test_both_parts_of_glm_image_at_once(tmp_path):

@@ -101,12 +101,6 @@ def test_without_any_whole_checkpoint_nothing_is_started(run):
         trainer_for(run, **SETTINGS).train(resume_from_checkpoint=True)
 
 
-def test_checkpoints_are_ordered_by_their_number(tmp_path):
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-x", "tmp-checkpoint-11"):
-        (tmp_path / name).mkdir()
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-9"]
-
-
 @pytest.mark.parametrize("name", [OPTIMIZER_NAME, SCHEDULER_NAME])
 def test_state_that_is_not_there_is_refused_unless_asked_for(run, whole, caplog, name):
     """Of a checkpoint that was written so, by `save_only_model` or an earlier version."""

@@ -3,17 +3,14 @@
 import base64
 import io
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 from PIL import Image
-from tiny_runs import brightness, first_frame_brightness, trained_weights, trainer_for
-from transformers.integrations import TrackioCallback, WandbCallback
+from tiny_runs import brightness, first_frame_brightness, trainer_for
 
-from diffusion_grpo.media.files import read_sound, read_video, write_sound, write_video
-from diffusion_grpo.training.callbacks import log_files, log_image
+from diffusion_grpo.media.files import read_sound, read_video
 
 VIDEO = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
@@ -128,31 +125,6 @@ def test_rollouts_of_videos_are_written_as_mp4(tmp_path):
     assert len(read_video(tmp_path / "samples" / rows[-1]["file"])) == 5
 
 
-def test_validation_prompts_are_sampled_and_never_scored(tmp_path):
-    scored = []
-
-    def counted(prompts, videos, **columns):
-        scored.extend(prompts)
-        return first_frame_brightness(videos)
-
-    settings = VIDEO | {"rewards": counted, "max_steps": 3, "validation_steps": 2, "num_inference_steps": 3}
-    prompts = ["a held-out street", "another one"]
-    trainer = trainer_for(tmp_path / "seen", **settings, validation_prompts=prompts, report_to="tensorboard")
-    trainer.train()
-    assert not set(prompts) & set(scored)
-    folder = tmp_path / "seen" / "validation"
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000002"]
-    files = sorted(path.name for path in (folder / "step-000002").iterdir())
-    assert files == ["0000.mp4", "0000.png", "0001.mp4", "0001.png"]
-    steps = [np.asarray(Image.open(folder / f"step-{step:06d}" / "0000.png")) for step in (0, 2)]
-    assert not np.array_equal(*steps)  # the policy has moved
-    assert (tmp_path / "seen" / "validation.png").is_file()
-    assert {"validation", "validation/frames"} <= set(logged(tmp_path / "seen", "images"))
-    unseen = trainer_for(tmp_path / "unseen", **settings)
-    unseen.train()  # looking changes nothing
-    assert all((value == trained_weights(unseen)[name]).all() for name, value in trained_weights(trainer).items())
-
-
 def logged(run, kind):
     """The names under which tensorboard has pictures or sounds of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -160,36 +132,3 @@ def logged(run, kind):
     [folder] = (run / "runs").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     return events.Tags()[kind]
-
-
-class Tracker:
-    """A stand-in for the modules `wandb` and `trackio`: both take the path of a file in these classes."""
-
-    def __init__(self):
-        self.logged = []
-
-    def log(self, values):
-        self.logged.append(values)
-
-    class Video(str): ...
-
-    class Audio(str): ...
-
-    class Image(SimpleNamespace):
-        def __init__(self, picture):
-            super().__init__(picture=picture)
-
-
-@pytest.mark.parametrize(("callback", "attribute"), [(WandbCallback, "_wandb"), (TrackioCallback, "_trackio")])
-def test_trackers_get_videos_and_sounds_under_names_of_their_own(tmp_path, callback, attribute):
-    video = write_video([Image.new("RGB", (16, 16))] * 3, tmp_path / "0000.mp4", 8)
-    sound = write_sound(np.zeros(100), tmp_path / "0001.wav", 8000)
-    one = callback.__new__(callback)
-    setattr(one, attribute, tracker := Tracker())
-    log_files([one], "samples", [video, sound], 7)
-    log_files([one], "samples", [], 8)
-    [values] = tracker.logged
-    assert values == {"samples/0000": str(video), "samples/0001": str(sound), "train/global_step": 7}
-    assert isinstance(values["samples/0000"], Tracker.Video) and isinstance(values["samples/0001"], Tracker.Audio)
-    log_image([one], "samples", Image.new("RGB", (2, 2)), 7)
-    assert tracker.logged[-1]["samples"].picture.size == (2, 2)

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from run_folders import make_run
 from tiny_runs import logged, trainer_for
 
 from diffusion_grpo.run.folder import read_run
 from diffusion_grpo.run.report import list_findings
 from diffusion_grpo.run.watch import WINDOW, find_collapse, summarise_rollouts
 from diffusion_grpo.training.callbacks import CollapseCallback
-from tests.run.test_report import make_run
 
 
 def run_log(rewards, diversities) -> list[dict[str, float]]:

@@ -57,11 +57,11 @@ def processor() -> GlmImageProcessor:
         patch_size=16, merge_size=1, temporal_patch_size=1, size={"shortest_edge": 32 * 32, "longest_edge": SIZE**2}
     )
     whole = GlmImageProcessor(image_processor=pictures, tokenizer=tokenizer(), chat_template=CHAT)
-    whole._get_target_shape = _target_shape
+    whole._get_target_shape = choose_target_shape
     return whole
 
 
-def _target_shape(height: int, width: int) -> tuple[int, int, int, int]:
+def choose_target_shape(height: int, width: int) -> tuple[int, int, int, int]:
     """The grids of the picture and of its preview: half a row, where the real preview always has 256 tokens."""
     return height // 32, width // 32, 1, max(1, width // 64)
 

@@ -7,11 +7,11 @@ import statistics
 import pyarrow.parquet
 import pytest
 from datasets import Dataset
+from fresh import load_again
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.policy.rollout import rollout
-from diffusion_grpo.rewards.calls import _warn_unscored
 from diffusion_grpo.run.folder import read_run
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
@@ -32,11 +32,12 @@ def test_what_no_reward_scores_counts_nowhere(tmp_path):
     assert rewards[0] != rewards[0] and rewards[1] == 1.0  # NaN, not 0
 
 
-def test_where_nothing_is_scored_nothing_moves_and_it_is_said_once(tmp_path, capsys):
+def test_where_nothing_is_scored_nothing_moves_and_it_warns_once(tmp_path, capsys, monkeypatch):
     def silent(images, **columns):
         return [None] * len(images)
 
-    _warn_unscored.cache_clear()
+    again = load_again("diffusion_grpo.rewards.calls")  # warns once per process
+    monkeypatch.setattr("diffusion_grpo.rollout.scoring.Scoring", again.Scoring)
     trainer = trainer_for(tmp_path, rewards=silent, **EVALUATED)
     with pytest.warns(UserWarning, match="None from every reward") as warnings:
         trainer.train()
@@ -171,11 +172,3 @@ def test_evaluations_draw_no_noise_in_their_steps(tmp_path, monkeypatch):
     monkeypatch.setattr("diffusion_grpo.training.evaluation.rollout", watched)
     shade_and_constant(tmp_path / "watched")
     assert levels and set(levels) == {0.0}
-
-
-def test_predict_says_what_to_call_instead(tmp_path):
-    trainer = trainer_for(tmp_path)
-    dataset = Dataset.from_dict({"prompt": ["a sign"]})
-    with pytest.raises(NotImplementedError, match="call evaluate.*prefix='test'. to sample and score"):
-        trainer.predict(dataset)
-    assert "test_reward" in trainer.evaluate(dataset, metric_key_prefix="test")

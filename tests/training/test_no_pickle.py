@@ -1,38 +1,19 @@
 """Nothing that a resume reads from a folder runs code: each file is replaced by one that would, when unpickled."""
 
-import os
 import pickle
 import shutil
 import types
 
 import pytest
 import torch
-import transformers
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
+from poison import write_poison
 from tiny_runs import trainer_for
-from torch import nn
 
-from diffusion_grpo.distributed.deepspeed_checkpoints import restore_engine
-from diffusion_grpo.distributed.sharded_checkpoints import has_shards, restore_optimizer, save_shards
+from diffusion_grpo.distributed.sharded_checkpoints import has_shards
 from diffusion_grpo.rewards.models.base import read_weights
 from diffusion_grpo.run.manifest import ResumeError, write_manifest
-from diffusion_grpo.run.resume_point import refuse_unreadable
 from diffusion_grpo.run.weights import PolicyFiles, load_weights
 from tests.run.test_manifest import SETTINGS
-
-
-class Poison:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, mark):
-        self.mark = str(mark)
-
-    def __reduce__(self):
-        return os.mkdir, (self.mark,)
-
 
 VALUED = SETTINGS | {"ema_decay": 0.9, "advantage_estimator": "gae", "max_steps": 2}
 READ = [
@@ -61,14 +42,6 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def copy(checkpoint, tmp_path):
     return shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
-
-
-def write_poison(path, mark):
-    """As `torch.save` writes it, or as a plain pickle."""
-    if path.suffix in (".pt", ".pth", ".bin"):
-        torch.save({"state": Poison(mark)}, path)
-    else:
-        path.write_bytes(pickle.dumps(Poison(mark)))
 
 
 def test_the_poison_works(tmp_path):
@@ -132,63 +105,6 @@ def test_weights_of_a_reward_run_no_code(tmp_path, suffix):
     assert not (tmp_path / "ran").exists()
 
 
-# Sharded state
-
-
-def trained(optimizer_class, seed=0, steps=3, **settings):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = optimizer_class(model.parameters(), **settings)
-    for _ in range(steps):
-        model(torch.randn(5, 3)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-@pytest.mark.parametrize(
-    ("optimizer_class", "settings"),
-    [
-        (torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 0.9)}),
-        (torch.optim.SGD, {"lr": 0.1}),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (transformers.Adafactor, {"lr": 0.1, "relative_step": False}),  # its `step` is a number
-    ],
-)
-def test_sharded_state_comes_back_bit_for_bit(tmp_path, optimizer_class, settings):
-    model, optimizer = trained(optimizer_class, **settings)
-    save_shards(tmp_path, model, optimizer, is_first=True)
-    other, fresh = trained(optimizer_class, seed=1, steps=0, **settings | {"lr": 0.7})
-    assert restore_optimizer(tmp_path, other, fresh)
-    expected, found = optimizer.state_dict(), fresh.state_dict()
-    assert found["param_groups"] == expected["param_groups"]
-    assert found["state"].keys() == expected["state"].keys()
-    for place, values in expected["state"].items():
-        for name, value in values.items():
-            assert torch.equal(torch.as_tensor(found["state"][place][name]), torch.as_tensor(value)), name
-
-
-def test_sharded_state_is_safetensors_and_json_and_no_index_is_unpickled(tmp_path):
-    model, optimizer = trained(torch.optim.AdamW)
-    save_shards(tmp_path, model, optimizer, is_first=True)
-    assert {path.suffix for path in (tmp_path / "optimizer").iterdir()} == {".safetensors", ".json"}
-    for folder in (tmp_path / "optimizer", tmp_path / "dcp"):
-        folder.mkdir(exist_ok=True)
-        write_poison(folder / ".metadata", tmp_path / "ran")
-    assert restore_optimizer(tmp_path, model, optimizer) and not (tmp_path / "ran").exists()
-
-
-def test_state_of_other_parameters_is_refused(tmp_path):
-    model, optimizer = trained(torch.optim.AdamW)
-    save_shards(tmp_path, model, optimizer, is_first=True)
-    larger = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="no optimizer state for 2.weight"):
-        restore_optimizer(tmp_path, larger, torch.optim.AdamW(larger.parameters()))
-    wider = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    with pytest.raises(ValueError, match=r"0.weight.exp_avg has the shape \(4, 3\), and this run's \(5, 3\)"):
-        restore_optimizer(tmp_path, wider, torch.optim.AdamW(wider.parameters()))
-
-
 def test_pickled_shards_of_an_earlier_version_are_refused(copy, tmp_path):
     (copy / "optimizer.pt").unlink()
     (copy / "dcp").mkdir()
@@ -198,51 +114,3 @@ def test_pickled_shards_of_an_earlier_version_are_refused(copy, tmp_path):
     with pytest.raises(ResumeError, match="no optimizer state but one whose index would have to be unpickled"):
         trainer_for(tmp_path / "again", **VALUED).train(resume_from_checkpoint=str(copy))
     assert not (tmp_path / "ran").exists()
-
-
-# DeepSpeed
-
-
-def engine(folder):
-    """What `restore_engine` uses of one: it reads its files as DeepSpeed's does."""
-    own = TorchCheckpointEngine()
-    found = types.SimpleNamespace(checkpoint_engine=own, read=None)
-
-    def load_checkpoint(place, load_module_strict):
-        found.read = found.checkpoint_engine.load(f"{place}/state.pt", map_location="cpu")
-
-    found.load_checkpoint = load_checkpoint
-    return found, own
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_deepspeed_files_run_no_code(tmp_path, zipped):
-    torch.save({"module": Poison(tmp_path / "ran")}, tmp_path / "state.pt", _use_new_zipfile_serialization=zipped)
-    deepspeed, own = engine(tmp_path)
-    with pytest.raises(ResumeError, match="more than tensors"), refuse_unreadable(tmp_path):
-        restore_engine(deepspeed, tmp_path)
-    assert not (tmp_path / "ran").exists() and deepspeed.checkpoint_engine is own
-
-
-def test_what_deepspeed_itself_keeps_beside_tensors_is_read(tmp_path):
-    kept = {
-        "loss_scaler": LossScaler(scale=2.0),
-        "dynamic": DynamicLossScaler(
-            init_scale=8.0,
-            scale_window=10,
-            min_scale=1,
-            delayed_shift=1,
-            consecutive_hysteresis=False,
-            raise_error_at_min_scale=True,
-        ),
-        "stage": ZeroStageEnum.weights,
-        "slices": [{"a": fragment_address(numel=3, start=1)}],
-        "shapes": {"a": torch.Size([2, 3])},
-        "exp_avg": torch.arange(3.0),
-    }
-    torch.save(kept, tmp_path / "state.pt")
-    deepspeed, _ = engine(tmp_path)
-    restore_engine(deepspeed, tmp_path)
-    assert deepspeed.read["loss_scaler"].cur_scale == 2.0 and deepspeed.read["dynamic"].cur_scale == 8.0
-    assert deepspeed.read["stage"] == 3 and deepspeed.read["slices"][0]["a"].numel == 3
-    assert deepspeed.read["shapes"] == kept["shapes"] and torch.equal(deepspeed.read["exp_avg"], kept["exp_avg"])

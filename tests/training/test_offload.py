@@ -77,13 +77,13 @@ def test_training_is_the_same_to_the_last_bit(tmp_path, monkeypatch, name):
     plain = trainer_for(tmp_path / "plain", **settings)
     plain.train()
 
-    calls, present, real = [], [], offload._OnDemand.pre_forward
+    calls, present, real = [], [], offload.OnDemandHook.pre_forward
 
     def came(hook, *args, **kwargs):
         calls.append(hook)
         return real(hook, *args, **kwargs)
 
-    monkeypatch.setattr(offload._OnDemand, "pre_forward", came)
+    monkeypatch.setattr(offload.OnDemandHook, "pre_forward", came)
     step = GRPO.loss
 
     def watched(algorithm, *args):

@@ -10,7 +10,15 @@ from PIL import Image
 
 from ..models.base import ModelReward
 from .detectors import ClipColors, TransformersDetector
-from .scoring import Detection, Verdict, dense_score, group_by_class, judge, name_pixel_colors, read_requirements
+from .scoring import (
+    Detection,
+    Verdict,
+    check_objects,
+    dense_score,
+    group_by_class,
+    name_pixel_colors,
+    read_requirements,
+)
 
 COUNTING = "counting"  # the task that requires a higher score of detections
 
@@ -98,7 +106,7 @@ class GenEval:
         labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
         scores: list[float | None] = [None] * len(images)
         try:
-            self._judge(images, rows, labels, scores)
+            self._score_images(images, rows, labels, scores)
         finally:
             self._rest()
         return scores
@@ -109,7 +117,7 @@ class GenEval:
             if isinstance(model, ModelReward):
                 model.check_needs()
 
-    def _judge(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
+    def _score_images(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
         # ask a zero-shot detector only for the classes of the image's own prompt, whatever else is in the batch
         for asked in sorted(set(labels) - {()}):
             places = [row for row, own in enumerate(labels) if own == asked]
@@ -133,7 +141,7 @@ class GenEval:
     def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
         """Check one image's detections against its requirements."""
         objects = self._objects(detections, wanted)
-        return judge(
+        return check_objects(
             objects, wanted["include"], wanted["exclude"], lambda *what: self._name(image, *what), self.margin
         )
 

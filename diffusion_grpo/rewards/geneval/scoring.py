@@ -131,7 +131,7 @@ def find_relations(a: Detection, b: Detection, margin: float = 0.1) -> set[str]:
     return {side for side, holds in sides.items() if holds}
 
 
-def judge(
+def check_objects(
     objects: dict[str, list[Detection]],
     include: list[dict[str, Any]],
     exclude: list[dict[str, Any]],
@@ -195,7 +195,7 @@ def dense_score(
     `exclude` is ignored. After `evaluate_reward` of https://github.com/yifan123/reward-server.
 
     Args:
-        objects, include, name_colors, margin: as in `judge`, but all objects of a class count.
+        objects, include, name_colors, margin: as in `check_objects`, but all objects of a class count.
     """
     parts: list[float] = []
     matched: list[list[Detection] | None] = []

@@ -90,7 +90,7 @@ class VideoAlign(ModelReward):
         """Return VQ, MQ and TA of each video; reuse recent scores of the same frames and prompt."""
         with self._one_at_a_time:
             settings = self._settings()
-            chosen = [[video[place] for place in _positions(len(video), fps, settings)] for video in videos]
+            chosen = [[video[place] for place in choose_frames(len(video), fps, settings)] for video in videos]
             keys = [_key(video, prompt) for video, prompt in zip(chosen, check_prompts(prompts), strict=True)]
             new = {key: row for row, key in enumerate(keys) if key not in self._known}
             rows = list(new.values())
@@ -189,7 +189,7 @@ def _checked(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     return {**settings, "inference_config": settings.get("inference_config") or neutral}
 
 
-def _positions(length: int, fps: float, settings: dict[str, Any]) -> list[int]:
+def choose_frames(length: int, fps: float, settings: dict[str, Any]) -> list[int]:
     """Choose the frames to read: an even number, evenly spaced, as many as the checkpoint's rate asks for.
 
     Raises:

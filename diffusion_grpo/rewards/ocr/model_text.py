@@ -59,14 +59,14 @@ class ModelText(ModelReward):
             max_new_tokens=self.max_new_tokens,
             do_sample=False,
             num_beams=1,
-            eos_token_id=self._ends(network),
+            eos_token_id=self.find_ends(network),
         )
         if not network.config.is_encoder_decoder:  # the output starts with the input tokens
             tokens = tokens[:, inputs["input_ids"].shape[1] :]
         readings = self.processor.batch_decode(tokens, skip_special_tokens=True)
         return [" ".join(reading.split()) for reading in readings]
 
-    def _ends(self, network: nn.Module) -> int | list[int] | None:
+    def find_ends(self, network: nn.Module) -> int | list[int] | None:
         """Return the ids of the tokens that end a reading; GOT-OCR's own configuration lacks its end of turn."""
         ends = network.generation_config.eos_token_id
         turn = self.processor.tokenizer.get_vocab().get(TURN_END)

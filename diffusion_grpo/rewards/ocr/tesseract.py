@@ -24,7 +24,7 @@ ENLARGE = 3
 
 
 def _check_reader(**options) -> None:
-    _reader()
+    load_reader()
 
 
 @needs(_check_reader)
@@ -48,7 +48,7 @@ def tesseract(
 
 def read(images: list[Image.Image]) -> list[str]:
     """Read each image with Tesseract: in grey, enlarged three times, as a single line (page mode 7)."""
-    api = _reader()
+    api = load_reader()
     readings = []
     for image in images:
         size = (ENLARGE * image.width, ENLARGE * image.height)
@@ -58,7 +58,8 @@ def read(images: list[Image.Image]) -> list[str]:
 
 
 @cache
-def _reader() -> PyTessBaseAPI:
+def load_reader() -> PyTessBaseAPI:
+    """Load Tesseract with its English model, once per process."""
     try:
         import tesserocr
     except ImportError as error:

@@ -41,9 +41,9 @@ def _check_reader(
     if engine == "paddleocr":
         _check_paddle(engine_kwargs or {})
     elif scene:
-        _scene_reader()
+        load_scene_reader()
     else:
-        _recogniser()
+        load_recogniser()
 
 
 @needs(_check_reader)
@@ -148,7 +148,7 @@ def edit_distance(reading: str, wanted: str) -> int:
 
 def read(images: list[Image.Image]) -> list[str]:
     """Read each image with the recognition network (greedy CTC), in batches of images of one size."""
-    session, characters = _recogniser()
+    session, characters = load_recogniser()
     widths = [max(8, round(HEIGHT * image.width / image.height)) for image in images]
     readings = [""] * len(images)
     for width in sorted(set(widths)):
@@ -164,7 +164,7 @@ def read(images: list[Image.Image]) -> list[str]:
 
 def read_scenes(images: list[Image.Image]) -> list[str]:
     """Detect and read the lines in each image with rapidocr; join them with spaces, from top to bottom."""
-    engine = _scene_reader()
+    engine = load_scene_reader()
     readings = []
     for image in images:
         found = engine(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR, as in OpenCV
@@ -178,7 +178,7 @@ def read_with_paddle(images: list[Image.Image], options: dict[str, Any] | None =
     Args:
         options: further arguments of `paddleocr.PaddleOCR`.
     """
-    engine = _paddle_reader(json.dumps(options or {}, sort_keys=True))
+    engine = load_paddle(json.dumps(options or {}, sort_keys=True))
     readings = []
     for image in images:
         (found,) = engine.predict(np.asarray(image.convert("RGB"))[:, :, ::-1])  # BGR
@@ -224,7 +224,7 @@ def _paddle_models(options: dict[str, Any]) -> dict[str, str]:
 
 
 @cache
-def _paddle_reader(options: str) -> Any:
+def load_paddle(options: str) -> Any:
     """Build PaddleOCR with these arguments (JSON); turning and unwarping pages is off unless they enable it."""
     given = json.loads(options)
     _check_paddle(given)
@@ -236,8 +236,9 @@ def _paddle_reader(options: str) -> Any:
 
 
 @cache
-def _scene_reader() -> Callable:
-    _recogniser()  # reports missing packages
+def load_scene_reader() -> Callable:
+    """Load rapidocr, which detects lines and reads them, once per process."""
+    load_recogniser()  # reports missing packages
     import rapidocr
 
     return rapidocr.RapidOCR(params={"Global.log_level": "error"})
@@ -256,7 +257,7 @@ def _greedy_ctc(classes: np.ndarray, characters: list[str]) -> str:
 
 
 @cache
-def _recogniser() -> tuple[InferenceSession, list[str]]:
+def load_recogniser() -> tuple[InferenceSession, list[str]]:
     """Load the recognition network of the installed rapidocr and its characters, once per process."""
     try:
         import onnxruntime

@@ -100,10 +100,10 @@ def read_object(answer: Answer) -> dict[str, Any]:
 def read_error(answer: Answer) -> str:
     """Return the reason that a server gives for a refusal or failure."""
     try:
-        said = read_object(answer)["error"]
+        reason = read_object(answer)["error"]
     except (FailedRequest, KeyError):
         return answer.text[:200]
-    return str(said.get("message", said) if isinstance(said, dict) else said)[:500]
+    return str(reason.get("message", reason) if isinstance(reason, dict) else reason)[:500]
 
 
 def seconds_to_wait(text: str | None, default: float) -> float:

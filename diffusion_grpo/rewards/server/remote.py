@@ -193,7 +193,7 @@ class RemoteReward:
             rows = pending.pop()
             try:
                 async with self._slots(server.url):
-                    answer = await self._ask(client, server, await asyncio.to_thread(body, rows), len(rows))
+                    answer = await self.score_batch(client, server, await asyncio.to_thread(body, rows), len(rows))
             except _Broken as error:
                 pending.append(rows)
                 self._take_out(server, str(error))
@@ -206,7 +206,9 @@ class RemoteReward:
             server.is_alive, server.reason = False, reason
             warnings.warn(f"The reward server {server.url} is taken out: {reason}.", stacklevel=2)
 
-    async def _ask(self, client: httpx2.AsyncClient, server: _Server, body: bytes, count: int) -> list[float | None]:
+    async def score_batch(
+        self, client: httpx2.AsyncClient, server: _Server, body: bytes, count: int
+    ) -> list[float | None]:
         """Score one batch, with retries; raise `_Broken` to give up the server."""
         attempt, patience = 0, time.monotonic() + self.timeout
         while True:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from diffusion_grpo.rewards import check_eval_rewards, load_rewards, score
 from diffusion_grpo.rewards.geneval.reward import GenEval
 from diffusion_grpo.rewards.geneval.scoring import (
     NAMED,
@@ -226,19 +225,6 @@ def test_what_is_to_be_absent_has_no_say_in_the_dense_score() -> None:
     assert one(scene, "single_object", [CAT], exclude) == 0
 
 
-def test_ways_to_score_are_named_or_refused() -> None:
-    scene, wanted = Scene(("cat", "red", LEFT)), {"tag": "", "include": [CAT, DOG], "exclude": [{**CAT, "count": 2}]}
-    found = {way: verdicts([scene], [wanted], **options)[0] for way, options in (
-        ("correct", {}), ("also", {"score": "correct"}), ("partial", {"partial": True}), ("p", {"score": "partial"}),
-        ("dense", {"score": "dense"}))}  # fmt: skip
-    assert found == {"correct": 0, "also": 0, "partial": pytest.approx(2 / 3), "p": pytest.approx(2 / 3), "dense": 0.5}
-    assert GenEval("a/b", partial=True) == GenEval("a/b", score="partial") != GenEval("a/b", score="dense")
-    with pytest.raises(ValueError, match="partial is set beside score: dense"):
-        GenEval("a/b", partial=True, score="dense")
-    with pytest.raises(ValueError, match="score='sparse'"):
-        load_rewards({"geneval": {"detector": "a/b", "score": "sparse"}})
-
-
 def test_rows_as_json_or_metadata_and_rows_without() -> None:
     scene = Scene(("cat", "red", LEFT))
     row = {"tag": "single_object", "include": [{**CAT, "color": None}], "exclude": None}
@@ -259,27 +245,3 @@ def test_rows_as_json_or_metadata_and_rows_without() -> None:
 def test_rows_of_another_form_are_refused(part) -> None:
     with pytest.raises(ValueError, match="mapping with class and count"):
         GenEval(lambda *_: [])(images=[Image.new("RGB", (8, 8))], include=[[part]])
-
-
-def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
-    spec = {"geneval": {"detector": "owner/one"}}
-    check_eval_rewards(load_rewards(spec), load_rewards(spec))
-    assert hash(GenEval("owner/one")) == hash(GenEval("owner/one")) and GenEval("owner/one") != object()
-    used = GenEval(lambda images, labels: [[]])
-    spare = GenEval(used.detector)
-    used([Image.new("RGB", (8, 8))], include=[[{"class": "cat", "count": 1}]])
-    assert used == spare  # what it has loaded does not count
-    with pytest.raises(ValueError, match="different rewards called 'geneval'"):
-        check_eval_rewards(load_rewards(spec), load_rewards({"geneval": {**spec["geneval"], "partial": True}}))
-
-
-def test_as_a_reward_with_options() -> None:
-    with pytest.raises(ValueError, match="needs the argument 'detector'"):
-        load_rewards("geneval")
-    with pytest.raises(ValueError, match="min_score is 2"):
-        load_rewards({"geneval": {"detector": "some/model", "min_score": 2}})
-    scene = Scene(("cat", "red", LEFT))
-    reward = GenEval(lambda images, labels: [scene.detections] * len(images))
-    columns = {"include": [[CAT], [DOG]], "tag": ["single_object"] * 2}
-    table = score(load_rewards(reward), images=[scene.image] * 2, prompts=["a", "b"], columns=columns)
-    assert table.tolist() == [[1], [0]]

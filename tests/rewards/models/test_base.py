@@ -4,11 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+import transformers as tf
+from tiny_scorers import bert_tokenizer, med_config
 from torch import nn
 from transformers.integrations import deepspeed
 
-from diffusion_grpo.rewards import check_eval_rewards, load_rewards, score
+from diffusion_grpo.rewards import REWARDS, check_eval_rewards, load_rewards, score
 from diffusion_grpo.rewards.models.base import ModelReward, default_device, read_weights, weights_path
+from tests.rewards.models.test_imagereward import blip_weights
 
 
 @dataclasses.dataclass(eq=False)
@@ -140,3 +143,51 @@ def test_weights_are_read_without_running_what_they_hold(tmp_path) -> None:
         read_weights(tmp_path / "c.pth")
     with pytest.raises(FileNotFoundError, match="holds no d.pth"):
         weights_path(str(tmp_path), "d.pth")
+
+
+class _Asked(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "cls"),
+    [
+        ("clip_score", "processor", "AutoTokenizer"),
+        ("hpsv2", "processor", "AutoTokenizer"),
+        ("aesthetic", "backbone", "CLIPConfig"),
+        ("imagereward", "tokenizer", "AutoTokenizer"),
+    ],
+)
+def test_the_revision_of_the_second_repository_can_be_pinned(name, part, cls, tmp_path, monkeypatch) -> None:
+    def ask(source, **kwargs):
+        raise _Asked(source, kwargs["revision"])
+
+    if name == "imagereward":  # which reads its checkpoint first
+        vocabulary = len(bert_tokenizer(tmp_path))
+        torch.save(blip_weights(vocabulary), tmp_path / "ImageReward.pt")
+        med_config(tmp_path, vocabulary)
+    monkeypatch.setattr(getattr(tf, cls), "from_pretrained", ask)
+    (reward,) = load_rewards({name: {"model": str(tmp_path), part: "owner/part", f"{part}_revision": "v7"}})
+    with pytest.raises(_Asked) as asked:
+        reward.function.load()
+    assert asked.value.args == ("owner/part", "v7")
+
+
+MODELS = [
+    "clip_score",
+    "pickscore",
+    "hpsv2",
+    "imagereward",
+    "aesthetic",
+    "lpips",
+    "dino_similarity",
+    "clip_similarity",
+]
+
+
+@pytest.mark.parametrize("name", [*MODELS, "nsfw_filter"])
+def test_every_one_has_the_common_settings_and_loads_late(name) -> None:
+    common = {"device": "cpu", "dtype": "bfloat16", "batch_size": 2, "revision": "abc", "offload": True}
+    (reward,) = load_rewards({name: {"model": "owner/does-not-exist", **common}})
+    assert isinstance(reward.function, REWARDS[name]) and reward.function.torch_dtype == torch.bfloat16
+    assert load_rewards(name)[0].function == REWARDS[name]()

@@ -251,12 +251,8 @@ def test_nobody_there(serve) -> None:
 def test_waits_for_a_server_to_come_back(serve) -> None:
     url = serve("brightness")
 
-    class Restarted(RemoteReward):
-        def _take_out(self, server, reason):
-            super()._take_out(server, reason)
-            server.url = url
-
-    remote = Restarted(closed_port(), "brightness", retries=0, wait=20.0, **FAST)
+    remote = RemoteReward(closed_port(), "brightness", retries=0, wait=20.0, **FAST)
+    threading.Timer(0.5, setattr, (remote.servers[0], "url", url)).start()
     with pytest.warns(UserWarning, match="waiting up to 20 s"):
         assert scores_of(remote) == pytest.approx(SHADES)
 

@@ -8,7 +8,6 @@ import time
 import httpx2
 import pytest
 
-from diffusion_grpo import cli
 from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, score
 from diffusion_grpo.rewards.server.wire import write_request
 from tests.rewards.server.test_remote import FAST, PICTURES, SHADES, scores_of
@@ -114,19 +113,6 @@ def test_the_limit_is_on_the_bytes_of_the_body(serve, has_length) -> None:
         content = body if has_length else iter([body[:10], body[10:]])
         answer = httpx2.post(f"{url}/score/brightness", content=content, trust_env=False)
         assert answer.status_code == status, answer.text
-
-
-def test_the_command_passes_its_limits_on(monkeypatch) -> None:
-    given = []
-
-    def create_app(rewards, token, max_waiting, max_bytes):
-        given.append(([reward.name for reward in rewards], token, max_waiting, max_bytes))
-
-    monkeypatch.setattr("diffusion_grpo.rewards.server.serve.create_app", create_app)
-    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: [each.close() for each in sockets])
-    words = ["brightness", "--port", "0", "--max_megabytes", "3", "--max_waiting", "5"]
-    assert cli.main(["rewards", "serve", *words]) == 0
-    assert given == [(["brightness"], None, 5, 3 * 2**20)]
 
 
 def test_columns_named_like_options_reach_a_served_reward_as_columns_alone(serve) -> None:

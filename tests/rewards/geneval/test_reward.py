@@ -6,9 +6,14 @@ import transformers as tf
 from PIL import Image, ImageDraw
 from tiny_pipelines import clip_tokenizer
 
-from diffusion_grpo.rewards import load_rewards, score
+from diffusion_grpo.rewards import check_eval_rewards, load_rewards, score
 from diffusion_grpo.rewards.geneval.detectors import TransformersDetector
-from diffusion_grpo.rewards.geneval.scoring import NAMED, name_pixel_colors
+from diffusion_grpo.rewards.geneval.reward import GenEval
+from diffusion_grpo.rewards.geneval.scoring import (
+    NAMED,
+    Detection,
+    name_pixel_colors,
+)
 
 CELL, CELLS = 16, 5  # pixels of a patch, and patches a side: an object lies in one, not in the last of a side
 SHAPES = ("circle", "square")
@@ -128,3 +133,75 @@ def test_shapes_of_every_color_are_found_where_they_are(color, detector) -> None
         centre = [(one.box[0] + one.box[2]) / 2, (one.box[1] + one.box[3]) / 2]
         assert centre == pytest.approx([CELL * (column + 0.5), CELL * (row + 0.5)], abs=3)
     assert set(name_pixel_colors(scene(*objects), found, "")) == {color}
+
+
+SIZE = 200
+
+
+class Scene:
+    """A picture of rectangles, and a detector that knows where they are."""
+
+    def __init__(self, *objects):
+        self.image, self.detections = Image.new("RGB", (SIZE, SIZE), (128, 128, 128)), []
+        for index, (label, color, (left, top, width, height), *certainty) in enumerate(objects):
+            box = (left, top, left + width, top + height)
+            ImageDraw.Draw(self.image).rectangle(box, fill=NAMED[color])
+            self.detections.append(Detection(label, certainty[0] if certainty else 0.99 - index / 1000, box))
+
+
+def verdicts(scenes, rows, **options) -> list[float]:
+    asked = []
+
+    def detector(images, labels):
+        asked.append(labels)
+        found = {scene.image.tobytes(): scene.detections for scene in scenes}
+        return [[d for d in found[image.tobytes()] if d.label in labels] for image in images]
+
+    columns = {name: [row.get(name) for row in rows] for name in ("include", "exclude", "tag")}
+    return GenEval(detector, **options)(images=[scene.image for scene in scenes], **columns)
+
+
+CAT = {"class": "cat", "count": 1}
+
+
+DOG = {"class": "dog", "count": 1}
+
+
+LEFT, RIGHT, TOP, BOTTOM = (10, 80, 40, 40), (150, 80, 40, 40), (80, 10, 40, 40), (80, 150, 40, 40)
+
+
+def test_ways_to_score_are_named_or_refused() -> None:
+    scene, wanted = Scene(("cat", "red", LEFT)), {"tag": "", "include": [CAT, DOG], "exclude": [{**CAT, "count": 2}]}
+    found = {way: verdicts([scene], [wanted], **options)[0] for way, options in (
+        ("correct", {}), ("also", {"score": "correct"}), ("partial", {"partial": True}), ("p", {"score": "partial"}),
+        ("dense", {"score": "dense"}))}  # fmt: skip
+    assert found == {"correct": 0, "also": 0, "partial": pytest.approx(2 / 3), "p": pytest.approx(2 / 3), "dense": 0.5}
+    assert GenEval("a/b", partial=True) == GenEval("a/b", score="partial") != GenEval("a/b", score="dense")
+    with pytest.raises(ValueError, match="partial is set beside score: dense"):
+        GenEval("a/b", partial=True, score="dense")
+    with pytest.raises(ValueError, match="score='sparse'"):
+        load_rewards({"geneval": {"detector": "a/b", "score": "sparse"}})
+
+
+def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+    spec = {"geneval": {"detector": "owner/one"}}
+    check_eval_rewards(load_rewards(spec), load_rewards(spec))
+    assert hash(GenEval("owner/one")) == hash(GenEval("owner/one")) and GenEval("owner/one") != object()
+    used = GenEval(lambda images, labels: [[]])
+    spare = GenEval(used.detector)
+    used([Image.new("RGB", (8, 8))], include=[[{"class": "cat", "count": 1}]])
+    assert used == spare  # what it has loaded does not count
+    with pytest.raises(ValueError, match="different rewards called 'geneval'"):
+        check_eval_rewards(load_rewards(spec), load_rewards({"geneval": {**spec["geneval"], "partial": True}}))
+
+
+def test_as_a_reward_with_options() -> None:
+    with pytest.raises(ValueError, match="needs the argument 'detector'"):
+        load_rewards("geneval")
+    with pytest.raises(ValueError, match="min_score is 2"):
+        load_rewards({"geneval": {"detector": "some/model", "min_score": 2}})
+    scene = Scene(("cat", "red", LEFT))
+    reward = GenEval(lambda images, labels: [scene.detections] * len(images))
+    columns = {"include": [[CAT], [DOG]], "tag": ["single_object"] * 2}
+    table = score(load_rewards(reward), images=[scene.image] * 2, prompts=["a", "b"], columns=columns)
+    assert table.tolist() == [[1], [0]]

@@ -1,0 +1,91 @@
+"""GRPO on recorded steps: which ratio it takes, and when it stops."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffusion_grpo.algorithms.base import RatioError
+from diffusion_grpo.algorithms.batch import Part
+from diffusion_grpo.algorithms.grpo import GRPO
+from diffusion_grpo.policy.trajectory import StepDistribution, Trajectory
+
+RECORDED, ADVANTAGES = [0.5, -0.25], [1.0, -2.0]
+
+
+class Replays:
+    """A policy, or a reference, whose replay of a step is known; keeps how often it was asked."""
+
+    def __init__(self, log_prob, mean=0.0):
+        self.log_prob = torch.tensor(log_prob, requires_grad=True)
+        self.mean, self.calls = torch.full((2, 3), mean), 0
+
+    def replay(self, inputs, trajectory, step):
+        assert inputs == {"prompt": ["a", "b"]} and step == 1
+        self.calls += 1
+        return StepDistribution(self.mean, torch.tensor(0.5), self.log_prob)
+
+
+def make_part(**settings) -> Part:
+    latents, seeds = torch.zeros(2, 1, 3), torch.arange(2)
+    log_probs = torch.tensor(RECORDED)[:, None]
+    trajectory = Trajectory(latents, latents, log_probs, torch.tensor([[1], [1]]), seeds, seeds, 4, 1.0)
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+
+    def make_inputs(rows):
+        return {"prompt": [row["prompt"] for row in rows]}
+
+    return Part(rows, trajectory, torch.tensor(ADVANTAGES), log_probs, make_inputs, **settings)
+
+
+def surrogate(ratios, low=0.8, high=1.2):
+    """The clipped objective in float64, summed over samples."""
+    pairs = zip(ratios, ADVANTAGES, strict=True)
+    return sum(max(-a * r, -a * min(max(r, low), high)) for r, a in pairs)
+
+
+def test_the_loss_is_summed_over_samples_and_the_drift_is_from_the_rollout():
+    now = [0.6, -0.65]
+    ratios = [math.exp(0.1), math.exp(-0.4)]
+    policy = Replays(now)
+    output = GRPO(epsilon=0.2).loss(policy, None, make_part(), 1)
+    assert output.loss.item() == pytest.approx(surrogate(ratios), rel=1e-6)
+    assert output.drift == pytest.approx(1 - ratios[1], rel=1e-6)
+    assert output.metrics["clip_ratio/low_mean"] == 0.5
+    (gradient,) = torch.autograd.grad(output.loss, policy.log_prob)
+    assert gradient.tolist() == pytest.approx([-ratios[0], 0.0], rel=1e-6)  # the second is clipped
+
+
+def test_a_reference_is_replayed_only_for_a_divergence_that_counts():
+    reference = Replays(RECORDED, mean=1.0)
+    GRPO(beta=0.0).loss(Replays(RECORDED), reference, make_part(), 1)
+    assert reference.calls == 0
+    output = GRPO(beta=0.3).loss(Replays(RECORDED), reference, make_part(), 1)
+    assert reference.calls == 1 and output.metrics["kl"] == pytest.approx(1 / (2 * 0.25))
+    assert output.loss.item() == pytest.approx(surrogate([1, 1]) + 2 * 0.3 * 2.0, rel=1e-6)
+
+
+def test_the_first_replay_may_be_the_denominator():
+    output = GRPO(anchors_on_replay=True).loss(Replays([3.0, 4.0]), None, make_part(), 1)
+    assert output.loss.item() == pytest.approx(surrogate([1, 1])) and output.drift > 1
+    again = GRPO(anchors_on_replay=True, is_first_replay=False, epsilon=0.2).loss(
+        Replays([0.6, -0.25]), None, make_part(), 1
+    )
+    assert again.loss.item() == pytest.approx(surrogate([math.exp(0.1), 1]), rel=1e-6)
+
+
+def test_the_ratio_of_a_whole_trajectory_takes_the_place_of_the_steps_own():
+    part = make_part(log_ratio=torch.tensor([0.1, -0.1]))
+    output = GRPO(epsilon=0.2).loss(Replays([7.0, 8.0]), None, part, 1)
+    assert output.loss.item() == pytest.approx(surrogate([math.exp(0.1), math.exp(-0.1)]), rel=1e-5)
+
+
+def test_a_ratio_that_is_not_one_after_a_rollout_stops_the_run():
+    batch = SimpleNamespace(is_on_policy=True)
+    assert GRPO(max_ratio_error=1e-3).check(batch, 1e-3) == {"ratio/max_error": 1e-3}
+    with pytest.raises(RatioError, match="is off by 2.0e-03, more than max_ratio_error=1e-03"):
+        GRPO(max_ratio_error=1e-3).check(batch, 2e-3)
+    assert GRPO(max_ratio_error=None).check(batch, 1.0) == {"ratio/max_error": 1.0}
+    assert GRPO(anchors_on_replay=True).check(batch, 1.0) == {"ratio/max_error": 1.0}
+    assert GRPO().check(SimpleNamespace(is_on_policy=False), 1.0) == {}

@@ -1,0 +1,169 @@
+"""`diffusion-grpo train`: what it refuses before a model is loaded, and the folder of a whole run."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from command_line import SIZE, refusal
+from run_folders import make_run
+
+from diffusion_grpo import cli
+from diffusion_grpo.cli.train import finish_run
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"learning_rat": 1e-3}, ["`learning_rat`", "`learning_rate`"]),
+        ({"num_generations": 1}, ["num_generations", "at least 2"]),
+        ({"num_generations": 3}, ["num_generations=3", "divide"]),
+        ({"num_generations": "many"}, ["`num_generations`", "invalid int"]),
+        ({"num_generations": None}, ["`num_generations` is None"]),
+        ({"num_generations": [2, 3]}, ["`num_generations` is [2, 3]"]),
+        ({"sde_window": [3, 12]}, ["sde_window=[3, 12]"]),
+        ({"sde_type": "flow"}, ["sde_type='flow'", "flow_sde", "dance_sde"]),
+        ({"loss_type": "grop"}, ["'grop'", "grpo"]),
+        ({"reward_funcs": ["brigthness"]}, ["'brigthness'", "'brightness'", "jpeg_compressibility"]),
+        ({"reward_funcs": ["no_such_module.reward"]}, ["no_such_module.reward"]),
+        ({"eval_reward_funcs": ["tessract"]}, ["'tessract'", "'tesseract'"]),
+        ({"reward_funcs": {"brightness": {"wieght": 1}}}, ["'wieght'", "'weight'"]),
+        ({"reward_funcs": [{"brightness": "much"}]}, ["'much'", "weight"]),
+        ({"reward_funcs": {"ssim": {"target_column": "goal"}}}, ["'ssim'", "'goal'", "prompt"]),
+        ({"eval_reward_funcs": {"remote": {"url": "here"}}}, ["http://host:port"]),
+        ({"lora_dropout": 0.05}, ["lora_dropout", "0"]),
+        ({"lora_r": 0}, ["lora_r"]),
+        ({"dataset": "missing.txt"}, ["missing.txt"]),
+        ({"eval_max_prompts": 0}, ["eval_max_prompts"]),
+        ({"baseline_guidance_scales": [2.0]}, ["baseline_guidance_scales", "eval_dataset"]),
+        ({"report_experiment": "missing.json"}, ["report_experiment", "missing.json"]),
+        ({"model": "./no/such/folder"}, ["./no/such/folder"]),
+        ({"model": "tyni"}, ["tyni"]),
+    ],
+)
+def test_bad_settings_are_refused_before_a_model_is_loaded(changes, expected, config_file, no_model, capsys):
+    line = refusal(capsys, "train", config_file(**changes))
+    assert all(part in line for part in expected), line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("empty.txt", "\n\n", ["dataset", "empty"]),
+        ("columns.jsonl", '{"text": "a cat"}\n', ["dataset", "prompt", "text"]),
+        ("numbers.jsonl", '{"prompt": 1}\n{"prompt": 2}\n', ["dataset", "row 0"]),
+    ],
+)
+def test_bad_prompts_are_refused_before_a_model_is_loaded(
+    name, content, expected, config_file, no_model, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / name).write_text(content)
+    line = refusal(capsys, "train", config_file(dataset=str(tmp_path / name)))
+    assert all(part in line for part in expected), line
+
+
+def test_files_that_are_no_settings_are_refused(tmp_path, no_model, capsys):
+    assert "no file" in refusal(capsys, "train", str(tmp_path / "missing.yaml"))
+    for content, expected in (("a: [1, 2", "not YAML"), ("- a\n- b\n", "list")):
+        (tmp_path / "config.yaml").write_text(content)
+        assert expected in refusal(capsys, "train", str(tmp_path / "config.yaml"))
+    assert "`model`, `dataset`, `reward_funcs`" in refusal(capsys, "train")
+
+
+def test_flags_are_checked_like_keys(config_file, no_model, capsys):
+    assert "`beta`" in refusal(capsys, "train", config_file(), "--bta", "0.1")
+    assert "stands alone" in refusal(capsys, "train", config_file(), "0.1")
+    assert "`reward_funcs` is True" in refusal(capsys, "train", config_file(), "--reward_funcs")
+    assert "no_such" in refusal(capsys, "train", config_file(), "--reward_funcs", "no_such")
+
+
+def test_a_folder_that_holds_a_run_is_refused(config_file, no_model, capsys, tmp_path):
+    (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
+    assert "checkpoint-5" in refusal(capsys, "train", config_file())
+
+
+@pytest.mark.plots
+def test_train_leaves_a_whole_run_folder(config_file, model, tmp_path, capsys):
+    path = config_file(
+        model=model,
+        eval_dataset=str(tmp_path / "prompts.txt"),
+        eval_reward_funcs=["jpeg_compressibility"],
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_on_start=True,
+        baseline_guidance_scales=[2.0],
+        pipeline_kwargs={"max_sequence_length": 8},
+        guidance_scale=1.0,
+        use_peft=True,
+        lora_r=2,
+        max_steps=2,
+        disable_tqdm=True,
+        **SIZE,
+    )
+    assert cli.main(["train", path]) == 0
+    run = tmp_path / "run"
+    files = {
+        "report.html",
+        "summary.json",
+        "run.json",
+        "baselines.json",
+        "pytorch_lora_weights.safetensors",
+        "grid.png",
+    }
+    assert files <= {file.name for file in run.iterdir()}
+    summary = json.loads((run / "summary.json").read_text())
+    assert (
+        summary["updates"] == 2
+        and summary["evaluation_prompts"] == 2
+        and summary["evaluation_prompts_in_training"] == 2
+    )
+    assert set(summary["rewards"]) == {"brightness", "jpeg_compressibility"}
+    baseline = json.loads((run / "baselines.json").read_text())[0]
+    assert baseline["name"] == "guidance 2" and set(baseline["rewards"]) == set(summary["rewards"])
+    assert "guidance 2" in (run / "report.html").read_text()
+    assert str(run / "summary.json") in capsys.readouterr().out
+
+
+def interrupting(images, trainer_state, **columns):
+    """A reward during which somebody presses Ctrl-C, once there is a checkpoint."""
+    if trainer_state.global_step == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    return [0.0] * len(images)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_says_in_one_line_how_to_go_on(config_file, model, tmp_path, capsys, saves):
+    path = config_file(
+        model=model,
+        reward_funcs=[f"{__name__}.interrupting"],
+        pipeline_kwargs={"max_sequence_length": 8},
+        guidance_scale=1.0,
+        use_peft=True,
+        lora_r=2,
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=1 if saves else 2,
+        disable_tqdm=True,
+        **SIZE,
+    )
+    assert cli.main(["train", path]) == 130
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    newest = tmp_path / "run" / "checkpoint-1"
+    how = (
+        f"go on from {newest} with resume_from_checkpoint=True"
+        if saves
+        else "there is no checkpoint yet, so start it again as it was"
+    )
+    assert last == f"Interrupted after 1 update; {how}."
+    assert "Traceback" not in last
+
+
+def test_the_terminal_names_no_path_that_does_not_exist(tmp_path, capsys):
+    run = make_run(tmp_path / "run", updates=2, eval_every=1, prompts=2)
+    finish_run(run, None)
+    printed = capsys.readouterr().out
+    assert f"Evaluations: {run / 'evaluations'}" in printed and "Samples:" not in printed
+    assert "text             0.400 ± 0.030 before training, 0.900 ± 0.030 after 2 updates" in printed

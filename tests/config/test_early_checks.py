@@ -1,0 +1,114 @@
+"""Typing errors are refused before torch is imported."""
+
+import pytest
+from command_line import make_config
+
+from diffusion_grpo.config.defaults import Sizes
+from diffusion_grpo.config.early_checks import EarlySettings, check_names, check_values, processes_here, read_value
+from diffusion_grpo.config.source import config_fields
+
+
+def test_the_early_settings_are_those_of_the_config():
+    given = {
+        "num_generations": 8,
+        "gradient_checkpointing": False,
+        "pipeline_kwargs": '{"a": 1}',
+        "sde_window": [0, 5],
+    }
+    early, built = EarlySettings(given, world_size=1), make_config(**given)
+    names = [name for name, setting in config_fields().items() if setting.default is not None or name in given]
+    # what the config takes from elsewhere, or turns into a type of transformers
+    names = [name for name in names if "Strategy" not in config_fields()[name].type]
+    others = (
+        "output_dir",
+        "use_cpu",
+        "optim",
+        "lr_scheduler_type",
+        "bf16",
+        "report_to",
+        "debug",
+        "gradient_checkpointing",
+    )
+    assert {name: getattr(early, name) for name in names if name not in others} == {
+        name: getattr(built, name) for name in names if name not in others
+    }
+    sizes = [name for name, value in vars(Sizes).items() if isinstance(value, property)]
+    assert len(sizes) >= 7 and {n: getattr(early, n) for n in sizes} == {n: getattr(built, n) for n in sizes}
+
+
+GOOD = {"model": "tiny", "dataset": "tiny", "reward_funcs": ["text"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rat": 1}, "unknown setting `learning_rat`; the nearest known one is `learning_rate`"),
+        ({"num_generations": "many"}, "`num_generations`: invalid int value: 'many'"),
+        ({"beta": []}, r"`beta` is \[\], expected one float"),
+        ({"lora_dropout": 0.5}, "lora_dropout is 0.5; set it to 0"),
+        ({"num_processes": 0}, "num_processes is 0"),
+    ],
+)
+def test_names_types_and_values(values, message):
+    check_values(GOOD, world_size=1)
+    with pytest.raises(ValueError, match=message):
+        check_values(GOOD | values, world_size=1)
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match="required: `model`, `reward_funcs`"):
+        check_values({"dataset": "tiny"}, world_size=1)
+
+
+def test_an_unknown_number_of_processes_leaves_the_sizes_unchecked():
+    odd = GOOD | {"num_generations": 7}
+    check_values(odd, world_size=None)
+    with pytest.raises(ValueError, match="num_generations=7 does not divide"):
+        check_values(odd, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        ("3", "int", 3),
+        ("1e-3", "float | None", 1e-3),
+        ("Yes", "bool", True),
+        ("f", "bool", False),
+        (["1", "2"], "list[int] | None", [1, 2]),
+        (None, "int | None", None),
+        ("a", "str | dict", "a"),
+    ],
+)
+def test_words_become_values_of_their_type(value, kind, expected):
+    assert read_value("setting", value, kind) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        ("perhaps", "bool", "invalid bool value: 'perhaps'"),
+        ("3.5", "int", "invalid int value"),
+        (None, "int", "is None, expected one int"),
+        (True, "int", "is True, expected one int"),
+        ({"a": 1}, "str", "expected one str"),
+    ],
+)
+def test_values_of_another_type_are_refused(value, kind, message):
+    with pytest.raises(ValueError, match=message):
+        read_value("setting", value, kind)
+
+
+def test_rewards_and_files_that_do_not_exist():
+    check_names({"reward_funcs": {"text": 1, "my.own": None}, "dataset": "owner/name", "eval_dataset": None})
+    with pytest.raises(ValueError, match="Unknown reward 'tesxt'.*Did you mean 'text'"):
+        check_names({"reward_funcs": ["text"], "eval_reward_funcs": [{"tesxt": 1}]})
+    with pytest.raises(ValueError, match="eval_dataset: there is no file gone.jsonl"):
+        check_names({"eval_dataset": "gone.jsonl"})
+
+
+def test_a_launcher_says_how_many_processes_there_are(monkeypatch):
+    assert processes_here() == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert processes_here() == 4
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert processes_here() is None

@@ -1,0 +1,82 @@
+"""Read YAML and `--key value` overrides."""
+
+import pytest
+import yaml
+
+from diffusion_grpo.config.parse import (
+    Yaml12Loader,
+    parse_launch_arguments,
+    parse_train_arguments,
+    read_overrides,
+    read_values,
+)
+
+
+def test_overrides_win_over_the_file(config_file):
+    words = ["--beta", "0.1", "--sde_window", "1", "3", "--advantage-clip", "null", "--reward_funcs", "text", "color"]
+    script, lora, settings = parse_train_arguments(
+        config_file(beta=0.5, pipeline_kwargs={"a": 1}), [*words, "--use_peft", "--pipeline_kwargs", '{"b": 1e-3}']
+    )
+    assert settings.beta == 0.1
+    assert settings.sde_window == [1, 3]
+    assert settings.advantage_clip is None
+    assert settings.pipeline_kwargs == {"b": 0.001}
+    assert script.reward_funcs == ["text", "color"]
+    assert lora.use_peft
+
+
+def test_rewards_with_options_come_from_yaml_and_from_flags(config_file):
+    from diffusion_grpo.rewards import load_rewards
+
+    wanted = [("text", 0.6, {"match": "exact"}), ("brightness", 0.5, {})]
+    for value in (
+        {"text": {"weight": 0.6, "match": "exact"}, "brightness": 0.5},
+        [{"text": {"weight": 0.6, "match": "exact"}}, {"brightness": 0.5}],
+    ):
+        script = parse_train_arguments(config_file(reward_funcs=value), [])[0]
+        found = [(reward.name, reward.weight, reward.arguments) for reward in load_rewards(script.reward_funcs)]
+        assert sorted(found, reverse=True) == wanted  # the file's keys are sorted
+    words = ["--reward_funcs", "{text: {weight: 0.6, match: exact}, brightness: 0.5}"]
+    script = parse_train_arguments(config_file(), words)[0]
+    found = [(reward.name, reward.weight, reward.arguments) for reward in load_rewards(script.reward_funcs)]
+    assert found == wanted
+
+
+def test_yaml_reads_no_as_a_word_and_1e_3_as_a_number(tmp_path, config_file):
+    values = yaml.load("a: no\nb: 1e-3\nc: 12\nd: -.5\ne: true\nf: null\ng: 1.2.3", Yaml12Loader)
+    assert values == {"a": "no", "b": 0.001, "c": 12, "d": -0.5, "e": True, "f": None, "g": "1.2.3"}
+    assert isinstance(values["c"], int)
+    path = config_file()
+    with open(path, "a") as file:
+        file.write("eval_strategy: no\nlearning_rate: 1e-3\n")
+    settings = parse_train_arguments(path, [])[2]
+    assert settings.eval_strategy == "no" and settings.learning_rate == 1e-3
+
+
+def test_overrides_are_grouped_by_key():
+    assert read_overrides(["--a", "1", "2", "--b=x=y", "--c", "--d", "null", "--e-f", "-1"]) == {
+        "a": ["1", "2"],
+        "b": "x=y",
+        "c": True,
+        "d": None,
+        "e_f": "-1",
+    }
+
+
+def test_settings_of_processes_are_read_apart(config_file):
+    launch, kept = parse_launch_arguments(config_file(num_processes=4), ["--num_machines", "2", "--beta", "0.1"])
+    assert (launch.num_processes, launch.num_machines) == (4, 2)
+    assert kept == ["--beta", "0.1", "--num_processes", "null"]  # the processes started are not to start others
+    with pytest.raises(ValueError, match="`num_processes`: invalid int value"):
+        parse_launch_arguments(config_file(num_processes="two"), [])
+
+
+def test_a_file_named_by_the_settings_lies_beside_them(config_file, tmp_path):
+    (tmp_path / "earlier.json").write_text("{}")
+    values = read_values(config_file(report_experiment="earlier.json"), ["--seed", "3"])
+    assert values["report_experiment"] == str(tmp_path / "earlier.json") and values["seed"] == "3"
+
+
+def test_the_embedded_model_brings_its_own_defaults(config_file):
+    values = read_values(config_file(model="tiny", height=64), [])
+    assert values["height"] == 64 and "width" not in values and values["guidance_scale"] == 1.0

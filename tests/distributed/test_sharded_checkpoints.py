@@ -1,0 +1,63 @@
+"""Optimizer state of sharded runs comes back bit for bit, and no code can hide in it."""
+
+import pytest
+import torch
+import transformers
+from poison import write_poison
+from torch import nn
+
+from diffusion_grpo.distributed.sharded_checkpoints import restore_optimizer, save_shards
+
+
+def trained(optimizer_class, seed=0, steps=3, **settings):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = optimizer_class(model.parameters(), **settings)
+    for _ in range(steps):
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "settings"),
+    [
+        (torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 0.9)}),
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (transformers.Adafactor, {"lr": 0.1, "relative_step": False}),  # its `step` is a number
+    ],
+)
+def test_sharded_state_comes_back_bit_for_bit(tmp_path, optimizer_class, settings):
+    model, optimizer = trained(optimizer_class, **settings)
+    save_shards(tmp_path, model, optimizer, is_first=True)
+    other, fresh = trained(optimizer_class, seed=1, steps=0, **settings | {"lr": 0.7})
+    assert restore_optimizer(tmp_path, other, fresh)
+    expected, found = optimizer.state_dict(), fresh.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for place, values in expected["state"].items():
+        for name, value in values.items():
+            assert torch.equal(torch.as_tensor(found["state"][place][name]), torch.as_tensor(value)), name
+
+
+def test_sharded_state_is_safetensors_and_json_and_no_index_is_unpickled(tmp_path):
+    model, optimizer = trained(torch.optim.AdamW)
+    save_shards(tmp_path, model, optimizer, is_first=True)
+    assert {path.suffix for path in (tmp_path / "optimizer").iterdir()} == {".safetensors", ".json"}
+    for folder in (tmp_path / "optimizer", tmp_path / "dcp"):
+        folder.mkdir(exist_ok=True)
+        write_poison(folder / ".metadata", tmp_path / "ran")
+    assert restore_optimizer(tmp_path, model, optimizer) and not (tmp_path / "ran").exists()
+
+
+def test_state_of_other_parameters_is_refused(tmp_path):
+    model, optimizer = trained(torch.optim.AdamW)
+    save_shards(tmp_path, model, optimizer, is_first=True)
+    larger = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no optimizer state for 2.weight"):
+        restore_optimizer(tmp_path, larger, torch.optim.AdamW(larger.parameters()))
+    wider = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    with pytest.raises(ValueError, match=r"0.weight.exp_avg has the shape \(4, 3\), and this run's \(5, 3\)"):
+        restore_optimizer(tmp_path, wider, torch.optim.AdamW(wider.parameters()))

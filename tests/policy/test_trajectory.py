@@ -1,0 +1,66 @@
+"""What the stages exchange: rows that stay together, seeds and trained steps."""
+
+import torch
+
+from diffusion_grpo.policy.trajectory import (
+    StepDistribution,
+    Trajectory,
+    generators,
+    sample_seed,
+    trained_steps,
+)
+
+KNOWN = 4552272150904233932
+
+
+def make(count: int, tokens: bool = False) -> Trajectory:
+    """Make a trajectory in which all that belongs to a sample shows its number."""
+    numbers = torch.arange(count)
+    latents = numbers.float()[:, None, None].expand(-1, 2, 3)
+    ids = numbers[:, None].expand(-1, 4) if tokens else None
+    steps = torch.tensor([[0, 2]]).expand(count, -1)
+    return Trajectory(latents, latents + 0.5, latents[..., 0], steps, numbers, numbers + 10, 4, 0.7, ids)
+
+
+def test_rows_are_chosen_and_joined_with_all_that_belongs_to_them():
+    whole = make(4, tokens=True)
+    chosen = whole[[3, 1]]
+    assert len(chosen) == 2 and chosen.seeds.tolist() == [3, 1] and chosen.tokens[:, 0].tolist() == [3, 1]
+    joined = Trajectory.cat([whole[:1], whole[1:]])
+    assert joined.tensors().keys() == whole.tensors().keys() == make(1, tokens=True).tensors().keys()
+    assert all(torch.equal(value, joined.tensors()[name]) for name, value in whole.tensors().items())
+    assert joined.settings() == {"num_inference_steps": 4, "noise_level": 0.7}
+    assert "tokens" not in make(1).tensors() and Trajectory.align([whole]) == [whole]
+    assert make(2).to("meta").latents.device.type == "meta"
+
+
+def test_the_mean_over_steps():
+    assert make(2).over_steps(torch.tensor([[1.0, 3.0], [0.0, 1.0]])).tolist() == [2.0, 0.5]
+
+
+def test_a_loss_gets_the_mean_of_the_reference_where_there_is_one():
+    step = StepDistribution(torch.zeros(1, 2), torch.ones(()), torch.zeros(1))
+    other = StepDistribution(torch.ones(1, 2), torch.ones(()), torch.zeros(1))
+    assert step.loss_inputs(None)["ref_mean"] is None and step.loss_inputs(other)["ref_mean"] is other.mean
+    assert step.loss_inputs(None)["mean"] is step.mean
+
+
+def test_what_a_sample_draws_depends_on_its_seed_alone():
+    (alone,), (_, beside) = generators(torch.tensor([7])), generators(torch.tensor([3, 7]))
+    assert torch.equal(torch.randn(5, generator=alone), torch.randn(5, generator=beside))
+
+
+def test_seeds_depend_on_all_parts_and_nothing_else():
+    seeds = [sample_seed(*parts) for parts in ((1, "noise"), (1, "other"), (2, "noise"), ("1", "noise"), (1,))]
+    assert len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds[0] == sample_seed(1, "noise") == KNOWN  # resumed runs go on with the same noise
+
+
+def test_trained_steps_lie_in_the_window_and_never_include_the_last():
+    assert trained_steps(5) == [[0, 1, 2, 3]]
+    assert trained_steps(10, window=(2, 6)) == [[2, 3, 4, 5]]
+    assert trained_steps(10, window=(2, 6), fraction=0.5) == [[2, 3]]
+    assert trained_steps(10, window=(2, 6), fraction=0.01) == [[2]]
+    drawn = trained_steps(10, window=(2, 8), fraction=0.5, seeds=torch.arange(50))
+    assert all(row == sorted(set(row)) and len(row) == 3 and set(row) <= set(range(2, 8)) for row in drawn)
+    assert len(set(map(tuple, drawn))) > 5 and drawn == trained_steps(10, (2, 8), 0.5, torch.arange(50))

@@ -1,0 +1,94 @@
+"""CLIP's rewards against their formulas in float64."""
+
+import math
+
+import pytest
+import torch
+import transformers as tf
+from formulas import normal, scored, tensor64, unit
+from PIL import Image
+from tiny_pipelines import clip_tokenizer
+from tiny_scorers import IMAGES, PROMPTS, SIDE, clip
+
+from diffusion_grpo.rewards import load_rewards
+from diffusion_grpo.rewards.server.serve import score_request
+from diffusion_grpo.rewards.server.wire import read_request, write_request
+from diffusion_grpo.rollout.diversity import embed_samples, find_embedders
+
+
+def transformers_square(image):
+    """transformers' CLIP image processor: as torchvision's, but the crop's corner is rounded down."""
+    short, long = sorted(image.size)
+    sides = {short: SIDE, long: int(SIDE * long / short)}
+    image = image.resize((sides[image.width], sides[image.height]), Image.Resampling.BICUBIC)
+    top, left = (image.height - SIDE) // 2, (image.width - SIDE) // 2
+    return normal(tensor64(image)[:, top : top + SIDE, left : left + SIDE])
+
+
+def clip_cosines(model, images, prompts):
+    """cos(picture, prompt) by transformers' CLIP, prompts cut off at 77 tokens."""
+    tokenizer, model = clip_tokenizer(), model.double()
+    values = []
+    for image, prompt in zip(images, prompts):
+        ids = tokenizer(prompt)["input_ids"]
+        ids = ids if len(ids) <= 77 else [*ids[:76], tokenizer.eos_token_id]
+        states = model.text_model(input_ids=torch.tensor([ids])).last_hidden_state[:, -1]
+        said = unit(states @ model.text_projection.weight.T)
+        pixels = transformers_square(image)[None]
+        seen = unit(model.vision_model(pixels).pooler_output @ model.visual_projection.weight.T)
+        values.append((seen * said).sum())
+    return torch.stack(values)
+
+
+@torch.no_grad()
+def test_clip_score_and_pickscore(tmp_path) -> None:
+    model = clip(tmp_path)
+    cosines = clip_cosines(model, IMAGES, PROMPTS)
+    assert cosines.std() > 0.01 and (cosines < 0).any() and len(clip_tokenizer()(PROMPTS[1])["input_ids"]) > 77
+    found = scored("clip_score", {"model": str(tmp_path)})
+    torch.testing.assert_close(found, (100 * cosines).clamp(min=0), rtol=0, atol=1e-3)
+    found = scored("pickscore", {"model": str(tmp_path), "processor": str(tmp_path)})
+    torch.testing.assert_close(found, math.exp(3.0) * cosines, rtol=0, atol=2e-4)
+    found = scored("pickscore", {"model": str(tmp_path), "processor": str(tmp_path), "std": 26})  # Flow-GRPO's
+    torch.testing.assert_close(found, math.exp(3.0) * cosines / 26, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_clip_similarity(tmp_path) -> None:
+    model = clip(tmp_path).double()
+    pixels = torch.stack([transformers_square(image) for image in IMAGES])
+    seen = unit(model.vision_model(pixels).pooler_output @ model.visual_projection.weight.T)
+    IMAGES[3].save(tmp_path / "other.png")
+    others = [IMAGES[1], None, IMAGES[2], str(tmp_path / "other.png")]
+    found = scored("clip_similarity", {"model": str(tmp_path), "target_column": "other"}, other=others)
+    assert found[1].isnan() and found[2:].tolist() == pytest.approx([1, 1], abs=1e-6)
+    assert found[0].item() == pytest.approx((seen[0] @ seen[1]).item(), abs=1e-5)
+    (reward,) = find_embedders(load_rewards({"clip_similarity": {"model": str(tmp_path), "target_column": "other"}}))
+    torch.testing.assert_close(embed_samples(reward, IMAGES).double(), seen, rtol=0, atol=1e-5)
+
+
+def test_the_preprocessing_is_pillows_with_torchvision_too(tmp_path, monkeypatch) -> None:
+    """transformers would take torchvision's resize where it is installed, and give other scores."""
+    asked = {}
+    real = tf.AutoImageProcessor.from_pretrained
+    monkeypatch.setattr(
+        tf.AutoImageProcessor, "from_pretrained", lambda *args, **kw: asked.update(kw) or real(*args, **kw)
+    )
+    clip(tmp_path)
+    scored("clip_score", {"model": str(tmp_path), "revision": "v1"})
+    assert asked == {"revision": "v1", "backend": "pil"}
+
+
+def test_a_served_one_answers_as_a_local_one(tmp_path) -> None:
+    clip(tmp_path)
+    (reward,) = load_rewards({"clip_score": {"model": str(tmp_path), "device": "cpu", "batch_size": 3}})
+    samples = read_request(write_request(IMAGES, PROMPTS, {}, None, None))
+    assert score_request(reward, samples) == scored("clip_score", {"model": str(tmp_path)}).tolist()
+
+
+@torch.no_grad()
+def test_in_bfloat16_the_score_is_near(tmp_path) -> None:
+    clip(tmp_path)
+    exact = scored("clip_score", {"model": str(tmp_path)})
+    half = scored("clip_score", {"model": str(tmp_path), "dtype": "bfloat16"})
+    assert 0 < (exact - half).abs().max() < 3

@@ -1,0 +1,30 @@
+"""The filter against its formula in float64."""
+
+import pytest
+import torch
+import transformers as tf
+from formulas import scored, tensor64
+from tiny_scorers import IMAGES
+
+
+@torch.no_grad()
+def test_nsfw_filter_as_a_reward_and_as_a_mask(tmp_path) -> None:
+    torch.manual_seed(5)
+    labels = {0: "drawings", 1: "normal", 2: "porn"}
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
+    config = tf.ViTConfig(**sizes, intermediate_size=24, id2label=labels, label2id={v: k for k, v in labels.items()})
+    model = tf.ViTForImageClassification(config)
+    torch.nn.init.normal_(model.classifier.weight, std=2.0)
+    model.save_pretrained(tmp_path)
+    tf.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    images = [image.resize((32, 32)) for image in IMAGES]
+    pixels = torch.stack([2 * tensor64(image) - 1 for image in images])
+    chances = torch.softmax(model.double()(pixels).logits, -1)
+    options = {"model": str(tmp_path), "unsafe_labels": ["porn", "drawings"]}
+    found = scored("nsfw_filter", options, images)
+    torch.testing.assert_close(found, chances[:, 1], rtol=0, atol=1e-5)
+    pass_mark = chances[:, 1].median().item() + 1e-9
+    mask = scored("nsfw_filter", {**options, "threshold": pass_mark}, images)
+    assert mask.tolist() == [float(chance >= pass_mark) for chance in chances[:, 1]] and 0 < mask.sum() < 4
+    with pytest.raises(RuntimeError, match=r"has the classes drawings, normal, porn; unsafe_labels is \['nsfw'\]"):
+        scored("nsfw_filter", {"model": str(tmp_path)}, images)

@@ -1,0 +1,116 @@
+"""Find everything that can be wrong with a reward's answer, and save its sample."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from plain_images import FOUR, FOUR_PROMPTS, THREE, THREE_PROMPTS
+
+from diffusion_grpo.rewards import (
+    REWARDS,
+    RewardError,
+    groupwise,
+    score,
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "index"),
+    [
+        ([1.0, 2.0], "returned 2 values, expected 3", 0),
+        (1.0, "returned a float, expected a list of 3 numbers", 0),
+        (None, "returned a NoneType", 0),
+        ([0.0, math.nan, 0.0], "returned nan", 1),
+        ([0.0, 0.0, -math.inf], "returned -inf", 2),
+        (torch.tensor([0.0, math.inf, 0.0]), "returned inf", 1),
+        ([0.0, "good", 0.0], "returned 'good', expected a number", 1),
+        ([0.0, [1.0], 0.0], r"returned \[1.0\]", 1),
+        ([0.0, 1j, 0.0], "returned 1j", 1),
+    ],
+)
+def test_a_wrong_answer_names_function_prompt_and_sample(
+    answer: object, said: str, index: int, tmp_path: Path
+) -> None:
+    def broken(images: list) -> object:
+        return answer
+
+    with pytest.raises(RewardError, match=said) as caught:
+        score([REWARDS["brightness"], broken], images=THREE, prompts=THREE_PROMPTS, failure_dir=tmp_path / "failed")
+    saved = tmp_path / "failed" / f"broken-{index}.png"
+    assert "'broken'" in str(caught.value)
+    assert f"prompt '{THREE_PROMPTS[index]}'" in str(caught.value)
+    assert str(saved) in str(caught.value)
+    assert Image.open(saved).tobytes() == THREE[index].tobytes()
+    record = json.loads(saved.with_suffix(".json").read_text())
+    assert record["reward"] == "broken" and record["prompt"] == THREE_PROMPTS[index] and record["index"] == index
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_exception_is_chained(is_async: bool, tmp_path: Path) -> None:
+    def failing(images: list) -> list[float]:
+        raise KeyError("no such column")
+
+    async def failing_async(images: list) -> list[float]:
+        raise KeyError("no such column")
+
+    function = failing_async if is_async else failing
+    with pytest.raises(RewardError, match=f"'{function.__name__}' raised KeyError.*no such column") as caught:
+        score([function], images=THREE, prompts=THREE_PROMPTS, failure_dir=tmp_path)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert (tmp_path / f"{function.__name__}-0.png").exists()
+
+
+def test_a_failed_video_is_saved_as_an_array(tmp_path: Path) -> None:
+    videos = [[picture, picture] for picture in THREE]
+    with pytest.raises(RewardError, match="broken-1.npy"):
+        score([partial(_broken)], videos=videos, prompts=THREE_PROMPTS, failure_dir=tmp_path)
+    assert np.load(tmp_path / "broken-1.npy").shape == (2, 8, 8, 3)
+
+
+def _broken(videos: list) -> list[float]:
+    return [0.0, math.nan, 0.0]
+
+
+_broken.__name__ = "broken"
+
+
+def test_nothing_is_saved_without_a_folder() -> None:
+    with pytest.raises(RewardError) as caught:
+        score([lambda images: [math.nan] * 3], images=THREE, prompts=THREE_PROMPTS)
+    assert "saved" not in str(caught.value)
+
+
+def test_a_groupwise_answer_is_checked_by_group(tmp_path) -> None:
+    @groupwise
+    def broken(images, prompts):
+        return [math.nan if prompt == "b" else 0.0 for prompt in prompts]
+
+    with pytest.raises(RewardError, match="returned nan.*prompt 'b'.*broken-1.png"):
+        score([broken], images=FOUR, prompts=FOUR_PROMPTS, failure_dir=tmp_path)
+
+
+def test_extra_columns_are_put_in_place() -> None:
+    @groupwise
+    def grouped(images, prompts, log_extra):
+        log_extra("heard", [prompt.upper() for prompt in prompts])
+        return [0.0] * len(images)
+
+    def partly(images, log_extra):
+        log_extra("place", list(range(len(images))))
+        return [0.0] * len(images)
+
+    extras = {}
+    score([grouped, partly], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
+    assert extras == {"heard": ["A", "B", "A", "B"], "place": [0, 1, 2, 3]}
+
+    def wrong(images, log_extra):
+        log_extra("short", [1])
+        return [0.0] * len(images)
+
+    with pytest.raises(RewardError, match="1 values for 4 samples"):
+        score([wrong], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)

@@ -1,0 +1,104 @@
+"""Micro-batches come in order, and a new rollout is made when the last one is used up."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffusion_grpo.config.batch_sizes import BatchSizes
+from diffusion_grpo.rollout.feed import RolloutFeed
+
+
+class Buffer:
+    """Shows which rollout it is of."""
+
+    targets = None
+
+    def __init__(self, generation, log):
+        self.generation, self.log = generation, log
+
+    def micro_batch(self, slot):
+        return self.generation, slot
+
+    def save(self, path, processes):
+        self.log.append((path.name, processes))
+
+
+class Generator:
+    """Makes a rollout's buffer; keeps what it was asked for."""
+
+    def __init__(self):
+        self.calls, self.saved = [], []
+
+    def __call__(self, order, everyone, step, last_step):
+        self.calls.append((everyone, step, last_step))
+        return Buffer(len(self.calls) - 1, self.saved)
+
+
+class Backend:
+    groups = SimpleNamespace(is_first=True)
+
+    def gather(self, tensor):
+        return tensor
+
+
+def make(accumulation=2, steps_per_generation=4, num_iterations=1):
+    sizes = BatchSizes(4, None, 2, accumulation, steps_per_generation, num_iterations)
+    generator = Generator()
+    settings = {"sizes": sizes, "seed": 0, "backend": Backend(), "device": torch.device("cpu")}
+    return RolloutFeed(generator, **settings, trajectory_device="cpu"), generator
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]),
+        ({"steps_per_generation": 2}, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+        ({"steps_per_generation": 2, "num_iterations": 3}, [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 5)]),
+    ],
+    ids=["two updates a rollout", "one", "three of the same samples"],
+)
+def test_the_order_of_three_updates(sizes, expected):
+    feed, generator = make(**sizes)
+    found, firsts = [], []
+    for step in range(3):
+        for _ in range(2):
+            found.append(feed.next([7, 8], step, last_step=9))
+            firsts.append(feed.is_first)
+    assert found == expected and firsts == [True, False] * 3
+    assert generator.calls[0] == ([7, 8], 0, 9) and feed.value_targets is None
+
+
+def test_after_a_reset_a_new_rollout_begins():
+    feed, generator = make(steps_per_generation=2)
+    feed.next([1], 0, 9)
+    feed.reset()
+    assert feed.buffer is None
+    assert feed.next([1], 0, 9) == (1, 0) and len(generator.calls) == 2
+
+
+def test_a_rollout_is_saved_only_while_it_is_used(tmp_path):
+    feed, generator = make()
+    feed.save(tmp_path, 0)
+    for step in range(2):
+        for _ in range(2):
+            feed.next([1], step, 9)
+        feed.save(tmp_path, step + 1)
+    assert generator.saved == [("rollout-rank0.safetensors", 1)]  # after the first of two updates
+
+
+def test_a_resume_within_a_rollout_reads_the_rest_of_it(tmp_path, monkeypatch):
+    feed, generator = make()
+    seen = []
+
+    def restore(folder, order, inputs, rows_at, device):
+        seen.append((folder, rows_at([3])))
+        return Buffer("restored", [])
+
+    generator.inputs, generator.learn = None, lambda rows: seen.append(("learned", rows))
+    generator.rows_at = lambda positions, indices: [(position, indices) for position in positions]
+    monkeypatch.setattr("diffusion_grpo.rollout.feed.restore_buffer", restore)
+    feed.resume_from(tmp_path)
+    assert feed.next([1, 2], 1, 9) == ("restored", 2) and not generator.calls
+    assert seen == [("learned", [(3, [1, 2])]), (tmp_path, [(3, [1, 2])])]
+    assert feed.next([1, 2], 1, 9) == ("restored", 3) and feed.next([1, 2], 2, 9) == (0, 0)

@@ -1,0 +1,81 @@
+"""Replays without a gradient: the values of each sample at each of its steps."""
+
+import pytest
+import torch
+
+from diffusion_grpo.policy.trajectory import StepDistribution
+from diffusion_grpo.rollout.replays import Replays
+from tests.algorithms.test_batch import batch_of, rows_of, samples_of
+
+
+class Network:
+    """Its log-probability of a step is the recorded one and a shift; its mean is as many as its name says."""
+
+    component = ("transformer",)
+
+    def __init__(self, shift=0.5, mean=0.0):
+        self.shift, self.mean, self.passes = shift, mean, []
+
+    def replay(self, inputs, trajectory, step):
+        assert not torch.is_grad_enabled()
+        self.passes.append(([int(seed) for seed in trajectory.seeds], step))
+        recorded = trajectory.log_probs[trajectory.steps == step]
+        mean = torch.full((len(recorded), 4), self.mean)
+        return StepDistribution(mean, torch.tensor(0.5), recorded + self.shift)
+
+
+class Backend:
+    """Of a process that makes one pass more, as others make."""
+
+    def equalize_outside_updates(self, passes):
+        return [(one, True) for one in passes] + [(passes[-1], False)]
+
+
+class Inputs:
+    """Of a pipeline that takes all samples in one call."""
+
+    def __call__(self, rows):
+        return {"prompt": [row["prompt"] for row in rows]}
+
+    def parts(self, rows):
+        return [list(range(len(rows)))]
+
+
+def make(policy, reference=None):
+    return Replays(policy, reference, Inputs(), Backend(), batch_size=2)
+
+
+STEPS = [[0, 1], [1, 2], [0, 2], [1, 2]]
+
+
+def test_each_sample_is_replayed_at_its_own_steps():
+    policy, batch = Network(), batch_of(4, STEPS, calls=[[0, 2], [3, 1]])
+    found = make(policy).log_probs(batch)
+    torch.testing.assert_close(found, batch.old_log_probs + 0.5)
+    expected = [([0, 2], 0), ([0], 1), ([2], 2), ([3, 1], 1), ([3, 1], 2)]
+    assert policy.passes == [*expected, expected[-1]]  # repeated beside the other processes
+    assert torch.is_grad_enabled()
+
+
+def test_networks_that_share_the_steps_take_turns():
+    policy = Network()
+    policy.component = ("transformer", "transformer_2")
+    make(policy).log_probs(batch_of(4, STEPS, calls=[[0, 2], [3, 1]]))
+    assert [step for _, step in policy.passes] == [0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_the_ratio_of_a_trajectory_is_the_mean_over_its_steps():
+    batch = batch_of(3)
+    assert make(Network(shift=0.25)).sequence_log_ratio(batch).tolist() == pytest.approx([0.25] * 3)
+
+
+def test_divergences_are_of_the_two_means():
+    found = make(Network(mean=1.0), Network(mean=3.0)).divergences(batch_of(3, STEPS[:3]))
+    assert found.tolist() == [[pytest.approx((3 - 1) ** 2 / (2 * 0.5**2))] * 2] * 3
+
+
+def test_divergences_of_a_rollout_come_in_its_batches():
+    policy, reference = Network(mean=1.0), Network(mean=2.0)
+    found = make(policy, reference).rollout_divergences(rows_of(4), samples_of(4))
+    assert found.shape == (4, 2) and (found == 2.0).all()
+    assert [seeds for seeds, _ in policy.passes] == [[0, 1]] * 3 + [[2, 3]] * 3 and policy.passes == reference.passes

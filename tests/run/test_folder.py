@@ -1,0 +1,124 @@
+"""What a run left is read the same way for report, summary and card."""
+
+import json
+import math
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from run_folders import make_run
+
+from diffusion_grpo.run.folder import (
+    format_measured,
+    format_updates,
+    measure_seconds,
+    read_log_history,
+    read_run,
+    read_samples,
+    summarise_table,
+)
+from diffusion_grpo.run.report import write_report, write_summary
+
+pytestmark = pytest.mark.plots
+
+
+def test_summary_has_the_promised_keys_and_the_first_and_last_evaluation(tmp_path):
+    summary = write_summary(make_run(tmp_path / "run"))
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary == {
+        "evaluation_prompts": 12,
+        "evaluation_prompts_in_training": 0,
+        "first_evaluation_after": 0,
+        "last_evaluation_after": 20,
+        "reward_before": pytest.approx(0.4),
+        "reward_first": pytest.approx(0.4),
+        "reward_after": pytest.approx(0.9),
+        "standard_error": 0.02,
+        "rewards": {
+            name: {
+                "before": pytest.approx(0.4),
+                "first": pytest.approx(0.4),
+                "after": pytest.approx(0.9),
+                "standard_error": 0.03,
+            }
+            for name in ["text", "color", "tesseract"]
+        },
+        "seconds": 123.0,
+        "samples_per_second": pytest.approx(40.0),
+        "updates": 20,
+    }
+
+
+def test_a_run_that_has_saved_nothing_yet_is_read_from_its_tables(tmp_path):
+    run = make_run(tmp_path / "run", stop=0.8)
+    (run / "trainer_state.json").unlink()
+    summary = write_summary(run)
+    assert summary["updates"] == 20
+    assert summary["reward_before"] == pytest.approx(0.4) and summary["reward_after"] == pytest.approx(0.8)
+    assert summary["rewards"]["text"]["after"] == pytest.approx(0.81)
+    assert "0.400 → 0.800" in write_report(run).read_text()
+
+
+def test_a_running_training_is_read_from_its_newest_checkpoint(tmp_path):
+    run = make_run(tmp_path / "run")
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    (run / "trainer_state.json").unlink()
+    for step in (5, 10):
+        checkpoint = run / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        part = [entry for entry in history if entry["step"] <= step and "train_runtime" not in entry]
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": part}))
+    summary = write_summary(run)
+    assert summary["updates"] == 10
+    assert summary["seconds"] == pytest.approx(60.0)  # ten updates of 2 + 1 + 3 seconds
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no run.json"):
+        read_run(tmp_path)
+
+
+def test_evaluations_of_several_processes_are_read_in_the_order_of_their_prompts(tmp_path):
+    folder = tmp_path / "evaluations"
+    folder.mkdir()
+    for name, prompts in (("step-000005-rank0", ["a", "c"]), ("step-000005-rank1", ["b"]), ("step-000000", ["x"])):
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts}), folder / f"{name}.parquet")
+    found = read_samples(tmp_path)
+    assert {step: [row["prompt"] for row in rows] for step, rows in found.items()} == {0: ["x"], 5: ["a", "b", "c"]}
+
+
+def test_the_longest_log_counts_and_the_wall_time_is_that_of_all_parts(tmp_path):
+    run = make_run(tmp_path / "run", updates=4, eval_every=4)
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    (run / "checkpoint-2").mkdir()
+    (run / "checkpoint-2" / "trainer_state.json").write_text(json.dumps({"log_history": history[:2]}))
+    assert read_log_history(run) == history
+    history[-1]["train_runtime"] = 3.0  # counted from the last resume
+    assert measure_seconds(history) == pytest.approx(4 * 6.0)
+    assert measure_seconds([{"step": 1, "eval_runtime": 2.0}]) == 2.0
+
+
+def test_what_an_evaluation_logs_follows_from_its_table():
+    rows = [{"reward": 1.0, "text": 0.5}, {"reward": 2.0, "text": math.nan}, {"reward": 3.0, "text": None}]
+    entry = summarise_table(7, rows, ["text", "gone"])
+    assert entry == {
+        "step": 7,
+        "eval_reward": 2.0,
+        "eval_reward_std_error": pytest.approx(1 / math.sqrt(3)),
+        "eval_rewards/text/mean": 0.5,
+    }
+
+
+def test_what_a_reward_can_be_at_most(tmp_path):
+    run = read_run(make_run(tmp_path / "run"))
+    assert run.maximum("text") == 1.0 and run.maximum("tesseract") == 1.0 and run.maximum("mine") is None
+    assert run.maximum("reward") == pytest.approx(1.0)  # 0.6 + 0.4
+    run.info["settings"]["multi_objective_aggregation"] = "min_then_normalize"
+    assert run.maximum("reward") == 0.4
+    run.info["reward_options"] = {"text": {"std": 2.0}}
+    assert run.maximum("text") is None and run.maximum("reward") is None
+
+
+def test_moments_and_means_in_words():
+    assert [format_updates(step) for step in (0, 1, 20)] == ["before training", "after 1 update", "after 20 updates"]
+    assert (format_measured(0.5, 0.02), format_measured(0.5, None)) == ("0.500 ± 0.020", "0.500")

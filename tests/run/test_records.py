@@ -1,0 +1,102 @@
+"""What a run writes about itself, and whose folder it is."""
+
+import json
+
+import pyarrow.parquet
+import pytest
+from command_line import make_config
+from peft import LoraConfig
+from PIL import Image
+
+from diffusion_grpo.run.manifest import ResumeError
+from diffusion_grpo.run.records import (
+    check_extra_column,
+    check_output_folder,
+    check_same_run,
+    clear_started_run,
+    has_result,
+    holds_run,
+    list_changed_settings,
+    make_record,
+    refuse_used_folder,
+    write_files,
+    write_json,
+    write_samples,
+)
+
+
+def record(model="owner/name", peft_config=None, **settings):
+    return make_record(model, make_config(**settings), peft_config, ["text"], [], [1.0])
+
+
+def test_the_record_says_what_is_trained_and_how():
+    made = record(peft_config=LoraConfig(r=4), beta=0.5, loss_kwargs=None, hub_token="secret")
+    assert (made["model"], made["trains_by"], made["reward_funcs"]) == ("owner/name", "LoRA rank 4", ["text"])
+    assert made["settings"]["beta"] == 0.5 and "secret" not in json.dumps(made) and "torch" in made["versions"]
+    assert record()["trains_by"] == "full"
+    assert record(lora_adapter="style")["trains_by"] == "LoRA style, trained further"
+    assert record(lora_path="/somebody/folder/owner/lora")["trains_by"].endswith("trained further")
+
+
+def test_only_changed_settings_are_listed():
+    assert "learning_rate" not in list_changed_settings(make_config())
+    assert list_changed_settings(make_config(learning_rate=0.25))["learning_rate"] == 0.25
+    assert "output_dir" not in list_changed_settings(make_config())
+
+
+def test_a_folder_with_a_checkpoint_or_a_result_holds_a_run(tmp_path):
+    assert not holds_run(tmp_path / "none") and not holds_run(tmp_path)
+    refuse_used_folder(tmp_path, "resume")
+    (tmp_path / "checkpoint-3").mkdir()
+    assert holds_run(tmp_path) and not has_result(tmp_path)
+    with pytest.raises(ResumeError, match="holds a run already .newest: checkpoint-3.; resume to go on with it"):
+        refuse_used_folder(tmp_path, "resume")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "summary.json").write_text("{}")
+    assert has_result(tmp_path / "other")
+    with pytest.raises(ResumeError, match="it has saved no checkpoint"):
+        refuse_used_folder(tmp_path / "other", "resume")
+
+
+def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
+    write_json(tmp_path / "run.json", record(seed=3))
+    (tmp_path / "checkpoint-3").mkdir()
+    check_same_run(str(tmp_path), record(seed=3, beta=0.5))  # beta may change on the way
+    with pytest.raises(ValueError, match="holds another run .seed is 3 there and the default here."):
+        check_same_run(str(tmp_path), record())
+    with pytest.raises(ValueError, match="model is 'owner/name' there and 'owner/other' here"):
+        check_same_run(str(tmp_path), record("owner/other", seed=3))
+    with pytest.raises(ValueError, match="prompts_per_rollout is"):
+        check_same_run(str(tmp_path), record(seed=3, steps_per_generation=64))
+    check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
+    assert "was interrupted (newest: checkpoint-3)" in caplog.text
+    (tmp_path / "summary.json").write_text("{}")
+    check_output_folder(str(tmp_path), record(seed=3), is_resumed=True)
+    with pytest.raises(ResumeError, match="set resume_from_checkpoint=True in the settings"):
+        check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
+
+
+def test_samples_of_a_run_that_starts_again_are_removed_but_those_before_it(tmp_path):
+    for name in ("samples/step-000000", "samples/step-000005", "evaluations/step-000005"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / f"{name}.parquet").touch()
+    clear_started_run(tmp_path)
+    assert (tmp_path / "samples" / "step-000005").is_dir()  # not the folder of a run
+    (tmp_path / "run.json").touch()
+    clear_started_run(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["step-000000", "step-000000.parquet"]
+
+
+def test_files_and_tables(tmp_path):
+    images = [Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4))]
+    columns = write_files(images, [tmp_path / "a" / "0000", None], tmp_path, 8.0, None)
+    assert columns == {"image": ["a/0000.png", None], "file": ["a/0000.png", None]}
+    write_samples(tmp_path / "a.parquet", columns | {"reward": [1.0, 2.0]})
+    assert pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pydict()["reward"] == [1.0, 2.0]
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def test_a_column_has_one_value_per_sample():
+    assert check_extra_column("mood", (1, 2), 2) == [1, 2]
+    with pytest.raises(ValueError, match=r"log_extra\('mood', ...\) got 2 values for 3 samples"):
+        check_extra_column("mood", [1, 2], 3)

@@ -1,0 +1,76 @@
+"""Options of `diffusion-grpo sample`, beside a model or a YAML file."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+from command_line import write_config
+
+from diffusion_grpo.sampling.settings import (
+    SampleSettings,
+    add_sample_options,
+    parse_json_object,
+    read_call_options,
+    read_rewards,
+    read_settings,
+)
+
+
+def read(*words: str) -> SampleSettings:
+    parser = argparse.ArgumentParser()
+    add_sample_options(parser)
+    arguments, overrides = parser.parse_known_args(words)
+    return read_settings(arguments, overrides)
+
+
+def test_a_model_with_options():
+    settings = read("owner/name", "--prompts", "x.txt", "--height", "64", "--reward_funcs", "text", "color")
+    assert (settings.model, settings.prompts, settings.height, settings.width) == ("owner/name", "x.txt", 64, None)
+    assert (settings.split, settings.max_prompts, settings.noise_level, settings.dtype) == ("test", 16, 0.0, "float32")
+    assert settings.reward_funcs == ["text", "color"] and settings.output_dir == Path("samples")
+
+
+def test_a_file_of_a_run_gives_what_the_options_do_not(tmp_path):
+    config = write_config(tmp_path, seed=7, pipeline_kwargs={"a": 1, "b": 2}, reward_weights=[2.0])
+    settings = read(config, "--pipeline_kwargs", '{"b": 3}', "--num_inference_steps", "5", "--beta", "0.5")
+    assert (settings.model, settings.seed, settings.num_generations) == ("nobody/nothing", 7, 2)
+    assert settings.pipeline_kwargs == {"a": 1, "b": 3} and settings.reward_weights == [2.0]
+    assert settings.train.num_inference_steps == 5 == settings.num_inference_steps and settings.train.beta == 0.5
+    assert settings.split == "train" and settings.max_prompts is None and settings.batch_size == 2
+    other = read(config, "--reward_funcs", "text")
+    assert other.reward_weights is None  # the weights were those of other rewards
+
+
+def test_jobs_whose_samples_differ_have_other_identities():
+    words = ("owner/name", "--prompts", "x.txt")
+    first = read(*words)
+    assert first.identity == read(*words, "--batch_size", "3", "--output_dir", "elsewhere").identity
+    for option in (("--seed", "1"), ("--height", "8"), ("--reward_funcs", "text"), ("--pipeline_kwargs", '{"a": 1}')):
+        assert first.identity != read(*words, *option).identity
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["owner/name"], "--prompts is missing"),
+        (["owner/name", "--prompts", "x.txt", "--beta", "1"], "unknown option --beta"),
+        (
+            ["owner/name", "--prompts", "x.txt", "--num_generations", "0"],
+            "--num_generations must be at least 1, got 0",
+        ),
+        (["owner/name", "--prompts", "x.txt", "--noise_level", "0.5"], "needs --num_inference_steps"),
+        (["owner/name", "--prompts", "x.txt", "--pipeline_kwargs", "[1]"], "write a JSON object"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        read(*words)
+
+
+def test_arguments_of_the_call_and_rewards():
+    given = argparse.Namespace(num_inference_steps=4, guidance_scale=None, height=8, width=None, num_frames=None)
+    given.pipeline_kwargs = '{"max_sequence_length": 8}'
+    assert read_call_options(given) == {"num_inference_steps": 4, "height": 8, "max_sequence_length": 8}
+    assert parse_json_object(None) == {}
+    assert read_rewards(["{text: {weight: 2}}"]) == {"text": {"weight": 2}}
+    assert read_rewards(["text", "color"]) == ["text", "color"]

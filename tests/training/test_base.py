@@ -1,0 +1,66 @@
+"""What transformers' Trainer forces: checkpoints that rotate, folders that are not overwritten, predict."""
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from tiny_runs import brightness, trained_weights, trainer_for
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trainer_for(tmp_path, **settings).train()
+    with pytest.raises(ValueError, match="holds a run already.*checkpoint-2.*resume_from_checkpoint=True in the set"):
+        trainer_for(tmp_path, **settings)  # before a model is loaded
+    trainer_for(tmp_path, **settings, resume_from_checkpoint=True).train()
+    with pytest.raises(ValueError, match="holds another run.*trains_by"):
+        trainer_for(tmp_path, lora=False, **settings)
+    with pytest.raises(ValueError, match="holds another run.*noise_level is the default there and 0.5 here"):
+        trainer_for(tmp_path, noise_level=0.5, **settings)
+
+
+def test_a_folder_with_a_run_without_checkpoints_is_not_overwritten(tmp_path):
+    trainer_for(tmp_path).train()
+    with pytest.raises(ValueError, match="holds a run already .it has saved no checkpoint.*delete it"):
+        trainer_for(tmp_path)
+    with pytest.raises(ValueError, match="holds another run"):
+        trainer_for(tmp_path, lora=False)
+
+
+def test_save_total_limit_and_the_best_model(tmp_path):
+    """The second of four evaluations is the best: rotation spares its checkpoint, the run ends with its weights."""
+
+    def scripted(images, trainer_state, **columns):
+        best = 0.5 if trainer_state.global_step == 2 else 0.0
+        return [best + value for value in brightness(images)]
+
+    trainer = trainer_for(
+        tmp_path,
+        rewards=scripted,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="reward",
+        greater_is_better=True,
+        learning_rate=0.05,
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    best, last = (load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 4))
+    trained = {name.replace(".default", ""): value for name, value in trained_weights(trainer).items()}
+    assert trained.keys() == best.keys() == last.keys()
+    assert all(torch.equal(value, best[name]) for name, value in trained.items())
+    assert not all(torch.equal(value, last[name]) for name, value in trained.items())
+
+
+def test_predict_says_what_to_call_instead(tmp_path):
+    trainer = trainer_for(tmp_path)
+    dataset = Dataset.from_dict({"prompt": ["a sign"]})
+    with pytest.raises(NotImplementedError, match="call evaluate.*prefix='test'. to sample and score"):
+        trainer.predict(dataset)
+    assert "test_reward" in trainer.evaluate(dataset, metric_key_prefix="test")

@@ -1,0 +1,123 @@
+"""What a checkpoint holds: folders that are whole, and the policy beside its average."""
+
+import contextlib
+
+import pytest
+from transformers.trainer import TRAINER_STATE_NAME
+
+from diffusion_grpo.run.manifest import ResumeError
+from diffusion_grpo.training.checkpoints import Checkpointer, replace_folder
+
+
+class Log(list):
+    """Keeps what is called, in order."""
+
+    def note(self, name):
+        return lambda *args, **kwargs: self.append((name, *args))
+
+
+class Files:
+    """Of a policy."""
+
+    def __init__(self, log):
+        self.save, self.load, self.copy = log.note("save"), log.note("load"), log.note("copy")
+
+
+class Weights:
+    """Note when values are shown whole, and which."""
+
+    def __init__(self, log):
+        self.log = log
+
+    @contextlib.contextmanager
+    def show_whole(self, values=None, is_kept=True):
+        self.log.append(("show", values, is_kept))
+        yield
+        self.log.append(("hide",))
+
+    @contextlib.contextmanager
+    def rewrite(self):
+        yield
+
+    def exact(self):
+        return ["exact"]
+
+
+class Average:
+    shares = ["average"]
+
+    def __init__(self, log):
+        self.take = log.note("take")
+
+    @contextlib.contextmanager
+    def place(self, is_shown):
+        yield
+
+
+class Feed:
+    def __init__(self, log):
+        self.save, self.resume_from = log.note("save rollout"), log.note("resume")
+
+
+def make(log, *, has_average=False, is_writer=True):
+    return Checkpointer(
+        model="model",
+        files=Files(log),
+        weights=Weights(log),
+        average=Average(log) if has_average else None,
+        reference=None,
+        values=None,
+        feed=Feed(log),
+        backend=None,
+        is_writer=is_writer,
+        pushes_samples=False,
+    )
+
+
+def test_the_policy_is_written_whole(tmp_path):
+    log = Log()
+    make(log).save_weights(tmp_path, whole_pipeline=True)
+    assert log == [("show", None, True), ("save", "model", tmp_path, True), ("hide",)]
+
+
+def test_an_average_is_published_and_the_policy_lies_beside_it(tmp_path):
+    log = Log()
+    make(log, has_average=True).save_weights(tmp_path)
+    assert [entry for entry in log if entry[0] == "save"] == [
+        ("save", "model", tmp_path, False),
+        ("save", "model", tmp_path / "policy", False),
+    ]
+    assert log.index(("show", ["average"], True)) < log.index(("show", None, True))
+
+
+def test_processes_that_write_nothing_take_part_in_showing_the_weights(tmp_path):
+    log = Log()
+    make(log, is_writer=False).save_weights(tmp_path)
+    assert log == [("show", None, False), ("hide",)]
+
+
+def test_a_folder_that_is_no_whole_checkpoint_is_refused(tmp_path):
+    log = Log()
+    with pytest.raises(ResumeError, match=f"has no {TRAINER_STATE_NAME}"):
+        make(log).load(tmp_path)
+    assert log == []
+    (tmp_path / TRAINER_STATE_NAME).write_text("{}")
+    make(log).load(tmp_path)
+    assert log == [("load", "model", tmp_path), ("resume", tmp_path)]
+
+
+def test_the_running_rollout_is_written_by_the_feed(tmp_path):
+    log = Log()
+    make(log).save_rollout(tmp_path, 7)
+    assert log == [("save rollout", tmp_path, 7)]
+
+
+def test_a_folder_is_replaced_and_leaves_nothing_aside(tmp_path):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    replace_folder(tmp_path / "new", tmp_path / "old")
+    assert [path.name for path in tmp_path.rglob("*")] == ["old", "new"] and (tmp_path / "old" / "new").exists()
+    (tmp_path / "again").mkdir()
+    replace_folder(tmp_path / "again", tmp_path / "first")
+    assert (tmp_path / "first").is_dir()

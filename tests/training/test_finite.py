@@ -1,0 +1,23 @@
+"""A run stops at a loss or gradient that is NaN or infinite."""
+
+import math
+
+import pytest
+import torch
+
+from diffusion_grpo.training.finite import NonFiniteError, refuse_non_finite
+
+
+def test_finite_values_pass(tmp_path):
+    refuse_non_finite(torch.tensor([0.0, -3e38]), "loss", 1, str(tmp_path), has_stepped=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_others_are_refused_with_what_is_left(tmp_path, value):
+    with pytest.raises(
+        NonFiniteError, match="loss of update 3 is .*; the weights were not updated. .*checkpoint: none"
+    ):
+        refuse_non_finite(torch.tensor(value), "loss", 3, str(tmp_path), has_stepped=False)
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(NonFiniteError, match="the weights may hold it already.*checkpoint-2. Try a lower"):
+        refuse_non_finite(torch.tensor(value), "gradient norm", 3, str(tmp_path), has_stepped=True)

@@ -1,0 +1,188 @@
+"""From what the user names to a pipeline ready to train."""
+
+from functools import partial
+
+import diffusers
+import pytest
+import tiny_pipelines
+import torch
+from command_line import make_config
+from peft import IA3Config, LoraConfig
+from tiny_runs import LORA, brightness, logged, trained_weights, trainer_for
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.training.model import (
+    check_args,
+    check_model,
+    check_peft_config,
+    checkpoint_share,
+    choose_dtype,
+    load_plain_pipeline,
+    name_model,
+    pipeline_class,
+    prepare_model,
+)
+
+
+def test_everything_is_frozen_and_in_eval_mode_but_what_is_trained(tmp_path):
+    """Dropout in a text encoder would part the replay from the rollout."""
+    pipe, _ = tiny_pipelines.build("sd3")
+    parts = [pipe.text_encoder, pipe.text_encoder_2, pipe.vae, pipe.transformer]
+    for part in parts:
+        part.train().requires_grad_(True)
+    prepare_model(pipe, DiffusionGRPOConfig(str(tmp_path), use_cpu=True), LoraConfig(**LORA))
+    assert not any(module.training for part in parts for module in part.modules())
+    trained = [name for part in parts for name, value in part.named_parameters() if value.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+
+
+def test_torch_compile_compiles_the_blocks_and_keeps_the_ratio(tmp_path):
+    trainer = trainer_for(tmp_path, torch_compile_backend="aot_eager", max_steps=1)
+    trainer.train()
+    assert trainer.pipe.transformer.transformer_blocks[0]._compiled_call_impl is not None
+    assert max(logged(trainer, "ratio/max_error")) <= 1e-5
+
+
+def test_full_training_of_half_precision_weights_is_refused_without_mixed_precision(tmp_path, monkeypatch):
+    build = tiny_pipelines.build
+    monkeypatch.setattr(tiny_pipelines, "build", lambda *args: (build(*args)[0].to(torch.bfloat16), build(*args)[1]))
+    with pytest.raises(ValueError, match="Full training needs float32.*bf16=True"):
+        trainer_for(tmp_path, lora=False)
+    trainer = trainer_for(tmp_path / "mixed", lora=False, bf16=True, max_steps=1)
+    trainer.train()
+    assert trainer.model.dtype == torch.float32 and max(logged(trainer, "ratio/max_error")) <= 1e-5
+
+
+def test_scheduler_kwargs_move_the_sigmas_and_stay_with_the_pipeline(tmp_path):
+    trainer = trainer_for(tmp_path, scheduler_kwargs={"shift": 5.0})
+    assert trainer.pipe.scheduler.config.shift == trainer.policy.scheduler.config.shift == 5.0
+    assert tiny_pipelines.build("sd3")[0].scheduler.config.shift != 5.0
+    trainer.train()
+    assert max(logged(trainer, "ratio/max_error")) == 0.0
+    with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler has no setting shfit; it has .*shift"):
+        trainer_for(tmp_path / "b", scheduler_kwargs={"shfit": 5.0})
+
+
+def test_checkpointing_of_a_share_of_the_blocks(tmp_path, monkeypatch):
+    """The same weights bit for bit, and a second forward pass in the blocks of that share alone."""
+    build = tiny_pipelines.build
+
+    def deeper(name, seed):
+        pipe, inputs = build(name, seed)
+        torch.manual_seed(0)
+        pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "num_layers": 4}).eval()
+        return pipe, inputs
+
+    def count(module, args):
+        calls[id(module)] += 1
+
+    monkeypatch.setattr(tiny_pipelines, "build", deeper)
+    plain, weights = None, None
+    for share, recomputed in ((None, []), (1.0, [0, 1, 2, 3]), (0.5, [0, 2]), (0.25, [1])):
+        chosen = {"gradient_checkpointing": True, "selective_checkpointing": share} if share else {}
+        trainer = trainer_for(tmp_path / str(share), num_inference_steps=2, max_steps=1, lora=False, **chosen)
+        blocks = trainer.pipe.transformer.transformer_blocks
+        calls = {id(block): 0 for block in blocks}
+        for block in blocks:
+            block.register_forward_pre_hook(count)
+        trainer.train()
+        assert max(logged(trainer, "ratio/max_error")) == 0.0
+        plain = plain or list(calls.values())
+        weights = weights or trained_weights(trainer)
+        assert all(torch.equal(value, weights[name]) for name, value in trained_weights(trainer).items())
+        again = [made - before for made, before in zip(calls.values(), plain, strict=True)]
+        assert again == [2 if place in recomputed else 0 for place in range(4)]  # two micro-batches of one step
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "model is None; pass a Hub id, a folder"),
+        (torch.nn.Linear(1, 1), "model is a Linear, one network alone; pass the pipeline"),
+        (3, "model is a int; pass"),
+    ],
+    ids=["None", "module", "number"],
+)
+def test_a_model_that_is_no_pipeline(model, message):
+    with pytest.raises(TypeError, match=message):
+        DiffusionGRPOTrainer(model, brightness)
+
+
+def test_settings_of_another_trainer(tmp_path):
+    from transformers import TrainingArguments
+    from trl import GRPOConfig
+
+    for other in (TrainingArguments(str(tmp_path), use_cpu=True), GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)):
+        with pytest.raises(TypeError, match=f"a (transformers|trl) {type(other).__name__}, which lacks.*GRPOConfig"):
+            DiffusionGRPOTrainer("tiny", brightness, args=other)
+    check_args(DiffusionGRPOConfig(str(tmp_path), use_cpu=True))
+    check_model("tiny")
+
+
+def test_a_name_is_what_the_user_wrote_or_where_the_pipeline_came_from():
+    pipe = tiny_pipelines.build("sd3")[0]
+    assert name_model("owner/name") == "owner/name" and name_model(pipe) == "StableDiffusion3Pipeline"
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_full", "expected"),
+    [
+        ({}, False, None),
+        ({"bf16": True}, False, torch.bfloat16),
+        ({"bf16": True, "train_component": "unet"}, True, {"unet": torch.float32, "default": torch.bfloat16}),
+        ({"model_init_kwargs": {"torch_dtype": "torch.float16"}}, False, torch.float16),
+        ({"model_init_kwargs": {"torch_dtype": torch.float64}, "bf16": True}, True, torch.float64),
+    ],
+)
+def test_the_dtype_in_which_a_pipeline_is_loaded(settings, is_full, expected):
+    assert choose_dtype(make_config(**settings), is_full) == expected
+
+
+def test_the_class_of_a_pipeline_is_known_before_its_weights_are_loaded(tmp_path):
+    pipe = tiny_pipelines.build("sd3")[0]
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    assert pipeline_class(pipe, make_config()) is type(pipe)
+    assert pipeline_class(str(tmp_path), make_config()) is diffusers.FluxPipeline
+    assert pipeline_class("tiny", make_config()) is diffusers.StableDiffusion3Pipeline
+    elsewhere = make_config(model_init_kwargs={"custom_pipeline": "mine"})
+    assert pipeline_class(str(tmp_path), elsewhere) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(1.0, [0, 1, 2, 3]), (0.5, [0, 2]), (0.25, [1]), (0.75, [0, 1, 3]), (0.01, [])]
+)
+def test_a_share_of_the_blocks_is_evenly_spread(share, expected):
+    recomputed, blocks = [], [partial(pow, number) for number in range(4)]
+    checkpointed = checkpoint_share(lambda block, *args: recomputed.append(blocks.index(block)) or block(*args), share)
+    for _ in range(2):  # the second time round they are known
+        assert [checkpointed(block, 2) for block in blocks] == [0, 1, 4, 9]
+    assert recomputed == expected * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (IA3Config(), "is of type IA3; only LoraConfig"),
+        (LoraConfig(init_lora_weights="olora"), "'olora' changes the base model's own weights"),
+        (LoraConfig(bias="lora_only"), "bias='lora_only' trains the base model's own biases"),
+        (LoraConfig(lora_dropout=0.1), "lora_dropout=0.1 would make every replay differ"),
+    ],
+    ids=["kind", "init", "bias", "dropout"],
+)
+def test_adapters_that_make_a_replay_differ_are_refused(config, message):
+    with pytest.raises(ValueError, match=message) as plain:
+        check_peft_config(config)
+    assert "has no reference" not in str(plain.value)
+
+
+def test_adapters_that_train_exactly():
+    check_peft_config(None)
+    for init in (True, False, "gaussian", "orthogonal"):
+        check_peft_config(LoraConfig(init_lora_weights=init), beta=0.1)
+
+
+def test_dtypes_and_devices_that_torch_does_not_have():
+    with pytest.raises(ValueError, match="--dtype float33 is no dtype of torch"):
+        load_plain_pipeline("tiny", "float33")
+    with pytest.raises(ValueError, match="--device cdua is no device of torch"):
+        load_plain_pipeline("tiny", "float32", "cdua")

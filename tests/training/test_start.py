@@ -1,0 +1,141 @@
+"""What is checked and decided before a model is loaded."""
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import tiny_pipelines
+import torch
+from command_line import make_config
+from datasets import Dataset
+from peft import LoraConfig
+from tiny_runs import brightness, trainer_for
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.distributed.backend import DistributedBackend
+from diffusion_grpo.training.start import (
+    check_datasets,
+    choose_backend,
+    describe_run,
+    load_run_rewards,
+    make_groups,
+    prepare_args,
+    prepare_training,
+)
+
+
+def test_learning_rates_by_default(tmp_path):
+    assert trainer_for(tmp_path, learning_rate=None).args.learning_rate == 3e-4
+    assert trainer_for(tmp_path, learning_rate=None, lora=False).args.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, "no column 'prompt'"),
+        ({"train_dataset": Dataset.from_dict({"prompt": []})}, "empty"),
+        ({"train_dataset": Dataset.from_dict({"prompt": [1, 2]})}, "row 0"),
+        ({"reward_funcs": "txet"}, "text"),
+        ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"reward_weights": [1.0, 2.0]}, "2 entries for 1 reward"),
+        ({"lora_dropout": 0.05}, "set it to 0"),
+        ({"init_lora_weights": "pissa", "beta": 0.1}, "'pissa' changes the base.*beta > 0 has no reference"),
+        ({"bias": "all"}, "bias='all' trains the base model's own biases"),
+        ({"reward_funcs": [brightness, partial(brightness)]}, "two rewards called 'brightness'"),
+        ({"sync_ref_model": True, "beta": 0.1}, "LoRA's reference is the frozen base"),
+        (
+            {"eval_reward_funcs": "jpeg_compressibility"},
+            "eval_reward_funcs=jpeg_compressibility has no prompts to be measured on; pass an eval",
+        ),
+        ({"eval_strategy": "steps", "eval_steps": 1}, "'steps' has nothing to evaluate; pass an eval_dataset"),
+        ({"pipeline_kwargs": {"latents": 1}}, "latents.*set by the trainer"),
+        ({"pipeline_kwargs": {"num_images_per_prompt": 2}}, "num_images_per_prompt.*num_generations"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refused_before_a_model_is_loaded(tmp_path, change, message):
+    of_lora = {name: value for name, value in change.items() if name in ("lora_dropout", "init_lora_weights", "bias")}
+    arguments = {
+        "model": "no/such-model",  # loading it would fail with another message
+        "reward_funcs": brightness,
+        "train_dataset": Dataset.from_dict({"prompt": ["a"]}),
+        "peft_config": LoraConfig(r=2, target_modules=["to_q"], **of_lora),
+        "eval_reward_funcs": None,
+    }
+    settings = {name: value for name, value in change.items() if name not in {*of_lora, *arguments}}
+    arguments |= {name: value for name, value in change.items() if name in arguments}
+    with pytest.raises(ValueError, match=message):
+        DiffusionGRPOTrainer(args=DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **settings), **arguments)
+
+
+def test_defaults_name_the_output_after_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipe, _ = tiny_pipelines.build("sd3")
+    trainer = DiffusionGRPOTrainer(pipe, brightness, train_dataset=Dataset.from_dict({"prompt": ["a"]}))
+    assert trainer.args.output_dir == "StableDiffusion3Pipeline-GRPO"
+    assert dataclasses.is_dataclass(trainer.args)
+
+
+def test_the_embedded_model_fills_in_what_is_not_given(tmp_path):
+    args = prepare_args("tiny", DiffusionGRPOConfig(str(tmp_path), use_cpu=True, num_inference_steps=9))
+    assert (args.num_inference_steps, args.height, args.width) == (9, 32, 96)
+    other = prepare_args("owner/name", make_config())
+    assert other.height is None
+    with pytest.raises(TypeError, match="model is None; pass a Hub id"):
+        prepare_args(None, None)
+
+
+@pytest.mark.parametrize(
+    ("peft_config", "settings", "is_full", "rate"),
+    [
+        (LoraConfig(), {}, False, 3e-4),
+        (None, {}, True, 1e-5),
+        (None, {"lora_adapter": "style"}, False, 3e-4),
+        (None, {"learning_rate": 0.5}, True, 0.5),
+    ],
+)
+def test_what_is_trained_decides_the_learning_rate(peft_config, settings, is_full, rate):
+    args = make_config(**{"learning_rate": None, **settings})
+    assert prepare_training(args, peft_config) is is_full and args.learning_rate == rate
+
+
+def test_rewards_that_are_trained_on_are_evaluated_anyway():
+    rewards = load_run_rewards({"brightness": 2.0}, ["brightness", "sharpness"], make_config())
+    assert rewards.names == ["brightness"] and rewards.weights == [2.0]
+    assert [reward.name for reward in rewards.all] == ["brightness", "sharpness"]
+    with pytest.raises(ValueError, match="eval_reward_funcs has two rewards called 'sharpness'"):
+        load_run_rewards("brightness", ["sharpness", "sharpness"], make_config())
+
+
+def test_each_dataset_has_the_columns_of_its_own_rewards():
+    rewards = load_run_rewards("brightness", ["ssim"], make_config())
+    prompts = Dataset.from_dict({"prompt": ["a"]})
+    targets = Dataset.from_dict({"prompt": ["a"], "target": ["a.png"]})
+    check_datasets(rewards, make_config(), prompts, targets)  # `ssim` is asked for in evaluations only
+    with pytest.raises(ValueError, match="'ssim' needs the column 'target', which cats lacks"):
+        check_datasets(rewards, make_config(), targets, {"cats": prompts})
+    with pytest.raises(ValueError, match="eval_reward_funcs=ssim has no prompts"):
+        check_datasets(rewards, make_config(), targets, None)
+
+
+def test_one_process_without_an_engine_is_the_plain_backend():
+    backend = choose_backend(make_config(bf16=True))
+    assert type(backend) is DistributedBackend and backend.half == torch.bfloat16 and backend.groups.size == 1
+    assert choose_backend(make_config()).half is None
+    groups = make_groups(make_config())
+    assert (groups.size, groups.is_first) == (1, True)
+
+
+def test_several_gpus_need_a_launcher():
+    args = SimpleNamespace(bf16=False, fp16=False, n_gpu=2, context_parallel_size=1, world_size=1, process_index=0)
+    args.context_parallel_type = "ulysses"
+    with pytest.raises(ValueError, match="Several GPUs need a launcher"):
+        choose_backend(args)
+
+
+def test_the_record_of_a_run_has_its_rewards_and_their_options():
+    rewards = load_run_rewards({"ssim": {"target_column": "goal"}}, ["sharpness"], make_config())
+    record = describe_run("owner/name", make_config(), LoraConfig(r=4), rewards)
+    assert (record["reward_funcs"], record["eval_reward_funcs"]) == (["ssim"], ["sharpness"])
+    assert record["reward_options"]["ssim"] == {"target_column": "goal"} and record["trains_by"] == "LoRA rank 4"
