@@ -272,8 +272,8 @@ def move_reference(folder, settings, stage):
     point = folder / "whole" / "checkpoint-1"
     trainer = trainer_for(folder / "whole", **settings)
     trainer.train()
-    trainer._checkpointer.load(point)
-    trainer._checkpointer.save_beside_weights(folder / "back")
+    trainer.checkpointer.load(point)
+    trainer.checkpointer.save_beside_weights(folder / "back")
     trainer.accelerator.wait_for_everyone()
     trainer_for(folder / "again", **settings).train(resume_from_checkpoint=str(point))
     torch.distributed.destroy_process_group()

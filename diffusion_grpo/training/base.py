@@ -42,7 +42,7 @@ class DiffusersTrainer(Trainer):
 
     def __init__(self, *, backend: DistributedBackend, networks: list[nn.Module], **kwargs: Any):
         self._backend, self._networks = backend, networks
-        self._checkpointer: Checkpointer | None = None
+        self.checkpointer: Checkpointer | None = None
         self._owns_folder = False  # once the run in the output folder is this one's
         super().__init__(**kwargs)
         backend.set_engine(self.model)
@@ -50,7 +50,7 @@ class DiffusersTrainer(Trainer):
 
     def use_checkpointer(self, checkpointer: Checkpointer) -> None:
         """Take what writes and reads the policy and what stands beside it."""
-        self._checkpointer = checkpointer
+        self.checkpointer = checkpointer
 
     def on_engine_ready(self) -> None:
         """Do what can be done once the model is wrapped, before the optimizer's state is read."""
@@ -138,12 +138,12 @@ class DiffusersTrainer(Trainer):
         staging = folder.with_name(f"tmp-{folder.name}")
         self.store_flos()
         self.save_model(str(staging), _internal_call=True)
-        self._checkpointer.save_beside_weights(staging)
+        self.checkpointer.save_beside_weights(staging)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(staging))
             self._save_scaler(str(staging))
             self._save_rng_state(str(staging))
-            self._checkpointer.save_rollout(staging, self.state.global_step)
+            self.checkpointer.save_rollout(staging, self.state.global_step)
         self._note_best(folder)
         if self.args.should_save:
             self._save_trainer_state(staging)
@@ -164,7 +164,7 @@ class DiffusersTrainer(Trainer):
         """
         folder = Path(output_dir or self.args.output_dir)
         is_final = folder.resolve() == Path(self.args.output_dir).resolve()
-        self._checkpointer.save_weights(folder, whole_pipeline=is_final)
+        self.checkpointer.save_weights(folder, whole_pipeline=is_final)
         if is_final:
             self.create_model_card()
         if self.args.push_to_hub and not _internal_call:
@@ -205,10 +205,10 @@ class DiffusersTrainer(Trainer):
     # Load
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._checkpointer.load(Path(resume_from_checkpoint))
+        self.checkpointer.load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        self._checkpointer.load_best(Path(self.state.best_model_checkpoint))
+        self.checkpointer.load_best(Path(self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As in `Trainer`; where another mode wrote the checkpoint, the optimizer starts anew and says so.
@@ -303,7 +303,7 @@ class DiffusersTrainer(Trainer):
             run_as_future=not blocking,
             token=token or self.args.hub_token,
             revision=revision or self.args.hub_revision,
-            **self._checkpointer.list_upload_patterns(),
+            **self.checkpointer.list_upload_patterns(),
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -314,10 +314,10 @@ class DiffusersTrainer(Trainer):
         if is_busy and not self.args.hub_always_push:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self._checkpointer.copy_weights(Path(checkpoint_folder), Path(self.args.output_dir))
+        self.checkpointer.copy_weights(Path(checkpoint_folder), Path(self.args.output_dir))
         self.create_model_card()
         message = f"Training in progress, step {self.state.global_step}"
-        jobs = [self._upload(self.args.output_dir, message, **self._checkpointer.list_upload_patterns())]
+        jobs = [self._upload(self.args.output_dir, message, **self.checkpointer.list_upload_patterns())]
         if self.args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             is_last = self.args.hub_strategy == HubStrategy.CHECKPOINT
             name = "last-checkpoint" if is_last else Path(checkpoint_folder).name

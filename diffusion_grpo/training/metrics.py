@@ -19,22 +19,23 @@ class Metrics:
     """Values by name, collected until they are logged.
 
     Attributes:
+        values: what was noted since the last log, by name.
         samples: made by all processes since the last log.
     """
 
     def __init__(self):
-        self._values: dict[str, list[float]] = defaultdict(list)
+        self.values: dict[str, list[float]] = defaultdict(list)
         self._is_paused = False
         self._logged_step: int | None = None
         self.samples = 0
 
     def __bool__(self) -> bool:
-        return bool(self._values)
+        return bool(self.values)
 
     def add(self, name: str, value: float) -> None:
         """Note one value."""
         if not self._is_paused:
-            self._values[name].append(value)
+            self.values[name].append(value)
 
     def add_all(self, values: Mapping[str, float]) -> None:
         """Note a value of each name."""
@@ -64,7 +65,7 @@ class Metrics:
 
     def reset(self) -> None:
         """Forget everything: another run begins."""
-        self._values.clear()
+        self.values.clear()
         self._logged_step = None
 
     def gather(self, backend: DistributedBackend, step: int) -> dict[str, float]:
@@ -75,11 +76,11 @@ class Metrics:
             step: updates that are done.
         """
         updates = max(1, step - self._logged_step)
-        measured = self._values | {name: [sum(self._values[name]) / updates] for name in TOTALS}
+        measured = self.values | {name: [sum(self.values[name]) / updates] for name in TOTALS}
         measured["memory/peak_gib"] = [measure_peak_memory(backend.accelerator.device)]
         found = gather_means(backend.accelerator, measured, largest=LARGEST, smallest=SMALLEST)
         if self.samples:
             found["samples_per_second"] = self.samples / (sum(found[name] for name in TOTALS) * updates)
         self.samples, self._logged_step = 0, step
-        self._values.clear()
+        self.values.clear()
         return found

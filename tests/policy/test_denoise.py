@@ -186,15 +186,6 @@ def test_step_0_is_refused():
         denoise(policy, inputs, clean, 0)
 
 
-def test_guidance_that_the_network_takes_as_an_input_stays():
-    flux, inputs = tiny_pipelines.build("flux")
-    off = switch_guidance_off(flux, [flux.transformer], inputs | {"guidance_scale": 3.5})
-    assert off["true_cfg_scale"] == 1.0 and off["guidance_scale"] == 3.5
-    sd3, inputs = tiny_pipelines.build("sd3")
-    off = switch_guidance_off(sd3, [sd3.transformer], inputs | {"guidance_scale": 3.5, "negative_prompt": "dull"})
-    assert off["guidance_scale"] == 1.0 and "negative_prompt" not in off
-
-
 def test_what_the_pipeline_holds_fixed_is_no_target():
     """Inpainting writes the known half into its latents after every step."""
     policy, inputs, _, clean = clean_rollout("flux_inpaint")

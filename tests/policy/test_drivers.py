@@ -11,6 +11,7 @@ from diffusion_grpo.policy.drivers import (
     Teacher,
     UnsupportedPipeline,
 )
+from diffusion_grpo.policy.trajectory import StepScale
 
 SEEDS = torch.tensor([3, 4])
 STD = 0.5
@@ -27,6 +28,12 @@ class Steps:
 
     def distribution(self, prediction, timestep, sample, noise_level):
         return sample.float() / 2, torch.tensor(STD)
+
+    def drop_variance(self, prediction, sample):
+        return prediction
+
+    def scale(self, timestep, sample, noise_level, count=None):
+        return StepScale(torch.full((len(sample),), STD), torch.ones(len(sample)), torch.ones(len(sample)))
 
     def log_prob(self, next_latents, mean, std):
         return -((next_latents - mean) ** 2).flatten(1).mean(1)

@@ -188,7 +188,7 @@ def test_samples_have_the_latents_and_windows_of_the_trainings_branches(training
     settings, asked = read_settings(arguments, others), {}
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
     monkeypatch.setattr(sample, "rollout", lambda *args, **given: asked.update(given) or ([None] * 12, None))
-    sampler._sample_with_noise({}, list(range(12)))
+    sampler([{"prompt": "a fox"}] * 12, list(range(12)))
     seeds = asked["initial_seeds"]
     assert seeds[::2] == seeds[1::2] and len(set(seeds)) == 6 and len(set(asked["seeds"])) == 12
     plan = make_sampling_plan(settings.train)

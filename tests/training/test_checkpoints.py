@@ -59,16 +59,16 @@ class Feed:
         self.save, self.resume_from = log.note("save rollout"), log.note("resume")
 
 
-def make(log, *, has_average=False, is_writer=True):
+def make(log, *, has_average=False, has_old_policy=False, is_writer=True):
     return Checkpointer(
         model="model",
         files=Files(log),
         weights=Weights(log),
         average=Average(log) if has_average else None,
+        old_policy=Average(log) if has_old_policy else None,
         reference=None,
         values=None,
         feed=Feed(log),
-        backend=None,
         is_writer=is_writer,
         pushes_samples=False,
     )
@@ -88,6 +88,18 @@ def test_an_average_is_published_and_the_policy_lies_beside_it(tmp_path):
         ("save", "model", tmp_path / "policy", False),
     ]
     assert log.index(("show", ["average"], True)) < log.index(("show", None, True))
+
+
+def test_an_old_policy_lies_beside_the_weights_and_is_read_back_before_the_policy(tmp_path):
+    log = Log()
+    checkpointer = make(log, has_old_policy=True)
+    checkpointer.save_beside_weights(tmp_path)
+    assert log == [("show", ["average"], True), ("save", "model", tmp_path / "old_policy", False), ("hide",)]
+    log.clear()
+    (tmp_path / TRAINER_STATE_NAME).write_text("{}")
+    checkpointer.load(tmp_path)
+    loads = [("load", "model", tmp_path / "old_policy"), ("take", ["exact"]), ("load", "model", tmp_path)]
+    assert log == [*loads, ("resume", tmp_path)]
 
 
 def test_processes_that_write_nothing_take_part_in_showing_the_weights(tmp_path):

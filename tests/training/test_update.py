@@ -96,7 +96,7 @@ class Several(ProcessGroupMonitor):
     agreed = 0
 
     def agree(self, error):
-        self.agreed += 1
+        Several.agreed += 1
         if error is not None:
             raise error
 
@@ -156,7 +156,7 @@ def test_passes_run_between_the_beginning_and_the_end_of_a_micro_batch():
     update.train_policy(None, Batch([SAMPLES]), Place(1, count=3, is_first=True, is_last=False))
     assert backend.noted == ["begin", "pass False", "pass False", "pass True", "finish"]
     assert (progress.stage, progress.done, progress.total) == ("training", 3, 9)
-    assert metrics._values == {"passes": [1.0] * 3, "drift": [2.0]}
+    assert metrics.values == {"passes": [1.0] * 3, "drift": [2.0]}
 
 
 class Repeating(Backend):
@@ -173,7 +173,7 @@ def test_a_repeated_pass_counts_nothing():
         make_update(policies[1], backend=Repeating(), metrics=metrics).train_policy(None, Batch([SAMPLES]), ONLY),
     ]
     assert losses[0] == losses[1] and policies[0].weight.grad == policies[1].weight.grad
-    assert metrics._values["passes"] == [1.0] * 3
+    assert metrics.values["passes"] == [1.0] * 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -187,14 +187,14 @@ def test_a_loss_that_is_not_finite_names_the_update_and_gives_no_gradient(tmp_pa
 
 def test_several_processes_agree_before_their_gradients_meet():
     """One that fails makes its passes all the same, or the others would wait for it."""
-    update, backend = None, Backend()
-    update = make_update(Policy(), backend=backend, monitor=Several)
+    backend = Backend()
+    update, before = make_update(Policy(), backend=backend, monitor=Several), Several.agreed
     bad = Batch([[(math.nan, [0, 1])]])
     update.train_policy(None, bad, Place(1, count=2, is_first=True, is_last=False))
-    assert backend.noted.count("pass True") == 1 and update._monitor.agreed == 0
+    assert backend.noted.count("pass True") == 1 and Several.agreed == before
     with pytest.raises(NonFiniteError, match="loss of update 1"):
         update.train_policy(None, Batch([SAMPLES]), Place(1, count=2, is_first=False, is_last=True))
-    assert update._monitor.agreed == 1
+    assert Several.agreed == before + 1
 
 
 @pytest.mark.parametrize(("steps_in_backward", "kept"), [(False, "were not updated"), (True, "may hold it already")])
@@ -230,7 +230,7 @@ def test_the_value_model_gets_its_own_gradient_and_the_policy_none():
     (loss / 4).backward()
     assert any(gradient.abs().sum() > 0 for gradient in found) and policy.weight.grad is None
     torch.testing.assert_close(found, [parameter.grad for parameter in values.parameters()])
-    assert metrics._values == {"value/loss": [pytest.approx(loss.item())]}
+    assert metrics.values == {"value/loss": [pytest.approx(loss.item())]}
 
 
 def test_without_a_value_model_nothing_is_trained_beside_the_policy():
