@@ -30,7 +30,7 @@ class Steps:
         return sample.float() / 2, torch.tensor(STD)
 
     def drop_variance(self, prediction, sample):
-        return prediction
+        return sample if prediction is None else prediction
 
     def scale(self, timestep, sample, noise_level, count=None):
         return StepScale(torch.full((len(sample),), STD), torch.ones(len(sample)), torch.ones(len(sample)))
