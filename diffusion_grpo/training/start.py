@@ -100,7 +100,7 @@ def check_run(
 ) -> CheckedRun:
     """Refuse what cannot work while it is cheap, and decide what has to be known before the model is loaded.
 
-    Args are those of [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
+    For the arguments see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
 
     Raises:
         TypeError: `model` or `args` is something else.

@@ -195,8 +195,8 @@ LAYERED |= {"eval_strategy": "steps", "eval_steps": 2, "ds3_gather_for_generatio
 SYNCED = FULL | SAVED | EMA | {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 1}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 BEST = BASE | SAVED | EMA | {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-BEST |= {"metric_for_best_model": "reward", "greater_is_better": True, "max_steps": 3}
-BEST |= {"optim": "sgd", "learning_rate": 100.0}  # the best is the first of three
+BEST |= {"metric_for_best_model": "reward", "greater_is_better": False, "max_steps": 3}
+BEST |= {"optim": "sgd", "learning_rate": 10.0}  # the lowest reward is that of the second of three
 # torch's AdamW in place of DeepSpeed's own, which is compiled for minutes on its first use
 AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
 AUTO = {"optimizer": {"type": "AdamW", "params": AUTO}, "zero_force_ds_cpu_optimizer": False}
@@ -319,6 +319,15 @@ def test_half_precision_keeps_the_ratio_and_writes_float32(matrix, name):
         saved = load_file(matrix / name / "transformer" / "diffusion_pytorch_model.safetensors")
         assert any((tensor.bfloat16().float() != tensor).any() for tensor in saved.values())
         DiffusionPipeline.from_pretrained(matrix / name)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["best", "best3"])
+def test_the_best_weights_are_those_of_neither_end(matrix, name):
+    """Or what is restored could not be told from what is there anyway."""
+    kept = load_file(matrix / name / "adapter_model.safetensors")
+    steps = [load_file(matrix / name / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (1, 2, 3)]
+    assert [all(torch.equal(kept[key], step[key]) for key in kept) for step in steps] == [False, True, False]
 
 
 @pytest.mark.distributed
