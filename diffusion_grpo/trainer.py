@@ -160,10 +160,10 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.pipe, policy.networks, args.device, args.offload_frozen, backend.leaves_networks_in_place
         )
         self.values = ValueModel(args.seed).to(args.device) if has_values else None
-        self.average = setup.make_average(args, self.weights)
+        self.metrics, self.progress = Metrics(), UpdateProgress()
+        self.average = setup.make_average(args, self.weights, backend, self.metrics)
         self.algorithm = setup.make_algorithm(args, policy.networks, self.rewards.weights)
         self.run_passes = NetworkPasses(backend, self.monitor, policy.networks, self._reference_module)
-        self.metrics, self.progress = Metrics(), UpdateProgress()
 
     def _make_rollout_objects(self) -> None:
         """Make what samples and scores, in rollouts and in evaluations."""

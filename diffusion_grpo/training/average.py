@@ -5,9 +5,10 @@ While it is shown, it stands in the network in place of the policy's own weights
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 from transformers import TrainerCallback
@@ -27,10 +28,12 @@ class PolicyAverage(TrainerCallback):
         weights: the trained ones.
         decay: of the average.
         interval: updates between two steps of it.
+        note: gets, after each step, the squared distance of this process's shares to the policy's and their squared
+            size, `(2,)` float32.
     """
 
-    def __init__(self, weights: TrainedWeights, decay: float, interval: int):
-        self.weights = weights
+    def __init__(self, weights: TrainedWeights, decay: float, interval: int, note: Callable[[Tensor], None]):
+        self.weights, self.note = weights, note
         self.average = EMAModel(weights.parameters, decay=decay)
         self.interval = interval
         self.is_shown = False
@@ -44,6 +47,14 @@ class PolicyAverage(TrainerCallback):
         if state.global_step % self.interval == 0:
             self.average.optimization_step = state.global_step  # of updates, and right after a resume too
             self.average.step([value.requires_grad_() for value in self.weights.exact()])
+            self.note(self._measure().to(args.device))
+
+    @torch.no_grad()
+    def _measure(self) -> Tensor:
+        found = torch.zeros(2)
+        for share, value in zip(self.shares, self.weights.exact(), strict=True):
+            found += torch.stack([(share - value).float().square().sum(), share.float().square().sum()]).cpu()
+        return found
 
     @property
     def shares(self) -> list[Tensor]:

@@ -21,7 +21,12 @@ PLAIN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strate
 WITHIN = PLAIN | {"steps_per_generation": 4, "num_iterations": 2, "ema_decay": 0.9, "ema_update_interval": 2}
 # the means of the policy that rolled out are compared, from replays or as recorded, and the steps are weighted
 DPPO = WITHIN | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity"}
-GUARD = WITHIN | {"loss_type": "grpo_guard", "old_log_prob": "rollout", "permute_steps": True, "timestep_fraction": 0.67}
+GUARD = WITHIN | {
+    "loss_type": "grpo_guard",
+    "old_log_prob": "rollout",
+    "permute_steps": True,
+    "timestep_fraction": 0.67,
+}
 FULL = PLAIN | {"lora": False, "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "best_of_n": 2}
 
 
