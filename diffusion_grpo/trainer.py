@@ -140,11 +140,11 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self.pipe, policy.networks, args.device, args.offload_frozen, backend.leaves_networks_in_place
         )
         self.values = ValueModel(args.seed).to(args.device) if has_values else None
-        self.average = setup.make_average(args, self.weights)
+        self.metrics, self.progress = Metrics(), UpdateProgress()
+        self.average = setup.make_average(args, self.weights, backend, self.metrics)
         self.algorithm = setup.make_algorithm(args, policy.networks, self.rewards.weights)
         self.old_policy = setup.make_old_policy(args, self.weights, self.algorithm)
         self.run_passes = NetworkPasses(backend, self.monitor, policy.networks, self._reference_module)
-        self.metrics, self.progress = Metrics(), UpdateProgress()
         self.update = PolicyUpdate(
             algorithm=self.algorithm,
             policy=policy,

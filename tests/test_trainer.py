@@ -128,6 +128,64 @@ def test_old_log_probs_from_replays_before_any_update(tmp_path):
     assert means[0] == 1.0 and means[1] != 1.0  # the second update is off-policy, and says so
 
 
+@pytest.mark.parametrize("loss_type", ["grpo_guard", "dppo"])
+def test_old_means_are_those_of_the_policy_that_rolled_out(tmp_path, loss_type):
+    """Replayed in the batches that are trained, or as recorded: in float32 the same, and so are the updates."""
+    settings = {"steps_per_generation": 4, "num_iterations": 2, "loss_type": loss_type, "max_steps": 4}
+    runs = []
+    for anchor in ("auto", "rollout"):
+        trainer = trainer_for(tmp_path / anchor, old_log_prob=anchor, **settings)
+        expected = []
+        trainer.add_callback(KeepFirstMeans(trainer, expected))
+        trainer.train()
+        kept = torch.cat([sample.means for sample in trainer.feed.buffer.samples])
+        assert kept.dtype == torch.float32 and torch.equal(kept, torch.cat(expected))
+        divergences = logged(trainer, "kl/old")
+        assert divergences[0] == 0.0 < min(divergences[1:]) and logged(trainer, "ratio/mean")[0] == 1.0
+        runs.append((kept, trained_weights(trainer)))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+
+
+class KeepFirstMeans(TrainerCallback):
+    """Replays the first rollout before the first update."""
+
+    def __init__(self, trainer, kept):
+        self.trainer, self.kept = trainer, kept
+
+    @torch.no_grad()
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 0 and not self.kept:
+            for chunk in self.trainer.feed.buffer.chunks():
+                (part,) = self.trainer.feed.buffer.part(chunk).parts
+                steps = [replay(self.trainer.policy, part.inputs, part.trajectory, step).mean for step in range(3)]
+                self.kept.append(torch.stack(steps, 1))
+
+
+def test_one_update_per_rollout_keeps_no_means(tmp_path):
+    trainer = trainer_for(tmp_path, loss_type="dppo", step_weight="velocity", max_steps=1)
+    trainer.train()
+    samples = trainer.feed.buffer.samples
+    assert all(sample.means is None and sample.step_weights.shape == (1, 3) for sample in samples)
+    assert logged(trainer, "ratio/mean") == [1.0] and logged(trainer, "kl/old") == [0.0]
+
+
+def test_what_is_logged_of_the_terms_and_the_steps(tmp_path):
+    trainer = trainer_for(tmp_path, beta=0.5, learning_rate=0.1)
+    trainer.train()
+    pairs = zip(logged(trainer, "loss/policy"), logged(trainer, "loss/kl"), strict=True)
+    assert [sum(pair) for pair in pairs] == pytest.approx(logged(trainer, "loss"), rel=1e-3, abs=1e-4)
+    assert logged(trainer, "loss/kl") == pytest.approx([0.5 * kl for kl in logged(trainer, "kl")])
+    ratios = logged(trainer, "velocity/ratio_to_ref")
+    assert ratios[0] == 1.0 != ratios[1]
+    for step in range(3):
+        assert len(logged(trainer, f"grad_size/step_{step:02d}")) == 2
+    table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
+    advantages = torch.tensor(table["advantage"])
+    assert logged(trainer, "spread/advantage_mean")[0] == pytest.approx(advantages.mean().item(), abs=1e-6)
+    assert logged(trainer, "frac_advantage_zero")[0] == (advantages == 0).double().mean().item()
+
+
 def test_kl_has_a_gradient_and_vanishes_on_the_reference(tmp_path):
     trainer = trainer_for(tmp_path, rewards=lambda images, **columns: [1.0] * len(images), beta=1.0)
     trainer.train()
@@ -235,6 +293,37 @@ def test_a_replay_that_differs_stops_the_run(tmp_path):
     block.register_forward_hook(lambda module, args, output: output + 0.5 * torch.randn_like(output))
     with pytest.raises(RatioError, match="max_ratio_error=1e-04.*dropout"):
         trainer.train()
+
+
+def test_a_drift_that_rounding_explains_stops_no_run_in_half_precision(tmp_path, caplog):
+    """One update per rollout: the ratio is 1 all the same."""
+    trainer = trainer_for(tmp_path, bf16=True)
+    block = trainer.pipe.transformer.transformer_blocks[0].ff
+    block.register_forward_hook(lambda module, args, output: output + 0.01 * torch.randn_like(output))
+    trainer.train()
+    assert logged(trainer, "ratio/mean") == logged(trainer, "ratio/max") == [1.0, 1.0]
+    assert min(logged(trainer, "ratio/max_error")) > 1e-4
+    assert sum("rounding in half precision explains" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")], ids=["too far", "not a number"])
+def test_what_rounding_does_not_explain_stops_the_run_in_half_precision(tmp_path, value):
+    trainer = trainer_for(tmp_path, bf16=True)
+    real = trainer.policy.replay
+
+    def replayed(*args, **kwargs):
+        now = real(*args, **kwargs)
+        return dataclasses.replace(now, log_prob=now.log_prob + value)
+
+    trainer.policy.replay = replayed
+    with pytest.raises((RatioError, NonFiniteError), match="than half precision explains|nan"):
+        trainer.train()
+
+
+def test_half_precision_is_seen_in_the_weights_too(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    assert not trainer_for(tmp_path / "a").algorithm.is_half_precision
+    assert trainer_for(tmp_path / "b", model=pipe.to(dtype=torch.bfloat16)).algorithm.is_half_precision
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

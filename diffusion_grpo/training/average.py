@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 from transformers import TrainerCallback
@@ -30,6 +31,8 @@ class PolicyAverage(TrainerCallback):
         weights: the trained ones.
         decay: of the average.
         interval: updates between two steps of it.
+        note: gets, after each step, the squared distance of this process's shares to the policy's and their squared
+            size, `(2,)` float32; None measures nothing.
         schedule: in place of `decay` and its warm-up: the decay after each number of intervals.
     """
 
@@ -38,9 +41,10 @@ class PolicyAverage(TrainerCallback):
         weights: TrainedWeights,
         decay: float,
         interval: int,
+        note: Callable[[Tensor], None] | None = None,
         schedule: Callable[[int], float] | None = None,
     ):
-        self.weights = weights
+        self.weights, self.note = weights, note
         self.average = EMAModel(weights.parameters, decay=decay)
         if schedule is not None:  # the model counts one step more than the updates before it
             self.average.get_decay = lambda step: schedule((step - 1) // interval)
@@ -57,6 +61,15 @@ class PolicyAverage(TrainerCallback):
             self.average.optimization_step = state.global_step  # of updates, and right after a resume too
             self.average.step([value.requires_grad_() for value in self.weights.exact()])
             self.has_moved = True
+            if self.note is not None:
+                self.note(self._measure().to(args.device))
+
+    @torch.no_grad()
+    def _measure(self) -> Tensor:
+        found = torch.zeros(2)
+        for share, value in zip(self.shares, self.weights.exact(), strict=True):
+            found += torch.stack([(share - value).float().square().sum(), share.float().square().sum()]).cpu()
+        return found
 
     @property
     def shares(self) -> list[Tensor]:

@@ -381,16 +381,25 @@ def trajectory_device(args: DiffusionGRPOConfig) -> str | torch.device:
     return "cpu" if args.offload_trajectories else args.device
 
 
-def make_average(args: DiffusionGRPOConfig, weights: TrainedWeights) -> PolicyAverage | None:
-    """Make the moving average of the policy, if the settings ask for one."""
-    return None if args.ema_decay is None else PolicyAverage(weights, args.ema_decay, args.ema_update_interval)
+def make_average(
+    args: DiffusionGRPOConfig, weights: TrainedWeights, backend: DistributedBackend, metrics: Metrics
+) -> PolicyAverage | None:
+    """Make the moving average of the policy, if the settings ask for one; its distance to the policy is logged."""
+    if args.ema_decay is None:
+        return None
+
+    def note(squares: torch.Tensor) -> None:
+        distance, size = backend.reduce_sum(squares).tolist()  # whole copies count several times in both
+        metrics.add("ema/distance", (distance / size) ** 0.5 if size else 0.0)
+
+    return PolicyAverage(weights, args.ema_decay, args.ema_update_interval, note)
 
 
 def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> PolicyAverage | None:
     """Make the old policy of the algorithm, which moves once per rollout; None where it has none."""
     if algorithm.old_decay is None:
         return None
-    return PolicyAverage(weights, 0.0, args.batch_sizes.updates_per_rollout, algorithm.old_decay)
+    return PolicyAverage(weights, 0.0, args.batch_sizes.updates_per_rollout, schedule=algorithm.old_decay)
 
 
 def describe_model(

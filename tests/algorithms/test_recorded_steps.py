@@ -3,9 +3,11 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import tiny_pipelines
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_grpo.algorithms.base import RatioError
 from diffusion_grpo.algorithms.batch import MicroBatch, Part
@@ -13,6 +15,7 @@ from diffusion_grpo.algorithms.choose import load_algorithm
 from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.algorithms.losses import LossInputs, dppo, grpo, grpo_guard, loss_per_reward
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
+from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.step_weights import STEP_WEIGHTS
 from diffusion_grpo.policy.trajectory import StepDistribution, StepScale
 
@@ -170,6 +173,25 @@ def test_weights_are_those_of_their_papers(process, name):
         size = trajectory.step_weights[0].double() / torch.stack(reach)  # weight * |J| / std
         torch.testing.assert_close(size, size[:1].expand(5), rtol=1e-5, atol=0)
     torch.testing.assert_close(trajectory.step_weights.double(), expected.expand(2, 5), rtol=1e-4, atol=0)
+
+
+PULLS = {"flow_sde": (0.7, 17), "cps": (0.8, 30), "precise": (1.5, 31), "wan_sde": (1.0, 6), "dance_sde": (0.3, 2.4)}
+
+
+@pytest.mark.parametrize("process", PULLS)
+def test_how_much_steps_differ_as_the_page_says(process):
+    level, factor = PULLS[process]
+    scheduler = stochastic_scheduler(FlowMatchEulerDiscreteScheduler(shift=3.0), process)
+    factors = []
+    for spacing in ({"sigmas": np.linspace(1, 0.1, 10)}, {"num_inference_steps": 10}):
+        scheduler.set_timesteps(**spacing)
+        scheduler.first, pulls = 0, []
+        for scheduler.index in range(9):
+            scale = scheduler.scale(scheduler.timesteps[scheduler.index], torch.zeros(1, 4), level)
+            pulls.append((scale.jacobian / scale.std).item())
+        factors.append(max(pulls) / min(pulls))
+    assert factors[0] == pytest.approx(factor, rel=0.04)
+    assert process != "cps" or factors[1] == pytest.approx(740, abs=5)
 
 
 def test_a_step_drawn_from_the_window_has_its_weight_in_the_window():

@@ -260,6 +260,19 @@ def test_rows_may_differ_in_how_often_they_pass_the_network(tmp_path, rows):
         assert_trains_as_one(tmp_path / name, tmp_path / "alone", stage["stage"])
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("loss_type", ["dppo", "grpo_guard"])
+def test_losses_that_compare_with_the_old_policy(tmp_path, loss_type):
+    """Several updates per rollout, whose old means are replayed before the first; weighted steps for one of them."""
+    own = BASE | {"num_iterations": 2, "steps_per_generation": 8, "beta": 0.05, "loss_type": loss_type}
+    own |= {"step_weight": "velocity", "loss_kwargs": {"threshold": 1e-9}} if loss_type == "dppo" else {}
+    stages = {"zero1": {"stage": 1}, "zero2": {"stage": 2}, "zero3": {"stage": 3}}
+    zero_run.run(tmp_path, "alone", dict(own))
+    on_two_processes(tmp_path, {name: own | stage for name, stage in stages.items()})
+    for name, stage in stages.items():
+        assert_trains_as_one(tmp_path / name, tmp_path / "alone", stage["stage"])
+
+
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
     """All of them, in a start for a few: what one start leaves in memory adds up.

@@ -7,7 +7,7 @@ import pytest
 import tiny_pipelines
 import torch
 from PIL import Image
-from tiny_runs import policy_weights, trained_weights, trainer_for
+from tiny_runs import logged, policy_weights, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.policy.rollout import rollout
@@ -40,10 +40,13 @@ def test_the_average_moves_every_so_many_updates_and_warms_up_by_updates(tmp_pat
     """As Flow-GRPO's: the share that is kept is (1 + n) / (10 + n) at update n, up to the decay."""
     trainer, seen = watched(tmp_path, **AVERAGED | {"ema_decay": 0.3, "ema_update_interval": 2}, max_steps=5)
     trainer.train()
-    average = {name: value.double() for name, value in seen[0].items()}
+    average, distances = {name: value.double() for name, value in seen[0].items()}, []
     for update, kept in ((2, 3 / 12), (4, 0.3)):
         for name, value in seen[update].items():
             average[name] = kept * average[name] + (1 - kept) * value.double()
+        moved = sum((average[name] - value).square().sum() for name, value in seen[update].items())
+        distances.append((moved / sum(value.square().sum() for value in average.values())).sqrt().item())
+    assert logged(trainer, "ema/distance") == pytest.approx(distances, rel=1e-4) and distances[-1] > 0
     for name, value in trained_weights(trainer).items():
         torch.testing.assert_close(value.double(), average[name], rtol=1e-5, atol=1e-7)
         assert not torch.allclose(value, seen[5][name], rtol=1e-3, atol=1e-5)

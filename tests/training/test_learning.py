@@ -54,9 +54,8 @@ RECORDED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("grpo_guard", "dppo") else pytest.mark.slow) for name in RECORDED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize(("sign", "micro_batches"), [(1.0, 4), (-1.0, 2)], ids=["learns", "sign flipped"])
 def test_recorded_steps(tmp_path, sign, micro_batches, name):
     gain = held_out_gain(tmp_path, sign, micro_batches, *RECORDED[name].split())
