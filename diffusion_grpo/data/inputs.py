@@ -148,13 +148,15 @@ class PipelineInputs:
         """Find out by calling the pipeline with one row; warn if it takes samples one by one."""
         count = args.rollout_batch_size or args.per_device_train_batch_size
         start, stop = args.window
+        last = args.num_inference_steps - 1  # which has no noise, and may be trained on re-noised samples
+        start = min(start, last - 1)
         form = find_form(
             policy,
             row,
             self._arguments,
             count,
             num_inference_steps=args.num_inference_steps,
-            steps=list(range(start, min(start + 2, stop))),
+            steps=list(range(start, min(start + 2, stop, last))),
             noise_level=noise_level,
         )
         if form.reason is not None and count > 1:

@@ -209,6 +209,8 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
         "batch_size": train.rollout_batch_size or train.per_device_train_batch_size,
         "train": train,
     }
+    if train.traits.is_renoised:  # its rollouts draw no noise
+        settings["noise_level"] = 0.0
     given["pipeline_kwargs"] = (train.pipeline_kwargs or {}) | given["pipeline_kwargs"]
     return SampleSettings(**(settings | given))
 

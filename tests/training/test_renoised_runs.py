@@ -1,0 +1,313 @@
+"""Runs of the losses on re-noised samples on tiny pipelines: every kind of scheduler, checkpoints, old policies."""
+
+import math
+
+import pytest
+import torch
+from tiny_runs import (
+    brightness,
+    first_frame_brightness,
+    joined_trajectory,
+    logged,
+    policy_weights,
+    trained_weights,
+    trainer_for,
+)
+
+from diffusion_grpo.algorithms import ALGORITHMS
+from diffusion_grpo.algorithms.base import RatioError
+from diffusion_grpo.policy.trajectory import CleanSamples
+from diffusion_grpo.rollout import generation
+from diffusion_grpo.rollout.replays import Replays
+
+RENOISED = [name for name, cls in ALGORITHMS.items() if cls.needs == "clean"]
+SHORT = {"gradient_accumulation_steps": 1, "num_inference_steps": 3}
+# an old policy that is well behind, so that it cannot be mistaken for the policy
+BEHIND = {"loss_type": "nft", "loss_kwargs": {"decay_rate": 0.3, "decay_max": 0.9}}
+VIDEOS = {"cosmos", "wan", "wan_experts"}
+
+
+def trained(folder, name="sd3", **settings):
+    trainer = trainer_for(
+        folder, name, **{"rewards": first_frame_brightness if name in VIDEOS else brightness, **settings}
+    )
+    before = trained_weights(trainer)
+    trainer.train()
+    return trainer, before
+
+
+def has_moved(trainer, before):
+    return any(not torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
+
+
+def assert_same_policy(one, other):
+    expected = policy_weights(one)
+    assert all(torch.equal(value, expected[name]) for name, value in policy_weights(other).items())
+
+
+# Kinds of schedulers and networks
+
+
+@pytest.mark.parametrize("loss", RENOISED)
+@pytest.mark.parametrize("name", ["sd3", "sd15", "cosmos", "wan"])  # flow, DDIM and EDM, images and videos
+def test_every_loss_trains_every_kind(tmp_path, name, loss):
+    trainer, before = trained(tmp_path, name, **SHORT, loss_type=loss)
+    assert len(logged(trainer, "loss")) == 2 and all(map(math.isfinite, logged(trainer, "loss")))
+    assert min(logged(trainer, "grad_norm")) > 0 and has_moved(trainer, before)
+    assert logged(trainer, "prediction/max_error") == [0.0] * (loss != "dpo")  # which has no old policy
+    assert isinstance(joined_trajectory(trainer), CleanSamples)
+    if ALGORITHMS[loss].compares:  # at the start the policy is its reference
+        assert (
+            logged(trainer, "velocity/ratio_to_ref")[0] == 1.0
+            and logged(trainer, "kl")[0] == 0.0 < logged(trainer, "kl")[1]
+        )
+    if loss != "dpo":
+        assert logged(trainer, "old/distance")[0] == 0.0 < logged(trainer, "old/distance")[1]
+
+
+@pytest.mark.parametrize("loss", RENOISED)
+def test_two_experts_take_turns(tmp_path, loss):
+    settings = {"num_inference_steps": 6, "gradient_accumulation_steps": 1, "max_steps": 1, "loss_type": loss}
+    trainer, before = trained(tmp_path, "wan_experts", **settings)
+    moved = {
+        name.split(".")[0] for name, value in trained_weights(trainer).items() if not torch.equal(value, before[name])
+    }
+    assert moved == {"transformer", "transformer_2"}
+    assert logged(trainer, "prediction/max_error") == [0.0] * (loss != "dpo")
+
+
+@pytest.mark.parametrize("loss", RENOISED)
+def test_all_weights_with_an_old_policy_and_a_reference(tmp_path, loss):
+    trainer, before = trained(tmp_path, **SHORT, lora=False, beta=0.1, loss_type=loss, learning_rate=1e-4)
+    assert has_moved(trainer, before) and logged(trainer, "prediction/max_error") == [0.0] * (loss != "dpo")
+    assert logged(trainer, "kl")[0] == 0.0 < logged(trainer, "kl")[1]
+    reference = trainer.reference.weights.exact()
+    assert all(torch.equal(*pair) for pair in zip(reference, before.values(), strict=True))
+    assert (trainer.old_policy is None) == (loss == "dpo")
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("loss", RENOISED)
+def test_rollouts_have_batches_of_their_own(tmp_path, loss, size):
+    """Nothing of a rollout is replayed, so the first predictions are found again whatever the batches were."""
+    settings = SHORT | {"gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 3}
+    trainer, _ = trained(tmp_path, **settings, rollout_batch_size=size, loss_type=loss)
+    assert logged(trainer, "prediction/max_error") == [0.0] * 2  # first updates of two rollouts
+    if loss == "awm":
+        ratios = logged(trainer, "ratio/max")
+        assert ratios[0] == ratios[2] == 1.0 < ratios[1]
+
+
+def test_rows_may_differ_in_size(tmp_path):
+    settings = {"columns": {"height": [32, 16, 32, 16], "width": [32, 16, 32, 16]}, "height": None, "width": None}
+    settings |= SHORT | {"per_device_train_batch_size": 8, "shuffle_dataset": False, "num_iterations": 2}
+    for loss in ("nft", "dgpo"):
+        trainer, before = trained(tmp_path / loss, **settings, loss_type=loss)
+        assert has_moved(trainer, before) and logged(trainer, "prediction/max_error") == [0.0]
+
+
+def test_the_best_and_the_worst_of_each_group(tmp_path):
+    """DPO compares no others, so with best_of_n=2 their passes are saved and the update is the same."""
+    settings = SHORT | {"loss_type": "dpo", "max_steps": 1, "optim": "sgd", "learning_rate": 1e-3}
+    every, before = trained(tmp_path / "every", **settings)
+    chosen, _ = trained(tmp_path / "chosen", **settings, per_device_train_batch_size=2, best_of_n=2)
+    assert len(every.feed.buffer.rows) == 4 and len(chosen.feed.buffer.rows) == 2
+    assert logged(chosen, "reward") == logged(every, "reward")
+    after = trained_weights(every)
+    moved = max(float((value - before[name]).abs().max()) for name, value in after.items())
+    apart = max(float((value - after[name]).abs().max()) for name, value in trained_weights(chosen).items())
+    assert apart < 1e-3 * moved and moved > 0
+
+
+def test_zero_advantages_can_be_left_out(tmp_path):
+    def halves(images, prompts, **columns):  # one of two prompts says nothing
+        return [
+            value if prompts[0] == prompt else 0.0 for value, prompt in zip(brightness(images), prompts, strict=True)
+        ]
+
+    settings = SHORT | {"loss_type": "nft", "per_device_train_batch_size": 8, "max_steps": 1, "rewards": halves}
+    norms = [
+        logged(trained(tmp_path / str(drops), **settings, drop_zero_advantages=drops)[0], "grad_norm")[0]
+        for drops in (False, True)
+    ]
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-4)
+
+
+# Steps and noise
+
+
+@pytest.mark.parametrize("loss", RENOISED)
+def test_noise_and_steps_of_a_group(tmp_path, loss):
+    settings = {"loss_type": loss, "num_inference_steps": 9, "timestep_fraction": 0.4, "permute_steps": True}
+    trainer, _ = trained(tmp_path, **SHORT | settings, per_device_train_batch_size=16, max_steps=1)
+    samples = joined_trajectory(trainer)
+    assert samples.steps.shape == (16, 3) and samples.steps.min() >= 1 and samples.steps.max() <= 8
+    parts = samples.steps.double().sub(1).div(8 / 3).floor().long()  # of [1, 9) one from each of three
+    assert ((parts - torch.arange(3)).abs() <= 1).all() and (samples.steps.diff(dim=1) > 0).all()
+    seeds = [len(set(group.tolist())) for group in samples.seeds.view(4, 4)]
+    steps = [len({tuple(row) for row in group.tolist()}) for group in samples.steps.view(4, 4, 3)]
+    if ALGORITHMS[loss].shares_noise:
+        assert seeds == steps == [1] * 4 and len(samples.seeds.unique()) == 4
+    else:
+        assert seeds == [4] * 4 and max(steps) > 1
+    assert len(samples.initial_seeds.unique()) == 16
+
+
+# The old policy
+
+
+def test_old_policy_lags_and_makes_the_rollouts_of_nft(tmp_path, monkeypatch):
+    """Against the moving copy computed here from the policy's weights after each update."""
+    shown, after = [], []
+
+    def rolled_out(*args, **kwargs):
+        shown.append(trained_weights(trainer))
+        return real(*args, **kwargs)
+
+    real = generation.rollout
+    monkeypatch.setattr(generation, "rollout", rolled_out)
+    trainer = trainer_for(tmp_path, **SHORT, **BEHIND, max_steps=4)
+    old = {name: value.double() for name, value in trained_weights(trainer).items()}
+    step = trainer.training_step
+
+    def noted(*args, **kwargs):
+        if trainer.state.global_step:
+            after.append(policy_weights(trainer))
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "training_step", noted)
+    trainer.train()
+    assert len(shown) == 4 and len(after) == 3
+    for rollout, (at_rollout, policy) in enumerate(zip(shown[1:], after, strict=True), start=1):
+        decay = min(0.3 * rollout, 0.9)
+        old = {name: decay * value + (1 - decay) * policy[name].double() for name, value in old.items()}
+        assert all(torch.allclose(value.double(), old[name], atol=1e-8) for name, value in at_rollout.items())
+        assert any(not torch.equal(value, policy[name]) for name, value in at_rollout.items())
+    assert logged(trainer, "old/distance")[-1] > 0
+
+
+@pytest.mark.parametrize("loss", ["awm", "dgpo"])
+def test_others_roll_out_by_the_policy_itself(tmp_path, monkeypatch, loss):
+    shown = []
+
+    def rolled_out(*args, **kwargs):
+        shown.append(trained_weights(trainer))
+        return real(*args, **kwargs)
+
+    real = generation.rollout
+    monkeypatch.setattr(generation, "rollout", rolled_out)
+    kwargs = {"decay_rate": 0.3, "decay_max": 0.9}
+    trainer = trainer_for(tmp_path, **SHORT, loss_type=loss, loss_kwargs=kwargs, max_steps=1)
+    trainer.train()
+    trained_on = trained_weights(trainer)
+    trainer.train()  # its rollout is the policy's as it was left
+    assert all(torch.equal(value, trained_on[name]) for name, value in shown[1].items())
+
+
+def test_an_old_policy_moves_once_per_rollout(tmp_path):
+    settings = SHORT | {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 7, "ema_decay": 0.9}
+    trainer = trainer_for(tmp_path, **settings, **BEHIND)
+    moved, steps = [], []
+    real = trainer.old_policy.average.step
+
+    def step(parameters):
+        steps.append(trainer.state.global_step)
+        moved.append(trainer.old_policy.average.get_decay(trainer.old_policy.average.optimization_step + 1))
+        return real(parameters)
+
+    trainer.old_policy.average.step = step
+    trainer.train()
+    assert steps == [4] and moved == [0.3]
+
+
+def test_without_decay_later_updates_are_held_near_the_policy_of_the_rollout(tmp_path):
+    settings = SHORT | {"loss_type": "nft", "num_iterations": 3, "max_steps": 4}
+    trainer, _ = trained(tmp_path, **settings, loss_kwargs={"decay_max": 0.0})
+    distances = logged(trainer, "old/distance")
+    assert distances[0] == distances[3] == 0.0 < distances[1] < distances[2]
+    once, _ = trained(tmp_path / "once", **SHORT, loss_type="nft", loss_kwargs={"decay_max": 0.0})
+    assert once.old_policy is None and logged(once, "old/distance") == [0.0] * 2
+
+
+def test_a_prediction_that_is_not_found_again_stops_the_run(tmp_path, monkeypatch):
+    real = Replays.clean_predictions
+    monkeypatch.setattr(Replays, "clean_predictions", lambda *args: [found + 1e-3 for found in real(*args)])
+    trainer = trainer_for(tmp_path, **SHORT, loss_type="nft")
+    before = trained_weights(trainer)
+    with pytest.raises(RatioError, match="first predictions after a rollout are off by 1.0e-03"):
+        trainer.train()
+    assert not has_moved(trainer, before)
+    never = trainer_for(tmp_path / "never", **SHORT, loss_type="nft", max_ratio_error=None)
+    never.train()
+    assert logged(never, "prediction/max_error") == [pytest.approx(1e-3, rel=1e-2)]
+
+
+# Checkpoints
+
+SAVED = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
+# a rollout is used for four updates, so most checkpoints lie within one
+WITHIN = SAVED | {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 6}
+WITHIN |= {"ema_decay": 0.9, "ema_update_interval": 2, "beta": 0.05}
+FULL = WITHIN | {"lora": False, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_inference_steps": 3}
+FULL |= {"learning_rate": 1e-4}
+
+
+@pytest.mark.parametrize("settings", [WITHIN | BEHIND, FULL | BEHIND], ids=["LoRA", "full, reference"])
+def test_nft_resumes_within_a_rollout_bit_for_bit(tmp_path, settings):
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    for step in (1, 3, 5):
+        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+        own = {path.name for path in checkpoint.iterdir() if path.is_dir()}
+        assert {"policy", "old_policy"} <= own and ("reference" in own) == ("lora" in settings)
+        assert (checkpoint / "rollout-rank0.safetensors").is_file()
+        again = trainer_for(tmp_path / f"from-{step}", **settings)
+        again.train(resume_from_checkpoint=str(checkpoint))
+        assert again.state.global_step == 6
+        assert_same_policy(whole, again)
+        for one, other in ((whole.average, again.average), (whole.old_policy, again.old_policy)):
+            assert all(torch.equal(*pair) for pair in zip(one.shares, other.shares, strict=True))
+        if "lora" in settings:
+            references = zip(whole.reference.weights.exact(), again.reference.weights.exact(), strict=True)
+            assert all(torch.equal(*pair) for pair in references)
+        for key in ("reward", "loss", "old/distance", "prediction/max_error", "kl"):
+            assert logged(again, key) == logged(whole, key), key
+    assert logged(whole, "prediction/max_error") == [0.0] * 2
+
+
+@pytest.mark.parametrize("loss", RENOISED)
+def test_resume_between_rollouts_bit_for_bit(tmp_path, loss):
+    kwargs = BEHIND["loss_kwargs"] if loss != "dpo" else None
+    settings = SHORT | SAVED | {"loss_type": loss, "loss_kwargs": kwargs, "max_steps": 3, "ema_decay": 0.9}
+    settings["ema_update_interval"] = 1
+    whole, _ = trained(tmp_path / "whole", **settings)
+    for step in (1, 2):
+        again = trainer_for(tmp_path / f"from-{step}", **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert_same_policy(whole, again)
+        assert logged(again, "reward") == logged(whole, "reward") and logged(again, "loss") == logged(whole, "loss")
+
+
+@pytest.mark.parametrize("loss", ["awm", "dgpo", "dpo"])
+def test_others_resume_within_a_rollout_bit_for_bit(tmp_path, loss):
+    kwargs = BEHIND["loss_kwargs"] if loss != "dpo" else None
+    settings = SHORT | SAVED | {"loss_type": loss, "loss_kwargs": kwargs, "num_iterations": 2, "max_steps": 4}
+    whole, _ = trained(tmp_path / "whole", **settings)
+    again = trainer_for(tmp_path / "again", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert_same_policy(whole, again)
+    assert logged(again, "loss") == logged(whole, "loss")
+
+
+def test_evaluations_measure_the_policy_and_not_its_old_self(tmp_path):
+    """Also with a moving average: evaluated is the average, rolled out the old policy, trained the policy."""
+    settings = SHORT | BEHIND | {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2, "learning_rate": 1e-2}
+    trainer, _ = trained(tmp_path, **settings)
+    assert len(logged(trainer, "eval_reward")) == 2
+    measured = trainer.evaluate(metric_key_prefix="again")
+    assert measured["again_reward"] == logged(trainer, "eval_reward")[-1]
+    with trainer.old_policy.place(is_shown=True):
+        assert trainer.evaluate(metric_key_prefix="old")["old_reward"] != measured["again_reward"]
+    averaged, _ = trained(tmp_path / "average", **settings, ema_decay=0.5, ema_update_interval=1)
+    assert_same_policy(trainer, averaged)
+    assert logged(averaged, "reward") == logged(trainer, "reward")
