@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pyarrow.parquet
 import pytest
+import tiny_pipelines
 import torch
 from datasets import Dataset
 from PIL import Image
