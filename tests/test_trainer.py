@@ -331,7 +331,7 @@ def test_weights_aggregation_and_several_rewards(tmp_path):
 
 
 def test_evaluation_before_and_during_training(tmp_path):
-    def judge(images, **columns):
+    def measured(images, **columns):
         return [0.25] * len(images)
 
     trainer = trainer_for(
@@ -341,15 +341,15 @@ def test_evaluation_before_and_during_training(tmp_path):
         eval_on_start=True,
         eval_num_inference_steps=6,
         num_generations_eval=2,
-        eval_reward_funcs=[judge],
+        eval_reward_funcs=[measured],
         report_to="tensorboard",
         learning_rate=0.0,
     )
     trainer.train()
-    assert logged(trainer, "eval_rewards/judge/mean") == [0.25] * 3
+    assert logged(trainer, "eval_rewards/measured/mean") == [0.25] * 3
     rewards = logged(trainer, "eval_reward")
     assert len(rewards) == 3 and len(set(rewards)) == 1  # nothing was learned: same prompts, same seeds, same pictures
-    assert "rewards/judge/mean" not in trainer.state.log_history[1]
+    assert "rewards/measured/mean" not in trainer.state.log_history[1]
     steps = sorted(path.name for path in (tmp_path / "evaluations").glob("step-*") if path.is_dir())
     assert steps == ["step-000000", "step-000001", "step-000002"]
     pictures = [sorted((tmp_path / "evaluations" / step).glob("*.png")) for step in steps]

@@ -42,7 +42,7 @@ def test_scores_of_pictures_that_are_made_here(shift, tmp_path, monkeypatch, cap
 def test_where_nothing_is_published_it_says_so(capsys, tmp_path) -> None:
     assert cli.main(["rewards", "verify", "brightness"]) == 2
     written = capsys.readouterr().out
-    assert "No published score" in written and "noise" in written.splitlines()[-1]
+    assert "has been published for" in written and "noise" in written.splitlines()[-1]
     assert cli.main(["rewards", "verify", "motion"]) == 2  # of videos
     trocr(tmp_path)
     assert cli.main(["rewards", "verify", f"{{text_by_model: {{model: {tmp_path}}}}}"]) == 2

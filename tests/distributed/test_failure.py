@@ -29,7 +29,7 @@ LIMIT = 60  # seconds within which the others must end, on a busy machine
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("reward", "RewardError: .*'judge' raised ValueError: the judge is out"),
+        ("reward", "RewardError: .*'fragile' raised ValueError: the scorer is out"),
         ("loss", "NonFiniteError: .*The loss of update 2 is nan; the weights were not updated"),
         ("ratio", "RatioError: .*The first ratio after a rollout is off by 5.0e-01"),
         ("late", "RatioError: .*The first ratio after a rollout is off by 5.0e-01"),
@@ -76,10 +76,10 @@ def test_an_error_in_the_update_ends_all_before_the_time_out(tmp_path, mode, whe
     assert ("this process ends too" in ended.said[0]) or where == "bug"
 
 
-def test_a_slow_reward_is_named_and_outlasts_the_time_out(tmp_path):
+def test_a_fragile_is_named_and_outlasts_the_time_out(tmp_path):
     ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL | {"ddp_timeout": 4}, "slow")
     assert ended.codes == [0, 0], [said[-1500:] for said in ended.said]
-    assert "Waiting for process 1, which computes the reward judge since" in ended.said[0]
+    assert "Waiting for process 1, which computes the reward fragile (" in ended.said[0]
 
 
 SAVED = SMALL | {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 8, "max_steps": 4}
@@ -117,7 +117,7 @@ def test_a_killed_process_ends_the_others_soon_and_the_run_resumes_exactly(tmp_p
     (last,) = [said for code, said in zip(ended.codes, ended.said, strict=True) if code == 1]
     assert re.search("RankError|RuntimeError|DistBackendError|DistNetworkError", last)
     if moment == "reward":
-        assert "Process 1 gave no sign of life" in last and "computes the reward judge since" in last
+        assert "Process 1 gave no sign of life" in last and "computes the reward fragile (" in last
         return
     assert list(run.glob("checkpoint-*"))
     ranks_server.succeed(tmp_path / "again", 2, rank_runs.train, run, settings, "brightness", True)
@@ -156,7 +156,7 @@ def test_silence_is_death_and_any_sign_is_life(monkeypatch):
     now[0] = 27.0
     with pytest.raises(failure.RankError, match="Process 3 gave no sign of life for 11 s .ddp_timeout=10.*rolls out"):
         watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
-    with pytest.raises(failure.RankError, match="it has not begun last"):
+    with pytest.raises(failure.RankError, match="when last heard of, it has not begun"):
         failure.SilenceWatch(10.0, 0.0).look([1], lambda process: None)
 
 

@@ -158,7 +158,7 @@ def ran(folder, processes, settings, rewards):
 
 
 def test_one_process_scores_for_two_and_nothing_changes(tmp_path):
-    """Networks, groups, latents, async rewards, logged numbers and columns, evaluations with judges and embeddings."""
+    """Networks, groups, latents, async rewards, logged numbers and columns, evaluation-only rewards and embeddings."""
     settings = EVALUATED | {"held_out": {"prompt": ["a", "b", "c"], "mood": ["x", "yy", "zzz"]}}
     said, logs, weights, tables = zip(
         *(
@@ -173,7 +173,7 @@ def test_one_process_scores_for_two_and_nothing_changes(tmp_path):
     assert all(torch.equal(own, weights[1][name]) for name, own in weights[0].items())
     for one, other in zip(*logs, strict=True):
         assert one == pytest.approx(other, rel=1e-9)
-    assert any("eval_diversity/Network" in entry and "eval_rewards/judge/mean" in entry for entry in logs[1])
+    assert any("eval_diversity/Network" in entry and "eval_rewards/measured/mean" in entry for entry in logs[1])
     assert any("brightest" in entry for entry in logs[1])
 
 
@@ -193,7 +193,7 @@ def test_groups_on_two_processes_and_comparisons_of_all_samples_are_those_of_one
 @pytest.mark.parametrize(
     ("where", "codes", "words"),
     [
-        ("reward", [1, 1], ["RewardError: .*'scorer' raised ValueError: the judge is out", "RewardError: Process 0"]),
+        ("reward", [1, 1], ["RewardError: .*'scorer' raised ValueError: the scorer is out", "RewardError: Process 0"]),
         pytest.param(
             "rollout",
             [1, 1],
