@@ -85,7 +85,7 @@ def test_a_rollout_used_again_is_off_policy_and_the_clip_acts(tmp_path):
     assert len(list((tmp_path / "samples").glob("*.parquet"))) == 2
 
 
-def test_several_updates_a_rollout(tmp_path):
+def test_several_updates_per_rollout(tmp_path):
     trainer = trainer_for(tmp_path, steps_per_generation=4, gradient_accumulation_steps=2, max_steps=4)
     trainer.train()
     assert len(list((tmp_path / "samples").glob("*.parquet"))) == 2
@@ -348,7 +348,7 @@ def test_evaluation_before_and_during_training(tmp_path):
     trainer.train()
     assert logged(trainer, "eval_rewards/measured/mean") == [0.25] * 3
     rewards = logged(trainer, "eval_reward")
-    assert len(rewards) == 3 and len(set(rewards)) == 1  # nothing was learned: same prompts, same seeds, same pictures
+    assert len(rewards) == 3 and len(set(rewards)) == 1  # nothing was learned: same prompts, same seeds, same images
     assert "rewards/measured/mean" not in trainer.state.log_history[1]
     steps = sorted(path.name for path in (tmp_path / "evaluations").glob("step-*") if path.is_dir())
     assert steps == ["step-000000", "step-000001", "step-000002"]
@@ -501,7 +501,7 @@ def test_clipped_losses_of_each_reward(tmp_path):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
 
 
-def test_several_batches_a_step_reach_the_advantages(tmp_path):
+def test_several_batches_per_step_reach_the_advantages(tmp_path):
     settings = {"scale_rewards": "batch", "max_steps": 1, "gradient_accumulation_steps": 4, "advantage_clip": None}
     stds = []
     for batches in (1, 2):

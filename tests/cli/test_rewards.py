@@ -23,7 +23,7 @@ def published(monkeypatch, name, **changes):
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.009, 0.011])
-def test_scores_of_pictures_that_are_made_here(shift, tmp_path, monkeypatch, capsys) -> None:
+def test_scores_of_images_that_are_made_here(shift, tmp_path, monkeypatch, capsys) -> None:
     clip(tmp_path)
     (reward,) = load_rewards({"clip_similarity": {"model": str(tmp_path)}})
     value = score([reward], images=[verify.noise(42)], prompts=[""], columns={"target": [verify.noise(43)]}).item()

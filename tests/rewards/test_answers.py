@@ -66,7 +66,7 @@ def test_an_exception_is_chained(is_async: bool, tmp_path: Path) -> None:
 
 
 def test_a_failed_video_is_saved_as_an_array(tmp_path: Path) -> None:
-    videos = [[picture, picture] for picture in THREE]
+    videos = [[image, image] for image in THREE]
     with pytest.raises(RewardError, match="broken-1.npy"):
         score([partial(_broken)], videos=videos, prompts=THREE_PROMPTS, failure_dir=tmp_path)
     assert np.load(tmp_path / "broken-1.npy").shape == (2, 8, 8, 3)

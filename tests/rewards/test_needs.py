@@ -29,7 +29,7 @@ REQUIRED = {
 WITH_WEIGHTS = [
     name for name, reward in REWARDS.items() if isinstance(reward, type) and issubclass(reward, ModelReward)
 ]
-PICTURE = draw_word("WORD", "red", random.Random(0))
+IMAGE = draw_word("WORD", "red", random.Random(0))
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_a_reward_scores_on_a_bare_machine_or_says_at_the_start_why_not(name, ba
         assert "pip install" in said or "HF_HUB_OFFLINE is set" in said
     else:
         assert name not in WITH_WEIGHTS
-        kinds = {"videos": [[PICTURE] * 4]} if name in ("flicker", "smoothness", "motion") else {"images": [PICTURE]}
-        values = score(load_rewards(name), **kinds, prompts=['"WORD" in red'], columns={"target": [PICTURE]})
+        kinds = {"videos": [[IMAGE] * 4]} if name in ("flicker", "smoothness", "motion") else {"images": [IMAGE]}
+        values = score(load_rewards(name), **kinds, prompts=['"WORD" in red'], columns={"target": [IMAGE]})
         assert values.isfinite().all()
 
 

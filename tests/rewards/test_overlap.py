@@ -16,7 +16,7 @@ from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwi
 from diffusion_grpo.rewards.calls import Scoring
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
 
-PICTURES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
+IMAGES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 CALLS = [[0, 1, 2, 3], [4, 6, 5, 7], [8, 9, 11, 10]]  # of the pipeline; they cut groups and change the order
 
@@ -33,7 +33,7 @@ def rollout(rewards, is_wanted, folder=None, between=lambda: None, overlap=None)
 
     with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
         for places in CALLS:
-            scoring.add(places, [PICTURES[place] for place in places], None)
+            scoring.add(places, [IMAGES[place] for place in places], None)
             between()
         scoring.wait()
         values = scoring.result(folder, lambda *entry: metrics.append(entry), columns.__setitem__)
@@ -140,7 +140,7 @@ def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> Non
     for turn in range(2):
         with RolloutScoring(load_rewards(noted), GROUPS, begin, overlap) as scoring:
             for places in CALLS:
-                scoring.add(places, [PICTURES[place] for place in places], None)
+                scoring.add(places, [IMAGES[place] for place in places], None)
             assert turn == 1 or not seen and not overlap.is_tried
             scoring.wait()
             assert scoring.result(None, print, print)[:, 0].tolist() == list(range(12)) and scoring.waited == 0.0
@@ -172,7 +172,7 @@ def test_who_waits_says_for_what() -> None:
     overlap = Overlap(True, lambda: False)
     overlap.is_tried = True
     with RolloutScoring(load_rewards([quick, awaited]), GROUPS, begin, overlap, announce) as scoring:
-        scoring.add(list(range(12)), PICTURES, None)
+        scoring.add(list(range(12)), IMAGES, None)
         scoring.wait()
     assert said[-1] == "awaited"
 
@@ -222,7 +222,7 @@ def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:
 
             with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
                 for places in CALLS:
-                    scoring.add(places, [PICTURES[place] for place in places], None)
+                    scoring.add(places, [IMAGES[place] for place in places], None)
                 scoring.wait()
                 values.append(scoring.result(None, print, print))
             assert scoring.threads is None
@@ -244,7 +244,7 @@ def test_a_network_that_makes_room_for_the_rollout_is_not_overlapped() -> None:
     assert rollout([Offloaded()], True)[0].sum() == 12
 
 
-def test_a_training_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_path, monkeypatch) -> None:
+def test_a_run_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_path, monkeypatch) -> None:
     """Weights, tables and metrics; also beside rewards that draw numbers and change torch's settings."""
 
     @groupwise

@@ -197,7 +197,7 @@ def test_groups_on_two_processes_and_comparisons_of_all_samples_are_those_of_one
         pytest.param(
             "rollout",
             [1, 1],
-            ["RankError: Process 1 of 2 failed with ValueError: no pictures", "ValueError: no pictures today"],
+            ["RankError: Process 1 of 2 failed with ValueError: no images", "ValueError: no images today"],
             marks=pytest.mark.distributed,
         ),
         pytest.param(

@@ -1,4 +1,4 @@
-"""Rewards inside a training: weights, groups, extra columns, combinations, and a reward that fails on the way."""
+"""Rewards inside a run: weights, groups, extra columns, combinations, and a reward that fails on the way."""
 
 import json
 
@@ -13,7 +13,7 @@ from diffusion_grpo.rewards.geneval.reward import GenEval
 from diffusion_grpo.rewards.geneval.scoring import Detection
 
 
-def test_weights_groups_tensors_and_extra_columns_in_a_training(tmp_path):
+def test_weights_groups_tensors_and_extra_columns_in_a_run(tmp_path):
     seen = []
 
     @groupwise
@@ -96,7 +96,7 @@ def test_what_is_wrong_with_rewards_is_refused(tmp_path):
         trainer_for(tmp_path, rewards={"brightness": 1}, reward_weights=[1.0])
 
 
-def test_geneval_prompts_from_a_file_in_a_training(tmp_path):
+def test_geneval_prompts_from_a_file_in_a_run(tmp_path):
     """Nested metadata goes from the file to the reward of the very sample that its prompt made."""
     rows = [
         {"tag": "position", "prompt": "a dog right of a cat", "include": [{"class": "cat", "count": 1}]},
@@ -106,7 +106,7 @@ def test_geneval_prompts_from_a_file_in_a_training(tmp_path):
     (tmp_path / "geneval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def detector(images, labels):
-        """Finds what was asked for, side by side in the order of the alphabet, in the first of the pictures."""
+        """Finds what was asked for, side by side in the order of the alphabet, in the first of the images."""
         places = [(label, 0.9, (40.0 * place, 0.0, 40.0 * place + 8, 8.0)) for place, label in enumerate(labels)]
         return [[Detection(*place) for place in places] if number == 0 else [] for number in range(len(images))]
 
@@ -120,7 +120,7 @@ def test_geneval_prompts_from_a_file_in_a_training(tmp_path):
     assert table["GenEval"].count(1.0) == 1 and logged(trainer, "ratio/max_error") == [0.0]
 
 
-def test_a_reward_of_pictures_on_the_first_frame_times_a_coefficient(tmp_path):
+def test_a_reward_of_images_on_the_first_frame_times_a_coefficient(tmp_path):
     """HPSv3-style on video: `{reward: {weight: 0.1, frames: 1}}`."""
     seen = []
 

@@ -14,7 +14,7 @@ NONE = torch.full((4, 2), float("nan"))
 ONE = torch.tensor([[float("nan")] * 2] * 3 + [[float("nan"), 0.5]])
 
 
-def test_so_many_in_a_row_and_one_warning(caplog) -> None:
+def test_ten_in_a_row_and_one_warning(caplog) -> None:
     rollouts = UnscoredRollouts(["text", "color"], most=3)
     with caplog.at_level(logging.WARNING, "diffusion_grpo"):
         for rewards in (NONE, NONE, ONE, NONE, NONE):

@@ -86,7 +86,7 @@ def test_detections_of_every_family(make, tmp_path) -> None:
     found = detector(IMAGES, ["cat", "dog", "red car"])
     assert len(found) == 2 and sum(map(len, found)) > 0
     for (width, height), own in zip(SIZES, found, strict=True):
-        side = max(width, height)  # OWLv2 pads to a square; a random model's boxes leave the picture
+        side = max(width, height)  # OWLv2 pads to a square; a random model's boxes leave the image
         for detection in own:
             left, top, right, bottom = detection.box
             assert detection.label in ("cat", "dog", "red car") and 0.01 <= detection.score <= 1

@@ -139,7 +139,7 @@ SIZE = 200
 
 
 class Scene:
-    """A picture of rectangles, and a detector that knows where they are."""
+    """An image of rectangles, and a detector that knows where they are."""
 
     def __init__(self, *objects):
         self.image, self.detections = Image.new("RGB", (SIZE, SIZE), (128, 128, 128)), []
@@ -183,7 +183,7 @@ def test_ways_to_score_are_named_or_refused() -> None:
         load_rewards({"geneval": {"detector": "a/b", "score": "sparse"}})
 
 
-def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+def test_equal_settings_make_it_the_same_evaluation_only_reward() -> None:
     spec = {"geneval": {"detector": "owner/one"}}
     check_eval_rewards(load_rewards(spec), load_rewards(spec))
     assert hash(GenEval("owner/one")) == hash(GenEval("owner/one")) and GenEval("owner/one") != object()

@@ -26,7 +26,7 @@ def transformers_square(image):
 
 
 def clip_cosines(model, images, prompts):
-    """cos(picture, prompt) by transformers' CLIP, prompts cut off at 77 tokens."""
+    """cos(image, prompt) by transformers' CLIP, prompts cut off at 77 tokens."""
     tokenizer, model = clip_tokenizer(), model.double()
     values = []
     for image, prompt in zip(images, prompts):

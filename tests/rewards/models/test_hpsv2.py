@@ -121,7 +121,7 @@ def test_hpsv2_as_a_model_of_transformers(tmp_path) -> None:
 
 @torch.no_grad()
 def test_evaluations_measure_diversity_between_what_it_sees(tmp_path) -> None:
-    """Pictures padded, not cropped, from a checkpoint of either form."""
+    """Images padded, not cropped, from a checkpoint of either form."""
     model = clip(tmp_path, "gelu").double()
     expected = unit(
         model.visual_projection(

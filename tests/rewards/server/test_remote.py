@@ -29,8 +29,8 @@ from diffusion_grpo.rewards import (
     score,
 )
 
-PICTURES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
-PROMPTS = [f"prompt {index}" for index in range(len(PICTURES))]
+IMAGES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
+PROMPTS = [f"prompt {index}" for index in range(len(IMAGES))]
 SHADES = [shade / 255 for shade in range(0, 250, 25)]
 FAST = {"backoff": 0.01, "timeout": 10.0}
 
@@ -70,7 +70,7 @@ def broken():
 
 
 def scores_of(remote: RemoteReward, **keywords) -> list:
-    return score([remote], images=PICTURES, prompts=PROMPTS, **keywords)[:, 0].tolist()
+    return score([remote], images=IMAGES, prompts=PROMPTS, **keywords)[:, 0].tolist()
 
 
 def closed_port() -> str:
@@ -90,7 +90,7 @@ def test_the_same_scores_as_here(serve) -> None:
         scores_of(RemoteReward(url))
 
 
-def test_pictures_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
+def test_images_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
     seen = []
 
     def look(images, prompts, mood, goal, **columns):
@@ -99,17 +99,17 @@ def test_pictures_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
 
     table = score(
         [RemoteReward(serve(look), columns=["mood", "goal"])],
-        images=PICTURES[:2],
+        images=IMAGES[:2],
         prompts=["ä", "b"],
         columns={"mood": [{"a": 1}, None], "goal": [Image.new("RGB", (2, 2), (1, 2, 3))] * 2, "kept": ["x", "y"]},
     )
     assert table[0].isnan() and table[1] == 2
     pixels, prompts, mood, goal, others = seen[0]
-    assert pixels == [picture.tobytes() for picture in PICTURES[:2]] and prompts == ["ä", "b"]
+    assert pixels == [picture.tobytes() for picture in IMAGES[:2]] and prompts == ["ä", "b"]
     assert mood == [{"a": 1}, None] and goal == (1, 2, 3) and "kept" not in others
 
 
-def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+def test_equal_settings_make_it_the_same_evaluation_only_reward() -> None:
     spec = {"remote": {"url": "http://a", "reward": "x", "columns": ["mood"]}}
     check_eval_rewards(load_rewards(spec), load_rewards(spec))
     assert RemoteReward("http://a") == RemoteReward(["http://a/"])
@@ -125,7 +125,7 @@ def test_groups_are_sent_whole(serve) -> None:
         return [float(len(images))] * len(images)
 
     remote = RemoteReward(serve(size), batch_size=2, groupwise=True)
-    table = score([remote], images=PICTURES, prompts=PROMPTS, groups=[0] * 7 + [1] * 3)
+    table = score([remote], images=IMAGES, prompts=PROMPTS, groups=[0] * 7 + [1] * 3)
     assert table[:, 0].tolist() == [7] * 7 + [3] * 3
 
 
