@@ -238,10 +238,13 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
     runpy.run_path(f"examples/{script}.py", run_name="__main__")
 
     on_cpu = {"bf16": False, "fp16": False, "use_cpu": True}
-    said, lora, args = parse_train_arguments(file, flags(on_cpu))
+    arguments, lora, args = parse_train_arguments(file, flags(on_cpu))
     assert DiffusionGRPOConfig(**given["settings"] | on_cpu).to_dict() == args.to_dict()
-    assert (given["model"], given["reward_funcs"]) == (said.model, values["reward_funcs"])
-    assert given["train_dataset"].to_dict() == commands.inputs.load_checked(said.dataset, "train", "dataset").to_dict()
+    assert (given["model"], given["reward_funcs"]) == (arguments.model, values["reward_funcs"])
+    assert (
+        given["train_dataset"].to_dict()
+        == commands.inputs.load_checked(arguments.dataset, "train", "dataset").to_dict()
+    )
     if lora.use_peft:
         mine, theirs = given["peft_config"], lora.peft_config()
         names = ("r", "lora_alpha", "target_modules", "init_lora_weights")

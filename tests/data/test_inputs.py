@@ -97,8 +97,8 @@ def test_the_pipeline_is_asked_once(tmp_path, caplog, cls, form):
         inputs, row = learned(cls, tmp_path)
         inputs.learn(UNUSED, [row], noise_level=0.7)  # known: the pipeline is not called again
     assert inputs.forms == {frozenset({"prompt", "image"}): form}
-    said = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
-    assert len(said) == (form.reason is not None) and all(cls.__name__ in x and form.reason in x for x in said)
+    warned = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
+    assert len(warned) == (form.reason is not None) and all(cls.__name__ in x and form.reason in x for x in warned)
     rows = [row, row | {"image": make_image(1)}]
     assert inputs.parts(rows) == ([[0, 1]] if form.name == "batched" else [[0], [1]])
     expected = row["image"] if form.name == "single" else [row["image"]]
@@ -329,8 +329,8 @@ def test_an_image_that_no_parameter_takes_is_warned_of_once(tmp_path, caplog):
     rows = edits([(16, 16)] * 2) | {"target": [make_image(5)] * 2, "imgae": [make_image(6)] * 2}
     with caplog.at_level(logging.WARNING, "diffusion_grpo"):
         trainer_of(tmp_path, *kontext(), rows, rewards=likeness)
-    said = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
-    assert len(said) == 1 and "does not take imgae, and no reward names it" in said[0] and "image" in said[0]
+    warned = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
+    assert len(warned) == 1 and "does not take imgae, and no reward names it" in warned[0] and "image" in warned[0]
 
 
 def test_a_missing_file_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):

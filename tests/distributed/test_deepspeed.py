@@ -41,7 +41,7 @@ EXPERTS = {"name": "wan_experts", "num_inference_steps": 6}
 
 def on_two_processes(folder: Path, runs: dict[str, dict]) -> str:
     """Runs runs one after the other on two processes; what they printed."""
-    return "\n".join(ranks_server.succeed(folder, 2, zero_run.run_all, folder, runs, limit=600).said)
+    return "\n".join(ranks_server.succeed(folder, 2, zero_run.run_all, folder, runs, limit=600).logs)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -63,7 +63,7 @@ def difference(one: Path, other: Path) -> float:
 
 
 def reports(folder: Path) -> list[dict]:
-    """What each of the two processes said of itself."""
+    """What each of the two processes reported of itself."""
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Tokens are drawn by seed, texts end, and teacher forcing says what the generation said."""
+"""Tokens are drawn by seed, texts end, and teacher forcing gives the log-probabilities of the generation."""
 
 import pytest
 import torch

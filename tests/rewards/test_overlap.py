@@ -151,20 +151,20 @@ def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> Non
 
 
 def test_who_waits_says_for_what() -> None:
-    is_said, said = threading.Event(), []
+    is_named, named = threading.Event(), []
 
     def quick(images):
         return [0.0] * len(images)
 
     async def awaited(images):
-        while not is_said.is_set():
+        while not is_named.is_set():
             await asyncio.sleep(0.01)
         return [0.0] * len(images)
 
     def announce(names):
-        said.append(names)
-        if "awaited" in said:
-            is_said.set()
+        named.append(names)
+        if "awaited" in named:
+            is_named.set()
 
     def begin(funcs, places, samples, latents):
         return Scoring(funcs, images=samples, prompts=[""] * len(places), indices=places)
@@ -174,7 +174,7 @@ def test_who_waits_says_for_what() -> None:
     with RolloutScoring(load_rewards([quick, awaited]), GROUPS, begin, overlap, announce) as scoring:
         scoring.add(list(range(12)), IMAGES, None)
         scoring.wait()
-    assert said[-1] == "awaited"
+    assert named[-1] == "awaited"
 
 
 def test_calls_of_one_reward_share_its_requests(monkeypatch) -> None:

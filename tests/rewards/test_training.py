@@ -19,7 +19,7 @@ def test_weights_groups_tensors_and_extra_columns_in_a_run(tmp_path):
     @groupwise
     def rank(images, prompts, log_extra, log_metric):
         seen.append(prompts)
-        log_extra("said", [f"{len(prompts)} of {prompts[0]}" for _ in prompts])
+        log_extra("message", [f"{len(prompts)} of {prompts[0]}" for _ in prompts])
         log_metric("groups", 1)
         shades = brightness(images)
         return [sum(shade > other for other in shades) / (len(shades) - 1) for shade in shades]
@@ -34,7 +34,7 @@ def test_weights_groups_tensors_and_extra_columns_in_a_run(tmp_path):
     assert [len(set(prompts)) for prompts in seen] == [1, 1] and [len(prompts) for prompts in seen] == [4, 4]
     assert trainer.rewards.weights == [0.5, 2.0] and trainer.run["reward_options"]["mean"] == {"mean": 0.5}
     table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
-    assert table["said"] == [f"4 of {prompt}" for prompt in table["prompt"]]
+    assert table["message"] == [f"4 of {prompt}" for prompt in table["prompt"]]
     weighted = [0.5 * a + 2 * b for a, b in zip(table["rank"], table["mean"], strict=True)]
     assert table["reward"] == pytest.approx(weighted, abs=1e-6)
     assert sorted(table["rank"][:4]) == pytest.approx([0, 1 / 3, 2 / 3, 1])
@@ -85,12 +85,12 @@ def test_what_is_wrong_with_rewards_is_refused(tmp_path):
     @groupwise
     def rank(images): ...
 
-    for rewards, said in (
+    for rewards, message in (
         ({"brightness": {"weigth": 1}}, "Did you mean 'weight'"),
         ("ssim", "'ssim' needs the column 'target', which train_dataset lacks; it has prompt"),
         ([], "empty"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             trainer_for(tmp_path, rewards=rewards)
     with pytest.raises(ValueError, match="use one of the two"):
         trainer_for(tmp_path, rewards={"brightness": 1}, reward_weights=[1.0])

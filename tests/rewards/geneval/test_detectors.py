@@ -181,14 +181,14 @@ def test_colors_by_clip_are_the_nearest_of_the_averaged_phrases(tmp_path) -> Non
             pixels = processor(images=IMAGES[0].crop(box), return_tensors="pt")["pixel_values"]
             seen = model.get_image_features(pixels).pooler_output[0]
             for color in NAMED:
-                said = []
+                text_features = []
                 for phrase in (
                     f"a photo of a {color} cat",
                     f"a photo of a {color}-colored cat",
                     f"a photo of a {color} object",
                 ):
                     vector = model.get_text_features(**processor(text=phrase, return_tensors="pt")).pooler_output[0]
-                    said.append(vector / vector.norm())
-                mean = sum(said) / 3
+                    text_features.append(vector / vector.norm())
+                mean = sum(text_features) / 3
                 scores[color] = float(seen @ mean / mean.norm())
         assert name == max(scores, key=scores.get)

@@ -80,10 +80,10 @@ def detector(tmp_path_factory) -> str:
     images = tf.Owlv2ImageProcessorPil(size={"height": side, "width": side}, image_mean=[0] * 3, image_std=[1] * 3)
     processor = tf.Owlv2Processor(images, tokenizer)
     with torch.no_grad():
-        said = processor(text=[list(SHAPES)], return_tensors="pt")
-        said = model.owlv2.text_model(**said).pooler_output
+        text_features = processor(text=[list(SHAPES)], return_tensors="pt")
+        text_features = model.owlv2.text_model(**text_features).pooler_output
         wanted = torch.eye(WIDTH)[: len(SHAPES)]
-        model.owlv2.text_projection.weight.copy_((torch.linalg.pinv(said) @ wanted).T)
+        model.owlv2.text_projection.weight.copy_((torch.linalg.pinv(text_features) @ wanted).T)
     folder = tmp_path_factory.mktemp("detector")
     model.save_pretrained(folder)
     processor.save_pretrained(folder)

@@ -165,7 +165,7 @@ def test_a_full_queue_is_tried_again_and_is_no_failure(serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ("no json", 200, "answered no JSON: 'no json'"),
         ("[1]", 200, "expected an object"),
@@ -177,14 +177,14 @@ def test_a_full_queue_is_tried_again_and_is_no_failure(serve) -> None:
         (None, 200, "2 requests failed"),
     ],
 )
-def test_a_server_that_answers_nonsense_is_taken_out(body, status, said, serve, broken) -> None:
+def test_a_server_that_answers_nonsense_is_taken_out(body, status, message, serve, broken) -> None:
     bad, requests = broken(body, status)
     remote = RemoteReward([bad, serve("brightness")], "brightness", retries=1, concurrency=1, **FAST)
     with pytest.warns(UserWarning, match="taken out"):
         assert scores_of(remote) == pytest.approx(SHADES)
     assert len(requests) == 2 and not remote.servers[0].is_alive
     alone = RemoteReward(bad, "brightness", retries=0, **FAST)
-    with pytest.warns(UserWarning), pytest.raises(RewardError, match=said if body else "no server left"):
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match=message if body else "no server left"):
         scores_of(alone)
 
 
@@ -210,8 +210,8 @@ def test_a_slow_server_is_given_up(serve) -> None:
         scores_of(remote)
 
 
-@pytest.mark.parametrize(("piece", "said"), [(b" ", "no answer within 0.5 seconds"), (b" " * 2**20, "more than")])
-def test_a_server_that_never_comes_to_an_end_is_given_up(piece, said) -> None:
+@pytest.mark.parametrize(("piece", "message"), [(b" ", "no answer within 0.5 seconds"), (b" " * 2**20, "more than")])
+def test_a_server_that_never_comes_to_an_end_is_given_up(piece, message) -> None:
     """A byte now and then keeps httpx's own time-outs from striking; a flood fills the memory."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -232,7 +232,7 @@ def test_a_server_that_never_comes_to_an_end_is_given_up(piece, said) -> None:
         f"http://127.0.0.1:{server.server_address[1]}", "x", retries=0, timeout=0.5 if piece == b" " else 9.0
     )
     start = time.monotonic()
-    with pytest.warns(UserWarning, match=said), pytest.raises(RewardError, match="no server left"):
+    with pytest.warns(UserWarning, match=message), pytest.raises(RewardError, match="no server left"):
         scores_of(remote)
     assert time.monotonic() - start < 2
     server.shutdown()
@@ -323,7 +323,7 @@ def test_a_column_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"url": []}, "http://host:port"),
         ({"url": "localhost:8000"}, "http://host:port"),
@@ -335,8 +335,8 @@ def test_a_column_that_is_not_there() -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_work_are_refused(arguments, said) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_cannot_work_are_refused(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
         load_rewards({"remote": arguments})
 
 
@@ -375,11 +375,11 @@ def test_the_command_serves_and_is_killed_mid_batch(serve) -> None:
 
 
 def test_the_command_refuses_what_it_cannot_serve(capsys) -> None:
-    for words, said in (
+    for words, message in (
         (["brigthness"], "brightness"),
         (["brightness", "--token_env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
         (["brightness", "--max_waiting", "0"], "at least 1"),
     ):
         assert cli.main(["rewards", "serve", *words]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert "brightness" in REWARDS

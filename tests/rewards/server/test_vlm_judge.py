@@ -65,7 +65,7 @@ def shown(body) -> list[Image.Image]:
     return [Image.open(io.BytesIO(one)) for one in data]
 
 
-def said(body) -> str:
+def read_question(body) -> str:
     [text] = [part["text"] for part in body["messages"][0]["content"] if part["type"] == "text"]
     return text
 
@@ -103,7 +103,9 @@ def test_images_and_question_arrive_and_the_last_number_counts(model, monkeypatc
     assert values(reward, columns=moods, log_metric=logged.__setitem__) == [0.0, 1.0, 2.0]
     assert logged == {"vlm_judge/unread": 0.0}
     by_shade = {shown(request["body"])[0].getpixel((0, 0))[0]: request for request in seen}
-    assert len(seen) == 3 and said(by_shade[20]["body"]) == 'Rate two {braces} in the mood gay as {"score": n}.'
+    assert (
+        len(seen) == 3 and read_question(by_shade[20]["body"]) == 'Rate two {braces} in the mood gay as {"score": n}.'
+    )
     fields = {name: value for name, value in by_shade[10]["body"].items() if name != "messages"}
     assert fields == {"model": "tiny", "max_tokens": 77, "seed": 3}
     assert {request["headers"]["authorization"] for request in seen} == {"Bearer very-secret"}
@@ -117,7 +119,7 @@ def test_frames_of_a_video_in_one_question(model) -> None:
     reward = judge(url, num_frames=3, video_template="Rate the video: {prompt}", score_range=[5, 9])
     found = score([reward], videos=[video], prompts=["a"], fps=8)
     assert [image.getpixel((0, 0))[0] for image in shown(seen[0]["body"])] == [0, 5, 10]
-    assert said(seen[0]["body"]) == "Rate the video: a" and found.isnan().all()  # 0 is below 5
+    assert read_question(seen[0]["body"]) == "Rate the video: a" and found.isnan().all()  # 0 is below 5
     whole = judge(url, num_frames=20, score_range=[5, 9], video_score_range=[0, 9])
     assert score([whole], videos=[video], prompts=["a"], fps=8).item() == 0
     assert len(shown(seen[1]["body"])) == 11
@@ -145,10 +147,10 @@ def test_unified_reward(model) -> None:
     url, seen = model(lambda body: replies[shown(body)[0].getpixel((0, 0))[0]])
     (reward,) = load_rewards({"unified_reward": {"url": url, "std": 5.0}})
     assert values(reward) == [pytest.approx(0.9), pytest.approx(0.6), None]  # images have 1 to 5
-    assert any(said(request["body"]).endswith("Text Caption: [a fox]") for request in seen)
+    assert any(read_question(request["body"]).endswith("Text Caption: [a fox]") for request in seen)
     assert {request["body"]["model"] for request in seen} == {"UnifiedReward"}
     assert score([UnifiedReward(url)], videos=[[IMAGES[2]] * 2], prompts=["a fox"], fps=8).item() == 7  # 1 to 10
-    assert said(seen[-1]["body"]).endswith("Text Prompt: [a fox]")
+    assert read_question(seen[-1]["body"]).endswith("Text Prompt: [a fox]")
 
 
 def test_so_many_questions_at_a_time(model) -> None:

@@ -100,7 +100,7 @@ def test_frames_of_videos_for_a_reward_of_images(serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"samples": []}, "not empty"),
         ({"samples": ["AAAA", "AAAA"]}, "not a PNG"),
@@ -127,9 +127,9 @@ def test_frames_of_videos_for_a_reward_of_images(serve) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_bodies_that_are_not_of_the_form(changes, said) -> None:
+def test_bodies_that_are_not_of_the_form(changes, message) -> None:
     content = json.loads(write_request(IMAGES[:2], ["a", "b"], {}, None, None))
-    with pytest.raises(WireError, match=said):
+    with pytest.raises(WireError, match=message):
         read_request(json.dumps({**content, **changes}).encode())
     with pytest.raises(WireError, match="not JSON"):
         read_request(b"\x80\x04K\x01.")  # a pickle
@@ -169,7 +169,7 @@ def test_safetensors_that_are_not_of_the_form() -> None:
         return save({"request": torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors})
 
     image = torch.zeros(4, 4, 3, dtype=torch.uint8)
-    for wrong, said in (
+    for wrong, message in (
         (b"\x80\x04K\x01.", "not a safetensors file"),  # a pickle
         (b'{"samples": []}', "not a safetensors file"),
         (save({"x": image}), "not JSON"),
@@ -183,6 +183,6 @@ def test_safetensors_that_are_not_of_the_form() -> None:
         (body([{"tensor": "x"}] * 1000, x=image), "names the tensor 'x'.* or is already used"),
         (body([{"picture": "x"}] * 1000, x=image), "names the tensor 'x'.* or is already used"),
     ):
-        with pytest.raises(WireError, match=said):
+        with pytest.raises(WireError, match=message):
             read_request(wrong, is_safetensors=True)
     assert read_request(body([{"picture": "x"}], x=image), is_safetensors=True)["samples"][0].size == (4, 4)
