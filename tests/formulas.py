@@ -1,6 +1,6 @@
-"""What published scorers do to pictures and states, in float64: the part that the tests of several rewards need.
+"""What published scorers do to images and states, in float64: the part that the tests of several rewards need.
 
-In: PIL pictures, states. Out: tensors of float64. `scored` is what a run makes of a reward.
+In: PIL images, states. Out: tensors of float64. `scored` is what a run makes of a reward.
 """
 
 import tempfile

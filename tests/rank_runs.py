@@ -98,13 +98,13 @@ def spread(latents):
     return latents.flatten(1).std(1)
 
 
-def judge(images, log_extra):
+def measured(images, log_extra):
     """Also draws from torch's generator, which must not matter."""
-    log_extra("judged", [float(value) for value in torch.rand(len(images)) * 0 + 1])
+    log_extra("measured_by", [float(value) for value in torch.rand(len(images)) * 0 + 1])
     return [None if value > 0.9 else value for value in brightness(images)]
 
 
-SEVERAL_REWARDS = {"trained": [Network(), ranked, spread], "judges": [judge]}
+SEVERAL_REWARDS = {"trained": [Network(), ranked, spread], "evaluated": [measured]}
 WHOLE_GROUPS = [ranked, shared]
 
 
@@ -124,7 +124,7 @@ def built(folder, settings, rewards=brightness):
             settings[name] //= processes
     rows, held_out = settings.pop("rows", None), settings.pop("held_out", None)
     if isinstance(rewards, dict):
-        settings["eval_reward_funcs"] = rewards["judges"]
+        settings["eval_reward_funcs"] = rewards["evaluated"]
         rewards = rewards["trained"]
     own = trainer_for(folder, rewards=rewards, **settings)
     if rows:
@@ -176,7 +176,7 @@ def fail_of_subset(folder, settings, where):
     def scorer(images, **columns):
         assert rank() == 0
         if where == "reward" and len(calls) > 6:
-            raise ValueError("the judge is out")
+            raise ValueError("the scorer is out")
         if where == "slow" and len(calls) > 2:
             time.sleep(3)
         return brightness(images)
@@ -188,9 +188,9 @@ def fail_of_subset(folder, settings, where):
 def fail(folder, settings, where):
     """Make process 1 fail; `where` says how."""
 
-    def judge(images, **columns):
+    def fragile(images, **columns):
         if rank() == 1 and where == "reward" and own.state.global_step == 1:
-            raise ValueError("the judge is out")
+            raise ValueError("the scorer is out")
         if rank() == 1 and where in ("slow", "dead"):
             if where == "dead":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -217,7 +217,7 @@ def fail(folder, settings, where):
     if rank() == 1 and where == "late":
         wait = failure.ProcessGroupMonitor.wait_for_all
         failure.ProcessGroupMonitor.wait_for_all = lambda *args: (wait(*args), time.sleep(5))
-    own = built(folder, settings, judge)
+    own = built(folder, settings, fragile)
     real_loss, own.algorithm.loss = own.algorithm.loss, loss
     try:
         own.train()

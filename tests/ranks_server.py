@@ -42,10 +42,10 @@ def child(rank, processes, port, output, function, args):
 
 
 class Ended:
-    """How processes ended: exit `codes` (-9 if killed), what they `said`, `seconds` from the first end to the last."""
+    """How processes ended: exit `codes` (-9 if killed), their `logs`, `seconds` from the first end to the last."""
 
-    def __init__(self, codes, said, seconds):
-        self.codes, self.said, self.seconds = codes, said, seconds
+    def __init__(self, codes, logs, seconds):
+        self.codes, self.logs, self.seconds = codes, logs, seconds
 
 
 def start_server():
@@ -89,5 +89,5 @@ def run(folder, processes, function, *args, limit=240):
 
 def succeed(folder, processes, function, *args, limit=240):
     ended = run(folder, processes, function, *args, limit=limit)
-    assert ended.codes == [0] * processes, "\n".join(said[-3000:] for said in ended.said)
+    assert ended.codes == [0] * processes, "\n".join(log[-3000:] for log in ended.logs)
     return ended

@@ -49,7 +49,7 @@ KANDINSKY_WORDS = (
     "You are a prompt engineer Based on the provided source image first and target second create an interesting text "
     "that can be used together with to system user red square"
 ).split()
-# they bring every picture to a million pixels, whose encoding takes minutes here
+# they bring every image to a million pixels, whose encoding takes minutes here
 MEGAPIXEL_EDITORS = (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus)
 PLAIN_CHAT = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
@@ -286,13 +286,13 @@ def _consistency_unet(cls: type | None = None, subfolder: str = "", **kwargs: An
 def _pixtral_processor(cls: type | None = None, **kwargs: Any):
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = byte_tokenizer(special, first=["[IMG]", "[IMG_BREAK]", "[IMG_END]"], padding_side="left")
-    return tokenizer  # without pictures a processor does what its tokenizer does
+    return tokenizer  # without images a processor does what its tokenizer does
 
 
 class _Transforms:
     """What Cosmos' networks and OmniGen's processor use of torchvision, where torchvision is not installed."""
 
-    # OmniGen's are for pictures, and the sweep gives it none
+    # OmniGen's are for images, and the sweep gives it none
     Compose = Lambda = ToTensor = Normalize = staticmethod(lambda *args, **kwargs: None)
 
     InterpolationMode = types.SimpleNamespace(NEAREST="nearest")

@@ -55,7 +55,7 @@ def test_ratios_are_those_to_one_process_and_to_ddp():
 
 
 @pytest.mark.parametrize("training", gpu.TRAININGS)
-def test_each_training_for_a_gpu_runs_small_on_a_cpu(training):
+def test_each_run_for_a_gpu_runs_small_on_a_cpu(training):
     options = gpu.parse(["--tiny", "--rounds=1", "--samples=2", "--micro_batch=2", "--steps=2", "--size=32"])
     name, weights, kind, *measured = gpu.measure(training, options).strip("| ").split(" | ")
     assert name in gpu.SMALL and kind.startswith("LoRA" if training.endswith("lora") else "all")

@@ -35,7 +35,7 @@ def test_it_replays_and_trains(name, tmp_path):
 
 
 def train(pipe, inputs, folder, steps):
-    """Two updates; pictures and prompts come from the dataset, all else from the settings."""
+    """Two updates; images and prompts come from the dataset, all else from the settings."""
     columns = {key: value for key, value in inputs.items() if _is_column(value)}
     rows = {"prompt": ["a red cat", "a blue dog"], **{key: value for key, value in columns.items() if key != "prompt"}}
     fixed = {key: value for key, value in inputs.items() if key not in rows}

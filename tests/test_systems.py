@@ -2,7 +2,7 @@
 
 Two updates, evaluations, a resume that gives the same weights, and what plain diffusers makes of what was saved. Only
 the model, its sizes and the number of samples are replaced; rewards that need weights or a server, or see nothing
-in pictures this small, answer with the brightness, under the arguments that the file gives them.
+in images this small, answer with the brightness, under the arguments that the file gives them.
 """
 
 import functools
@@ -49,7 +49,7 @@ SETTINGS = {setting.name for setting in DiffusionGRPOConfig.__dataclass_fields__
 SIZES = ("max_area", "audio_end_in_s")  # among the pipeline's own arguments
 SMALL = {
     "gradient_accumulation_steps": 1,
-    "steps_per_generation": 2,  # two updates a rollout: the resume falls within one
+    "steps_per_generation": 2,  # two updates per rollout: the resume falls within one
     "num_inference_steps": 4,
     "eval_num_inference_steps": 4,
     "max_steps": 2,
@@ -97,7 +97,7 @@ def _is_plain(value):
 
 
 def shrunk(folder, dataset, side):
-    """A copy of a dataset whose pictures are small too."""
+    """A copy of a dataset whose images are small too."""
     if not folder.exists():
         shutil.copytree(ROOT / "examples" / "data", folder)
         for path in (folder / "pictures").glob("*.png"):
@@ -124,7 +124,7 @@ def brightness(samples):
 
 @pytest.fixture
 def at_root(monkeypatch):
-    """The working directory of the examples; rewards without weights or servers, that tell tiny pictures apart."""
+    """The working directory of the examples; rewards without weights or servers, that tell tiny images apart."""
     monkeypatch.chdir(ROOT)
     for name in ("text", "geneval", "jpeg_compressibility"):
         real = REWARDS[name]
@@ -204,7 +204,7 @@ def assert_plain_diffusers_loads(trainer, model, run, inputs):
         if (run / "transformer_2").is_dir():
             plain.load_lora_weights(run / "transformer_2", load_into_transformer_2=True)
     made = [sample(pipe, inputs) for pipe in (trainer.pipe, plain, DiffusionPipeline.from_pretrained(model))]
-    # GLM-Image reads pictures with other last bits in a pipeline that was loaded
+    # GLM-Image reads images with other last bits in a pipeline that was loaded
     limit = 1e-5 if isinstance(plain, GlmImagePipeline) and "image" in inputs else 0.0
     assert np.abs(made[0] - made[1]).max() <= limit < np.abs(made[0] - made[2]).max()
 
@@ -238,10 +238,13 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
     runpy.run_path(f"examples/{script}.py", run_name="__main__")
 
     on_cpu = {"bf16": False, "fp16": False, "use_cpu": True}
-    said, lora, args = parse_train_arguments(file, flags(on_cpu))
+    arguments, lora, args = parse_train_arguments(file, flags(on_cpu))
     assert DiffusionGRPOConfig(**given["settings"] | on_cpu).to_dict() == args.to_dict()
-    assert (given["model"], given["reward_funcs"]) == (said.model, values["reward_funcs"])
-    assert given["train_dataset"].to_dict() == commands.inputs.load_checked(said.dataset, "train", "dataset").to_dict()
+    assert (given["model"], given["reward_funcs"]) == (arguments.model, values["reward_funcs"])
+    assert (
+        given["train_dataset"].to_dict()
+        == commands.inputs.load_checked(arguments.dataset, "train", "dataset").to_dict()
+    )
     if lora.use_peft:
         mine, theirs = given["peft_config"], lora.peft_config()
         names = ("r", "lora_alpha", "target_modules", "init_lora_weights")

@@ -86,7 +86,7 @@ def test_a_rollout_used_again_is_off_policy_and_the_clip_acts(tmp_path):
     assert len(list((tmp_path / "samples").glob("*.parquet"))) == 2
 
 
-def test_several_updates_a_rollout(tmp_path):
+def test_several_updates_per_rollout(tmp_path):
     trainer = trainer_for(tmp_path, steps_per_generation=4, gradient_accumulation_steps=2, max_steps=4)
     trainer.train()
     assert len(list((tmp_path / "samples").glob("*.parquet"))) == 2
@@ -425,7 +425,7 @@ def test_weights_aggregation_and_several_rewards(tmp_path):
 
 
 def test_evaluation_before_and_during_training(tmp_path):
-    def judge(images, **columns):
+    def measured(images, **columns):
         return [0.25] * len(images)
 
     trainer = trainer_for(
@@ -435,15 +435,15 @@ def test_evaluation_before_and_during_training(tmp_path):
         eval_on_start=True,
         eval_num_inference_steps=6,
         num_generations_eval=2,
-        eval_reward_funcs=[judge],
+        eval_reward_funcs=[measured],
         report_to="tensorboard",
         learning_rate=0.0,
     )
     trainer.train()
-    assert logged(trainer, "eval_rewards/judge/mean") == [0.25] * 3
+    assert logged(trainer, "eval_rewards/measured/mean") == [0.25] * 3
     rewards = logged(trainer, "eval_reward")
-    assert len(rewards) == 3 and len(set(rewards)) == 1  # nothing was learned: same prompts, same seeds, same pictures
-    assert "rewards/judge/mean" not in trainer.state.log_history[1]
+    assert len(rewards) == 3 and len(set(rewards)) == 1  # nothing was learned: same prompts, same seeds, same images
+    assert "rewards/measured/mean" not in trainer.state.log_history[1]
     steps = sorted(path.name for path in (tmp_path / "evaluations").glob("step-*") if path.is_dir())
     assert steps == ["step-000000", "step-000001", "step-000002"]
     pictures = [sorted((tmp_path / "evaluations" / step).glob("*.png")) for step in steps]
@@ -595,7 +595,7 @@ def test_clipped_losses_of_each_reward(tmp_path):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-8)
 
 
-def test_several_batches_a_step_reach_the_advantages(tmp_path):
+def test_several_batches_per_step_reach_the_advantages(tmp_path):
     settings = {"scale_rewards": "batch", "max_steps": 1, "gradient_accumulation_steps": 4, "advantage_clip": None}
     stds = []
     for batches in (1, 2):

@@ -1,4 +1,4 @@
-"""Short trainings on tiny random pipelines: settings enter, a trainer ready to run leaves.
+"""Short runs on tiny random pipelines: settings enter, a trainer ready to run leaves.
 
 One file for all tests of the trainer, so that each states only what it is about.
 """
@@ -44,8 +44,8 @@ GUIDED = {"name": "wan", "guidance_scale": None, "columns": {"guidance_scale": [
 GUIDED |= {"shuffle_dataset": False}
 
 
-def pictures(folder: Path) -> dict:
-    """Settings of a training that edits pictures of two sizes, and a prompt without one; written to `folder`."""
+def edited_images(folder: Path) -> dict:
+    """Settings of a run that edits images of two sizes, and a prompt without one; written to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [str(folder / f"{width}.png") for width in (16, 32)]
     for width, path in zip((16, 32), paths, strict=True):
@@ -115,7 +115,7 @@ def trainer_for(
 
 
 def logged(trainer: DiffusionGRPOTrainer, key: str) -> list[float]:
-    """The values of a metric, one a log entry that has it."""
+    """The values of a metric, one per log entry that has it."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 

@@ -76,7 +76,7 @@ def med_config(folder: Path, vocabulary: int) -> dict:
 
 
 def trocr(folder: Path, size: tuple[int, int] = (SIDE, SIDE), width: int = 16) -> tf.VisionEncoderDecoderModel:
-    """ViT to a decoder of bytes, as TrOCR is saved, for pictures of `size` (width, height)."""
+    """ViT to a decoder of bytes, as TrOCR is saved, for images of `size` (width, height)."""
     torch.manual_seed(6)
     tokenizer = byte_tokenizer({"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"})
     layers = {**TEXT, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1}
@@ -98,7 +98,7 @@ def trocr(folder: Path, size: tuple[int, int] = (SIDE, SIDE), width: int = 16) -
 
 
 def got_ocr(folder: Path) -> None:
-    """SAM's tower to a Qwen2 of bytes, as GOT-OCR 2.0 is saved; the picture is as large as its 256 tokens need."""
+    """SAM's tower to a Qwen2 of bytes, as GOT-OCR 2.0 is saved; the image is as large as its 256 tokens need."""
     torch.manual_seed(7)
     first = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<imgpad>"]
     tokenizer = byte_tokenizer({"pad_token": first[0], "eos_token": first[0]}, first=first)

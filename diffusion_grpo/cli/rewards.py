@@ -84,7 +84,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         verdict = "agrees" if line.agrees else "DIFFERS"
         print(f"{line.image:<14} {_format_number(line.value):>10}  published {line.published:.4f}  {verdict}")
     if name not in PUBLISHED:
-        print(f"No published score of a known picture is known for {name}; nothing was compared.")
+        print(f"No score of a known image has been published for {name}; nothing was compared.")
     elif not compared:
         files = "\n  ".join((*PUBLISHED[name].files, *PUBLISHED[name].targets))
         print(

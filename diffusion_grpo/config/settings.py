@@ -93,7 +93,7 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         self.fill_in()
         if self.max_steps == 0:  # transformers takes it for "all epochs"
             self.num_train_epochs = 0.0
-        if launched_processes() > 1 and not torch.accelerator.is_available():
+        if count_launched_processes() > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # or each process would be a run of its own
         if self.bf16 is None:
             self.bf16 = (
@@ -114,7 +114,7 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         super().__post_init__()
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
-        check_launched(launched_processes(), self.world_size)
+        check_launched(count_launched_processes(), self.world_size)
         self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
         check_settings(self)
         self.check_machine()
@@ -156,7 +156,7 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         return {name: describe(value) for name, value in super().to_dict().items()}
 
 
-def launched_processes() -> int:
+def count_launched_processes() -> int:
     """Return how many processes torchrun or accelerate started, including this one; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
 
@@ -205,7 +205,7 @@ def describe(value: Any) -> Any:
 
 def _suggest_names(init):
     @functools.wraps(init)
-    def checked(self, *args, **kwargs):
+    def check_and_init(self, *args, **kwargs):
         known = [setting.name for setting in dataclasses.fields(DiffusionGRPOConfig) if setting.init]
         for name in kwargs:
             if name not in known:
@@ -215,7 +215,7 @@ def _suggest_names(init):
         self.given = frozenset(kwargs)  # by name, to tell a choice from a default
         init(self, *args, **kwargs)
 
-    return checked
+    return check_and_init
 
 
 DiffusionGRPOConfig.__init__ = _suggest_names(DiffusionGRPOConfig.__init__)

@@ -59,7 +59,7 @@ class PipelineInputs:
 
     def __call__(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
         """Return the keyword arguments for these rows; columns win over settings, `overrides` over both."""
-        form = self.forms.get(self._given(rows[0]), Form(BATCHED))
+        form = self.forms.get(self._find_given(rows[0]), Form(BATCHED))
         return self._arguments(rows, form.name) | overrides
 
     def _arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class PipelineInputs:
             fixed = fixed | {name: [value] * len(rows) for name, value in texts.items()}
         return {**fixed, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
 
-    def _given(self, row: dict[str, Any]) -> frozenset[str]:
+    def _find_given(self, row: dict[str, Any]) -> frozenset[str]:
         return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
 
     def columns(self, dataset: Dataset) -> Columns:
@@ -136,7 +136,7 @@ class PipelineInputs:
         args = args or self.args
         asked: dict[frozenset[str], dict[str, Any]] = {}
         for row in rows:
-            given = self._given(row)
+            given = self._find_given(row)
             if given not in self.forms:
                 asked.setdefault(given, {name: row[name] for name in row if name in given})
         for given, row in (asked if accelerator is None else _gather_asked(asked, accelerator)).items():
@@ -171,7 +171,7 @@ class PipelineInputs:
         """Return the indices of rows that share a call: those equal in all numbers and shapes, or each row alone."""
         parts = []
         for part in group_by_shape(rows, self.accepted):
-            is_batched = self.forms.get(self._given(rows[part[0]]), Form(BATCHED)).name == BATCHED
+            is_batched = self.forms.get(self._find_given(rows[part[0]]), Form(BATCHED)).name == BATCHED
             parts += [part] if is_batched else [[index] for index in part]
         return parts
 

@@ -31,7 +31,7 @@ RUN_NUMBERS = itertools.count()  # a process may make several runs; each has its
 
 
 class RankError(RuntimeError):
-    """Another process failed, or gave no sign of life for the timeout of the process group."""
+    """Another process failed, or gave no sign of life within the timeout of the process group."""
 
 
 class _OtherFailed(Exception):
@@ -296,7 +296,7 @@ class ProcessGroupMonitor:
 
     def _give_sign(self, turn: str) -> None:
         state = {"task": self._task, "seconds": time.monotonic() - self._since}
-        with contextlib.suppress(distributed.DistError):  # said at the barrier
+        with contextlib.suppress(distributed.DistError):  # reported at the barrier
             self._store.set(f"{turn}/life/{self.accelerator.process_index}", json.dumps(state))
 
     def _meet(self, turn: str, error: Exception | None) -> None:
@@ -395,8 +395,8 @@ class SilenceWatch:
             doing = _describe_sign(sign)
             if now - since > self.timeout:
                 raise RankError(
-                    f"Process {process} gave no sign of life for {now - since:.0f} s (ddp_timeout={self.timeout:g}); "
-                    f"it {doing} last, and has been killed or hangs."
+                    f"Process {process} gave no sign of life for {now - since:.0f} s (ddp_timeout={self.timeout:g}), "
+                    f"so it has been killed or hangs; when last heard of, it {doing}."
                 )
             if is_notice_due:
                 logger.warning("Waiting for process %d, which %s.", process, doing)
@@ -406,7 +406,7 @@ def _describe_sign(sign: str | None) -> str:
     if sign is None:
         return "has not begun"
     state: dict[str, Any] = json.loads(sign)
-    return f"{state['task']} since {state['seconds']:.0f} s"
+    return f"{state['task']} ({state['seconds']:.0f} s so far)"
 
 
 def _read(store: distributed.Store, key: str) -> str | None:

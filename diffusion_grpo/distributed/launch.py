@@ -119,14 +119,16 @@ def _check_machine(settings: dict[str, Any]) -> None:
                 "same on each, and on each its own --machine_rank."
             )
         if not 0 <= settings.get("machine_rank", 0) < machines:
-            raise ValueError(f"machine_rank={settings['machine_rank']} must be 0 to {machines - 1}, one a machine.")
+            raise ValueError(
+                f"machine_rank={settings['machine_rank']} must be 0 to {machines - 1}, and differ between machines."
+            )
 
 
 def launch(settings: dict[str, Any], words: list[str], use_cpu: bool = False) -> int:
     """Run `diffusion-grpo` with `words` in each process and wait for all of them.
 
     It works on a CPU too. `accelerate launch --cpu` starts one process unless MPI starts them, so torch's launcher is
-    chosen by the option that names it, `--multi_gpu`, and each process is told to use the CPU.
+    chosen by the option that names it, `--multi_gpu`, and each process is set to use the CPU.
 
     Args:
         settings: from [`make_launch_settings`].

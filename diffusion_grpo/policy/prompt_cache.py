@@ -70,7 +70,7 @@ class PromptCache:
             return None
         parts = self.encoded.setdefault(key, {})
 
-        def encoded(rows: tuple[Prompts, ...]) -> Any:
+        def encode_once(rows: tuple[Prompts, ...]) -> Any:
             if rows not in parts:
                 columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
                 parts[rows] = _call(encode, arguments | columns)
@@ -78,9 +78,9 @@ class PromptCache:
 
         distinct = tuple(sorted(set(wanted)))
         try:
-            result = _join([_take_rows(encoded((row,)), 1, [0]) for row in wanted])
+            result = _join([_take_rows(encode_once((row,)), 1, [0]) for row in wanted])
         except _DoNotFit:
-            result = _take_rows(encoded(distinct), len(distinct), [distinct.index(row) for row in wanted])
+            result = _take_rows(encode_once(distinct), len(distinct), [distinct.index(row) for row in wanted])
         if key not in self.is_by_sample and len(wanted) > 1:  # once: is it what the pipeline would have got?
             self.is_by_sample[key] = _shapes(result) == _shapes(_call(encode, arguments))
         return result if self.is_by_sample.get(key, True) else None

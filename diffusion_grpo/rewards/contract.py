@@ -160,7 +160,7 @@ class Reward:
             if field.name in OPTIONS[2:] and getattr(self, field.name) != field.default
         }
         arguments = {**self.arguments, **self.made_with}
-        return {key: _written(value) for key, value in arguments.items() if key != "token"} | changed
+        return {key: _make_serializable(value) for key, value in arguments.items() if key != "token"} | changed
 
 
 OPTIONS = ("name", "weight", "mean", "std", "clip", "threshold", "frames")
@@ -305,5 +305,5 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _written(value: Any) -> Any:
+def _make_serializable(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, list, dict, types.NoneType)) else repr(value)

@@ -190,7 +190,7 @@ class RewardScorer:
         return self._backend.reduce_sum(every.to(self._backend.accelerator.device)).cpu()
 
     def share_extra(self, extra: dict[str, list], positions: list[int], own: list[int]) -> dict[str, list]:
-        """Return the columns that rewards added for the samples made here, whoever scored them; a collective.
+        """Return the columns that rewards added for the samples made here, wherever they were scored; a collective.
 
         Args:
             extra: columns that rewards added here, one value for each of `positions`.

@@ -139,5 +139,5 @@ def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:
 
 
 def _list_images(folder: Path) -> list[tuple[str, str]]:
-    pictures = [("reward", "curve.png"), ("the same prompts and seeds over the training", "grid.png")]
-    return [(title, file) for title, file in pictures if (folder / file).is_file()]
+    images = [("reward", "curve.png"), ("the same prompts and seeds during the run", "grid.png")]
+    return [(title, file) for title, file in images if (folder / file).is_file()]

@@ -46,6 +46,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def _holder(folder: Path) -> str:
     """Say who holds the folder, if that is known."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be writing this just now
-        said = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
-        return f" (process {said['process']} on {said['host']})"
+        held = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
+        return f" (process {held['process']} on {held['host']})"
     return ""

@@ -91,12 +91,12 @@ def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
 
 
 def has_result(output_dir: str | Path) -> bool:
-    """Tell whether a run has ended in this folder, or its weights were saved at the top of it."""
+    """Whether a run has ended in this folder, or its weights were saved at the top of it."""
     return any((Path(output_dir) / name).is_file() for name in RESULTS)
 
 
 def holds_run(output_dir: str | Path) -> bool:
-    """Tell whether this folder holds what a run should not overwrite: a checkpoint or a result.
+    """Whether this folder holds what a run should not overwrite: a checkpoint or a result.
 
     A run that was interrupted before its first checkpoint leaves neither, and is simply started again.
     """
@@ -186,7 +186,7 @@ def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON aside and renames it into place."""
+    """Write JSON aside and rename it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"tmp-{path.name}")
     aside.write_text(json.dumps(content, indent=2), encoding="utf-8")
@@ -208,7 +208,7 @@ def check_extra_column(name: str, values: Sequence[Any], count: int) -> list[Any
 
 
 def write_samples(path: Path, columns: dict[str, list[Any]]) -> None:
-    """Write one parquet table, aside first, and renames it into place."""
+    """Write one parquet table, aside first, and rename it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"tmp-{path.name}")
     pyarrow.parquet.write_table(pyarrow.table(columns), aside)

@@ -32,7 +32,7 @@ DIAGNOSTICS = {
     "clip_ratio/region_mean": "Share of samples whose ratio was clipped. 0 with one update a rollout.",
     "frac_reward_zero_std": "Share of groups whose samples all got the same reward: they teach nothing.",
     "reward_std": "Spread of the rewards within a group. What GRPO learns from; collapses when it is done.",
-    "diversity": "Mean distance of two samples of a prompt, seen small: 0 where all are the same picture.",
+    "diversity": "Mean distance of two samples of a prompt, scaled down: 0 where all are the same image.",
     "frac_advantage_clipped": "Share of advantages that advantage_clip cut off.",
     "kl": "Distance to the reference model.",
     "loss": "The policy loss. Its value says little, its sudden jumps do.",
@@ -87,7 +87,7 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         findings=list_findings(run),
         watched=make_watched_table(run),
         curves=draw_curves(run),
-        pictures=make_cards(run),
+        comparison=make_cards(run),
         rollouts=show_rollouts(run),
         prompts=describe_prompts(run.prompts),
         prompts_name=name_prompts(run.prompts),
@@ -352,10 +352,10 @@ def make_card(run: Run, pair: dict[str, Any]) -> dict[str, Any]:
 
 def embed_sample(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
     """Embed a sample's image, and of a video or sound its file and kind, as data URIs."""
-    picture = embed_image(find_image(run, sample["image"]))
+    image = embed_image(find_image(run, sample["image"]))
     path = find_image(run, sample.get("file") or sample["image"])
     kind = None if path is None else KINDS.get(path.suffix)
-    return {"picture": picture, "kind": kind, "media": embed_media(path) if kind else None}
+    return {"image": image, "kind": kind, "media": embed_media(path) if kind else None}
 
 
 def show_rollouts(run: Run) -> list[dict[str, Any]]:
@@ -367,9 +367,7 @@ def show_rollouts(run: Run) -> list[dict[str, Any]]:
     for step in chosen:
         paths = [(row, run.path / "samples" / row["image"]) for row in run.rollouts[step]]
         rows = [(row, path) for row, path in paths if path.is_file()][:ROLLOUT_SAMPLES]
-        cards = [
-            {"prompt": row["prompt"], "picture": embed_image(path), "reward": row["reward"]} for row, path in rows
-        ]
+        cards = [{"prompt": row["prompt"], "image": embed_image(path), "reward": row["reward"]} for row, path in rows]
         found += [{"when": format_updates(step), "cards": cards}] if cards else []
     return found
 
@@ -387,7 +385,7 @@ def make_film(run: Run) -> dict[str, Any] | None:
         paths = [find_image(run, row["image"]) if row.get("image") else None for row in samples]
         if len(rows) < FILM_ROWS and len(paths) == len(steps) and None not in paths:
             rewards = [row["reward"] for row in samples]
-            rows.append({"prompt": sample["prompt"], "pictures": list(zip(map(embed_image, paths), rewards))})
+            rows.append({"prompt": sample["prompt"], "images": list(zip(map(embed_image, paths), rewards))})
     return {"steps": steps, "rows": rows} if rows else None
 
 

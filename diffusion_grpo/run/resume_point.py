@@ -75,7 +75,7 @@ def check_named(checkpoint: Path) -> None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Tell whether `check` accepts it."""
+    """Whether `check` accepts a checkpoint."""
     try:
         check(checkpoint)
     except DamagedCheckpoint:

@@ -1,4 +1,4 @@
-"""What transformers' `Trainer` forces on whoever trains a diffusers model: wrapping, saving, loading and pushing."""
+"""What transformers' `Trainer` forces on a trainer of diffusers models: wrapping, saving, loading and pushing."""
 
 import contextlib
 import logging

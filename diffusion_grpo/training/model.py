@@ -289,7 +289,7 @@ def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:
 
 
 def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:
-    """Refuses what would make the replay differ from the rollout, or leave no reference and nothing to load.
+    """Refuse what would make the replay differ from the rollout, or leave no reference and nothing to load.
 
     Args:
         beta: weight of the KL divergence; above 0 the adapter switched off must be the base model.

@@ -172,14 +172,14 @@ class LinesCallback(ShowingCallback):
     """One line per update, for logs and pipes; an update that takes minutes says where it is once a minute."""
 
     def begin(self, args):
-        self.said = self.stage_began = self.clock()
+        self.notified = self.stage_began = self.clock()
         print(describe_rollout(args), flush=True)
 
     def show_progress(self):
         progress, now = self.progress, self.clock()
         if progress.done == 0:
             self.stage_began = now
-        if progress.stage is None or now - self.said < NOTICE:
+        if progress.stage is None or now - self.notified < NOTICE:
             return
         done, took = progress.done, now - self.stage_began
         left = f", {format_seconds(took / done * (progress.total - done))} left in it" if done else ""
@@ -194,7 +194,7 @@ class LinesCallback(ShowingCallback):
         self._say(evaluation_line(step, logs, self.prompts))
 
     def _say(self, line: str) -> None:
-        self.said = self.clock()
+        self.notified = self.clock()
         print(line, flush=True)
 
 

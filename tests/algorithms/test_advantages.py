@@ -63,7 +63,7 @@ def test_rounding_is_not_a_difference_but_a_small_difference_is():
     torch.testing.assert_close(result.advantages, z_scores([0.0, 1.0, 0.0]), rtol=1e-4, atol=0)
 
 
-def test_groups_are_told_by_number_in_any_order():
+def test_groups_are_known_by_number_in_any_order():
     result = compute([[1.0, 10.0, 2.0, 30.0, 6.0]], groups=[7, -1, 7, -1, 7])
     assert_close(result.advantages[[0, 2, 4]], z_scores([1.0, 2.0, 6.0]))
     assert_close(result.advantages[[1, 3]], z_scores([10.0, 30.0]))

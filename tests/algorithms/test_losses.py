@@ -193,7 +193,7 @@ def test_where_nothing_is_clipped_losses_per_reward_are_the_loss_of_the_sum(weig
     assert apart.metrics["kl"] == together.metrics["kl"] and apart.metrics["clip_ratio/region_mean"] == 0
 
 
-def test_the_clip_judges_each_reward_by_itself():
+def test_the_clip_acts_on_each_reward_by_itself():
     """The step is already 1.5 times as likely: the reward that wants it is held back, the other still pulls."""
     given = of_two_rewards([1.5], [[1.0, -2.0]])
     output = loss_per_reward(grpo, [1.0, 0.25])(given)

@@ -23,7 +23,7 @@ def published(monkeypatch, name, **changes):
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.009, 0.011])
-def test_scores_of_pictures_that_are_made_here(shift, tmp_path, monkeypatch, capsys) -> None:
+def test_scores_of_images_that_are_made_here(shift, tmp_path, monkeypatch, capsys) -> None:
     clip(tmp_path)
     (reward,) = load_rewards({"clip_similarity": {"model": str(tmp_path)}})
     value = score([reward], images=[verify.noise(42)], prompts=[""], columns={"target": [verify.noise(43)]}).item()
@@ -42,7 +42,7 @@ def test_scores_of_pictures_that_are_made_here(shift, tmp_path, monkeypatch, cap
 def test_where_nothing_is_published_it_says_so(capsys, tmp_path) -> None:
     assert cli.main(["rewards", "verify", "brightness"]) == 2
     written = capsys.readouterr().out
-    assert "No published score" in written and "noise" in written.splitlines()[-1]
+    assert "has been published for" in written and "noise" in written.splitlines()[-1]
     assert cli.main(["rewards", "verify", "motion"]) == 2  # of videos
     trocr(tmp_path)
     assert cli.main(["rewards", "verify", f"{{text_by_model: {{model: {tmp_path}}}}}"]) == 2

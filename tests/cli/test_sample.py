@@ -7,7 +7,7 @@ from command_line import SIZE, flags, refusal
 from diffusion_grpo import cli
 
 
-def test_sample_writes_pictures_and_rewards(model, tmp_path, capsys):
+def test_sample_writes_images_and_rewards(model, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("a red fox\na blue house\na tree\n")
     words = ["sample", model, "--prompts", str(tmp_path / "prompts.txt"), "--reward_funcs", "brightness"]
     options = {**SIZE, "guidance_scale": 1.0, "max_prompts": 2, "pipeline_kwargs": '{"max_sequence_length": 8}'}

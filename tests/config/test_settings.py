@@ -6,15 +6,15 @@ import sys
 import pytest
 from command_line import make_config
 
-from diffusion_grpo.config.settings import check_launched, launched_processes
+from diffusion_grpo.config.settings import check_launched, count_launched_processes
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
-    assert launched_processes() == 1
+    assert count_launched_processes() == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert launched_processes() == 1  # some schedulers of jobs set it everywhere
+    assert count_launched_processes() == 1  # some schedulers of jobs set it everywhere
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert launched_processes() == 2
+    assert count_launched_processes() == 2
     check_launched(2, 2)
     with pytest.raises(ValueError, match="2 processes were started, but each would be a run of its own.*use_cpu=True"):
         check_launched(2, 1)

@@ -19,7 +19,7 @@ def test_accepted_columns_become_keyword_arguments():
     }
 
 
-def test_classes_are_one_a_sample_where_other_numbers_are_one_a_call():
+def test_classes_are_one_per_sample_where_other_numbers_are_one_per_call():
     rows = [{"class_labels": label, "guidance_scale": 4.0} for label in (3, 7)]
     assert group_by_shape(rows, set(rows[0])) == [[0, 1]]
     assert build_arguments(rows, set(rows[0])) == {"class_labels": [3, 7], "guidance_scale": 4.0}

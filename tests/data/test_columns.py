@@ -1,4 +1,4 @@
-"""Pictures, videos and sound from every kind of column, and refusals that name row and column."""
+"""Images, videos and sound from every kind of column, and refusals that name row and column."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ COLORS = ["red", "green", "blue"]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Three pictures, a video and a sound; datasets keeps its copies beside them."""
+    """Three images, a video and a sound; datasets keeps its copies beside them."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "files").mkdir()
     for color in COLORS:
@@ -62,7 +62,7 @@ def assert_same_picture(found, expected):
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_pictures(folder, kind):
+def test_images(folder, kind):
     dataset = TABLES[kind](folder)
     columns = Columns(dataset, parameters())
     columns.check("train_dataset")
@@ -75,7 +75,7 @@ def test_pictures(folder, kind):
     assert_same_picture(picked.rows([0])[0]["image"], images_of(folder)[1])
 
 
-def test_lists_of_pictures_and_missing_ones(folder):
+def test_lists_of_images_and_missing_ones(folder):
     paths = [str(folder / f"{color}.png") for color in COLORS]
     typed = datasets.Dataset.from_dict({"refs": [paths[:2], [], None]}).cast_column("refs", datasets.List(IMAGE))
     plain = datasets.Dataset.from_dict({"reference_images": [paths[:2], [], None]})

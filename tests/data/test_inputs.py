@@ -27,14 +27,14 @@ FIXED = {"max_area": 256, "_auto_resize": False}
 UNUSED = types.SimpleNamespace(draws_tokens=False)  # a policy that is not called
 
 
-def picture(seed=0, size=(16, 16), mode="RGB"):
+def make_image(seed=0, size=(16, 16), mode="RGB"):
     """Noise of some size (width, height)."""
     numbers = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(numbers).convert(mode)
 
 
 class Blend(FluxKontextPipeline):
-    """Reads a list of pictures as several of one sample."""
+    """Reads a list of images as several of one sample."""
 
     def __call__(self, prompt, image, guidance_scale=3.5, num_inference_steps=28, generator=None, output_type="pil"):
         own = dict(num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, generator=generator)
@@ -48,18 +48,18 @@ class Blend(FluxKontextPipeline):
 
 
 class FirstOnly(Blend):
-    """Reads a list of pictures by its first alone."""
+    """Reads a list of images by its first alone."""
 
     def read(self, image):
         return image[0] if isinstance(image, list) else image
 
 
 class Listed(Blend):
-    """Takes one sample at a time, and its picture in a list only."""
+    """Takes one sample at a time, and its image in a list only."""
 
     def read(self, image):
         if not isinstance(image, list) or len(image) > 1:
-            raise TypeError(f"one picture in a list, not {type(image).__name__}")
+            raise TypeError(f"one image in a list, not {type(image).__name__}")
         return image
 
 
@@ -78,7 +78,7 @@ def learned(cls, folder, row=None, **changes):
     pipe, fixed = kontext(cls)
     pipe.vae.decode = None  # a few steps say enough: nothing is decoded
     inputs = PipelineInputs(pipe, settings(folder, pipeline_kwargs=fixed, **changes))
-    row = row or {"prompt": "a red cat", "image": picture(), "color": "red"}
+    row = row or {"prompt": "a red cat", "image": make_image(), "color": "red"}
     inputs.learn(DenoisingPolicy(pipe), [row, dict(row)], noise_level=0.7)
     return inputs, row
 
@@ -89,7 +89,7 @@ def learned(cls, folder, row=None, **changes):
         (FluxKontextPipeline, Form("batched")),
         (Blend, Form("single", "in a batch, 'image' of one sample changes other samples")),
         (FirstOnly, Form("single", "in a batch, 'image' of the last sample is not used")),
-        (Listed, Form("listed", "one picture in a list, not list")),
+        (Listed, Form("listed", "one image in a list, not list")),
     ],
 )
 def test_the_pipeline_is_asked_once(tmp_path, caplog, cls, form):
@@ -97,9 +97,9 @@ def test_the_pipeline_is_asked_once(tmp_path, caplog, cls, form):
         inputs, row = learned(cls, tmp_path)
         inputs.learn(UNUSED, [row], noise_level=0.7)  # known: the pipeline is not called again
     assert inputs.forms == {frozenset({"prompt", "image"}): form}
-    said = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
-    assert len(said) == (form.reason is not None) and all(cls.__name__ in x and form.reason in x for x in said)
-    rows = [row, row | {"image": picture(1)}]
+    warned = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
+    assert len(warned) == (form.reason is not None) and all(cls.__name__ in x and form.reason in x for x in warned)
+    rows = [row, row | {"image": make_image(1)}]
     assert inputs.parts(rows) == ([[0, 1]] if form.name == "batched" else [[0], [1]])
     expected = row["image"] if form.name == "single" else [row["image"]]
     assert inputs([row])["image"] == expected and inputs([row])["prompt"] in ("a red cat", ["a red cat"])
@@ -116,27 +116,27 @@ def test_an_input_that_a_pipeline_ignores_says_nothing(tmp_path):
 
 def test_what_fails_in_every_form_is_the_pipelines_own_error(tmp_path):
     with pytest.raises(Exception, match="'dict' object has no attribute 'shape'"):
-        learned(FluxKontextPipeline, tmp_path, {"prompt": "a", "image": {"no": "picture"}})
+        learned(FluxKontextPipeline, tmp_path, {"prompt": "a", "image": {"no": "image"}})
 
 
 class Moody(FirstOnly):
-    """Ignores all pictures of a list but the first, and cannot read dark ones."""
+    """Ignores all images of a list but the first, and cannot read dark ones."""
 
     def read(self, image):
         if not isinstance(image, list) and np.asarray(image).mean() < 100:
-            raise OSError("this picture is too dark to read")
+            raise OSError("this image is too dark to read")
         return super().read(image)
 
 
 @pytest.mark.parametrize("shade", [200, 50])
 def test_what_fails_beside_the_form_is_the_pipelines_own_error(tmp_path, shade):
-    """A picture that is too dark, or is when it is turned around, is no answer to how pictures are given."""
+    """An image that is too dark, or is when it is turned around, is no answer to how images are given."""
     row = {"prompt": "a red cat", "image": Image.new("RGB", (16, 16), (shade,) * 3)}
     if shade < 100:  # not taken bare, and in a list of one, which shows that a batch ignores it
         inputs, _ = learned(Moody, tmp_path, row)
         assert [form.name for form in inputs.forms.values()] == ["listed"]
         return
-    with pytest.raises(OSError, match="this picture is too dark to read"):
+    with pytest.raises(OSError, match="this image is too dark to read"):
         learned(Moody, tmp_path, row)
 
 
@@ -151,15 +151,15 @@ def test_memory_that_runs_out_is_no_answer(tmp_path, monkeypatch):
 
 def test_rows_are_grouped_by_what_one_call_must_share():
     accepted = {"prompt", "image", "height", "video", "boxes", "sound", "negative_prompt"}
-    base = {"prompt": "a", "image": picture(), "height": 16, "video": [picture()] * 2, "boxes": [0.1, 0.2]}
+    base = {"prompt": "a", "image": make_image(), "height": 16, "video": [make_image()] * 2, "boxes": [0.1, 0.2]}
     base |= {"sound": torch.zeros(1, 4), "negative_prompt": None, "color": "red"}
     changes = [
         {},
-        {"prompt": "longer", "image": picture(1), "boxes": [0.3, 0.4], "color": "blue"},  # shares the first's call
+        {"prompt": "longer", "image": make_image(1), "boxes": [0.3, 0.4], "color": "blue"},  # shares the first's call
         {"height": 32},
-        {"image": picture(0, (32, 16))},
-        {"image": picture(0, mode="L")},
-        {"video": [picture()] * 3},
+        {"image": make_image(0, (32, 16))},
+        {"image": make_image(0, mode="L")},
+        {"video": [make_image()] * 3},
         {"sound": torch.zeros(1, 8)},
         {"negative_prompt": "x"},
         {"height": 32, "prompt": "b"},
@@ -198,8 +198,8 @@ def trainer_of(folder, pipe, fixed, rows, rewards=brightness, **changes):
 
 
 def edits(sizes):
-    pictures = [picture(seed, size) for seed, size in enumerate(sizes)]
-    return {"prompt": ["a red cat", "a blue dog", "a tree", "the sea"][: len(sizes)], "image": pictures}
+    images = [make_image(seed, size) for seed, size in enumerate(sizes)]
+    return {"prompt": ["a red cat", "a blue dog", "a tree", "the sea"][: len(sizes)], "image": images}
 
 
 def test_one_by_one_is_what_batches_of_one_do(tmp_path):
@@ -216,7 +216,7 @@ def test_one_by_one_is_what_batches_of_one_do(tmp_path):
 
 
 def test_a_run_of_single_samples_is_resumed_within_a_rollout(tmp_path):
-    """The pipeline is asked again: taken as one that batches, it would blend the pictures of a micro-batch."""
+    """The pipeline is asked again: taken as one that batches, it would blend the images of a micro-batch."""
     own = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
     own |= {"num_generations": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     whole = trainer_of(tmp_path / "whole", *kontext(Blend), edits([(16, 16)] * 2), **own)
@@ -229,7 +229,7 @@ def test_a_run_of_single_samples_is_resumed_within_a_rollout(tmp_path):
 
 def test_a_rollout_is_cut_into_calls_as_its_updates_are(tmp_path):
     inputs, row = learned(FluxKontextPipeline, tmp_path, per_device_train_batch_size=2)
-    rows = [row | {"image": picture(0, (16 * (place % count + 1), 16))} for count in (2, 1) for place in range(2)]
+    rows = [row | {"image": make_image(0, (16 * (place % count + 1), 16))} for count in (2, 1) for place in range(2)]
     assert inputs.calls(rows) == [[0], [1], [2, 3]]
 
 
@@ -298,7 +298,7 @@ def test_a_resumed_run_of_mixed_sizes_equals_an_unbroken_one(tmp_path):
         assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
 
 
-def test_pictures_of_different_sizes_are_edited_and_reach_the_rewards(tmp_path):
+def test_images_of_different_sizes_are_edited_and_reach_the_rewards(tmp_path):
     taken, given = [], []
     pipe, fixed = kontext()
     encode = pipe.prepare_latents
@@ -322,15 +322,15 @@ def test_pictures_of_different_sizes_are_edited_and_reach_the_rewards(tmp_path):
     assert sorted(size for sizes in given for size in sizes) == [(16, 16)] * 4 + [(32, 16)] * 4
 
 
-def test_a_picture_that_nobody_takes_is_warned_of_once(tmp_path, caplog):
+def test_an_image_that_no_parameter_takes_is_warned_of_once(tmp_path, caplog):
     def likeness(images, target, **columns):
         return brightness(images)
 
-    rows = edits([(16, 16)] * 2) | {"target": [picture(5)] * 2, "imgae": [picture(6)] * 2}
+    rows = edits([(16, 16)] * 2) | {"target": [make_image(5)] * 2, "imgae": [make_image(6)] * 2}
     with caplog.at_level(logging.WARNING, "diffusion_grpo"):
         trainer_of(tmp_path, *kontext(), rows, rewards=likeness)
-    said = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
-    assert len(said) == 1 and "does not take imgae, and no reward names it" in said[0] and "image" in said[0]
+    warned = [record.message for record in caplog.records if record.name == "diffusion_grpo.data.inputs"]
+    assert len(warned) == 1 and "does not take imgae, and no reward names it" in warned[0] and "image" in warned[0]
 
 
 def test_a_missing_file_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ def test_layout_of_chunks():
     assert order == [0, 0, 0, 1, 1, 1] * 2 + [2, 2, 2, 3, 3, 3] * 2
 
 
-def test_shuffled_epoch_is_a_permutation_told_by_seed_and_epoch():
+def test_a_shuffled_epoch_is_a_permutation_set_by_seed_and_epoch():
     def order(seed, epoch):
         sampler = GroupSampler(50, 1, 5, 1, seed=seed)
         sampler.set_epoch(epoch)

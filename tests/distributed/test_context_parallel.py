@@ -133,4 +133,4 @@ def test_a_group_ends_with_that_sentence_before_it_trains(tmp_path):
     settings = {"name": "wan", "context_parallel_size": 2, "height": 16, "width": 48, "num_frames": 1, "max_steps": 1}
     ended = ranks_server.run(tmp_path, 2, rank_runs.train, tmp_path / "run", settings)
     assert ended.codes == [1, 1]
-    assert all("ValueError: context_parallel_size=2 does not divide the tokens" in said for said in ended.said)
+    assert all("ValueError: context_parallel_size=2 does not divide the tokens" in log for log in ended.logs)

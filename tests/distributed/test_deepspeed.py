@@ -20,7 +20,7 @@ import zero_run
 from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_runs import GUIDED, OPTIONAL, SMOOTH, logged, pictures, trained_weights, trainer_for
+from tiny_runs import GUIDED, OPTIONAL, SMOOTH, edited_images, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.distributed import deepspeed
@@ -40,8 +40,8 @@ EXPERTS = {"name": "wan_experts", "num_inference_steps": 6}
 
 
 def on_two_processes(folder: Path, runs: dict[str, dict]) -> str:
-    """Runs trainings one after the other on two processes; what they printed."""
-    return "\n".join(ranks_server.succeed(folder, 2, zero_run.run_all, folder, runs, limit=600).said)
+    """Runs runs one after the other on two processes; what they printed."""
+    return "\n".join(ranks_server.succeed(folder, 2, zero_run.run_all, folder, runs, limit=600).logs)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -63,7 +63,7 @@ def difference(one: Path, other: Path) -> float:
 
 
 def reports(folder: Path) -> list[dict]:
-    """What each of the two processes said of itself."""
+    """What each of the two processes reported of itself."""
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -126,7 +126,7 @@ def test_one_process_goes_on_from_a_zero3_checkpoint(runs, tmp_path, caplog):
 
 
 def test_one_process_draws_what_zero3_drew(runs):
-    """The average, as it was used under ZeRO-3, from its file in a plain pipeline: the same picture."""
+    """The average, as it was used under ZeRO-3, from its file in a plain pipeline: the same image."""
     pipe, inputs = tiny_pipelines.build("sd3", 0)
     hub.load_weights(pipe, runs / "lora3")
     args = inputs | {"prompt": ["a ship"]}
@@ -247,10 +247,10 @@ HALF = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("rows", ["optional", "pictures", "guided"])
+@pytest.mark.parametrize("rows", ["optional", "edited_images", "guided"])
 def test_rows_may_differ_in_how_often_they_pass_the_network(tmp_path, rows):
     """An optional column, two sizes, guidance: one process makes more calls of pipeline or network than the other."""
-    own = {"optional": OPTIONAL, "pictures": pictures(tmp_path), "guided": GUIDED}[rows]
+    own = {"optional": OPTIONAL, "edited_images": edited_images(tmp_path), "guided": GUIDED}[rows]
     own = BASE | own | {"beta": 0.05, "validation_prompts": ["a", "b", "c"], "validation_steps": 2}
     stages = {"zero1": {"stage": 1}, "zero2": {"stage": 2}, "zero3": {"stage": 3}}
     stages["layered3"] = {"stage": 3, "ds3_gather_for_generation": False}

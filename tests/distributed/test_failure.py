@@ -29,7 +29,7 @@ LIMIT = 60  # seconds within which the others must end, on a busy machine
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("reward", "RewardError: .*'judge' raised ValueError: the judge is out"),
+        ("reward", "RewardError: .*'fragile' raised ValueError: the scorer is out"),
         ("loss", "NonFiniteError: .*The loss of update 2 is nan; the weights were not updated"),
         ("ratio", "RatioError: .*The first ratio after a rollout is off by 5.0e-01"),
         ("late", "RatioError: .*The first ratio after a rollout is off by 5.0e-01"),
@@ -38,8 +38,8 @@ LIMIT = 60  # seconds within which the others must end, on a busy machine
 def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):
     ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL, where)
     assert ended.codes == [1, 1] and ended.seconds < LIMIT
-    assert all(re.search(words, said) for said in ended.said), [said[-1500:] for said in ended.said]
-    assert "Process 1 of 2 failed" in ended.said[0] and "Process 1 of 2" not in ended.said[1]
+    assert all(re.search(words, log) for log in ended.logs), [log[-1500:] for log in ended.logs]
+    assert "Process 1 of 2 failed" in ended.logs[0] and "Process 1 of 2" not in ended.logs[1]
     if where == "reward":  # what was trained until then is kept
         assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()
 
@@ -49,12 +49,12 @@ def test_rows_that_one_process_cannot_read_end_all(tmp_path):
     settings = SMALL | {"mode": "fsdp2", "ddp_timeout": 600}
     ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, "rows", limit=120)
     assert ended.codes == [1, 1] and ended.seconds < LIMIT
-    assert "Process 1 of 2 failed with OSError: cannot read 17.png" in ended.said[0]
+    assert "Process 1 of 2 failed with OSError: cannot read 17.png" in ended.logs[0]
 
 
 def test_an_error_that_was_caught_is_over(tmp_path):
     ended = ranks_server.succeed(tmp_path, 2, rank_runs.catch, tmp_path / "run", SMALL)
-    assert all("went on" in said for said in ended.said)
+    assert all("went on" in log for log in ended.logs)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_an_error_in_the_update_ends_all_before_the_time_out(tmp_path, mode, whe
     settings = SMALL | {"ddp_timeout": 600, "mode": mode}
     ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", settings, where, limit=150)
     assert ended.codes == [1, 1] and ended.seconds < 100
-    assert "ZeroDivisionError: a loss of one's own" in ended.said[1]
-    assert "Process 1 of 2 failed with ZeroDivisionError: a loss of one's own" in ended.said[0]
-    assert ("this process ends too" in ended.said[0]) or where == "bug"
+    assert "ZeroDivisionError: a loss of one's own" in ended.logs[1]
+    assert "Process 1 of 2 failed with ZeroDivisionError: a loss of one's own" in ended.logs[0]
+    assert ("this process ends too" in ended.logs[0]) or where == "bug"
 
 
-def test_a_slow_reward_is_named_and_outlasts_the_time_out(tmp_path):
+def test_a_fragile_is_named_and_outlasts_the_time_out(tmp_path):
     ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL | {"ddp_timeout": 4}, "slow")
-    assert ended.codes == [0, 0], [said[-1500:] for said in ended.said]
-    assert "Waiting for process 1, which computes the reward judge since" in ended.said[0]
+    assert ended.codes == [0, 0], [log[-1500:] for log in ended.logs]
+    assert "Waiting for process 1, which computes the reward fragile (" in ended.logs[0]
 
 
 SAVED = SMALL | {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 8, "max_steps": 4}
@@ -113,11 +113,11 @@ def test_a_killed_process_ends_the_others_soon_and_the_run_resumes_exactly(tmp_p
     calls = {"rollout": 4, "update": 7, "checkpoint": 2, "reward": 0}[moment]
     run = tmp_path / "run"
     ended = ranks_server.run(tmp_path, 2, rank_runs.die, run, settings, moment, calls)
-    assert -signal.SIGKILL in ended.codes and 1 in ended.codes and ended.seconds < LIMIT, ended.said
-    (last,) = [said for code, said in zip(ended.codes, ended.said, strict=True) if code == 1]
+    assert -signal.SIGKILL in ended.codes and 1 in ended.codes and ended.seconds < LIMIT, ended.logs
+    (last,) = [log for code, log in zip(ended.codes, ended.logs, strict=True) if code == 1]
     assert re.search("RankError|RuntimeError|DistBackendError|DistNetworkError", last)
     if moment == "reward":
-        assert "Process 1 gave no sign of life" in last and "computes the reward judge since" in last
+        assert "Process 1 gave no sign of life" in last and "computes the reward fragile (" in last
         return
     assert list(run.glob("checkpoint-*"))
     ranks_server.succeed(tmp_path / "again", 2, rank_runs.train, run, settings, "brightness", True)
@@ -156,7 +156,7 @@ def test_silence_is_death_and_any_sign_is_life(monkeypatch):
     now[0] = 27.0
     with pytest.raises(failure.RankError, match="Process 3 gave no sign of life for 11 s .ddp_timeout=10.*rolls out"):
         watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
-    with pytest.raises(failure.RankError, match="it has not begun last"):
+    with pytest.raises(failure.RankError, match="when last heard of, it has not begun"):
         failure.SilenceWatch(10.0, 0.0).look([1], lambda process: None)
 
 

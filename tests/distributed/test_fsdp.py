@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
-from tiny_runs import GUIDED, OPTIONAL, SMOOTH, pictures, trained_weights, trainer_for
+from tiny_runs import GUIDED, OPTIONAL, SMOOTH, edited_images, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed import fsdp
@@ -43,7 +43,7 @@ TRAINED = CASES | {"optional": SETTINGS | OPTIONAL | {"beta": 0.1}}
 
 
 def results(folder, processes, cases):
-    """What trainings say of themselves, and their weights, by name: here, or with FSDP2 in two processes."""
+    """What runs say of themselves, and their weights, by name: here, or with FSDP2 in two processes."""
     if processes == 1:
         for name, settings in cases.items():
             fsdp_run.run(folder / name, dict(settings))
@@ -190,7 +190,7 @@ MATRIX = {
 
 @pytest.mark.distributed
 def test_whatever_is_set_two_processes_train_what_one_trains(folder):
-    cases = MATRIX | {"pictures": SETTINGS | pictures(folder / "pictures")}
+    cases = MATRIX | {"edited_images": SETTINGS | edited_images(folder / "edited_images")}
     one, two = results(folder / "one", 1, cases), results(folder / "two", 2, cases)
     for case in cases:
         (single, weights), (double, shared) = one[case], two[case]

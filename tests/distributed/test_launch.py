@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 def write(folder, **settings):
-    """A YAML file of a training of the embedded model."""
+    """A YAML file of a run on the embedded model."""
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(SETTINGS | settings))
     return str(path)
@@ -159,7 +159,7 @@ def test_a_process_that_a_launcher_started_starts_no_others(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("use_cpu", [False, True])
-def test_each_machine_is_told_where_it_stands(use_cpu, monkeypatch):
+def test_each_machine_gets_its_own_place(use_cpu, monkeypatch):
     told = {}
 
     def note(args: Namespace) -> None:
@@ -180,7 +180,7 @@ def test_each_machine_is_told_where_it_stands(use_cpu, monkeypatch):
 
 
 @pytest.mark.parametrize(("use_cpu", "added"), [(False, ["--use_cpu", "true"]), (True, [])])
-def test_engines_are_told_of_the_cpu_by_the_settings(use_cpu, added, monkeypatch):
+def test_engines_learn_of_the_cpu_from_the_settings(use_cpu, added, monkeypatch):
     """accelerate's ACCELERATE_USE_CPU would turn DeepSpeed off, and without either there is one process."""
     told = {}
     monkeypatch.setattr("accelerate.commands.launch.launch_command", lambda args: told.update(vars(args)))

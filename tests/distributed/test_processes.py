@@ -33,7 +33,7 @@ def launch(processes, *words):
 
 
 def result(folder, processes, **settings):
-    """What a run said of itself, and its trained weights."""
+    """What a run reported of itself, and its trained weights."""
     ranks_server.succeed(folder / "processes", processes, distributed_run.run, folder, SETTINGS | settings)
     return json.loads((folder / "result.json").read_text()), load_file(folder / "weights.safetensors")
 

@@ -86,9 +86,9 @@ def test_what_a_pipeline_makes_becomes_files_by_its_kind(tmp_path):
         "mono": (TONES[0], ".png", ".wav"),
         "embedding": (torch.zeros(2, 3, 5), None, ".npy"),
     }
-    for name, (sample, picture, file) in made.items():
+    for name, (sample, image, file) in made.items():
         paths = write_sample(sample, tmp_path / "deep" / name, 8.0, 24000)
-        assert [path and path.name for path in paths] == [picture and name + picture, name + file]
+        assert [path and path.name for path in paths] == [image and name + image, name + file]
         assert all(path.is_file() for path in paths if path)
     assert read_sound(tmp_path / "deep" / "sound.wav")[1] == 24000
     assert not list((tmp_path / "deep").glob("tmp-*"))
@@ -97,8 +97,8 @@ def test_what_a_pipeline_makes_becomes_files_by_its_kind(tmp_path):
 
 def test_a_drawn_sound_shows_when_it_is_loud_and_how_high(tmp_path):
     rising = np.sin(2 * np.pi * 2000 * TIME) * (TIME > 1)
-    picture = np.asarray(draw_sound(rising[None])).astype(int)
-    wave_form, spectrum = picture[:64], picture[64:]
+    image = np.asarray(draw_sound(rising[None])).astype(int)
+    wave_form, spectrum = image[:64], image[64:]
     assert (wave_form[:, :120] < 255).sum() < (wave_form[:, 136:] < 255).sum() / 20
     assert spectrum[:, :100].max() < 30 < 200 < spectrum[:, 200:].max()
     row = 64 - spectrum[:, 200].argmax()

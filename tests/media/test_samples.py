@@ -9,7 +9,7 @@ from diffusion_grpo.media.files import VideoWithSound
 from diffusion_grpo.media.samples import copy_value
 
 
-def picture(shade: int, size: int = 8) -> Image.Image:
+def make_image(shade: int, size: int = 8) -> Image.Image:
     return Image.new("RGB", (size, size), (shade,) * 3)
 
 
@@ -18,14 +18,14 @@ def sound() -> np.ndarray:
 
 
 def test_copies_are_alike() -> None:
-    image = picture(7)
+    image = make_image(7)
     image.format, image.filename, image.info["dpi"] = "PNG", "a.png", (72, 72)
     copied = copy_value(image)
     assert (copied.format, copied.filename, copied.info) == ("PNG", "a.png", {"dpi": (72, 72)})
-    video = copy_value(VideoWithSound([picture(1)], sound(), 24))
+    video = copy_value(VideoWithSound([make_image(1)], sound(), 24))
     assert type(video) is VideoWithSound and video.sampling_rate == 24 and (video.sound == sound()).all()
     assert copy_value(("a", [1])) == ("a", [1]) and copy_value({1, 2}) == {1, 2}
     lock = threading.Lock()
     assert copy_value([lock])[0] is lock  # which cannot be copied
-    palette = picture(7).convert("P")
+    palette = make_image(7).convert("P")
     assert copy_value(palette).convert("RGB").tobytes() == palette.convert("RGB").tobytes()

@@ -8,7 +8,7 @@ from datasets import Dataset, Features, Image, Value
 from diffusers import DiffusionPipeline
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from peft import LoraConfig, PeftModel
-from tiny_pipelines.conditioned import pictures
+from tiny_pipelines.conditioned import draw_images
 from tiny_runs import LORA, SETTINGS, brightness, logged, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
@@ -25,12 +25,12 @@ PROMPTS = ['a poster that says "OPEN"', "a cat"]
 
 
 def rows(kind):
-    """Prompts, and for image-to-image one picture each, as a dataset on disk has them."""
+    """Prompts, and for image-to-image one image each, as a dataset on disk has them."""
     columns = {"prompt": PROMPTS}
     if kind == "glm_image":
         return Dataset.from_dict(columns)
     features = Features({"prompt": Value("string"), "image": Image()})
-    return Dataset.from_dict({**columns, "image": pictures(size=32)}, features=features)
+    return Dataset.from_dict({**columns, "image": draw_images(size=32)}, features=features)
 
 
 def trainer_of(folder, component, kind="glm_image", lora=True, pipe=None, **settings):
@@ -201,7 +201,7 @@ def test_same_initial_noise_shares_the_prior_tokens_of_the_dit_only():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_generation(kind):
-    """Positions on the grids, pictures in the prompt and left padding: teacher forcing agrees with the generation."""
+    """Positions on the grids, images in the prompt and left padding: teacher forcing agrees with the generation."""
     pipe, inputs = tiny_pipelines.build(kind)
     _, trajectory = rollout(TokenPolicy(pipe, WRITER), inputs, seeds=[1, 2], num_inference_steps=2)
     assert trajectory.drift.abs().max() < 1e-5 and trajectory.mask.all()
@@ -230,7 +230,7 @@ def test_tokens_are_drawn_from_what_a_plain_call_draws_from():
 
 
 def test_ids_that_are_no_visual_tokens_are_never_drawn():
-    """The end of the picture in the middle of it, which the pipeline itself would fail on."""
+    """The end of the image in the middle of it, which the pipeline itself would fail on."""
     pipe, inputs = tiny_pipelines.build("glm_image")
     head = pipe.vision_language_encoder.lm_head
     with torch.no_grad():
@@ -243,7 +243,7 @@ def test_inputs_that_cannot_work_are_refused():
     pipe, inputs = tiny_pipelines.build("glm_image_edit")
     family = family_of(pipe)
     assert family is FAMILIES["GlmImagePipeline"]
-    small, large = pictures(size=32)[0], pictures(size=64)[0]
+    small, large = draw_images(size=32)[0], draw_images(size=64)[0]
     with pytest.raises(ValueError, match="no size of its own; set height"):
         family.arguments(pipe, {"prompt": ["a"], "width": 64})
     with pytest.raises(ValueError, match=r"sizes \(32, 32\), \(64, 64\) in one call"):

@@ -26,7 +26,7 @@ def test_batches_are_the_trainers(processes, tmp_path):
     if processes == 1:  # as the dataloader counts them
         script, lora, args = parse_train_arguments(config, [])
         trainer = build_trainer(script, lora, args)
-        slots = len(trainer.get_train_dataloader())  # one a micro-batch
+        slots = len(trainer.get_train_dataloader())  # one per micro-batch
         counted = Batches.of(args, prompts=3)
         assert counted.updates_per_epoch == slots // args.gradient_accumulation_steps
 

@@ -1,4 +1,4 @@
-"""The plan is what happens: its bytes are those that a training really allocates, its counts those of the run."""
+"""The plan is what happens: its bytes are those that a run really allocates, its counts those of the run."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ class Allocated(TrainerCallback):
 
 
 def allocated(config):
-    """A training of one update, and the bytes it took by kind."""
+    """A run of one update, and the bytes it took by kind."""
     script, lora, args = parse_train_arguments(config, [])
     trainer, seen = build_trainer(script, lora, args), Allocated()
     seen.trainer = trainer
@@ -167,7 +167,7 @@ def test_what_this_machine_has_does_not_count(monkeypatch):
     assert "num_processes" not in plan(config, []).notes[0]
 
 
-def test_the_plan_refuses_what_the_training_refuses(tmp_path, capsys):
+def test_the_plan_refuses_what_the_trainer_refuses(tmp_path, capsys):
     config = write_run(tmp_path, "sd3")
     capsys.readouterr()
     assert "does not divide" in refusal(capsys, "plan", config, "--num_generations", "3")

@@ -1,4 +1,4 @@
-"""Tokens are drawn by seed, texts end, and teacher forcing says what the generation said."""
+"""Tokens are drawn by seed, texts end, and teacher forcing gives the log-probabilities of the generation."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_texts_end_and_what_follows_does_not_count(painter):
         assert all(token < COLORS for token in ids[:length])
 
 
-def test_teacher_forcing_says_what_the_generation_said(painter):
+def test_teacher_forcing_gives_the_log_probabilities_of_the_generation(painter):
     """Left padding, positions and the end of a text included."""
     made = drawn_by(painter, INPUTS["prompt"] * 8, list(range(16)))
     prompt = {name: value for name, value in call_of(painter, INPUTS["prompt"] * 8).items() if torch.is_tensor(value)}

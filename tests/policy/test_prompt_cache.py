@@ -120,7 +120,7 @@ def test_embeddings_depend_on_nothing_but_the_call():
         assert all(torch.equal(one, other) for one, other in zip(found[0][call], found[1][call], strict=True))
 
 
-def test_one_layer_before_the_samples_is_told_from_samples():
+def test_one_layer_before_the_samples_is_not_taken_for_samples():
     pipe, cache = Pipe(), PromptCache()
     pipe.encode_prompt = lambda prompt: torch.tensor([[float(len(text)) for text in prompt]])[..., None]
     with cache.serve(pipe):

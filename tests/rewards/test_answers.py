@@ -20,7 +20,7 @@ from diffusion_grpo.rewards import (
 
 
 @pytest.mark.parametrize(
-    ("answer", "said", "index"),
+    ("answer", "message", "index"),
     [
         ([1.0, 2.0], "returned 2 values, expected 3", 0),
         (1.0, "returned a float, expected a list of 3 numbers", 0),
@@ -34,12 +34,12 @@ from diffusion_grpo.rewards import (
     ],
 )
 def test_a_wrong_answer_names_function_prompt_and_sample(
-    answer: object, said: str, index: int, tmp_path: Path
+    answer: object, message: str, index: int, tmp_path: Path
 ) -> None:
     def broken(images: list) -> object:
         return answer
 
-    with pytest.raises(RewardError, match=said) as caught:
+    with pytest.raises(RewardError, match=message) as caught:
         score([REWARDS["brightness"], broken], images=THREE, prompts=THREE_PROMPTS, failure_dir=tmp_path / "failed")
     saved = tmp_path / "failed" / f"broken-{index}.png"
     assert "'broken'" in str(caught.value)
@@ -66,7 +66,7 @@ def test_an_exception_is_chained(is_async: bool, tmp_path: Path) -> None:
 
 
 def test_a_failed_video_is_saved_as_an_array(tmp_path: Path) -> None:
-    videos = [[picture, picture] for picture in THREE]
+    videos = [[image, image] for image in THREE]
     with pytest.raises(RewardError, match="broken-1.npy"):
         score([partial(_broken)], videos=videos, prompts=THREE_PROMPTS, failure_dir=tmp_path)
     assert np.load(tmp_path / "broken-1.npy").shape == (2, 8, 8, 3)

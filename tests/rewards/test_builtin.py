@@ -14,7 +14,7 @@ def test_get_reward_takes_names_paths_and_callables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("tesseracct", "Did you mean 'tesseract'"),
         ("zzz", "use one of text, .*color, tesseract, brightness, jpeg_compressibility"),
@@ -23,6 +23,6 @@ def test_get_reward_takes_names_paths_and_callables() -> None:
         ("math.pi", "cannot be called"),
     ],
 )
-def test_get_reward_refuses_what_it_does_not_know(wrong: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_get_reward_refuses_what_it_does_not_know(wrong: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         get_reward(wrong)

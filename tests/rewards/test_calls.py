@@ -54,7 +54,7 @@ def test_score_takes_arrays_and_scalars(values: object) -> None:
 
 
 def test_score_takes_videos() -> None:
-    videos = [[picture, picture] for picture in THREE]
+    videos = [[image, image] for image in THREE]
     rewards = score([lambda videos: [len(video) for video in videos]], videos=videos, prompts=THREE_PROMPTS)
     assert rewards.tolist() == [[2.0]] * 3
     with pytest.raises(ValueError, match="exactly one"):
@@ -158,7 +158,7 @@ def test_tensors_are_in_range() -> None:
     table = score([first, partial(second)], images=FOUR, prompts=FOUR_PROMPTS)
     torch.testing.assert_close(table, torch.tensor([[0, 0], [0.2, 0.2], [0.4, 0.4], [1, 1.0]]))
     assert torch.equal(seen[0], seen[1]) and seen[0].shape == (4, 1, 3, 8, 8) and seen[0].dtype == torch.float32
-    videos = [[picture] * 3 for picture in FOUR]
+    videos = [[image] * 3 for image in FOUR]
     torch.testing.assert_close(score([first, second], videos=videos, prompts=FOUR_PROMPTS), table)
     assert seen[2].shape == (4, 3, 3, 8, 8)
 
@@ -183,7 +183,7 @@ def test_tensors_of_several_sizes_are_refused() -> None:
         score([any_reward], images=[FOUR[0], Image.new("RGB", (9, 8))], prompts=["a", "b"])
 
 
-def test_a_reward_of_pictures_gets_the_mean_over_frames() -> None:
+def test_a_reward_of_images_gets_the_mean_over_frames() -> None:
     videos = [make_video(0, 51, 102), make_video(255, 255, 255)]
     for name, wanted in (("all", 0.2), (8, 0.2), (1, 0.0), (2, 0.2)):
         table = score(load_rewards({"brightness": {"frames": name}}), videos=videos, prompts=["a", "b"])
@@ -211,7 +211,7 @@ def test_a_video_is_scored_alike_whatever_else_is_in_the_batch() -> None:
     assert score([reward], videos=[short, long], prompts=["a", "b"])[:, 0].tolist() == alone
 
 
-def test_arrays_become_pictures() -> None:
+def test_arrays_become_images() -> None:
     seen = []
 
     def keep(videos):
@@ -224,12 +224,12 @@ def test_arrays_become_pictures() -> None:
     assert len({video[1].tobytes() for samples in seen for video in samples}) == 1
 
 
-def test_a_reward_of_videos_refuses_pictures() -> None:
+def test_a_reward_of_videos_refuses_images() -> None:
     with pytest.raises(RewardError, match="'flicker' asks for videos, but the samples are images"):
         score([REWARDS["flicker"]], images=FOUR, prompts=FOUR_PROMPTS)
 
 
-def test_what_is_no_picture_reaches_the_reward_as_it_is() -> None:
+def test_what_is_not_an_image_reaches_the_reward_unchanged() -> None:
     """Sound, and a prior's embeddings."""
     seen = []
 
@@ -246,7 +246,7 @@ def test_what_is_no_picture_reaches_the_reward_as_it_is() -> None:
     assert seen[-1][0].size == (8, 8) and seen[-1][0].mode == "L"
 
 
-def test_a_groupwise_reward_of_pictures_compares_frame_with_frame() -> None:
+def test_a_groupwise_reward_of_images_compares_frame_with_frame() -> None:
     @groupwise
     def best(images):
         shades = [image.getpixel((0, 0))[0] for image in images]

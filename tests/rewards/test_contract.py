@@ -62,7 +62,7 @@ def test_columns_that_the_dataset_lacks_are_refused() -> None:
         check_columns(load_rewards({scaled: {"text_column": "word"}}), ["prompt"], "train")
 
 
-def test_a_judge_may_not_take_the_name_of_another_reward() -> None:
+def test_an_evaluation_only_reward_may_not_take_the_name_of_another() -> None:
     check_eval_rewards(load_rewards({"brightness": 0.5}), load_rewards("brightness"))
     with pytest.raises(ValueError, match="different rewards called 'scaled'"):
         check_eval_rewards(load_rewards(scaled), load_rewards({scaled: {"factor": 2.0}}))

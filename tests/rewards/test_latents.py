@@ -15,7 +15,7 @@ from diffusion_grpo.rewards import RewardError, groupwise, score, takes_latents
 def test_latents_are_those_the_pipeline_returns_decoded_or_not(name, monkeypatch) -> None:
     """With noise in the steps; the samples beside them are those of a call without.
 
-    `flux` packs its latents, `flux_inpaint` puts a picture's own back after each step.
+    `flux` packs its latents, `flux_inpaint` puts an image's own back after each step.
     """
     pipe, inputs = tiny_pipelines.build(name)
     policy = DenoisingPolicy(pipe)
@@ -54,7 +54,7 @@ def energy(latents, completions, prompts):
 
 
 @pytest.mark.parametrize("name", ["sd3", "wan"])
-def test_a_training_on_latents_decodes_nothing(name, tmp_path, monkeypatch) -> None:
+def test_a_run_on_latents_decodes_nothing(name, tmp_path, monkeypatch) -> None:
     @groupwise
     @takes_latents
     def spread(latents, prompts):

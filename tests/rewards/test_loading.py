@@ -61,7 +61,7 @@ def test_a_class_is_made_with_its_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
         ({"brightness": {"wieght": 1}}, "no argument 'wieght'.*Did you mean 'weight'"),
         ({"ssim": {"target_colum": "x"}}, "no argument 'target_colum'; it has target_column, name, weight"),
@@ -97,8 +97,8 @@ def test_a_class_is_made_with_its_arguments() -> None:
     ],
     ids=lambda value: str(value).split(" at 0x")[0][:60],
 )
-def test_what_is_wrong_is_refused(written, said) -> None:
-    with pytest.raises(ValueError, match=said) as refusal:
+def test_what_is_wrong_is_refused(written, message) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
         load_rewards(written)
     assert "\n" not in str(refusal.value)
 

@@ -29,7 +29,7 @@ REQUIRED = {
 WITH_WEIGHTS = [
     name for name, reward in REWARDS.items() if isinstance(reward, type) and issubclass(reward, ModelReward)
 ]
-PICTURE = draw_word("WORD", "red", random.Random(0))
+IMAGE = draw_word("WORD", "red", random.Random(0))
 
 
 @pytest.fixture
@@ -57,14 +57,16 @@ def refusal(rewards) -> str:
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_a_reward_scores_on_a_bare_machine_or_says_at_the_start_why_not(name, bare) -> None:
-    said = refusal({name: REQUIRED.get(name, {})})
-    if said:
-        assert said.startswith(f"The reward {name!r} cannot score: ") and said.endswith(".") and "\n" not in said
-        assert "pip install" in said or "HF_HUB_OFFLINE is set" in said
+    message = refusal({name: REQUIRED.get(name, {})})
+    if message:
+        assert (
+            message.startswith(f"The reward {name!r} cannot score: ") and message.endswith(".") and "\n" not in message
+        )
+        assert "pip install" in message or "HF_HUB_OFFLINE is set" in message
     else:
         assert name not in WITH_WEIGHTS
-        kinds = {"videos": [[PICTURE] * 4]} if name in ("flicker", "smoothness", "motion") else {"images": [PICTURE]}
-        values = score(load_rewards(name), **kinds, prompts=['"WORD" in red'], columns={"target": [PICTURE]})
+        kinds = {"videos": [[IMAGE] * 4]} if name in ("flicker", "smoothness", "motion") else {"images": [IMAGE]}
+        values = score(load_rewards(name), **kinds, prompts=['"WORD" in red'], columns={"target": [IMAGE]})
         assert values.isfinite().all()
 
 
@@ -90,8 +92,8 @@ def test_every_file_of_a_folder_is_looked_for(name, bare) -> None:
     assert refusal({name: options}) == "" and files
     for path in files:
         path.unlink()
-        said = refusal({name: options})
-        assert path.name in said and f"={bare / path.relative_to(bare).parts[0]} is a folder without" in said
+        message = refusal({name: options})
+        assert path.name in message and f"={bare / path.relative_to(bare).parts[0]} is a folder without" in message
         path.touch()
 
 
@@ -117,9 +119,9 @@ def test_a_hub_id_is_looked_for_in_the_cache_only_when_offline(name, bare, monke
     assert refusal({name: PLACES.get(name, {})}) == ""
     lost = sources[-1].files[0][0]
     (bare / "made" / sources[-1].setting / lost).unlink()
-    said = refusal({name: PLACES.get(name, {})})
-    assert f"{sources[-1].setting}={sources[-1].place} (revision main)" in said and lost in said
-    assert f"the cache {bare / 'cache'}" in said and f"`hf download {sources[-1].place}" in said
+    message = refusal({name: PLACES.get(name, {})})
+    assert f"{sources[-1].setting}={sources[-1].place} (revision main)" in message and lost in message
+    assert f"the cache {bare / 'cache'}" in message and f"`hf download {sources[-1].place}" in message
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert refusal({name: PLACES.get(name, {})}) == ""
 
@@ -243,8 +245,8 @@ def test_commands_refuse_them_before_a_model_is_loaded(words, bare, monkeypatch,
     monkeypatch.setattr("diffusers.DiffusionPipeline.from_pretrained", fail)
     folder = [] if words[0] == "rewards" else ["--output_dir", str(bare / "run")]
     assert cli.main([*words, *folder]) == 2
-    said = capsys.readouterr().err
-    assert "The reward 'aesthetic' cannot score: HF_HUB_OFFLINE is set" in said and len(said.splitlines()) == 1
+    message = capsys.readouterr().err
+    assert "The reward 'aesthetic' cannot score: HF_HUB_OFFLINE is set" in message and len(message.splitlines()) == 1
 
 
 def test_no_model_reward_is_without_sources() -> None:

@@ -17,7 +17,7 @@ from diffusion_grpo.rewards.answers import Batch
 from diffusion_grpo.rewards.calls import Scoring
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
 
-PICTURES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
+IMAGES = [Image.new("RGB", (8, 8), (shade, shade, shade)) for shade in range(0, 240, 20)]
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 CALLS = [[0, 1, 2, 3], [4, 6, 5, 7], [8, 9, 11, 10]]  # of the pipeline; they cut groups and change the order
 
@@ -35,7 +35,7 @@ def rollout(rewards, is_wanted, folder=None, between=lambda: None, overlap=None)
 
     with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
         for places in CALLS:
-            scoring.add(places, [PICTURES[place] for place in places], None)
+            scoring.add(places, [IMAGES[place] for place in places], None)
             between()
         scoring.wait()
         values = scoring.result(folder, lambda *entry: metrics.append(entry), columns.__setitem__)
@@ -143,7 +143,7 @@ def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> Non
     for turn in range(2):
         with RolloutScoring(load_rewards(noted), GROUPS, begin, overlap) as scoring:
             for places in CALLS:
-                scoring.add(places, [PICTURES[place] for place in places], None)
+                scoring.add(places, [IMAGES[place] for place in places], None)
             assert turn == 1 or not seen and not overlap.is_tried
             scoring.wait()
             assert scoring.result(None, print, print)[:, 0].tolist() == list(range(12)) and scoring.waited == 0.0
@@ -154,20 +154,20 @@ def test_the_first_samples_wait_for_a_rollout_that_others_would_wait_in() -> Non
 
 
 def test_who_waits_says_for_what() -> None:
-    is_said, said = threading.Event(), []
+    is_named, named = threading.Event(), []
 
     def quick(images):
         return [0.0] * len(images)
 
     async def awaited(images):
-        while not is_said.is_set():
+        while not is_named.is_set():
             await asyncio.sleep(0.01)
         return [0.0] * len(images)
 
     def announce(names):
-        said.append(names)
-        if "awaited" in said:
-            is_said.set()
+        named.append(names)
+        if "awaited" in named:
+            is_named.set()
 
     def begin(funcs, places, samples, latents):
         return Scoring(funcs, Batch(images=samples, prompts=[""] * len(places), indices=places))
@@ -175,9 +175,9 @@ def test_who_waits_says_for_what() -> None:
     overlap = Overlap(True, lambda: False)
     overlap.is_tried = True
     with RolloutScoring(load_rewards([quick, awaited]), GROUPS, begin, overlap, announce) as scoring:
-        scoring.add(list(range(12)), PICTURES, None)
+        scoring.add(list(range(12)), IMAGES, None)
         scoring.wait()
-    assert said[-1] == "awaited"
+    assert named[-1] == "awaited"
 
 
 def test_calls_of_one_reward_share_its_requests(monkeypatch) -> None:
@@ -225,7 +225,7 @@ def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:
 
             with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
                 for places in CALLS:
-                    scoring.add(places, [PICTURES[place] for place in places], None)
+                    scoring.add(places, [IMAGES[place] for place in places], None)
                 scoring.wait()
                 values.append(scoring.result(None, print, print))
             assert scoring.threads is None
@@ -247,7 +247,7 @@ def test_a_network_that_makes_room_for_the_rollout_is_not_overlapped() -> None:
     assert rollout([Offloaded()], True)[0].sum() == 12
 
 
-def test_a_training_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_path, monkeypatch) -> None:
+def test_a_run_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_path, monkeypatch) -> None:
     """Weights, tables and metrics; also beside rewards that draw numbers and change torch's settings."""
 
     @groupwise

@@ -145,7 +145,7 @@ EVALUATED = SMALL | {
 
 
 def ran(folder, processes, settings, rewards):
-    """What it said, its log, its weights, and its tables without what depends on who wrote them."""
+    """Its output, its log, its weights, and its tables without what depends on who wrote them."""
     ended = ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, rewards)
     log = json.loads((folder / "run" / "result.json").read_text())["log"]
     times = re.compile("time|memory|_per_second|total_flos")
@@ -154,26 +154,26 @@ def ran(folder, processes, settings, rewards):
     for path in sorted((folder / "run").glob("*/*.parquet")):
         for row in pyarrow.parquet.read_table(path).to_pylist():
             tables[path.parent.name, row["step"], row["seed"]] = row
-    return ended.said, log, load_file(folder / "run" / "weights.safetensors"), tables
+    return ended.logs, log, load_file(folder / "run" / "weights.safetensors"), tables
 
 
 def test_one_process_scores_for_two_and_nothing_changes(tmp_path):
-    """Networks, groups, latents, async rewards, logged numbers and columns, evaluations with judges and embeddings."""
+    """Networks, groups, latents, async rewards, logged numbers and columns, evaluation-only rewards and embeddings."""
     settings = EVALUATED | {"held_out": {"prompt": ["a", "b", "c"], "mood": ["x", "yy", "zzz"]}}
-    said, logs, weights, tables = zip(
+    outputs, logs, weights, tables = zip(
         *(
             ran(tmp_path / str(count), 2, settings | {"reward_processes": count}, "SEVERAL_REWARDS")
             for count in (None, 1)
         ),
         strict=True,
     )
-    assert ["loaded by process" in own for both in said for own in both] == [True, True, True, False]
+    assert ["loaded by process" in own for both in outputs for own in both] == [True, True, True, False]
     assert len(tables[0]) == 2 * 16 + 6 and {"words"} < set(next(iter(tables[0].values())))
     assert tables[0] == tables[1]
     assert all(torch.equal(own, weights[1][name]) for name, own in weights[0].items())
     for one, other in zip(*logs, strict=True):
         assert one == pytest.approx(other, rel=1e-9)
-    assert any("eval_diversity/Network" in entry and "eval_rewards/judge/mean" in entry for entry in logs[1])
+    assert any("eval_diversity/Network" in entry and "eval_rewards/measured/mean" in entry for entry in logs[1])
     assert any("brightest" in entry for entry in logs[1])
 
 
@@ -193,11 +193,11 @@ def test_groups_on_two_processes_and_comparisons_of_all_samples_are_those_of_one
 @pytest.mark.parametrize(
     ("where", "codes", "words"),
     [
-        ("reward", [1, 1], ["RewardError: .*'scorer' raised ValueError: the judge is out", "RewardError: Process 0"]),
+        ("reward", [1, 1], ["RewardError: .*'scorer' raised ValueError: the scorer is out", "RewardError: Process 0"]),
         pytest.param(
             "rollout",
             [1, 1],
-            ["RankError: Process 1 of 2 failed with ValueError: no pictures", "ValueError: no pictures today"],
+            ["RankError: Process 1 of 2 failed with ValueError: no images", "ValueError: no images today"],
             marks=pytest.mark.distributed,
         ),
         pytest.param(
@@ -217,7 +217,7 @@ def test_groups_on_two_processes_and_comparisons_of_all_samples_are_those_of_one
 def test_who_fails_ends_both_and_who_is_slow_is_waited_for(tmp_path, where, codes, words):
     settings = SMALL | {"reward_processes": 1, "ddp_timeout": 4 if where in ("slow", "killed") else 30}
     ended = ranks_server.run(tmp_path, 2, rank_runs.fail_of_subset, tmp_path / "run", settings, where)
-    assert ended.codes == codes and ended.seconds < 60, [said[-2000:] for said in ended.said]
-    assert all(re.search(word, said) for word, said in zip(words, ended.said, strict=True)), ended.said
+    assert ended.codes == codes and ended.seconds < 60, [log[-2000:] for log in ended.logs]
+    assert all(re.search(word, log) for word, log in zip(words, ended.logs, strict=True)), ended.logs
     if where == "reward":
         assert (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").is_file()

@@ -13,7 +13,7 @@ from diffusion_grpo.rewards import groupwise, score, takes_latents, takes_tensor
 from diffusion_grpo.rollout.diversity import embed_samples
 
 
-def picture(shade: int, size: int = 8) -> Image.Image:
+def make_image(shade: int, size: int = 8) -> Image.Image:
     return Image.new("RGB", (size, size), (shade,) * 3)
 
 
@@ -22,9 +22,9 @@ def sound() -> np.ndarray:
 
 
 SAMPLES = {
-    "images": lambda: [picture(10), picture(20)],
-    "videos": lambda: [[picture(10), picture(30)], [picture(20), picture(40)]],
-    "videos with sound": lambda: [VideoWithSound([picture(10), picture(30)], sound(), 24) for _ in range(2)],
+    "images": lambda: [make_image(10), make_image(20)],
+    "videos": lambda: [[make_image(10), make_image(30)], [make_image(20), make_image(40)]],
+    "videos with sound": lambda: [VideoWithSound([make_image(10), make_image(30)], sound(), 24) for _ in range(2)],
     "sounds": lambda: [sound(), sound()],
     "tensors": lambda: [torch.full((4, 6), 0.5), torch.full((4, 6), 0.25)],
 }
@@ -77,7 +77,11 @@ async def slow_vandal(completions, prompts, **columns):
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_a_reward_that_writes_to_what_it_gets_changes_it_for_nobody_else(kind, first) -> None:
     prompts, handed = ["a", "b"], SAMPLES[kind]()
-    columns = {"meta": [{"count": 1, "more": [1]}, {"count": 2}], "words": [["x"], ["y"]], "target": [picture(1)] * 2}
+    columns = {
+        "meta": [{"count": 1, "more": [1]}, {"count": 2}],
+        "words": [["x"], ["y"]],
+        "target": [make_image(1)] * 2,
+    }
     before, found = (seen(SAMPLES[kind]()), seen(columns), list(prompts)), []
 
     async def look(completions, prompts, meta, words, target):
@@ -114,7 +118,7 @@ def test_frames_tensors_and_latents_are_a_reward_s_own() -> None:
         latents.zero_()
         return [0.0] * len(latents)
 
-    videos, latents = [[picture(51)] * 3, [picture(102)] * 3], [torch.ones(2, 2), torch.ones(2, 2)]
+    videos, latents = [[make_image(51)] * 3, [make_image(102)] * 3], [torch.ones(2, 2), torch.ones(2, 2)]
     given = {"videos": videos, "latents": latents, "prompts": ["a", "b"]}
     table = score([draw, shades, write, write, overwrite, overwrite], **given)
     assert table[:, 1].tolist() == [51, 102] and found == pytest.approx([0.3, 0.3, 1, 1])
@@ -128,7 +132,7 @@ def test_what_embeds_for_the_diversity_gets_copies() -> None:
                 spoil(image)
             return torch.zeros(len(images), 2)
 
-    samples = [picture(3)]
+    samples = [make_image(3)]
     embed_samples(type("Reward", (), {"function": Embedder()}), samples)
     assert samples[0].getpixel((0, 0)) == (3, 3, 3)
 

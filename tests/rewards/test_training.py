@@ -1,4 +1,4 @@
-"""Rewards inside a training: weights, groups, extra columns, combinations, and a reward that fails on the way."""
+"""Rewards inside a run: weights, groups, extra columns, combinations, and a reward that fails on the way."""
 
 import json
 
@@ -13,13 +13,13 @@ from diffusion_grpo.rewards.geneval.reward import GenEval
 from diffusion_grpo.rewards.geneval.scoring import Detection
 
 
-def test_weights_groups_tensors_and_extra_columns_in_a_training(tmp_path):
+def test_weights_groups_tensors_and_extra_columns_in_a_run(tmp_path):
     seen = []
 
     @groupwise
     def rank(images, prompts, log_extra, log_metric):
         seen.append(prompts)
-        log_extra("said", [f"{len(prompts)} of {prompts[0]}" for _ in prompts])
+        log_extra("message", [f"{len(prompts)} of {prompts[0]}" for _ in prompts])
         log_metric("groups", 1)
         shades = brightness(images)
         return [sum(shade > other for other in shades) / (len(shades) - 1) for shade in shades]
@@ -34,7 +34,7 @@ def test_weights_groups_tensors_and_extra_columns_in_a_training(tmp_path):
     assert [len(set(prompts)) for prompts in seen] == [1, 1] and [len(prompts) for prompts in seen] == [4, 4]
     assert trainer.rewards.weights == [0.5, 2.0] and trainer.run["reward_options"]["mean"] == {"mean": 0.5}
     table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
-    assert table["said"] == [f"4 of {prompt}" for prompt in table["prompt"]]
+    assert table["message"] == [f"4 of {prompt}" for prompt in table["prompt"]]
     weighted = [0.5 * a + 2 * b for a, b in zip(table["rank"], table["mean"], strict=True)]
     assert table["reward"] == pytest.approx(weighted, abs=1e-6)
     assert sorted(table["rank"][:4]) == pytest.approx([0, 1 / 3, 2 / 3, 1])
@@ -85,18 +85,18 @@ def test_what_is_wrong_with_rewards_is_refused(tmp_path):
     @groupwise
     def rank(images): ...
 
-    for rewards, said in (
+    for rewards, message in (
         ({"brightness": {"weigth": 1}}, "Did you mean 'weight'"),
         ("ssim", "'ssim' needs the column 'target', which train_dataset lacks; it has prompt"),
         ([], "empty"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             trainer_for(tmp_path, rewards=rewards)
     with pytest.raises(ValueError, match="use one of the two"):
         trainer_for(tmp_path, rewards={"brightness": 1}, reward_weights=[1.0])
 
 
-def test_geneval_prompts_from_a_file_in_a_training(tmp_path):
+def test_geneval_prompts_from_a_file_in_a_run(tmp_path):
     """Nested metadata goes from the file to the reward of the very sample that its prompt made."""
     rows = [
         {"tag": "position", "prompt": "a dog right of a cat", "include": [{"class": "cat", "count": 1}]},
@@ -106,7 +106,7 @@ def test_geneval_prompts_from_a_file_in_a_training(tmp_path):
     (tmp_path / "geneval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def detector(images, labels):
-        """Finds what was asked for, side by side in the order of the alphabet, in the first of the pictures."""
+        """Finds what was asked for, side by side in the order of the alphabet, in the first of the images."""
         places = [(label, 0.9, (40.0 * place, 0.0, 40.0 * place + 8, 8.0)) for place, label in enumerate(labels)]
         return [[Detection(*place) for place in places] if number == 0 else [] for number in range(len(images))]
 
@@ -120,7 +120,7 @@ def test_geneval_prompts_from_a_file_in_a_training(tmp_path):
     assert table["GenEval"].count(1.0) == 1 and logged(trainer, "ratio/max_error") == [0.0]
 
 
-def test_a_reward_of_pictures_on_the_first_frame_times_a_coefficient(tmp_path):
+def test_a_reward_of_images_on_the_first_frame_times_a_coefficient(tmp_path):
     """HPSv3-style on video: `{reward: {weight: 0.1, frames: 1}}`."""
     seen = []
 

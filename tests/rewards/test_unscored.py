@@ -14,13 +14,13 @@ NONE = torch.full((4, 2), float("nan"))
 ONE = torch.tensor([[float("nan")] * 2] * 3 + [[float("nan"), 0.5]])
 
 
-def test_so_many_in_a_row_and_one_warning(caplog) -> None:
+def test_ten_in_a_row_and_one_warning(caplog) -> None:
     rollouts = UnscoredRollouts(["text", "color"], most=3)
     with caplog.at_level(logging.WARNING, "diffusion_grpo"):
         for rewards in (NONE, NONE, ONE, NONE, NONE):
             rollouts.add(rewards)
-    (said,) = [record.message for record in caplog.records]
-    assert "(text, color)" in said and "after 3 such rollouts in a row the run stops" in said
+    (warned,) = [record.message for record in caplog.records]
+    assert "(text, color)" in warned and "after 3 such rollouts in a row the run stops" in warned
     with pytest.raises(RewardError, match=r"\(text, color\) of the last 3 rollouts were None.*check") as refusal:
         rollouts.add(NONE)
     silent = UnscoredRollouts(["text"], is_warning=False)  # another process of the same run

@@ -17,15 +17,15 @@ def test_the_noise_is_that_of_torchmetrics() -> None:
     """`torch.randint(255, (3, 224, 224), generator=torch.Generator().manual_seed(42))`, rounded to nothing."""
     generator = torch.Generator().manual_seed(42)
     pixels = torch.randint(255, (3, 224, 224), generator=generator)
-    picture = verify.noise(42)
-    assert picture.size == (224, 224) and picture.getpixel((5, 7)) == tuple(pixels[:, 7, 5].tolist())
+    image = verify.noise(42)
+    assert image.size == (224, 224) and image.getpixel((5, 7)) == tuple(pixels[:, 7, 5].tolist())
 
 
 def published(monkeypatch, name, **changes):
     monkeypatch.setitem(verify.PUBLISHED, name, dataclasses.replace(verify.PUBLISHED[name], **changes))
 
 
-def test_the_drawn_pictures_are_scored_by_the_weights_that_were_compared(tmp_path, monkeypatch, capsys) -> None:
+def test_the_drawn_images_are_scored_by_the_weights_that_were_compared(tmp_path, monkeypatch, capsys) -> None:
     clip(tmp_path)
     published(monkeypatch, "clip_score", options={"model": str(tmp_path)}, scores=(0.0,), tolerance=100.0)
     assert cli.main(["rewards", "verify", "clip_score"]) == 0  # and needs no weights of another model
@@ -36,7 +36,7 @@ def test_the_drawn_pictures_are_scored_by_the_weights_that_were_compared(tmp_pat
     assert "not the reward's own weights" not in capsys.readouterr().out
 
 
-def test_scores_of_pictures_that_the_user_fetched(tmp_path, monkeypatch, capsys) -> None:
+def test_scores_of_images_that_the_user_fetched(tmp_path, monkeypatch, capsys) -> None:
     from tests.rewards.models.test_lpips import lpips_files
 
     lpips_files(tmp_path, "alex")

@@ -277,7 +277,7 @@ def test_groups_of_equal_rewards_are_none_to_a_value_model():
     assert estimated.result.frac_reward_zero_std == 0 and estimated.advantages.ne(0).all()
 
 
-def test_a_single_sample_a_prompt_needs_a_value_model_or_the_batch():
+def test_a_single_sample_per_prompt_needs_a_value_model_or_the_batch():
     model, states = value_model()
     args = settings(advantage_estimator="gae", num_generations=1)
     estimated = found(args, random_rewards(), states=states, model=model)

@@ -32,17 +32,17 @@ def noise(size=64) -> Image.Image:
 
 
 def test_diversity_is_the_mean_distance_of_pairs_within_groups() -> None:
-    pictures = [grey(0), grey(255), grey(51), grey(102), grey(102), grey(255)]
+    images = [grey(0), grey(255), grey(51), grey(102), grey(102), grey(255)]
     groups = torch.tensor([7, 7, 3, 3, 3, 1])  # of the last nothing can be said
     expected = (1.0 + (0.2 + 0.2 + 0.0) / 3) / 2
-    assert measure_diversity(make_thumbnails(pictures), groups) == pytest.approx(expected, abs=1e-6)
-    assert measure_diversity(make_thumbnails(pictures), torch.arange(6)) is None
+    assert measure_diversity(make_thumbnails(images), groups) == pytest.approx(expected, abs=1e-6)
+    assert measure_diversity(make_thumbnails(images), torch.arange(6)) is None
     vectors = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]])
     assert measure_diversity(vectors, torch.zeros(3), cosine_distance) == pytest.approx(2 / 3)
 
 
 def test_grain_is_no_diversity_but_composition_is() -> None:
-    """What the eye takes for the same picture is close, whatever its pixels do."""
+    """What the eye takes for the same image is close, whatever its pixels do."""
     grains = measure_diversity(make_thumbnails([noise(512) for _ in range(4)]), torch.zeros(4))
     halves = [Image.new("RGB", (512, 512), "black"), Image.new("RGB", (512, 512), "black")]
     halves[0].paste("white", (0, 0, 256, 512))
@@ -66,7 +66,7 @@ def test_videos_and_what_is_neither() -> None:
 
 
 class Embeds:
-    """A reward whose network embeds pictures: here by their mean colour."""
+    """A reward whose network embeds images: here by their mean colour."""
 
     def __call__(self, images, **columns):
         return brightness(images)
@@ -75,7 +75,7 @@ class Embeds:
         return [np.asarray(image, dtype=float).mean((0, 1)).tolist() for image in images]
 
 
-def test_rewards_that_embed_pictures() -> None:
+def test_rewards_that_embed_images() -> None:
     rewards = load_rewards([Embeds(), "brightness"])
     assert [reward.name for reward in find_embedders(rewards)] == ["Embeds"]
     colours = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "red")]

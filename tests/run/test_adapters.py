@@ -13,7 +13,7 @@ from tiny_runs import LORA, trained_weights, trainer_for
 from diffusion_grpo.rollout.reference import disable_adapters
 from diffusion_grpo.run import adapters
 from diffusion_grpo.run import weights as hub
-from tests.run.test_weights import picture
+from tests.run.test_weights import draw_sample
 
 STRONG = {"learning_rate": 0.02}
 
@@ -29,7 +29,7 @@ def style(tmp_path_factory):
     trainer = trainer_for(folder, **STRONG)
     trainer.train()
     trainer.save_model()
-    return folder, picture(trainer.pipe, tiny_pipelines.build("sd3")[1])
+    return folder, draw_sample(trainer.pipe, tiny_pipelines.build("sd3")[1])
 
 
 def with_style(style, name="style"):
@@ -48,20 +48,20 @@ def test_an_adapter_of_the_pipeline_is_trained_further(tmp_path, style):
     """From where it was: the first samples are the old LoRA's, and the reference stays there."""
     pipe, inputs = with_style(style)
     trainer = trainer_for(tmp_path, lora=False, model=pipe, lora_adapter="style", beta=0.1, **STRONG)
-    assert close(picture(pipe, inputs), style[1])
+    assert close(draw_sample(pipe, inputs), style[1])
     names = list(trained_weights(trainer))
     assert names and all("lora_" in name and ".style." in name for name in names)
     trainer.train()
-    after = picture(trainer.pipe, inputs)
+    after = draw_sample(trainer.pipe, inputs)
     assert not close(after, style[1])
     with disable_adapters(trainer.model):
-        assert close(picture(trainer.pipe, inputs), style[1])
-    assert torch.equal(picture(trainer.pipe, inputs), after)
+        assert close(draw_sample(trainer.pipe, inputs), style[1])
+    assert torch.equal(draw_sample(trainer.pipe, inputs), after)
     assert list(trained_weights(trainer)) == names
     trainer.save_model()
     fresh, _ = tiny_pipelines.build("sd3")
     fresh.load_lora_weights(tmp_path)
-    assert close(picture(fresh, inputs), after)
+    assert close(draw_sample(fresh, inputs), after)
     assert trainer.run["trains_by"] == "LoRA style, trained further"
 
 
@@ -72,7 +72,7 @@ def test_a_saved_lora_is_trained_further(tmp_path, style, layout):
         folder = tmp_path / "first" / "checkpoint-1"
         first = trainer_for(tmp_path / "first", **STRONG, max_steps=1, save_strategy="steps", save_steps=1)
         first.train()
-        drawn = picture(first.pipe, tiny_pipelines.build("sd3")[1])
+        drawn = draw_sample(first.pipe, tiny_pipelines.build("sd3")[1])
     elif layout == "peft":
         folder = tmp_path / "peft"
         folder.mkdir()
@@ -80,7 +80,7 @@ def test_a_saved_lora_is_trained_further(tmp_path, style, layout):
             (folder / name).write_bytes((style[0] / name).read_bytes())
     trainer = trainer_for(tmp_path / "run", lora=False, lora_path=str(folder), **STRONG)
     _, inputs = tiny_pipelines.build("sd3")
-    assert close(picture(trainer.pipe, inputs), drawn)
+    assert close(draw_sample(trainer.pipe, inputs), drawn)
     assert trainer.model.peft_config["default"].r == LORA["r"]
     assert trainer.run["trains_by"] == f"LoRA {folder.name}, trained further"
     assert str(folder) not in json.dumps(trainer.run)
@@ -88,7 +88,9 @@ def test_a_saved_lora_is_trained_further(tmp_path, style, layout):
     trainer.save_model()
     fresh, _ = tiny_pipelines.build("sd3")
     hub.load_weights(fresh, tmp_path / "run")
-    assert close(picture(fresh, inputs), picture(trainer.pipe, inputs)) and not close(picture(fresh, inputs), drawn)
+    assert close(draw_sample(fresh, inputs), draw_sample(trainer.pipe, inputs)) and not close(
+        draw_sample(fresh, inputs), drawn
+    )
 
 
 def test_a_run_that_trains_a_lora_further_resumes_exactly(tmp_path, style):
@@ -105,23 +107,23 @@ def test_a_run_that_trains_a_lora_further_resumes_exactly(tmp_path, style):
 def test_other_adapters_stay_active_and_frozen(tmp_path, style):
     pipe, inputs = with_style(style)
     pipe.set_adapters("style", 0.5)
-    half = picture(pipe, inputs)
+    half = draw_sample(pipe, inputs)
     trainer = trainer_for(tmp_path, model=pipe, keep_adapters=True, beta=0.1, max_steps=2, **STRONG)
-    assert close(picture(pipe, inputs), half)  # a new LoRA begins with zeros
+    assert close(draw_sample(pipe, inputs), half)  # a new LoRA begins with zeros
     own = {name: value.clone() for name, value in pipe.transformer.named_parameters() if ".style." in name}
     assert own and not any(".style." in name for name in trained_weights(trainer))
     trainer.train()
-    after = picture(pipe, inputs)
+    after = draw_sample(pipe, inputs)
     assert not close(after, half)
     with disable_adapters(trainer.model):
-        assert close(picture(pipe, inputs), half)
+        assert close(draw_sample(pipe, inputs), half)
     kept = {name: value for name, value in pipe.transformer.named_parameters() if ".style." in name}
     assert all(torch.equal(value, own[name]) and not value.requires_grad for name, value in kept.items())
     trainer.save_model()
     fresh, _ = with_style(style)
     fresh.load_lora_weights(tmp_path, adapter_name="new")
     fresh.set_adapters(["style", "new"], [0.5, 1.0])
-    assert close(picture(fresh, inputs), after)
+    assert close(draw_sample(fresh, inputs), after)
     assert (
         "beside adapters that this folder does not hold: `style` (transformer)" in (tmp_path / "README.md").read_text()
     )
@@ -132,25 +134,25 @@ def test_a_second_trainer_on_the_same_pipeline(tmp_path):
     first = trainer_for(tmp_path / "first", **STRONG)
     first.train()
     pipe, (_, inputs) = first.pipe, tiny_pipelines.build("sd3")
-    drawn = picture(pipe, inputs)
+    drawn = draw_sample(pipe, inputs)
     with pytest.raises(ValueError, match="carries the adapter 'default' already; set lora_adapter='default'.*anew"):
         trainer_for(tmp_path / "second", model=pipe)
     with pytest.raises(ValueError, match="Full training.*carries the adapter 'default'; merge it"):
         trainer_for(tmp_path / "second", model=pipe, lora=False)
-    assert torch.equal(picture(pipe, inputs), drawn)
+    assert torch.equal(draw_sample(pipe, inputs), drawn)
     second = trainer_for(tmp_path / "second", model=pipe, lora=False, lora_adapter="default", **STRONG)
-    assert torch.equal(picture(pipe, inputs), drawn)
+    assert torch.equal(draw_sample(pipe, inputs), drawn)
     second.train()
     third = trainer_for(tmp_path / "third", model=pipe, lora=False, lora_adapter="default", **STRONG)
-    drawn = picture(pipe, inputs)
+    drawn = draw_sample(pipe, inputs)
     with disable_adapters(third.model):
-        assert torch.equal(picture(pipe, inputs), drawn)
+        assert torch.equal(draw_sample(pipe, inputs), drawn)
     fourth = trainer_for(tmp_path / "fourth", model=pipe, keep_adapters=True, **STRONG)
-    assert torch.equal(picture(pipe, inputs), drawn) and fourth.model.active_adapter == "default_2"
+    assert torch.equal(draw_sample(pipe, inputs), drawn) and fourth.model.active_adapter == "default_2"
     fourth.train()
     with disable_adapters(fourth.model):
-        assert torch.equal(picture(pipe, inputs), drawn)
-    assert not close(picture(pipe, inputs), drawn)
+        assert torch.equal(draw_sample(pipe, inputs), drawn)
+    assert not close(draw_sample(pipe, inputs), drawn)
 
 
 @pytest.mark.parametrize("name", ["sd3", "sd15", "pixart"])
@@ -158,13 +160,13 @@ def test_the_whole_pipeline_is_saved_with_the_lora_in_its_weights(tmp_path, name
     trainer = trainer_for(tmp_path / "run", name=name, **STRONG)
     trainer.train()
     _, inputs = tiny_pipelines.build(name)
-    drawn = picture(trainer.pipe, inputs)
+    drawn = draw_sample(trainer.pipe, inputs)
     trainer.pipe.save_pretrained(tmp_path / "whole")
-    assert torch.equal(picture(trainer.pipe, inputs), drawn)
+    assert torch.equal(draw_sample(trainer.pipe, inputs), drawn)
     whole = DiffusionPipeline.from_pretrained(tmp_path / "whole")
     whole.set_progress_bar_config(disable=True)
-    assert close(picture(whole, inputs), drawn)
-    assert not close(picture(tiny_pipelines.build(name)[0], inputs), drawn)
+    assert close(draw_sample(whole, inputs), drawn)
+    assert not close(draw_sample(tiny_pipelines.build(name)[0], inputs), drawn)
     assert not [key for key in whole.components if hasattr(getattr(whole, key), "peft_config")]
 
 
@@ -178,7 +180,7 @@ def test_a_peft_model_as_the_network(tmp_path):
     trainer.save_model()
     fresh, _ = tiny_pipelines.build("sd3")
     fresh.load_lora_weights(tmp_path)
-    assert close(picture(fresh, inputs), picture(trainer.pipe, inputs))
+    assert close(draw_sample(fresh, inputs), draw_sample(trainer.pipe, inputs))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +206,10 @@ def test_what_is_refused_of_adapters(tmp_path, style, settings, message):
         pipe.set_adapters("style", scale)
     if settings.pop("fused", False):
         pipe.fuse_lora()
-    before = picture(pipe, inputs)
+    before = draw_sample(pipe, inputs)
     with pytest.raises(ValueError, match=message):
         trainer_for(tmp_path, model=pipe, **settings)
-    assert torch.equal(picture(pipe, inputs), before)
+    assert torch.equal(draw_sample(pipe, inputs), before)
 
 
 def test_keeping_adapters_where_there_are_none_is_refused(tmp_path):

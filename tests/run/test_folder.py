@@ -59,7 +59,7 @@ def test_a_run_that_has_saved_nothing_yet_is_read_from_its_tables(tmp_path):
     assert "0.400 → 0.800" in write_report(run).read_text()
 
 
-def test_a_running_training_is_read_from_its_newest_checkpoint(tmp_path):
+def test_a_run_in_progress_is_read_from_its_newest_checkpoint(tmp_path):
     run = make_run(tmp_path / "run")
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     (run / "trainer_state.json").unlink()

@@ -76,7 +76,7 @@ def loudness(completions, sampling_rate, **columns):
 
 
 @pytest.mark.parametrize(("rollouts", "expected"), [(1, [0, 2]), (3, [0, 3])], ids=["each update", "each third"])
-def test_samples_of_rollouts_are_saved_every_so_many_updates(tmp_path, rollouts, expected):
+def test_samples_of_rollouts_are_saved_every_n_updates(tmp_path, rollouts, expected):
     """Where a rollout lasts for three updates, the first one at or after each multiple of two is saved."""
     settings = {"steps_per_generation": 2 * rollouts, "max_steps": 4, "save_samples_steps": 2}
     trainer_for(tmp_path, **settings, log_completions=False).train()
@@ -87,7 +87,7 @@ def test_samples_of_rollouts_are_saved_every_so_many_updates(tmp_path, rollouts,
         rows = table_of(tmp_path / "samples" / f"{name}.parquet")
         # named by their place in the generation, whose updates come in an order of their own
         assert sorted(row["file"] for row in rows) == [f"{name}/{place:04d}.png" for place in range(len(rows))]
-        for row in rows:  # the picture is the one that was scored
+        for row in rows:  # the image is the one that was scored
             [value] = brightness([Image.open(tmp_path / "samples" / row["file"])])
             assert row["brightness"] == pytest.approx(value) and "advantage" in row and row["prompt"]
 
@@ -126,7 +126,7 @@ def test_rollouts_of_videos_are_written_as_mp4(tmp_path):
 
 
 def logged(run, kind):
-    """The names under which tensorboard has pictures or sounds of a run."""
+    """The names under which tensorboard has images or sounds of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     [folder] = (run / "runs").iterdir()

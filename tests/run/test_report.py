@@ -71,7 +71,7 @@ def test_a_run_without_evaluations_still_has_a_report(tmp_path):
     assert write_summary(run)["reward_after"] is None
 
 
-def test_pictures_that_were_not_kept_are_left_out(tmp_path):
+def test_images_that_were_not_kept_are_left_out(tmp_path):
     run = make_run(tmp_path / "run", prompts=6)
     for step in (0, 10, 20):
         (run / "evaluations" / f"step-{step:06d}" / "0003.png").unlink()
@@ -79,7 +79,7 @@ def test_pictures_that_were_not_kept_are_left_out(tmp_path):
     assert "WORD2" in page and "WORD3" not in page
 
 
-def test_large_pictures_are_embedded_small(tmp_path):
+def test_large_images_are_embedded_small(tmp_path):
     run = make_run(tmp_path / "run", size=(1024, 1024), prompts=2)
     page = write_report(run).read_text()
     assert "data:image/webp" in page

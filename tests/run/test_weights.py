@@ -1,4 +1,4 @@
-"""What is saved is loaded by plain diffusers, and makes the same picture."""
+"""What is saved is loaded by plain diffusers, and makes the same image."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tiny_runs import first_frame_brightness, trained_weights, trainer_for
 from diffusion_grpo.run import weights as hub
 
 
-def picture(pipe, inputs, output_type="np"):
+def draw_sample(pipe, inputs, output_type="np"):
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     with tiny_pipelines.on_equal_terms(pipe):
         images = pipe(**inputs, num_inference_steps=3, generator=generators, output_type=output_type)[0]
@@ -25,15 +25,15 @@ def first_number(completions, **columns):
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15"])
-def test_a_lora_in_plain_diffusers_makes_the_identical_picture(tmp_path, name):
+def test_a_lora_in_plain_diffusers_makes_the_identical_image(tmp_path, name):
     trainer = trainer_for(tmp_path, name=name, learning_rate=0.02)
     trainer.train()
     trainer.save_model()
     fresh, inputs = tiny_pipelines.build(name)
-    before = picture(fresh, inputs)
-    trained = picture(trainer.pipe, inputs)
+    before = draw_sample(fresh, inputs)
+    trained = draw_sample(trainer.pipe, inputs)
     fresh.load_lora_weights(tmp_path)
-    assert torch.equal(picture(fresh, inputs), trained)
+    assert torch.equal(draw_sample(fresh, inputs), trained)
     assert not torch.allclose(before, trained, atol=1e-3)
 
 
@@ -49,30 +49,30 @@ def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
     assert {name.split(".")[0] for name in moved} == {"transformer", "transformer_2"}
     fresh, inputs = tiny_pipelines.build("wan_experts")
     fresh.load_lora_weights(tmp_path)
-    one_expert = picture(fresh, inputs)
+    one_expert = draw_sample(fresh, inputs)
     fresh.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
-    trained = picture(trainer.pipe, inputs)
-    assert torch.equal(picture(fresh, inputs), trained) and not torch.equal(one_expert, trained)
+    trained = draw_sample(trainer.pipe, inputs)
+    assert torch.equal(draw_sample(fresh, inputs), trained) and not torch.equal(one_expert, trained)
     assert "load_into_transformer_2=True" in (tmp_path / "README.md").read_text()
     again, _ = tiny_pipelines.build("wan_experts")
     hub.load_weights(again, tmp_path)
-    assert torch.equal(picture(again, inputs), trained)
+    assert torch.equal(draw_sample(again, inputs), trained)
 
 
 def test_a_lora_that_the_pipeline_does_not_load(tmp_path):
-    """PixArt has no LoRA loader in diffusers: the card names PEFT's, and the picture is identical."""
+    """PixArt has no LoRA loader in diffusers: the card names PEFT's, and the image is identical."""
     trainer = trainer_for(tmp_path, name="pixart", learning_rate=0.02)
     trainer.train()
     trainer.save_model()
     fresh, inputs = tiny_pipelines.build("pixart")
-    before, trained = picture(fresh, inputs), picture(trainer.pipe, inputs)
+    before, trained = draw_sample(fresh, inputs), draw_sample(trainer.pipe, inputs)
     line = f'PeftModel.from_pretrained(pipe.transformer, "{tmp_path.name}")'
     assert line in (card := (tmp_path / "README.md").read_text()) and "load_lora_weights" not in card
     exec(line.replace(tmp_path.name, str(tmp_path)), {"PeftModel": PeftModel, "pipe": fresh})
-    assert torch.equal(picture(fresh, inputs), trained) and not torch.equal(before, trained)
+    assert torch.equal(draw_sample(fresh, inputs), trained) and not torch.equal(before, trained)
     again, _ = tiny_pipelines.build("pixart")
     hub.load_weights(again, tmp_path)
-    assert torch.equal(picture(again, inputs), trained)
+    assert torch.equal(draw_sample(again, inputs), trained)
 
 
 def test_a_lora_that_the_network_alone_loads(tmp_path):
@@ -81,14 +81,14 @@ def test_a_lora_that_the_network_alone_loads(tmp_path):
     trainer.train()
     trainer.save_model()
     fresh, inputs = tiny_pipelines.build("kandinsky_prior")
-    before, trained = (picture(pipe, inputs, output_type="pt") for pipe in (fresh, trainer.pipe))
+    before, trained = (draw_sample(pipe, inputs, output_type="pt") for pipe in (fresh, trainer.pipe))
     line = f'pipe.prior.load_lora_adapter("{tmp_path.name}", prefix=None, weight_name="{hub.LORA_WEIGHTS}")'
     assert line in (tmp_path / "README.md").read_text()
     exec(line.replace(tmp_path.name, str(tmp_path)), {"pipe": fresh})
-    assert torch.equal(picture(fresh, inputs, output_type="pt"), trained) and not torch.equal(before, trained)
+    assert torch.equal(draw_sample(fresh, inputs, output_type="pt"), trained) and not torch.equal(before, trained)
     again, _ = tiny_pipelines.build("kandinsky_prior")
     hub.load_weights(again, tmp_path)
-    assert torch.equal(picture(again, inputs, output_type="pt"), trained)
+    assert torch.equal(draw_sample(again, inputs, output_type="pt"), trained)
 
 
 EXPERTS = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}
@@ -104,20 +104,20 @@ def test_full_training_of_two_experts(tmp_path):
     moved = {name.split(".")[0] for name, value in trained_weights(trainer).items() if not value.equal(before[name])}
     assert moved == {"transformer", "transformer_2"}
     _, inputs = tiny_pipelines.build("wan_experts")
-    average = picture(trainer.pipe, inputs)
+    average = draw_sample(trainer.pipe, inputs)
     with trainer.average.place(is_shown=False):
-        policy = picture(trainer.pipe, inputs)
+        policy = draw_sample(trainer.pipe, inputs)
     whole = DiffusionPipeline.from_pretrained(tmp_path)
     whole.set_progress_bar_config(disable=True)
-    assert torch.equal(picture(whole, inputs), average) and not torch.equal(average, policy)
+    assert torch.equal(draw_sample(whole, inputs), average) and not torch.equal(average, policy)
     for place, expected in (("checkpoint-2", average), ("checkpoint-2/policy", policy), ("policy", policy)):
         fresh, _ = tiny_pipelines.build("wan_experts")
         for name in ("transformer", "transformer_2"):
             setattr(fresh, name, WanTransformer3DModel.from_pretrained(tmp_path / place / name))
-        assert torch.equal(picture(fresh, inputs), expected), place
+        assert torch.equal(draw_sample(fresh, inputs), expected), place
         again, _ = tiny_pipelines.build("wan_experts")
         hub.load_weights(again, tmp_path / place)
-        assert torch.equal(picture(again, inputs), expected), place
+        assert torch.equal(draw_sample(again, inputs), expected), place
 
 
 def test_full_weights_and_the_whole_pipeline(tmp_path):
@@ -125,10 +125,10 @@ def test_full_weights_and_the_whole_pipeline(tmp_path):
     trainer.train()
     trainer.save_model()
     _, inputs = tiny_pipelines.build("sd3")
-    trained = picture(trainer.pipe, inputs)
+    trained = draw_sample(trainer.pipe, inputs)
     whole = DiffusionPipeline.from_pretrained(tmp_path)
     whole.set_progress_bar_config(disable=True)
-    assert torch.equal(picture(whole, inputs), trained)
+    assert torch.equal(draw_sample(whole, inputs), trained)
     part = SD3Transformer2DModel.from_pretrained(tmp_path / "checkpoint-2" / "transformer")
     state = part.state_dict()
     assert all(torch.equal(state[name], value) for name, value in trained_weights(trainer).items())
@@ -144,12 +144,12 @@ def test_what_was_measured_is_what_is_published(tmp_path):
     average.load_lora_weights(tmp_path)
     policy.load_lora_weights(tmp_path / "policy")
     with trainer.average.place(is_shown=True):
-        measured = picture(trainer.pipe, inputs)
-    assert torch.equal(picture(trainer.pipe, inputs), measured)
-    assert torch.allclose(picture(average, inputs), measured, atol=1e-5)
-    assert not torch.allclose(picture(policy, inputs), measured, atol=1e-3)
+        measured = draw_sample(trainer.pipe, inputs)
+    assert torch.equal(draw_sample(trainer.pipe, inputs), measured)
+    assert torch.allclose(draw_sample(average, inputs), measured, atol=1e-5)
+    assert not torch.allclose(draw_sample(policy, inputs), measured, atol=1e-3)
     with trainer.average.place(is_shown=False):
-        assert torch.allclose(picture(policy, inputs), picture(trainer.pipe, inputs), atol=1e-5)
+        assert torch.allclose(draw_sample(policy, inputs), draw_sample(trainer.pipe, inputs), atol=1e-5)
     card = (tmp_path / "README.md").read_text()
     assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card
 

@@ -1,4 +1,4 @@
-"""`diffusion-grpo sample`: rollouts without training, from a model or from the settings of a training."""
+"""`diffusion-grpo sample`: rollouts without training, from a model or from the settings of a run."""
 
 import json
 
@@ -113,19 +113,19 @@ def test_noise_is_that_of_a_rollout_and_0_is_none(models, prompts, tmp_path):
     }.items():
         folders[name] = tmp_path / name
         run(*words, "--output_dir", folders[name], *options)
-    pictures = {name: pixels(folder, table_of(folder)[0]) for name, folder in folders.items()}
-    assert np.array_equal(pictures["noisy"], pictures["again"])
+    images = {name: pixels(folder, table_of(folder)[0]) for name, folder in folders.items()}
+    assert np.array_equal(images["noisy"], images["again"])
     for other in ("none", "other"):
-        assert np.abs(pictures["noisy"] - pictures[other]).mean() > 1
+        assert np.abs(images["noisy"] - images[other]).mean() > 1
     pipe, _ = tiny_pipelines.build("sd3")
     plain = pipe("a red fox", height=16, width=16, num_inference_steps=3, guidance_scale=1.0, max_sequence_length=8,
                  generator=torch.Generator().manual_seed(0)).images[0]  # fmt: skip
-    assert np.abs(pictures["none"] - np.asarray(plain).astype(int)).max() <= 1
+    assert np.abs(images["none"] - np.asarray(plain).astype(int)).max() <= 1
 
 
 @pytest.fixture
 def training(models, prompts, tmp_path):
-    """A YAML file of a training of videos."""
+    """A YAML file of a run on videos."""
     settings = {
         "model": str(models / "wan"),
         "dataset": prompts,
@@ -149,7 +149,7 @@ def training(models, prompts, tmp_path):
     return tmp_path / "train.yaml"
 
 
-def test_the_settings_of_a_training_are_its_rollouts(training, tmp_path):
+def test_the_settings_of_a_run_are_those_of_its_rollouts(training, tmp_path):
     run(training, "--output_dir", tmp_path / "out", "--max_prompts", 2)
     rows = table_of(tmp_path / "out")
     assert [row["file"] for row in rows] == ["0000.mp4", "0001.mp4", "0002.mp4", "0003.mp4"]
@@ -253,7 +253,7 @@ def test_the_job_is_written_down(models, prompts, tmp_path):
     assert job["height"] == 16 and job["seed"] == 0 and job["model"] == str(models / "sd3")
 
 
-def test_pictures_of_several_sizes_are_read_and_told_apart(tmp_path, training):
+def test_images_of_several_sizes_are_read_and_kept_apart(tmp_path, training):
     pipe, inputs = tiny_pipelines.build("sd15_img2img")
     pipe.save_pretrained(tmp_path / "model")
     lines = []
@@ -274,7 +274,7 @@ def test_pictures_of_several_sizes_are_read_and_told_apart(tmp_path, training):
     assert sizes == [(16, 16), (24, 24), (16, 16)]
 
 
-def test_what_a_pipeline_needs_in_these_versions_is_there_without_a_training(tmp_path, monkeypatch):
+def test_what_a_pipeline_needs_in_these_versions_is_there_without_a_trainer(tmp_path, monkeypatch):
     """GLM-Image's image-to-image, whose plain call fails in diffusers 0.42."""
     pipe, inputs = tiny_pipelines.build("glm_image_edit")
     monkeypatch.setattr(sample, "load_pipeline_to_sample", lambda settings: pipe)

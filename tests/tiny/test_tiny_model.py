@@ -25,7 +25,7 @@ def test_the_saved_tokenizer_is_the_one_of_the_training_script(pipe: StableDiffu
     assert len(expected[1]) == pipe.tokenizer.model_max_length
 
 
-def test_one_token_a_letter() -> None:
+def test_one_token_per_letter() -> None:
     tokenizer = character_tokenizer()
     one, other = (tokenizer(f'the word "{word}" in red').input_ids for word in ("RAINS", "RUINS"))
     assert sum(a != b for a, b in zip(one, other, strict=True)) == 1

@@ -126,11 +126,11 @@ def gemma() -> torch.nn.Module:
     return Gemma2Model(config)
 
 
-# Pictures
+# Images
 
 
 def kl_autoencoder(latent_channels: int, **config: float | bool) -> AutoencoderKL:
-    """A KL autoencoder that makes a picture half as high and half as wide."""
+    """A KL autoencoder that makes an image half as high and half as wide."""
     return AutoencoderKL(
         block_out_channels=(8, 8),
         down_block_types=("DownEncoderBlock2D",) * 2,

@@ -1,4 +1,4 @@
-"""Pipelines that start from a picture, a mask or a control picture, of the same networks as the plain ones."""
+"""Pipelines that start from an image, a mask or a control image, of the same networks as the plain ones."""
 
 import functools
 import inspect
@@ -22,8 +22,8 @@ SIZE = 16
 STRENGTH = {"strength": 0.9}
 
 
-def pictures(seed: int = 0, size: int = SIZE) -> list[Image.Image]:
-    """Two random pictures."""
+def draw_images(seed: int = 0, size: int = SIZE) -> list[Image.Image]:
+    """Two random images."""
     numbers = np.random.default_rng(seed)
     return [Image.fromarray(numbers.integers(0, 255, (size, size, 3), dtype=np.uint8)) for _ in range(2)]
 
@@ -54,13 +54,13 @@ def _parameters(cls: type) -> set[str]:
 def with_picture(name: str, plain: Callable[[], Case], **extra) -> Case:
     """Image-to-image."""
     pipe, inputs = rebuilt(name, plain)
-    return pipe, _accepted(pipe, {**inputs, "image": pictures(), **STRENGTH, **extra})
+    return pipe, _accepted(pipe, {**inputs, "image": draw_images(), **STRENGTH, **extra})
 
 
 def with_mask(name: str, plain: Callable[[], Case], **extra) -> Case:
     """Inpainting."""
     pipe, inputs = rebuilt(name, plain)
-    inputs |= {"image": pictures(), "mask_image": masks(), **STRENGTH}
+    inputs |= {"image": draw_images(), "mask_image": masks(), **STRENGTH}
     return pipe, _accepted(pipe, {**inputs, **extra})
 
 
@@ -70,7 +70,7 @@ def _accepted(pipe: DiffusionPipeline, inputs: dict) -> dict:
 
 
 def with_more_channels(name: str, plain: Callable[[], Case], channels: int, has_mask: bool = False) -> Case:
-    """A network that takes the picture (and mask) beside the latents."""
+    """A network that takes the image (and mask) beside the latents."""
     pipe, inputs = plain()
     network = "unet" if "unet" in pipe.components else "transformer"
     old = pipe.components[network]
@@ -80,7 +80,7 @@ def with_more_channels(name: str, plain: Callable[[], Case], channels: int, has_
     if "safety_checker" in known:
         known["requires_safety_checker"] = False
     pipe = cls(**known)
-    inputs = {**inputs, "image": pictures(), **({"mask_image": masks()} if has_mask else {})}
+    inputs = {**inputs, "image": draw_images(), **({"mask_image": masks()} if has_mask else {})}
     return pipe, _accepted(pipe, inputs)
 
 
@@ -101,7 +101,7 @@ def sd3_controlnet() -> Case:
     controlnet = SD3ControlNetModel(**config)
     basic.randomize(controlnet)
     pipe, inputs = rebuilt("StableDiffusion3ControlNetPipeline", basic.sd3, controlnet=controlnet)
-    return pipe, {**inputs, "control_image": pictures(1)}
+    return pipe, {**inputs, "control_image": draw_images(1)}
 
 
 def flux_controlnet() -> Case:
@@ -111,7 +111,7 @@ def flux_controlnet() -> Case:
     controlnet = FluxControlNetModel(**config)
     basic.randomize(controlnet)
     pipe, inputs = rebuilt("FluxControlNetPipeline", basic.flux, controlnet=controlnet)
-    return pipe, {**inputs, "control_image": pictures(1)}
+    return pipe, {**inputs, "control_image": draw_images(1)}
 
 
 def sd2_v_prediction() -> Case:
@@ -124,7 +124,7 @@ def sd2_v_prediction() -> Case:
 
 
 def ip_adapter() -> Case:
-    """Stable Diffusion with an IP-adapter's picture embeddings beside the text."""
+    """Stable Diffusion with an IP-adapter's image embeddings beside the text."""
     pipe, inputs = basic.sd15()
     from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 
@@ -144,7 +144,7 @@ def ip_adapter() -> Case:
         else:
             processors[name] = processor
     unet.set_attn_processor(processors)
-    embeddings = torch.randn(4, 1, width)  # without and with the picture, for two samples
+    embeddings = torch.randn(4, 1, width)  # without and with the image, for two samples
     return pipe, {**inputs, "ip_adapter_image_embeds": [embeddings]}
 
 
@@ -157,23 +157,23 @@ PIPELINES: dict[str, Callable[[], Case]] = {
     "sd15_pix2pix": functools.partial(with_more_channels, "StableDiffusionInstructPix2PixPipeline", basic.sd15, 8),
     "sd15_pag": functools.partial(rebuilt, "StableDiffusionPAGPipeline", basic.sd15),
     "sd15_controlnet": functools.partial(
-        sd_controlnet, "StableDiffusionControlNetPipeline", basic.sd15, image=pictures(1)
+        sd_controlnet, "StableDiffusionControlNetPipeline", basic.sd15, image=draw_images(1)
     ),
     "sd15_controlnet_img2img": functools.partial(
         sd_controlnet,
         "StableDiffusionControlNetImg2ImgPipeline",
         basic.sd15,
-        image=pictures(),
-        control_image=pictures(1),
+        image=draw_images(),
+        control_image=draw_images(1),
         **STRENGTH,
     ),
     "sd15_controlnet_inpaint": functools.partial(
         sd_controlnet,
         "StableDiffusionControlNetInpaintPipeline",
         basic.sd15,
-        image=pictures(),
+        image=draw_images(),
         mask_image=masks(),
-        control_image=pictures(1),
+        control_image=draw_images(1),
         **STRENGTH,
     ),
     "sd15_ip_adapter": ip_adapter,
@@ -182,7 +182,7 @@ PIPELINES: dict[str, Callable[[], Case]] = {
     "sdxl_inpaint": functools.partial(with_mask, "StableDiffusionXLInpaintPipeline", basic.sdxl),
     "sdxl_pag": functools.partial(rebuilt, "StableDiffusionXLPAGPipeline", basic.sdxl),
     "sdxl_controlnet": functools.partial(
-        sd_controlnet, "StableDiffusionXLControlNetPipeline", basic.sdxl, image=pictures(1)
+        sd_controlnet, "StableDiffusionXLControlNetPipeline", basic.sdxl, image=draw_images(1)
     ),
     "sd3_img2img": functools.partial(with_picture, "StableDiffusion3Img2ImgPipeline", basic.sd3),
     "sd3_pag": functools.partial(rebuilt, "StableDiffusion3PAGPipeline", basic.sd3),

@@ -1,4 +1,4 @@
-"""GLM-Image: a language model that writes visual tokens, and a DiT that draws a picture from them."""
+"""GLM-Image: a language model that writes visual tokens, and a DiT that draws an image from them."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from .basic import WIDTH, randomize
-from .conditioned import pictures
+from .conditioned import draw_images
 
 Case = tuple[DiffusionPipeline, dict]
 CODEBOOK = 64  # visual tokens; the real model has 16384, and its special ids come after them as here
@@ -34,7 +34,7 @@ CHAT = (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Visual tokens under the lowest ids, then one token a byte and what marks the places of pictures and grids."""
+    """Visual tokens under the lowest ids, then one token a byte and what marks the places of images and grids."""
     visual = [VISION.format(index) for index in range(CODEBOOK + 4)]
     marks = ["<|endoftext|>", "<|image|>", "<sop>", "<eop>"]
     names = [*visual, *sorted(pre_tokenizers.ByteLevel.alphabet()), *marks]
@@ -52,17 +52,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def processor() -> GlmImageProcessor:
-    """Prompts and pictures to token ids; a picture of 32 pixels is one token, one of 64 pixels four."""
-    pictures = transformers.GlmImageImageProcessorPil(
+    """Prompts and images to token ids; an image of 32 pixels is one token, one of 64 pixels four."""
+    images = transformers.GlmImageImageProcessorPil(
         patch_size=16, merge_size=1, temporal_patch_size=1, size={"shortest_edge": 32 * 32, "longest_edge": SIZE**2}
     )
-    whole = GlmImageProcessor(image_processor=pictures, tokenizer=tokenizer(), chat_template=CHAT)
+    whole = GlmImageProcessor(image_processor=images, tokenizer=tokenizer(), chat_template=CHAT)
     whole._get_target_shape = choose_target_shape
     return whole
 
 
 def choose_target_shape(height: int, width: int) -> tuple[int, int, int, int]:
-    """The grids of the picture and of its preview: half a row, where the real preview always has 256 tokens."""
+    """The grids of the image and of its preview: half a row, where the real preview always has 256 tokens."""
     return height // 32, width // 32, 1, max(1, width // 64)
 
 
@@ -142,7 +142,7 @@ def glm_image(has_picture: bool = False) -> Case:
     )
     inputs = {"height": SIZE, "width": SIZE, "guidance_scale": 1.5}
     if has_picture:
-        inputs["image"] = [[picture] for picture in pictures(size=32)]
+        inputs["image"] = [[image] for image in draw_images(size=32)]
     return pipe, inputs
 
 

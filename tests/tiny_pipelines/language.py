@@ -83,7 +83,7 @@ def llama(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> Llama
 
 
 def qwen_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
-    """Qwen 2's, with its tokens for pictures."""
+    """Qwen 2's, with its tokens for images."""
     made = tokenizer(template, QWEN_SPECIAL, pad_token="<|endoftext|>", eos_token="<|im_end|>", padding_side="right")
     for name, token in {"image": "<|image_pad|>", "video": "<|video_pad|>"}.items():
         setattr(made, f"{name}_token", token)
@@ -92,7 +92,7 @@ def qwen_tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
 
 
 def qwen3_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """The same with Qwen 3's chat template, without pictures."""
+    """The same with Qwen 3's chat template, without images."""
     made = qwen_tokenizer(QWEN3_CHAT)
     made.chat_template = QWEN3_CHAT
     return made
@@ -113,7 +113,7 @@ def qwen3(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> Qwen3
 
 
 def qwen_vl(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> torch.nn.Module:
-    """Qwen 2.5 VL: one layer for text, one for pictures in patches of 14."""
+    """Qwen 2.5 VL: one layer for text, one for images in patches of 14."""
     ids = dict(zip(QWEN_SPECIAL, vocabulary.convert_tokens_to_ids(QWEN_SPECIAL), strict=True))
     config = Qwen2_5_VLConfig(
         text_config={
@@ -142,7 +142,7 @@ def qwen_vl(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> tor
 
 
 def vision_processor(cls: type, image_processor: object, vocabulary: transformers.PreTrainedTokenizerFast) -> object:
-    """A processor for text and pictures, built without its constructor, whose video processor needs torchvision."""
+    """A processor for text and images, built without its constructor, whose video processor needs torchvision."""
     made = cls.__new__(cls)
     made.image_processor, made.tokenizer, made.video_processor = image_processor, vocabulary, None
     made.chat_template = None
@@ -153,7 +153,7 @@ def vision_processor(cls: type, image_processor: object, vocabulary: transformer
 
 
 def llava(vocabulary: transformers.PreTrainedTokenizerFast, width: int) -> LlavaForConditionalGeneration:
-    """The Llama above behind CLIP's eyes, whose pictures are 576 tokens as in HunyuanVideo's template."""
+    """The Llama above behind CLIP's eyes, whose images are 576 tokens as in HunyuanVideo's template."""
     vision = CLIPVisionConfig(
         hidden_size=width,
         intermediate_size=width,

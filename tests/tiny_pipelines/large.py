@@ -36,7 +36,7 @@ from transformers import CLIPImageProcessor, Qwen2VLImageProcessor, Qwen2VLProce
 
 from . import basic, language
 from .basic import WIDTH
-from .conditioned import Case, pictures
+from .conditioned import Case, draw_images
 
 _qwen_dimensions = pipeline_qwenimage_edit.calculate_dimensions
 SIZES = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": basic.TOKENS}
@@ -92,7 +92,7 @@ def hunyuan_video() -> Case:
 
 
 def hunyuan_video_image() -> Case:
-    """HunyuanVideo from a picture: it goes to the language model, and as latents beside the noise."""
+    """HunyuanVideo from an image: it goes to the language model, and as latents beside the noise."""
     vocabulary = language.llama_tokenizer(IMAGE_PROMPT_TEMPLATE["template"])
     pipe = HunyuanVideoImageToVideoPipeline(
         text_encoder=language.llava(vocabulary, WIDTH),
@@ -104,7 +104,7 @@ def hunyuan_video_image() -> Case:
         tokenizer_2=basic.clip_tokenizer(),
         image_processor=CLIPImageProcessor(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
     )
-    return pipe, {**SIZES, "num_frames": 9, "guidance_scale": 6.0, "image": pictures()}
+    return pipe, {**SIZES, "num_frames": 9, "guidance_scale": 6.0, "image": draw_images()}
 
 
 def qwen_parts(template: str, **autoencoder: int | list) -> dict:
@@ -145,9 +145,9 @@ def qwen_image() -> Case:
 
 
 def qwen_image_edit() -> Case:
-    """Qwen-Image-Edit: the picture goes to the language model, and as tokens beside the latents.
+    """Qwen-Image-Edit: the image goes to the language model, and as tokens beside the latents.
 
-    The pipeline brings every picture to a million pixels first; here to 64 x 64.
+    The pipeline brings every image to a million pixels first; here to 64 x 64.
     """
     pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: _qwen_dimensions(min(area, 64 * 64), ratio)
     parts = qwen_parts(QWEN_EDIT_TEMPLATE, num_res_blocks=1, dim_mult=[1, 2, 2], temperal_downsample=[False, True])
@@ -156,7 +156,7 @@ def qwen_image_edit() -> Case:
         **parts, processor=language.vision_processor(Qwen2VLProcessor, image_processor, parts["tokenizer"])
     )
     inputs = {"height": 16, "width": 16, "true_cfg_scale": 4.0, "negative_prompt": [" ", " "]}
-    return pipe, {**inputs, "image": pictures(size=32)}
+    return pipe, {**inputs, "image": draw_images(size=32)}
 
 
 def flux2() -> Case:

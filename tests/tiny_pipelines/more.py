@@ -44,7 +44,7 @@ from transformers import (
 
 from . import basic
 from .basic import WIDTH
-from .conditioned import Case, pictures
+from .conditioned import Case, draw_images
 
 
 def clip_vision(image_size: int = 32) -> CLIPVisionModelWithProjection:
@@ -55,7 +55,7 @@ def clip_vision(image_size: int = 32) -> CLIPVisionModelWithProjection:
 
 
 def clip_image_processor() -> CLIPImageProcessor:
-    """Pictures of 32 x 32."""
+    """Images of 32 x 32."""
     return CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
 
 
@@ -196,7 +196,7 @@ def cascade_prior() -> Case:
 
 
 def svd() -> Case:
-    """Stable Video Diffusion: Euler with continuous timesteps, a picture in, v-prediction."""
+    """Stable Video Diffusion: Euler with continuous timesteps, an image in, v-prediction."""
     unet = UNetSpatioTemporalConditionModel(
         block_out_channels=(32, 32),
         layers_per_block=1,
@@ -227,7 +227,7 @@ def svd() -> Case:
     )
     pipe = StableVideoDiffusionPipeline(vae, clip_vision(image_size=224), unet, scheduler, clip_image_processor())
     sizes = {"height": 16, "width": 16, "num_frames": 2, "decode_chunk_size": 2}
-    return pipe, {"image": pictures(), **sizes, "min_guidance_scale": 1.0, "max_guidance_scale": 2.5}
+    return pipe, {"image": draw_images(), **sizes, "min_guidance_scale": 1.0, "max_guidance_scale": 2.5}
 
 
 def ltx() -> Case:
@@ -274,11 +274,11 @@ def wan_experts() -> Case:
 
 
 def wan_image() -> Case:
-    """Wan 2.2's image-to-video: the picture in 20 more channels."""
+    """Wan 2.2's image-to-video: the image in 20 more channels."""
     pipe, inputs = basic.wan()
     transformer = WanTransformer3DModel.from_config({**pipe.transformer.config, "in_channels": 36})
     pipe = WanImageToVideoPipeline(**{**pipe.components, "transformer": transformer}, image_encoder=None)
-    return pipe, {**inputs, "image": pictures(size=32)[0]}
+    return pipe, {**inputs, "image": draw_images(size=32)[0]}
 
 
 def wan_vace() -> Case:

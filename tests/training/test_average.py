@@ -36,7 +36,7 @@ def watched(folder, **settings):
     return weights.trainer, weights.seen
 
 
-def test_the_average_moves_every_so_many_updates_and_warms_up_by_updates(tmp_path):
+def test_the_average_moves_every_n_updates_and_warms_up_by_updates(tmp_path):
     """As Flow-GRPO's: the share that is kept is (1 + n) / (10 + n) at update n, up to the decay."""
     trainer, seen = watched(tmp_path, **AVERAGED | {"ema_decay": 0.3, "ema_update_interval": 2}, max_steps=5)
     trainer.train()
@@ -70,7 +70,7 @@ def test_evaluations_and_validation_prompts_are_drawn_with_the_average(tmp_path)
         assert np.array_equal(written, drawn[0]) and not np.array_equal(written, drawn[1])
 
 
-def test_a_second_training_goes_on_from_the_policy(tmp_path):
+def test_a_second_run_goes_on_from_the_policy(tmp_path):
     trainer, seen = watched(tmp_path, **AVERAGED, max_steps=2, save_strategy="steps", save_steps=2)
     trainer.train()
     policy, average = policy_weights(trainer), trained_weights(trainer)
@@ -95,7 +95,7 @@ def test_where_a_checkpoint_keeps_the_policy(tmp_path, caplog):
         find_policy_folder(tmp_path, has_average=True)
 
 
-def test_a_synchronised_reference_moves_towards_the_policy_every_so_many_updates(tmp_path):
+def test_a_synchronised_reference_moves_towards_the_policy_every_n_updates(tmp_path):
     settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75, "beta": 0.1}
     trainer, seen = watched(tmp_path, lora=False, max_steps=3, **settings)
     trainer.train()

@@ -42,7 +42,7 @@ def test_validation_prompts_are_sampled_and_never_scored(tmp_path):
 
 
 def logged(run, kind):
-    """The names under which tensorboard has pictures or sounds of a run."""
+    """The names under which tensorboard has images or sounds of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     [folder] = (run / "runs").iterdir()
@@ -64,8 +64,8 @@ class Tracker:
     class Audio(str): ...
 
     class Image(SimpleNamespace):
-        def __init__(self, picture):
-            super().__init__(picture=picture)
+        def __init__(self, image):
+            super().__init__(image=image)
 
 
 @pytest.mark.parametrize(("callback", "attribute"), [(WandbCallback, "_wandb"), (TrackioCallback, "_trackio")])
@@ -80,7 +80,7 @@ def test_trackers_get_videos_and_sounds_under_names_of_their_own(tmp_path, callb
     assert values == {"samples/0000": str(video), "samples/0001": str(sound), "train/global_step": 7}
     assert isinstance(values["samples/0000"], Tracker.Video) and isinstance(values["samples/0001"], Tracker.Audio)
     log_image([one], "samples", Image.new("RGB", (2, 2)), 7)
-    assert tracker.logged[-1]["samples"].picture.size == (2, 2)
+    assert tracker.logged[-1]["samples"].image.size == (2, 2)
 
 
 def test_a_grid_has_a_row_per_evaluation_and_scales_images_down(tmp_path):

@@ -57,8 +57,8 @@ def test_several_datasets_are_measured_each_and_together(tmp_path):
     assert both == pytest.approx((2 * cats + dogs) / 3)
     table = table_of(tmp_path, 2)
     assert table["dataset"] == ["cats", "cats", "dogs"] and table["prompt"] == ["a cat", "two cats", "a dog"]
-    pictures = sorted(path.name for path in (tmp_path / "evaluations" / "step-000002").iterdir())
-    assert pictures == ["cats-0000.png", "dogs-0000.png"] and (tmp_path / "grid.png").is_file()
+    images = sorted(path.name for path in (tmp_path / "evaluations" / "step-000002").iterdir())
+    assert images == ["cats-0000.png", "dogs-0000.png"] and (tmp_path / "grid.png").is_file()
     assert json.loads((tmp_path / "summary.json").read_text())["reward_after"] == pytest.approx(both)
 
 
@@ -160,7 +160,7 @@ def test_errors_are_those_of_the_mean(tmp_path):
 
 
 def test_evaluations_draw_no_noise_in_their_steps(tmp_path, monkeypatch):
-    """The pictures are those of the pipeline's own scheduler from the same initial latents, at any noise_level."""
+    """The images are those of the pipeline's own scheduler from the same initial latents, at any noise_level."""
     found = {level: shade_and_constant(tmp_path / str(level), noise_level=level)[1] for level in (0.2, 1.5)}
     assert found[0.2]["brightness"] == found[1.5]["brightness"]
     levels = []

@@ -40,7 +40,7 @@ def test_parts_come_when_called_and_leave_for_the_network(monkeypatch):
     _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4)
     away = [(name, "cpu") for name in ("text_encoder", "text_encoder_2", "vae")]
     came = [move for move in moves if move[1] == "cpu:0"]
-    assert sorted(came[:3]) == sorted((name, "cpu:0") for name in frozen)  # prompts and the picture to be edited
+    assert sorted(came[:3]) == sorted((name, "cpu:0") for name in frozen)  # prompts and the image to be edited
     assert sorted(moves[3:6]) == sorted(away)
     assert moves[6:] == [("vae", "cpu:0")]  # the samples are decoded
     assert len(seen) == 4 and not any(seen)
@@ -48,7 +48,7 @@ def test_parts_come_when_called_and_leave_for_the_network(monkeypatch):
     moves.clear()
     with torch.enable_grad():
         replay(policy, inputs, trajectory, 1)
-    # the prompts' embeddings are at hand; the picture is encoded again, by a VAE that is still there
+    # the prompts' embeddings are at hand; the image is encoded again, by a VAE that is still there
     assert moves == [("vae", "cpu")]
     moves.clear()
     replay(policy, inputs, trajectory, 2)

@@ -66,8 +66,8 @@ def test_a_long_update_says_once_a_minute_where_it_is(capsys):
     for _ in range(8):
         now[0] += 20
         progress.advance(4)
-    said = lines_of(capsys)[1:]
-    assert said == [
+    lines = lines_of(capsys)[1:]
+    assert lines == [
         "update 1/3: rollout, 12 of 128 samples, 10 min left in it",
         "update 1/3: rollout, 24 of 128 samples, 9 min left in it",
     ]

@@ -26,7 +26,7 @@ def test_what_is_looked_at_fits_what_is_made_and_is_not_trained_on() -> None:
         load_watched_rewards(["sharpnes"], "images", [])
 
 
-def test_evaluations_of_a_training_watch(tmp_path) -> None:
+def test_evaluations_of_a_run_watch(tmp_path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "num_generations_eval": 2}
     trainer = trainer_for(tmp_path, rewards=["brightness", Embeds()], num_inference_steps=3, **settings)
     trainer.train()

@@ -95,15 +95,17 @@ class TransformersDetector(ModelReward):
 
     def __call__(self, images: list[Image.Image], labels: list[str]) -> list[list[Detection]]:
         """Return the objects of the classes `labels` in each image."""
-        return self.in_batches(lambda network, part: self._found(network, part, labels), images)
+        return self.in_batches(lambda network, part: self._detect(network, part, labels), images)
 
-    def _found(self, network: nn.Module, images: list, labels: list[str]) -> list[list[Detection]]:
+    def _detect(self, network: nn.Module, images: list, labels: list[str]) -> list[list[Detection]]:
         chunk = [image.convert("RGB") for image in images]
         sizes = [(image.height, image.width) for image in chunk]
-        read = {"zero-shot": self._asked, "detector": self._boxes, "segmenter": self._masks}[self.family]
+        read = {"zero-shot": self._detect_by_text, "detector": self._boxes, "segmenter": self._masks}[self.family]
         return [[d for d in own if d.label in labels] for own in read(network, chunk, sizes, labels)]
 
-    def _asked(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
+    def _detect_by_text(
+        self, network: nn.Module, images: list, sizes: list, labels: list[str]
+    ) -> list[list[Detection]]:
         # one image per call: all have the same texts, and padding would change an image's result
         results = []
         for image, size in zip(images, sizes, strict=True):
@@ -167,9 +169,9 @@ class ClipColors(ModelReward):
     def __call__(self, image: Image.Image, objects: list[Detection], label: str) -> list[str]:
         """Return one of the ten colours per object."""
         crops = [_crop(image.convert("RGB"), detection) for detection in objects]
-        return self.in_batches(lambda network, part: self._named(network, part, label), crops)
+        return self.in_batches(lambda network, part: self._name_colors(network, part, label), crops)
 
-    def _named(self, network: nn.Module, crops: list, label: str) -> list[str]:
+    def _name_colors(self, network: nn.Module, crops: list, label: str) -> list[str]:
         pixels = self.processor(images=crops, return_tensors="pt")["pixel_values"].to(network.device, network.dtype)
         seen = network.visual_projection(network.vision_model(pixels).pooler_output).float()
         nearest = (seen @ self._classes(network, label).T).argmax(1).tolist()
@@ -179,9 +181,9 @@ class ClipColors(ModelReward):
         """Return `(10, features)` float32: per colour, the normalised mean of its phrases' unit embeddings."""
         phrases = [phrase.format(color=color, label=label) for color in NAMED for phrase in PHRASES]
         tokens = self.processor(text=phrases, return_tensors="pt", padding=True).to(network.device)
-        said = network.text_projection(network.text_model(**tokens).pooler_output)
-        said = normalize_features(said).reshape(len(NAMED), len(PHRASES), -1).mean(1)
-        return normalize_features(said)
+        texts = network.text_projection(network.text_model(**tokens).pooler_output)
+        texts = normalize_features(texts).reshape(len(NAMED), len(PHRASES), -1).mean(1)
+        return normalize_features(texts)
 
 
 def _outputs(network: nn.Module, inputs: Any) -> Any:

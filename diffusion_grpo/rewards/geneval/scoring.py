@@ -68,12 +68,11 @@ def read_requirements(columns: dict[str, list], row: int) -> dict[str, Any]:
     """
     values = {name: columns[name][row] for name in ("include", "exclude", "tag") if name in columns}
     if "metadata" in columns:
-        values = _parsed(columns["metadata"][row]) or {}
+        values = _parse(columns["metadata"][row]) or {}
     wanted = {"tag": values.get("tag")}
     for name in ("include", "exclude"):
         wanted[name] = [
-            {key: value for key, value in part.items() if value is not None}
-            for part in _parsed(values.get(name)) or []
+            {key: value for key, value in part.items() if value is not None} for part in _parse(values.get(name)) or []
         ]
         for place, part in enumerate(wanted[name]):
             position = part.get("position", ["", -1])
@@ -85,7 +84,7 @@ def read_requirements(columns: dict[str, list], row: int) -> dict[str, Any]:
     return wanted
 
 
-def _parsed(value: Any) -> Any:
+def _parse(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) else value
 
 

@@ -98,14 +98,14 @@ class HPSv2(ClipReward):
     def encode_images(self, network: CLIPModel, images: list[Image.Image]) -> Tensor:
         """Pad images to squares and return their unit embeddings, `(batch, features)` float32."""
         size = network.config.vision_config.image_size
-        pixels = torch.cat([self._padded(image, size) for image in images])
+        pixels = torch.cat([self._pad(image, size) for image in images])
         pixels = normalize(pixels, CLIP_MEAN, CLIP_STD).to(network.device, network.dtype)
         return normalize_features(network.visual_projection(network.vision_model(pixels).pooler_output))
 
     def _scores(self, network: CLIPModel, images: list, prompts: list) -> Tensor:
         return (self.encode_images(network, images) * self.encode_prompts(network, prompts)).sum(-1)
 
-    def _padded(self, image: Image.Image, size: int) -> Tensor:
+    def _pad(self, image: Image.Image, size: int) -> Tensor:
         """Resize as a float tensor, which may leave [0, 1], and pad with 0 to `(1, 3, size, size)`."""
         pixels = as_pixels([image])
         scale = size / max(image.size)

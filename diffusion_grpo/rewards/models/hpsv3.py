@@ -88,14 +88,14 @@ class HPSv3(ModelReward):
 
     def _score(self, network: RewardNetwork, images: list[Image.Image], prompts: list[str]) -> Tensor:
         """Return mean and standard deviation, `(batch, 2)`."""
-        frames = [as_frame(_resized(image))[None] for image in images]
+        frames = [as_frame(_resize(image))[None] for image in images]
         texts = [read_template("hpsv3").format(text_prompt=prompt) for prompt in prompts]
         inputs = build_batch(texts, frames, "image", network.backbone.config, self._tokenizer)
         mean, log_sigma = network(**{name: value.to(self.torch_device) for name, value in inputs.items()})[:, 0].T
         return torch.stack([mean, log_sigma.exp()], dim=1)
 
 
-def _resized(image: Image.Image) -> Image.Image:
+def _resize(image: Image.Image) -> Image.Image:
     size = fit_size(*image.size, min_pixels=PIXELS, max_pixels=PIXELS)
     return image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
 

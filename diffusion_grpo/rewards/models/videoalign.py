@@ -132,7 +132,7 @@ class VideoAlign(ModelReward):
     def _settings(self) -> dict[str, Any]:
         if not hasattr(self, "_read"):
             path = weights_path(self.model, "model_config.json", self.revision)
-            self._read = _checked(json.loads(path.read_text(encoding="utf-8")), path)
+            self._read = _check_settings(json.loads(path.read_text(encoding="utf-8")), path)
         return self._read
 
     @property
@@ -158,7 +158,7 @@ class VideoAlign(ModelReward):
     def _score(self, network: RewardNetwork, videos: list, prompts: list[str]) -> list[list[float]]:
         """Return normalised VQ, MQ and TA; of three outputs per token, the first is read at the first token, etc."""
         settings = self._settings()
-        frames = [_resized(video, settings["data_config"]["max_frame_pixels"]) for video in videos]
+        frames = [_resize(video, settings["data_config"]["max_frame_pixels"]) for video in videos]
         texts = [read_template("videoalign").format(text_prompt=prompt) for prompt in prompts]
         inputs = build_batch(texts, frames, "video", network.backbone.config, self._tokenizer)
         outputs = network(**{name: value.to(self.torch_device) for name, value in inputs.items()})
@@ -170,7 +170,7 @@ class VideoAlign(ModelReward):
         ]
 
 
-def _checked(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+def _check_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the checkpoint's settings, checked and with a neutral normalisation if they have none.
 
     Raises:
@@ -206,7 +206,7 @@ def choose_frames(length: int, fps: float, settings: dict[str, Any]) -> list[int
     return torch.linspace(0, length - 1, min(count, length)).round().long().tolist()
 
 
-def _resized(video: list[Image.Image], max_pixels: int) -> Tensor:
+def _resize(video: list[Image.Image], max_pixels: int) -> Tensor:
     """Resize as torchvision does (bicubic, antialiased, rounded), to `(frames, 3, height, width)`."""
     frames = torch.stack([as_frame(image) for image in video]).float()
     width, height = fit_size(*video[0].size, min_pixels=MIN_PIXELS, max_pixels=max_pixels)

@@ -157,7 +157,7 @@ class RemoteReward:
         def body(rows: range) -> bytes:
             sent = {name: [columns[name][row] for row in rows] for name in self.columns}
             groups = [0] * len(rows) if self.is_groupwise else None
-            samples = [self._chosen(completions[row]) for row in rows]
+            samples = [self._choose_frames(completions[row]) for row in rows]
             asked = [prompts[row] for row in rows]
             return write_request(samples, asked, sent, groups, fps, self.body, sampling_rate, self.takes_latents)
 
@@ -179,7 +179,7 @@ class RemoteReward:
         token = {"Authorization": f"Bearer {os.environ[self.token_env]}"} if self.token_env else {}
         return {"Content-Type": CONTENT_TYPES[self.body], "Accept-Encoding": "identity", **token}
 
-    def _chosen(self, sample: Any) -> Any:
+    def _choose_frames(self, sample: Any) -> Any:
         """Choose the frames of a video to send; return an image as it is."""
         if self.num_frames is None or not isinstance(sample, list):
             return sample

@@ -84,7 +84,9 @@ def create_app(
             async with _turn(request, one_at_a_time) as is_awaited:
                 if not is_awaited:
                     return _refusal(408, "The client went away.")  # which nobody reads
-                return await loop.run_in_executor(scorer, _scored, served[name], body, max_pixels, is_safetensors)
+                return await loop.run_in_executor(
+                    scorer, _answer_request, served[name], body, max_pixels, is_safetensors
+                )
         except TimeoutError:
             return _refusal(408, f"The request's body did not come within {body_seconds:g} seconds.")
         finally:
@@ -148,7 +150,7 @@ async def _body(request: Request, max_bytes: int) -> bytes | None:
     return b"".join(parts)
 
 
-def _scored(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) -> JSONResponse:
+def _answer_request(reward: Reward, body: bytes, max_pixels: int, is_safetensors: bool) -> JSONResponse:
     """Decode, score and answer a request, in the scoring thread."""
     try:
         samples = read_request(body, max_pixels, is_safetensors)

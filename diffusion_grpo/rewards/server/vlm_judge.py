@@ -129,7 +129,7 @@ class VlmJudge:
         headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
         limit = self._slots(self.url)
 
-        async def judged(row: int) -> float | None:
+        async def score(row: int) -> float | None:
             async with limit:
                 values = {name: columns[name][row] for name in self._fields - {"prompt"}}
                 body = await asyncio.to_thread(self._body, completions[row], {**values, "prompt": prompts[row]})
@@ -137,7 +137,7 @@ class VlmJudge:
 
         # a proxy set in the environment cannot reach a server on this machine
         async with httpx2.AsyncClient(headers=headers, trust_env=not is_loopback(self.url)) as client:
-            tasks = [asyncio.ensure_future(judged(row)) for row in range(len(completions))]
+            tasks = [asyncio.ensure_future(score(row)) for row in range(len(completions))]
             try:
                 found = await asyncio.gather(*tasks)
             finally:

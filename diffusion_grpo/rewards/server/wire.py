@@ -98,13 +98,13 @@ def read_request(body: bytes, max_pixels: int = MAX_PIXELS, is_safetensors: bool
     count, source = len(content["samples"]), _Source(max_pixels, tensors)
     columns = content.get("columns") or {}
     _check_lists(content, columns, count)
-    kinds = {_kind(sample) for sample in content["samples"]}
+    kinds = {_find_kind(sample) for sample in content["samples"]}
     if len(kinds) != 1 or None in kinds:
         raise WireError(
-            "samples must be all pictures (strings), all videos (MP4s or lists of strings, not empty), or all tensors."
+            "samples must be of one kind: images (strings), videos (MP4s or non-empty lists of strings), or tensors."
         )
     samples = [_read_sample(sample, source) for sample in content["samples"]]
-    samples, are_latents = _with_sounds(samples, content.get("sounds")), content.get("are_latents", False)
+    samples, are_latents = _add_sounds(samples, content.get("sounds")), content.get("are_latents", False)
     if are_latents is not False and not (are_latents is True and kinds == {"tensor"}):
         raise WireError("are_latents must be false, or true for samples that are tensors.")
     columns = {name: [_read_value(value, source) for value in values] for name, values in columns.items()}
@@ -122,13 +122,16 @@ class _Source:
     def take(self, pixels: int) -> None:
         self.left -= pixels
         if self.left < 0:
-            raise WireError("The pictures have too many pixels in all; send fewer at once.", is_too_large=True)
+            raise WireError(
+                "The images together have more pixels than this server accepts; send fewer per request.",
+                is_too_large=True,
+            )
 
     def tensor(self, name: Any) -> torch.Tensor:
         """Return a tensor, each only once, because many references to one would become many copies."""
         if not isinstance(name, str) or name not in self.tensors:
             raise WireError(
-                f"A sample or column names the tensor {name!r}, which the body does not hold, or not twice."
+                f"A sample or column names the tensor {name!r}, which the body does not hold, or is already used."
             )
         return self.tensors.pop(name)
 
@@ -138,7 +141,7 @@ def _check_lists(content: dict[str, Any], columns: Any, count: int) -> None:
     if not _is_list(content.get("prompts"), count, str):
         raise WireError(f"prompts must be a list of {count} strings, one per sample.")
     if not isinstance(columns, dict) or not all(_is_list(values, count, object) for values in columns.values()):
-        raise WireError(f"columns must be an object of lists with {count} values each.")
+        raise WireError(f"columns must be an object whose values are lists of {count} values, one per sample.")
     if groups is not None and not _is_list(groups, count, int):
         raise WireError(f"groups must be null or a list of {count} whole numbers.")
     for name in ("fps", "sampling_rate"):
@@ -157,14 +160,16 @@ def _write_sample(sample: Any, name: str, body: Body, tensors: dict[str, torch.T
         if is_video or isinstance(sample, Image.Image):
             frames = [np.asarray(frame.convert("RGB")) for frame in (sample if is_video else [sample])]
             tensors[name] = torch.from_numpy(np.stack(frames) if is_video else frames[0].copy())
-            return {"video" if is_video else "picture": name}
+            return {"video" if is_video else "picture": name}  # the name of an image in requests of all versions
         tensors[name] = torch.as_tensor(sample).detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
     if isinstance(sample, Image.Image):
-        return _write_picture(sample)
+        return _write_image(sample)
     if not is_video:
-        raise WireError(f"A sample is a {type(sample).__name__}, no picture or video; send it as safetensors.")
-    return [_write_picture(frame) for frame in sample] if body == "png" else {"mp4": _write_mp4(sample, body)}
+        raise WireError(
+            f"A sample is a {type(sample).__name__}, neither an image nor a video; send it as safetensors."
+        )
+    return [_write_image(frame) for frame in sample] if body == "png" else {"mp4": _write_mp4(sample, body)}
 
 
 def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Tensor]) -> Any:
@@ -172,12 +177,12 @@ def _write_value(value: Any, name: str, body: Body, tensors: dict[str, torch.Ten
     if not isinstance(value, Image.Image):
         return value
     if body != "safetensors":
-        return {"png": _write_picture(value)}
+        return {"png": _write_image(value)}
     tensors[name] = torch.from_numpy(np.array(value.convert("RGB")))
     return {"png": {"tensor": name}}
 
 
-def _kind(sample: Any) -> str | None:
+def _find_kind(sample: Any) -> str | None:
     """Return the kind of a written sample, or None if its form is unknown."""
     if isinstance(sample, str):
         return "picture"
@@ -189,9 +194,9 @@ def _kind(sample: Any) -> str | None:
 
 def _read_sample(sample: Any, source: _Source) -> Any:
     if isinstance(sample, str):
-        return _read_picture(sample, source)
+        return _read_image(sample, source)
     if isinstance(sample, list):
-        return [_read_picture(frame, source) for frame in sample]
+        return [_read_image(frame, source) for frame in sample]
     [(form, value)] = sample.items()
     if form == "mp4":
         return _read_mp4(value, source)
@@ -206,7 +211,7 @@ def _read_value(value: Any, source: _Source) -> Any:
         return value
     if isinstance(value["png"], dict):
         return _read_pixels(source.tensor(value["png"].get("tensor")), 3, source)[0]
-    return _read_picture(value["png"], source)
+    return _read_image(value["png"], source)
 
 
 def _read_tensors(body: bytes) -> dict[str, torch.Tensor]:
@@ -216,24 +221,24 @@ def _read_tensors(body: bytes) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load(body)
     except Exception as error:  # the library's own errors, and KeyError for a dtype that torch lacks
-        raise WireError(f"The body is no file of safetensors ({type(error).__name__}: {error}).") from error
+        raise WireError(f"The body is not a safetensors file ({type(error).__name__}: {error}).") from error
 
 
 def _read_pixels(pixels: torch.Tensor, dimensions: int, source: _Source) -> list[Image.Image]:
     """Read images from `(height, width, 3)` or `(frames, height, width, 3)` uint8."""
     if pixels.dtype != torch.uint8 or pixels.ndim != dimensions or pixels.shape[-1] != 3 or not pixels.numel():
-        raise WireError(f"Pixels are {pixels.dtype} {tuple(pixels.shape)}, expected bytes (..., height, width, 3).")
+        raise WireError(f"Pixels are {pixels.dtype} {tuple(pixels.shape)}; expected uint8 (..., height, width, 3).")
     source.take(pixels.numel() // 3)
     return [Image.fromarray(frame) for frame in (pixels[None] if dimensions == 3 else pixels).numpy()]
 
 
-def _write_picture(image: Image.Image) -> str:
+def _write_image(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, format="PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _read_picture(text: Any, source: _Source) -> Image.Image:
+def _read_image(text: Any, source: _Source) -> Image.Image:
     """Read a PNG in base64; check its size in the header before decoding any pixel."""
     try:
         image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
@@ -242,7 +247,7 @@ def _read_picture(text: Any, source: _Source) -> Image.Image:
     except WireError:
         raise
     except Exception as error:  # PIL has no common class for the errors of broken files
-        raise WireError(f"A picture is no PNG in base64 ({type(error).__name__}: {error}).") from error
+        raise WireError(f"An image is not a PNG in base64 ({type(error).__name__}: {error}).") from error
 
 
 def _write_mp4(frames: list[Image.Image], body: Body) -> str:
@@ -273,9 +278,9 @@ def _read_mp4(text: Any, source: _Source) -> list[Image.Image]:
     except WireError:
         raise
     except Exception as error:  # from base64 or PyAV, and IndexError without a stream
-        raise WireError(f"A video is no MP4 in base64 ({type(error).__name__}: {error}).") from error
+        raise WireError(f"A video is not an MP4 in base64 ({type(error).__name__}: {error}).") from error
     if not frames:
-        raise WireError("A video holds no frames, or larger ones than are taken.")
+        raise WireError("A video holds no frames, or frames larger than this server accepts.")
     return frames
 
 
@@ -297,13 +302,13 @@ def _write_sounds(samples: list) -> list | None:
     ]
 
 
-def _with_sounds(samples: list, sounds: Any) -> list:
+def _add_sounds(samples: list, sounds: Any) -> list:
     from ...media.files import VideoWithSound
 
     if sounds is None:
         return samples
     if not _is_list(sounds, len(samples), (dict, type(None))) or not isinstance(samples[0], list):
-        raise WireError("sounds must be null or a list with an object or null for each video.")
+        raise WireError("sounds must be null, or a list with one object or null per video.")
     whole = []
     for sample, sound in zip(samples, sounds, strict=True):
         try:
@@ -311,5 +316,5 @@ def _with_sounds(samples: list, sounds: Any) -> list:
             shape = sound and (int(sound["channels"]), -1)
             whole.append(VideoWithSound(sample, data.reshape(shape), int(sound["rate"])) if sound else sample)
         except (KeyError, TypeError, ValueError, OverflowError) as error:  # OverflowError: int() of infinity
-            raise WireError(f"A sound is not of the form ({type(error).__name__}: {error}).") from error
+            raise WireError(f"A sound is malformed ({type(error).__name__}: {error}).") from error
     return whole

@@ -86,7 +86,7 @@ def test_detections_of_every_family(make, tmp_path) -> None:
     found = detector(IMAGES, ["cat", "dog", "red car"])
     assert len(found) == 2 and sum(map(len, found)) > 0
     for (width, height), own in zip(SIZES, found, strict=True):
-        side = max(width, height)  # OWLv2 pads to a square; a random model's boxes leave the picture
+        side = max(width, height)  # OWLv2 pads to a square; a random model's boxes leave the image
         for detection in own:
             left, top, right, bottom = detection.box
             assert detection.label in ("cat", "dog", "red car") and 0.01 <= detection.score <= 1
@@ -181,14 +181,14 @@ def test_colors_by_clip_are_the_nearest_of_the_averaged_phrases(tmp_path) -> Non
             pixels = processor(images=IMAGES[0].crop(box), return_tensors="pt")["pixel_values"]
             seen = model.get_image_features(pixels).pooler_output[0]
             for color in NAMED:
-                said = []
+                text_features = []
                 for phrase in (
                     f"a photo of a {color} cat",
                     f"a photo of a {color}-colored cat",
                     f"a photo of a {color} object",
                 ):
                     vector = model.get_text_features(**processor(text=phrase, return_tensors="pt")).pooler_output[0]
-                    said.append(vector / vector.norm())
-                mean = sum(said) / 3
+                    text_features.append(vector / vector.norm())
+                mean = sum(text_features) / 3
                 scores[color] = float(seen @ mean / mean.norm())
         assert name == max(scores, key=scores.get)

@@ -80,10 +80,10 @@ def detector(tmp_path_factory) -> str:
     images = tf.Owlv2ImageProcessorPil(size={"height": side, "width": side}, image_mean=[0] * 3, image_std=[1] * 3)
     processor = tf.Owlv2Processor(images, tokenizer)
     with torch.no_grad():
-        said = processor(text=[list(SHAPES)], return_tensors="pt")
-        said = model.owlv2.text_model(**said).pooler_output
+        text_features = processor(text=[list(SHAPES)], return_tensors="pt")
+        text_features = model.owlv2.text_model(**text_features).pooler_output
         wanted = torch.eye(WIDTH)[: len(SHAPES)]
-        model.owlv2.text_projection.weight.copy_((torch.linalg.pinv(said) @ wanted).T)
+        model.owlv2.text_projection.weight.copy_((torch.linalg.pinv(text_features) @ wanted).T)
     folder = tmp_path_factory.mktemp("detector")
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -139,7 +139,7 @@ SIZE = 200
 
 
 class Scene:
-    """A picture of rectangles, and a detector that knows where they are."""
+    """An image of rectangles, and a detector that knows where they are."""
 
     def __init__(self, *objects):
         self.image, self.detections = Image.new("RGB", (SIZE, SIZE), (128, 128, 128)), []
@@ -183,7 +183,7 @@ def test_ways_to_score_are_named_or_refused() -> None:
         load_rewards({"geneval": {"detector": "a/b", "score": "sparse"}})
 
 
-def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+def test_equal_settings_make_it_the_same_evaluation_only_reward() -> None:
     spec = {"geneval": {"detector": "owner/one"}}
     check_eval_rewards(load_rewards(spec), load_rewards(spec))
     assert hash(GenEval("owner/one")) == hash(GenEval("owner/one")) and GenEval("owner/one") != object()

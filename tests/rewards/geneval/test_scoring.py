@@ -20,7 +20,7 @@ SIZE = 200
 
 
 class Scene:
-    """A picture of rectangles, and a detector that knows where they are."""
+    """An image of rectangles, and a detector that knows where they are."""
 
     def __init__(self, *objects):
         self.image, self.detections = Image.new("RGB", (SIZE, SIZE), (128, 128, 128)), []
@@ -156,7 +156,7 @@ def test_a_mask_says_whose_pixels_they_are() -> None:
     assert name_pixel_colors(image, [detection(box), detection(box, mask=mask)], "cat") == ["green", "pink"]
 
 
-def test_what_lies_outside_of_the_picture_has_no_color() -> None:
+def test_what_lies_outside_of_the_image_has_no_color() -> None:
     image = Image.new("RGB", (20, 20), NAMED["green"])
     outside = [(30, 0, 40, 10), (-40, 0, -10, 10), (0, -9, 9, -2), (0, 30, 10, 40)]
     found = [detection(box) for box in [*outside, (5, 5, 5, 5), (19.5, 19.5, 20, 20)]]

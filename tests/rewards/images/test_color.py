@@ -11,11 +11,11 @@ from diffusion_grpo.tiny import COLORS, make_prompt
 
 
 def test_color_is_high_for_the_named_color_alone() -> None:
-    pictures, wanted, written, named = draw_words(36)
-    right = REWARDS["color"](images=pictures, prompts=wanted)
+    images, wanted, written, named = draw_words(36)
+    right = REWARDS["color"](images=images, prompts=wanted)
     assert min(right) > 0.9
     for other in COLORS:
-        scores = REWARDS["color"](images=pictures, prompts=[make_prompt(word, other) for word in written])
+        scores = REWARDS["color"](images=images, prompts=[make_prompt(word, other) for word in written])
         assert all(value < 0.3 for value, color in zip(scores, named, strict=True) if color != other)
 
 
@@ -27,6 +27,6 @@ def test_color_survives_blur_and_counts_blank_as_nothing() -> None:
 
 
 def test_a_color_inside_the_quotes_is_not_the_wish() -> None:
-    picture = draw_word("GREEN", "red", random.Random(0))
-    (value,) = REWARDS["color"](images=[picture], prompts=['the word "GREEN" in red'])
+    image = draw_word("GREEN", "red", random.Random(0))
+    (value,) = REWARDS["color"](images=[image], prompts=['the word "GREEN" in red'])
     assert value > 0.9

@@ -27,7 +27,7 @@ def test_sharpness_is_the_variance_of_the_laplacian() -> None:
     assert first > 10 * second
 
 
-def test_colorfulness_of_known_pictures() -> None:
+def test_colorfulness_of_known_images() -> None:
     red = Image.new("RGB", (8, 8), (255, 0, 0))  # rg = 255, yb = 127.5, no variance
     halves = red.copy()
     halves.paste((0, 0, 255), (0, 0, 4, 8))  # rg: 0 and 255; yb: -255 and 127.5

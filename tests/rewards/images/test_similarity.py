@@ -27,13 +27,13 @@ def reference_ssim(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def test_ssim_is_the_published_formula() -> None:
-    picture = noise().filter(ImageFilter.GaussianBlur(1))
-    other = picture.filter(ImageFilter.GaussianBlur(2))
-    luma, smooth = (np.asarray(p.convert("L"), dtype=np.float64) for p in (picture, other))
+    image = noise().filter(ImageFilter.GaussianBlur(1))
+    other = image.filter(ImageFilter.GaussianBlur(2))
+    luma, smooth = (np.asarray(p.convert("L"), dtype=np.float64) for p in (image, other))
     wanted = reference_ssim(luma, smooth)
     assert 0 < wanted < 0.95
-    targets = [other, picture, noise(), None]
-    values = REWARDS["ssim"](images=[picture] * 4, target=targets)
+    targets = [other, image, noise(), None]
+    values = REWARDS["ssim"](images=[image] * 4, target=targets)
     assert values[:2] == pytest.approx([wanted, 1], abs=1e-12) and values[2] < 0.3 and values[3] is None
     (grey,) = REWARDS["ssim"](images=[flat(100)], goal=[flat(150)], target_column="goal")
     assert grey == pytest.approx((2 * 100 * 150 + 6.5025) / (100**2 + 150**2 + 6.5025))
@@ -46,10 +46,10 @@ def test_psnr_of_known_errors() -> None:
 
 @pytest.mark.parametrize("name", ["ssim", "psnr"])
 def test_a_target_may_be_a_file_of_another_size(name, tmp_path) -> None:
-    picture = noise().filter(ImageFilter.GaussianBlur(3))
-    picture.resize((64, 48), Image.Resampling.LANCZOS).save(tmp_path / "large.png")
-    (near,) = REWARDS[name](images=[picture], target=[str(tmp_path / "large.png")])
-    (far,) = REWARDS[name](images=[picture], target=[noise()])
+    image = noise().filter(ImageFilter.GaussianBlur(3))
+    image.resize((64, 48), Image.Resampling.LANCZOS).save(tmp_path / "large.png")
+    (near,) = REWARDS[name](images=[image], target=[str(tmp_path / "large.png")])
+    (far,) = REWARDS[name](images=[image], target=[noise()])
     assert near > far and near > {"ssim": 0.98, "psnr": 35}[name]
 
 

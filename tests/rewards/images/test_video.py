@@ -10,11 +10,11 @@ from plain_images import RANDOM, flat, noise
 from diffusion_grpo.rewards import REWARDS
 
 
-def moving(picture: Image.Image, right: int, down: int, frames: int, side: int = 128) -> list[Image.Image]:
-    """A window over a larger picture: the scene moves by (right, down) pixels a frame."""
+def moving(image: Image.Image, right: int, down: int, frames: int, side: int = 128) -> list[Image.Image]:
+    """A window over a larger image: the scene moves by (right, down) pixels a frame."""
     start = max(0, right * frames), max(0, down * frames)
     corners = [(start[0] - right * turn, start[1] - down * turn) for turn in range(frames)]
-    return [picture.crop((x, y, x + side, y + side)) for x, y in corners]
+    return [image.crop((x, y, x + side, y + side)) for x, y in corners]
 
 
 def test_flicker_and_smoothness_of_known_videos() -> None:

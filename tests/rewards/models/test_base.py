@@ -94,7 +94,7 @@ def test_offloaded_between_calls(offload) -> None:
     assert events == [*last, "cpu", "scored", *last, "cpu", *last]
 
 
-def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+def test_equal_settings_make_it_the_same_evaluation_only_reward() -> None:
     reward, same = load_rewards(Doubled()) + load_rewards({f"{__name__}.Doubled": {}})
     assert Doubled() == Doubled() and hash(Doubled()) == hash(Doubled())
     assert Doubled() != Doubled(factor=1.0) and Doubled() != object()

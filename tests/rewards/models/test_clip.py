@@ -26,17 +26,17 @@ def transformers_square(image):
 
 
 def clip_cosines(model, images, prompts):
-    """cos(picture, prompt) by transformers' CLIP, prompts cut off at 77 tokens."""
+    """cos(image, prompt) by transformers' CLIP, prompts cut off at 77 tokens."""
     tokenizer, model = clip_tokenizer(), model.double()
     values = []
     for image, prompt in zip(images, prompts):
         ids = tokenizer(prompt)["input_ids"]
         ids = ids if len(ids) <= 77 else [*ids[:76], tokenizer.eos_token_id]
         states = model.text_model(input_ids=torch.tensor([ids])).last_hidden_state[:, -1]
-        said = unit(states @ model.text_projection.weight.T)
+        text_features = unit(states @ model.text_projection.weight.T)
         pixels = transformers_square(image)[None]
         seen = unit(model.vision_model(pixels).pooler_output @ model.visual_projection.weight.T)
-        values.append((seen * said).sum())
+        values.append((seen * text_features).sum())
     return torch.stack(values)
 
 

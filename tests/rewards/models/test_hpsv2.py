@@ -115,13 +115,13 @@ def test_hpsv2_as_a_model_of_transformers(tmp_path) -> None:
     pixels = torch.cat([hps_pixels(image, True) for image in IMAGES])
     seen = unit(model.visual_projection(model.vision_model(pixels).pooler_output))
     ids = [torch.tensor([clip_tokenizer()(PROMPTS[0])["input_ids"]])]
-    said = unit(model.text_projection(model.text_model(input_ids=ids[0]).pooler_output))
-    assert found[0].item() == pytest.approx((seen[0] @ said[0]).item(), abs=1e-5)
+    text_features = unit(model.text_projection(model.text_model(input_ids=ids[0]).pooler_output))
+    assert found[0].item() == pytest.approx((seen[0] @ text_features[0]).item(), abs=1e-5)
 
 
 @torch.no_grad()
 def test_evaluations_measure_diversity_between_what_it_sees(tmp_path) -> None:
-    """Pictures padded, not cropped, from a checkpoint of either form."""
+    """Images padded, not cropped, from a checkpoint of either form."""
     model = clip(tmp_path, "gelu").double()
     expected = unit(
         model.visual_projection(

@@ -71,15 +71,15 @@ def lpips_distance(one, two, net, w, linear):
 @pytest.mark.parametrize("net", ["alex", "vgg"])
 def test_lpips(tmp_path, net) -> None:
     weights, linear = lpips_files(tmp_path, net)
-    pictures = [image.resize((48, 40)) for image in IMAGES[:2]] + [IMAGES[2]]
-    others = [pictures[1], IMAGES[3], None]  # the second has another size
+    images = [image.resize((48, 40)) for image in IMAGES[:2]] + [IMAGES[2]]
+    others = [images[1], IMAGES[3], None]  # the second has another size
     fitted = [others[0], others[1].resize((48, 40), Image.Resampling.LANCZOS)]
-    expected = [1 - lpips_distance(a, b, net, weights, linear) for a, b in zip(pictures, fitted)]
+    expected = [1 - lpips_distance(a, b, net, weights, linear) for a, b in zip(images, fitted)]
     options = {"model": str(tmp_path), "net": net}
-    found = scored("lpips", options, pictures, PROMPTS[:3], target=others)
+    found = scored("lpips", options, images, PROMPTS[:3], target=others)
     torch.testing.assert_close(found[:2], torch.stack(expected), rtol=0, atol=1e-4)
     assert found[2].isnan() and expected[0] < 0.99
-    assert scored("lpips", options, pictures, PROMPTS[:3], target=pictures).tolist() == [1, 1, 1]
+    assert scored("lpips", options, images, PROMPTS[:3], target=images).tolist() == [1, 1, 1]
     with pytest.raises(RuntimeError, match="at least 32 x 32 pixels"):
         scored("lpips", options, [IMAGES[0].resize((64, 16))], PROMPTS[:1], target=[IMAGES[0]])
 
@@ -87,13 +87,13 @@ def test_lpips(tmp_path, net) -> None:
 @torch.no_grad()
 def test_in_float16_large_features_neither_overflow_nor_vanish(tmp_path) -> None:
     weights, linear = lpips_files(tmp_path, "alex")
-    name, pictures = tmp_path / "alexnet-owt-7be5be79.pth", [image.resize((48, 40)) for image in IMAGES[:2]]
+    name, images = tmp_path / "alexnet-owt-7be5be79.pth", [image.resize((48, 40)) for image in IMAGES[:2]]
     first = {key: 100 * weights[key] for key in ("features.0.weight", "features.0.bias")}  # 64 * 100**2 > 65504
     torch.save({**torch.load(name), **{key: each.float() for key, each in first.items()}}, name)
     weights |= first
-    expected = 1 - lpips_distance(*pictures, "alex", weights, linear).item()
+    expected = 1 - lpips_distance(*images, "alex", weights, linear).item()
     options = {"model": str(tmp_path), "dtype": "float16", "device": "cpu"}
-    found = scored("lpips", options, pictures[:1], PROMPTS[:1], target=pictures[1:]).item()
+    found = scored("lpips", options, images[:1], PROMPTS[:1], target=images[1:]).item()
     assert expected < 0.99 and found == pytest.approx(expected, abs=0.02 * (1 - expected))
 
 

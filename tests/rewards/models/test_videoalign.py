@@ -116,7 +116,7 @@ def test_videoalign_is_each_output_at_its_token_normalised(videoalign, monkeypat
     assert len(passes) == 3  # another dtype is another model
 
 
-def test_videoalign_remembers_so_many(videoalign, monkeypatch) -> None:
+def test_videoalign_remembers_a_limited_number(videoalign, monkeypatch) -> None:
     folders, _, _ = videoalign
     monkeypatch.setattr(videoalign_module, "REMEMBERED", 1)
     passes, build_batch = [], videoalign_module.build_batch

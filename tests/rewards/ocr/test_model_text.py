@@ -13,7 +13,7 @@ from diffusion_grpo.rewards.ocr.text import similarity
 @torch.no_grad()
 @pytest.mark.parametrize("make", [trocr, got_ocr], ids=lambda make: make.__name__)
 def test_a_model_reads(make, tmp_path) -> None:
-    """What it reads is what generate gives for the picture alone."""
+    """What it reads is what generate gives for the image alone."""
     make(tmp_path)
     model = tf.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     processor = tf.AutoProcessor.from_pretrained(tmp_path)

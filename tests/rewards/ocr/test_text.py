@@ -17,14 +17,14 @@ from diffusion_grpo.rewards.ocr.text import find_quoted, load_paddle, load_recog
 
 
 def test_clean_renderings_are_read() -> None:
-    pictures, wanted, _, _ = draw_words(60)
-    scores = REWARDS["text"](images=pictures, prompts=wanted)
+    images, wanted, _, _ = draw_words(60)
+    scores = REWARDS["text"](images=images, prompts=wanted)
     assert sum(value == 1 for value in scores) >= 57
 
 
 def test_one_wrong_letter_costs_its_share() -> None:
-    pictures = [draw_word("RUINS", "black", random.Random(0))]
-    assert REWARDS["text"](images=pictures, prompts=['the word "RAINS" in black']) == [pytest.approx(0.8)]
+    images = [draw_word("RUINS", "black", random.Random(0))]
+    assert REWARDS["text"](images=images, prompts=['the word "RAINS" in black']) == [pytest.approx(0.8)]
 
 
 def test_nothing_written_scores_nothing() -> None:
@@ -33,11 +33,11 @@ def test_nothing_written_scores_nothing() -> None:
     assert REWARDS["text"](images=[blank], prompts=["rain"]) == [None]
 
 
-def test_a_picture_reads_the_same_alone_and_in_a_batch_of_many_sizes() -> None:
-    pictures, wanted, _, _ = draw_words(6)
-    mixed = [picture.resize((96 * (1 + row % 2), 32)) for row, picture in enumerate(pictures)]
+def test_an_image_reads_the_same_alone_and_in_a_batch_of_many_sizes() -> None:
+    images, wanted, _, _ = draw_words(6)
+    mixed = [image.resize((96 * (1 + row % 2), 32)) for row, image in enumerate(images)]
     together = REWARDS["text"](images=mixed, prompts=wanted)
-    alone = [REWARDS["text"](images=[picture], prompts=[prompt])[0] for picture, prompt in zip(mixed, wanted)]
+    alone = [REWARDS["text"](images=[image], prompts=[prompt])[0] for image, prompt in zip(mixed, wanted)]
     assert together == alone
 
 
@@ -77,11 +77,11 @@ def test_spelling_options(reading: str, wanted: str | None, options: dict, score
 
 
 def test_the_wanted_text_may_stand_in_a_column() -> None:
-    pictures = [draw_word("RAINS", "blue", random.Random(0)), draw_word("RUINS", "black", random.Random(0))]
+    images = [draw_word("RAINS", "blue", random.Random(0)), draw_word("RUINS", "black", random.Random(0))]
     columns = {"word": ["Rains", "Rains"], "target_column": "word"}
-    assert REWARDS["text"](images=pictures, prompts=["a", 'b "X"'], **columns) == [1, pytest.approx(0.8)]
-    assert REWARDS["text"](images=pictures, prompts=["a", "b"], match="exact", **columns) == [1, 0]
-    assert REWARDS["text"](images=pictures, prompts=["a", "b"], match="exact", ignore_case=False, **columns) == [0, 0]
+    assert REWARDS["text"](images=images, prompts=["a", 'b "X"'], **columns) == [1, pytest.approx(0.8)]
+    assert REWARDS["text"](images=images, prompts=["a", "b"], match="exact", **columns) == [1, 0]
+    assert REWARDS["text"](images=images, prompts=["a", "b"], match="exact", ignore_case=False, **columns) == [0, 0]
 
 
 def test_text_in_a_scene_is_found_and_read_from_top_to_bottom() -> None:
@@ -144,10 +144,10 @@ def paddle(monkeypatch):
 
 
 def test_paddleocr_reads(paddle) -> None:
-    pictures = [Image.new("RGB", (96, 32), (10, 20, 30))] * 2
+    images = [Image.new("RGB", (96, 32), (10, 20, 30))] * 2
     rewards = load_rewards({"text": {"engine": "paddleocr"}})
     for _ in range(2):
-        values = score(rewards, images=pictures, prompts=['"new york"', '"NEW YORT"'])
+        values = score(rewards, images=images, prompts=['"new york"', '"NEW YORT"'])
         assert values[:, 0].tolist() == pytest.approx([1.0, 7 / 8])
     off = ("use_doc_orientation_classify", "use_doc_unwarping", "use_textline_orientation")
     assert paddle == [{"lang": "en", **dict.fromkeys(off, False)}]
@@ -172,7 +172,7 @@ def test_paddleocr_gets_its_own_arguments_and_the_names_of_models_in_folders(pad
         REWARDS["text"](images=[], prompts=[], engine_kwargs={"lang": "ch"})
 
 
-def test_what_paddleocr_lacks_is_said_at_the_start(paddle, monkeypatch, tmp_path) -> None:
+def test_what_paddleocr_lacks_is_reported_at_the_start(paddle, monkeypatch, tmp_path) -> None:
     rewards = load_rewards({"text": {"engine": "paddleocr"}})
     check_needs(rewards)
     monkeypatch.setenv("PADDLE_PDX_CACHE_HOME", str(tmp_path))
@@ -193,8 +193,8 @@ def test_what_paddleocr_lacks_is_said_at_the_start(paddle, monkeypatch, tmp_path
 def test_a_missing_paddleocr_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "paddleocr", None)
     load_paddle.cache_clear()
-    picture = draw_word("WORD", "red", random.Random(0))
+    image = draw_word("WORD", "red", random.Random(0))
     with pytest.raises(ImportError, match="pip install paddleocr paddlepaddle"):
-        REWARDS["text"](images=[picture], prompts=['"WORD"'], engine="paddleocr")
+        REWARDS["text"](images=[image], prompts=['"WORD"'], engine="paddleocr")
     with pytest.raises(ValueError, match="has engine='easyocr'; expected"):
         load_rewards({"text": {"engine": "easyocr"}})

@@ -29,8 +29,8 @@ from diffusion_grpo.rewards import (
     score,
 )
 
-PICTURES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
-PROMPTS = [f"prompt {index}" for index in range(len(PICTURES))]
+IMAGES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
+PROMPTS = [f"prompt {index}" for index in range(len(IMAGES))]
 SHADES = [shade / 255 for shade in range(0, 250, 25)]
 FAST = {"backoff": 0.01, "timeout": 10.0}
 
@@ -70,7 +70,7 @@ def broken():
 
 
 def scores_of(remote: RemoteReward, **keywords) -> list:
-    return score([remote], images=PICTURES, prompts=PROMPTS, **keywords)[:, 0].tolist()
+    return score([remote], images=IMAGES, prompts=PROMPTS, **keywords)[:, 0].tolist()
 
 
 def closed_port() -> str:
@@ -90,7 +90,7 @@ def test_the_same_scores_as_here(serve) -> None:
         scores_of(RemoteReward(url))
 
 
-def test_pictures_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
+def test_images_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
     seen = []
 
     def look(images, prompts, mood, goal, **columns):
@@ -99,17 +99,17 @@ def test_pictures_prompts_columns_and_none_arrive_as_they_are(serve) -> None:
 
     table = score(
         [RemoteReward(serve(look), columns=["mood", "goal"])],
-        images=PICTURES[:2],
+        images=IMAGES[:2],
         prompts=["ä", "b"],
         columns={"mood": [{"a": 1}, None], "goal": [Image.new("RGB", (2, 2), (1, 2, 3))] * 2, "kept": ["x", "y"]},
     )
     assert table[0].isnan() and table[1] == 2
     pixels, prompts, mood, goal, others = seen[0]
-    assert pixels == [picture.tobytes() for picture in PICTURES[:2]] and prompts == ["ä", "b"]
+    assert pixels == [picture.tobytes() for picture in IMAGES[:2]] and prompts == ["ä", "b"]
     assert mood == [{"a": 1}, None] and goal == (1, 2, 3) and "kept" not in others
 
 
-def test_equal_settings_make_it_the_same_reward_for_judges() -> None:
+def test_equal_settings_make_it_the_same_evaluation_only_reward() -> None:
     spec = {"remote": {"url": "http://a", "reward": "x", "columns": ["mood"]}}
     check_eval_rewards(load_rewards(spec), load_rewards(spec))
     assert RemoteReward("http://a") == RemoteReward(["http://a/"])
@@ -125,7 +125,7 @@ def test_groups_are_sent_whole(serve) -> None:
         return [float(len(images))] * len(images)
 
     remote = RemoteReward(serve(size), batch_size=2, groupwise=True)
-    table = score([remote], images=PICTURES, prompts=PROMPTS, groups=[0] * 7 + [1] * 3)
+    table = score([remote], images=IMAGES, prompts=PROMPTS, groups=[0] * 7 + [1] * 3)
     assert table[:, 0].tolist() == [7] * 7 + [3] * 3
 
 
@@ -165,7 +165,7 @@ def test_a_full_queue_is_tried_again_and_is_no_failure(serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ("no json", 200, "answered no JSON: 'no json'"),
         ("[1]", 200, "expected an object"),
@@ -177,14 +177,14 @@ def test_a_full_queue_is_tried_again_and_is_no_failure(serve) -> None:
         (None, 200, "2 requests failed"),
     ],
 )
-def test_a_server_that_answers_nonsense_is_taken_out(body, status, said, serve, broken) -> None:
+def test_a_server_that_answers_nonsense_is_taken_out(body, status, message, serve, broken) -> None:
     bad, requests = broken(body, status)
     remote = RemoteReward([bad, serve("brightness")], "brightness", retries=1, concurrency=1, **FAST)
     with pytest.warns(UserWarning, match="taken out"):
         assert scores_of(remote) == pytest.approx(SHADES)
     assert len(requests) == 2 and not remote.servers[0].is_alive
     alone = RemoteReward(bad, "brightness", retries=0, **FAST)
-    with pytest.warns(UserWarning), pytest.raises(RewardError, match=said if body else "no server left"):
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match=message if body else "no server left"):
         scores_of(alone)
 
 
@@ -210,8 +210,8 @@ def test_a_slow_server_is_given_up(serve) -> None:
         scores_of(remote)
 
 
-@pytest.mark.parametrize(("piece", "said"), [(b" ", "no answer within 0.5 seconds"), (b" " * 2**20, "more than")])
-def test_a_server_that_never_comes_to_an_end_is_given_up(piece, said) -> None:
+@pytest.mark.parametrize(("piece", "message"), [(b" ", "no answer within 0.5 seconds"), (b" " * 2**20, "more than")])
+def test_a_server_that_never_comes_to_an_end_is_given_up(piece, message) -> None:
     """A byte now and then keeps httpx's own time-outs from striking; a flood fills the memory."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -232,7 +232,7 @@ def test_a_server_that_never_comes_to_an_end_is_given_up(piece, said) -> None:
         f"http://127.0.0.1:{server.server_address[1]}", "x", retries=0, timeout=0.5 if piece == b" " else 9.0
     )
     start = time.monotonic()
-    with pytest.warns(UserWarning, match=said), pytest.raises(RewardError, match="no server left"):
+    with pytest.warns(UserWarning, match=message), pytest.raises(RewardError, match="no server left"):
         scores_of(remote)
     assert time.monotonic() - start < 2
     server.shutdown()
@@ -323,7 +323,7 @@ def test_a_column_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"url": []}, "http://host:port"),
         ({"url": "localhost:8000"}, "http://host:port"),
@@ -335,8 +335,8 @@ def test_a_column_that_is_not_there() -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_work_are_refused(arguments, said) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_cannot_work_are_refused(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
         load_rewards({"remote": arguments})
 
 
@@ -375,11 +375,11 @@ def test_the_command_serves_and_is_killed_mid_batch(serve) -> None:
 
 
 def test_the_command_refuses_what_it_cannot_serve(capsys) -> None:
-    for words, said in (
+    for words, message in (
         (["brigthness"], "brightness"),
         (["brightness", "--token_env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
         (["brightness", "--max_waiting", "0"], "at least 1"),
     ):
         assert cli.main(["rewards", "serve", *words]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert "brightness" in REWARDS

@@ -10,7 +10,7 @@ import pytest
 
 from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, score
 from diffusion_grpo.rewards.server.wire import write_request
-from tests.rewards.server.test_remote import FAST, PICTURES, SHADES, scores_of
+from tests.rewards.server.test_remote import FAST, IMAGES, SHADES, scores_of
 
 
 def test_a_full_queue_answers_at_once(serve) -> None:
@@ -21,7 +21,7 @@ def test_a_full_queue_answers_at_once(serve) -> None:
         return [0.0] * len(images)
 
     url = serve(stuck, max_waiting=1)
-    body = write_request(PICTURES[:1], ["a"], {}, None, None)
+    body = write_request(IMAGES[:1], ["a"], {}, None, None)
 
     async def two() -> httpx2.Response:
         async with httpx2.AsyncClient(timeout=20, trust_env=False) as client:
@@ -50,7 +50,7 @@ def test_what_its_client_gave_up_leaves_the_queue_and_is_not_scored(serve) -> No
         release.wait(20)
         return [0.5] * len(images)
 
-    url, body = serve(stuck), write_request(PICTURES[:1], ["a"], {}, None, None)
+    url, body = serve(stuck), write_request(IMAGES[:1], ["a"], {}, None, None)
     first = threading.Thread(target=httpx2.post, args=(f"{url}/score/stuck",), kwargs={"content": body, "timeout": 30})
     first.start()
     while not calls:
@@ -107,7 +107,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(serve) -> N
 
 @pytest.mark.parametrize("has_length", [True, False])
 def test_the_limit_is_on_the_bytes_of_the_body(serve, has_length) -> None:
-    body = write_request(PICTURES[:1], ["a"], {}, None, None)
+    body = write_request(IMAGES[:1], ["a"], {}, None, None)
     for limit, status in ((len(body), 200), (len(body) - 1, 413)):
         url = serve("brightness", max_bytes=limit)
         content = body if has_length else iter([body[:10], body[10:]])
@@ -117,11 +117,11 @@ def test_the_limit_is_on_the_bytes_of_the_body(serve, has_length) -> None:
 
 def test_columns_named_like_options_reach_a_served_reward_as_columns_alone(serve) -> None:
     """`fps` is an option of the client, `target_column` one of the reward that is served."""
-    columns = {"target": PICTURES, "target_column": ["x"] * len(PICTURES), "fps": ["y"] * len(PICTURES)}
+    columns = {"target": IMAGES, "target_column": ["x"] * len(IMAGES), "fps": ["y"] * len(IMAGES)}
     remote = RemoteReward(serve("psnr"), columns=["target", "target_column"], **FAST)
-    prompts = ["a"] * len(PICTURES)
-    table = score([remote, REWARDS["psnr"]], images=PICTURES, prompts=prompts, columns=columns)
-    assert table[:, 0].tolist() == table[:, 1].tolist() == [100.0] * len(PICTURES)
+    prompts = ["a"] * len(IMAGES)
+    table = score([remote, REWARDS["psnr"]], images=IMAGES, prompts=prompts, columns=columns)
+    assert table[:, 0].tolist() == table[:, 1].tolist() == [100.0] * len(IMAGES)
     with pytest.raises(ValueError, match="columns names 'fps', which is no column"):
         RemoteReward("http://a", columns=["fps"])
 

@@ -20,7 +20,7 @@ from diffusion_grpo.rewards import RewardError, check_eval_rewards, load_rewards
 from diffusion_grpo.rewards.server.http import is_loopback
 from diffusion_grpo.rewards.server.vlm_judge import UnifiedReward, VlmJudge
 
-PICTURES = [Image.new("RGB", (8, 6), (shade, 0, 0)) for shade in (10, 20, 30)]
+IMAGES = [Image.new("RGB", (8, 6), (shade, 0, 0)) for shade in (10, 20, 30)]
 PROMPTS = ["a fox", "two {braces}", "ä"]
 
 
@@ -57,7 +57,7 @@ def model():
 
 
 def shown(body) -> list[Image.Image]:
-    """The pictures of a request."""
+    """The images of a request."""
     parts = [part for part in body["messages"][0]["content"] if part["type"] == "image_url"]
     heads = {part["image_url"]["url"].partition(",")[0] for part in parts}
     assert heads == {"data:image/png;base64"}
@@ -65,13 +65,13 @@ def shown(body) -> list[Image.Image]:
     return [Image.open(io.BytesIO(one)) for one in data]
 
 
-def said(body) -> str:
+def read_question(body) -> str:
     [text] = [part["text"] for part in body["messages"][0]["content"] if part["type"] == "text"]
     return text
 
 
 def red(body) -> str:
-    """A model that knows how red the first picture is."""
+    """A model that knows how red the first image is."""
     return f"Looking at it, 1 thing is clear. Score: {shown(body)[0].getpixel((0, 0))[0]}"
 
 
@@ -83,15 +83,15 @@ def judge(url, **options) -> VlmJudge:
     return VlmJudge(url, "tiny", options.pop("template", "Rate it: {prompt}"), backoff=0.01, **options)
 
 
-def values(reward, pictures=PICTURES, prompts=PROMPTS, **keywords) -> list:
-    found = score([reward], images=pictures, prompts=prompts, **keywords)[:, 0].tolist()
+def values(reward, images=IMAGES, prompts=PROMPTS, **keywords) -> list:
+    found = score([reward], images=images, prompts=prompts, **keywords)[:, 0].tolist()
     return [None if math.isnan(value) else value for value in found]
 
 
 # what works
 
 
-def test_pictures_and_question_arrive_and_the_last_number_counts(model, monkeypatch) -> None:
+def test_images_and_question_arrive_and_the_last_number_counts(model, monkeypatch) -> None:
     url, seen = model(red)
     monkeypatch.setenv("JUDGE_KEY", "very-secret")
     template = 'Rate {prompt} in the mood {mood} as {{"score": n}}.'
@@ -103,7 +103,9 @@ def test_pictures_and_question_arrive_and_the_last_number_counts(model, monkeypa
     assert values(reward, columns=moods, log_metric=logged.__setitem__) == [0.0, 1.0, 2.0]
     assert logged == {"vlm_judge/unread": 0.0}
     by_shade = {shown(request["body"])[0].getpixel((0, 0))[0]: request for request in seen}
-    assert len(seen) == 3 and said(by_shade[20]["body"]) == 'Rate two {braces} in the mood gay as {"score": n}.'
+    assert (
+        len(seen) == 3 and read_question(by_shade[20]["body"]) == 'Rate two {braces} in the mood gay as {"score": n}.'
+    )
     fields = {name: value for name, value in by_shade[10]["body"].items() if name != "messages"}
     assert fields == {"model": "tiny", "max_tokens": 77, "seed": 3}
     assert {request["headers"]["authorization"] for request in seen} == {"Bearer very-secret"}
@@ -116,8 +118,8 @@ def test_frames_of_a_video_in_one_question(model) -> None:
     video = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in range(11)]
     reward = judge(url, num_frames=3, video_template="Rate the video: {prompt}", score_range=[5, 9])
     found = score([reward], videos=[video], prompts=["a"], fps=8)
-    assert [picture.getpixel((0, 0))[0] for picture in shown(seen[0]["body"])] == [0, 5, 10]
-    assert said(seen[0]["body"]) == "Rate the video: a" and found.isnan().all()  # 0 is below 5
+    assert [image.getpixel((0, 0))[0] for image in shown(seen[0]["body"])] == [0, 5, 10]
+    assert read_question(seen[0]["body"]) == "Rate the video: a" and found.isnan().all()  # 0 is below 5
     whole = judge(url, num_frames=20, score_range=[5, 9], video_score_range=[0, 9])
     assert score([whole], videos=[video], prompts=["a"], fps=8).item() == 0
     assert len(shown(seen[1]["body"])) == 11
@@ -144,11 +146,11 @@ def test_unified_reward(model) -> None:
     replies = {10: "fox (animal): 1\nFinal Score: 4.5", 20: "**Final Score:** 3", 30: "Final Score: 7"}
     url, seen = model(lambda body: replies[shown(body)[0].getpixel((0, 0))[0]])
     (reward,) = load_rewards({"unified_reward": {"url": url, "std": 5.0}})
-    assert values(reward) == [pytest.approx(0.9), pytest.approx(0.6), None]  # pictures have 1 to 5
-    assert any(said(request["body"]).endswith("Text Caption: [a fox]") for request in seen)
+    assert values(reward) == [pytest.approx(0.9), pytest.approx(0.6), None]  # images have 1 to 5
+    assert any(read_question(request["body"]).endswith("Text Caption: [a fox]") for request in seen)
     assert {request["body"]["model"] for request in seen} == {"UnifiedReward"}
-    assert score([UnifiedReward(url)], videos=[[PICTURES[2]] * 2], prompts=["a fox"], fps=8).item() == 7  # 1 to 10
-    assert said(seen[-1]["body"]).endswith("Text Prompt: [a fox]")
+    assert score([UnifiedReward(url)], videos=[[IMAGES[2]] * 2], prompts=["a fox"], fps=8).item() == 7  # 1 to 10
+    assert read_question(seen[-1]["body"]).endswith("Text Prompt: [a fox]")
 
 
 def test_so_many_questions_at_a_time(model) -> None:
@@ -162,7 +164,7 @@ def test_so_many_questions_at_a_time(model) -> None:
         return "5"
 
     url, _ = model(slow)
-    assert values(judge(url, concurrency=2), PICTURES * 3, PROMPTS * 3) == [5] * 9
+    assert values(judge(url, concurrency=2), IMAGES * 3, PROMPTS * 3) == [5] * 9
     assert max(most) == 2
 
 
@@ -188,7 +190,7 @@ def test_so_many_questions_at_a_time(model) -> None:
 )
 def test_the_number_is_not_that_out_of_which_it_is(reply, expected, model) -> None:
     url, _ = model(lambda body: reply)
-    assert values(judge(url), PICTURES[:1], PROMPTS[:1]) == [expected]
+    assert values(judge(url), IMAGES[:1], PROMPTS[:1]) == [expected]
 
 
 def test_a_server_on_this_machine_is_not_asked_through_a_proxy(model, monkeypatch) -> None:
@@ -231,26 +233,26 @@ def test_what_holds_no_score_is_none(reply, model) -> None:
 def test_a_server_that_fails_is_asked_again_and_then_the_run_stops(content, status, reason, model) -> None:
     fails = []
     url, seen = model(lambda body: fails.append(1) or (refusal(status, content) if len(fails) < 3 else "4"))
-    assert values(judge(url), PICTURES[:1], PROMPTS[:1]) == [4] and len(seen) == 3
+    assert values(judge(url), IMAGES[:1], PROMPTS[:1]) == [4] and len(seen) == 3
     url, seen = model(lambda body: refusal(status, content))
     with pytest.raises(RewardError, match=re.escape(reason)):
-        values(judge(url, retries=1), PICTURES[:1], PROMPTS[:1])
+        values(judge(url, retries=1), IMAGES[:1], PROMPTS[:1])
     assert len(seen) == 2
 
 
-def test_too_many_requests_wait_as_long_as_they_are_told(model) -> None:
+def test_too_many_requests_wait_as_long_as_the_server_asks(model) -> None:
     fails = []
     answer = refusal(429, **{"Retry-After": "0.2"})
     url, _ = model(lambda body: fails.append(1) or (answer if len(fails) < 2 else "4"))
     start = time.monotonic()
-    assert values(judge(url), PICTURES[:1], PROMPTS[:1]) == [4] and time.monotonic() - start >= 0.2
+    assert values(judge(url), IMAGES[:1], PROMPTS[:1]) == [4] and time.monotonic() - start >= 0.2
 
 
 def test_a_refusal_stops_at_once_and_names_no_key(model, monkeypatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "very-secret")
     url, seen = model(lambda body: refusal(401, '{"error": {"message": "wrong key"}}'))
     with pytest.raises(RewardError, match="was refused by .*status 401, wrong key") as caught:
-        values(judge(url, api_key_env="JUDGE_KEY"), PICTURES[:1], PROMPTS[:1])
+        values(judge(url, api_key_env="JUDGE_KEY"), IMAGES[:1], PROMPTS[:1])
     assert len(seen) == 1 and "very-secret" not in str(caught.value)
 
 
@@ -267,7 +269,7 @@ def test_a_slow_server_and_none_at_all(model) -> None:
         values(judge(url, retries=1))
 
 
-def test_what_it_cannot_judge(model) -> None:
+def test_what_it_cannot_score(model) -> None:
     url, _ = model(red)
     with pytest.raises(RewardError, match="{mood} in its template, a column that the dataset lacks"):
         values(judge(url, template="{prompt} {mood}"))

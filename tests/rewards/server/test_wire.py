@@ -13,7 +13,7 @@ from diffusion_grpo.rewards import RemoteReward, RewardError, load_rewards, scor
 from diffusion_grpo.rewards.contract import is_marked
 from diffusion_grpo.rewards.server.wire import WireError, read_request, write_request
 
-PICTURES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in (0, 25)]
+IMAGES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in (0, 25)]
 
 
 @pytest.mark.parametrize("body", ["png", "mp4", "mp4_lossy", "safetensors"])
@@ -31,10 +31,8 @@ def test_bodies_of_every_kind(body, serve) -> None:
     frames = [Image.fromarray((smooth + draw.integers(0, 5, smooth.shape)).astype(np.uint8)) for _ in range(5)]
     columns = {"goal": [frames[0], frames[1]]}
     score([remote], images=frames[:2], prompts=["a", "b"], columns=columns)
-    pictures, prompts, goals, _ = seen.pop()
-    assert prompts == ["a", "b"] and [one.tobytes() for one in pictures + goals] == 2 * [
-        f.tobytes() for f in frames[:2]
-    ]
+    images, prompts, goals, _ = seen.pop()
+    assert prompts == ["a", "b"] and [one.tobytes() for one in images + goals] == 2 * [f.tobytes() for f in frames[:2]]
     sound = draw.uniform(-1, 1, (2, 100)).astype(np.float32)
     videos = [frames[:2], VideoWithSound(frames, sound, 16000)]
     score([remote], videos=videos, prompts=["a", "b"], columns=columns, fps=6)
@@ -57,7 +55,7 @@ def test_sounds_and_tensors_go_as_safetensors(serve) -> None:
     ):
         options = {"images": sounds, "prompts": ["a", "b"], "sampling_rate": 8000}
         assert score([RemoteReward(url, body="safetensors")], **options)[:, 0].tolist() == [0.25, 0.5]
-        with pytest.raises(RewardError, match="no picture or video; send it as safetensors"):
+        with pytest.raises(RewardError, match="neither an image nor a video; send it as safetensors"):
             score([RemoteReward(url)], **options)
 
 
@@ -77,7 +75,7 @@ def test_latents_go_to_a_reward_that_takes_them(serve) -> None:
     with pytest.raises(ValueError, match="add `body: safetensors`"):
         RemoteReward("http://a", latents=True)
     with pytest.raises(WireError, match="are_latents must be false"):
-        content = json.loads(write_request(PICTURES, ["a", "b"], {}, None, None))
+        content = json.loads(write_request(IMAGES, ["a", "b"], {}, None, None))
         read_request(json.dumps({**content, "are_latents": True}).encode())
 
 
@@ -93,7 +91,7 @@ def test_videos_arrive_with_their_rate(serve) -> None:
     assert table[:, 0].tolist() == pytest.approx([12.5 / 255, 37.5 / 255])
 
 
-def test_frames_of_videos_for_a_reward_of_pictures(serve) -> None:
+def test_frames_of_videos_for_a_reward_of_images(serve) -> None:
     url = serve({"brightness": {"frames": "all"}})
     video = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in (255, 102, 153, 51, 0)]
     for count, expected in ((1, 1.0), (3, (1 + 0.6 + 0) / 3), (None, 2.2 / 5)):
@@ -102,26 +100,26 @@ def test_frames_of_videos_for_a_reward_of_pictures(serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"samples": []}, "not empty"),
-        ({"samples": ["AAAA", "AAAA"]}, "no PNG"),
-        ({"samples": ["*", "*"]}, "no PNG"),
-        ({"samples": [["AAAA"], "AAAA"]}, "all pictures"),
-        ({"samples": [[], []]}, "all pictures"),
+        ({"samples": ["AAAA", "AAAA"]}, "not a PNG"),
+        ({"samples": ["*", "*"]}, "not a PNG"),
+        ({"samples": [["AAAA"], "AAAA"]}, "of one kind"),
+        ({"samples": [[], []]}, "of one kind"),
         ({"prompts": ["a"]}, "list of 2 strings"),
         ({"columns": {"a": [1]}}, "2 values"),
-        ({"columns": {"a": [{"png": "AAAA"}, 1]}}, "no PNG"),
+        ({"columns": {"a": [{"png": "AAAA"}, 1]}}, "not a PNG"),
         ({"groups": ["a", "b"]}, "whole numbers"),
         ({"fps": -1}, "above 0"),
         ({"sampling_rate": "1"}, "above 0"),
-        ({"samples": [{"mp4": "AAAA"}, {"mp4": "AAAA"}]}, "no MP4"),
+        ({"samples": [{"mp4": "AAAA"}, {"mp4": "AAAA"}]}, "not an MP4"),
         ({"samples": [{"tensor": "x"}, {"tensor": "x"}]}, "names the tensor 'x'"),
-        ({"samples": [7, 7]}, "all pictures"),
-        ({"sounds": [None, None]}, "for each video"),
+        ({"samples": [7, 7]}, "of one kind"),
+        ({"sounds": [None, None]}, "one object or null per video"),
         (
             {
-                "samples": [json.loads(write_request([PICTURES], ["a"], {}, None, 1))["samples"][0]] * 2,
+                "samples": [json.loads(write_request([IMAGES], ["a"], {}, None, 1))["samples"][0]] * 2,
                 "sounds": [{"channels": 1, "rate": float("inf"), "float32": "AAAAAA=="}, None],
             },
             "OverflowError",
@@ -129,9 +127,9 @@ def test_frames_of_videos_for_a_reward_of_pictures(serve) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_bodies_that_are_not_of_the_form(changes, said) -> None:
-    content = json.loads(write_request(PICTURES[:2], ["a", "b"], {}, None, None))
-    with pytest.raises(WireError, match=said):
+def test_bodies_that_are_not_of_the_form(changes, message) -> None:
+    content = json.loads(write_request(IMAGES[:2], ["a", "b"], {}, None, None))
+    with pytest.raises(WireError, match=message):
         read_request(json.dumps({**content, **changes}).encode())
     with pytest.raises(WireError, match="not JSON"):
         read_request(b"\x80\x04K\x01.")  # a pickle
@@ -140,7 +138,7 @@ def test_bodies_that_are_not_of_the_form(changes, said) -> None:
 def test_many_pixels_in_few_bytes_are_refused_before_they_are_decoded() -> None:
     body = write_request([Image.new("RGB", (3000, 3000))], ["a"], {}, None, None)
     assert len(body) < 500_000
-    with pytest.raises(WireError, match="too many pixels") as caught:
+    with pytest.raises(WireError, match="more pixels than this server accepts") as caught:
         read_request(body, max_pixels=8_999_999)
     assert caught.value.is_too_large
     assert read_request(body, max_pixels=9_000_000)["samples"][0].size == (3000, 3000)
@@ -153,13 +151,15 @@ def test_many_frames_in_few_bytes_are_refused() -> None:
         body = write_request([video], ["a"], {}, None, 8, kind)
         options = {"is_safetensors": kind == "safetensors"}
         assert kind == "safetensors" or len(body) < 30_000
-        with pytest.raises(WireError, match="too many pixels") as caught:
+        with pytest.raises(WireError, match="more pixels than this server accepts") as caught:
             read_request(body, max_pixels=64 * 64 * 299, **options)
         assert caught.value.is_too_large
         assert len(read_request(body, max_pixels=64 * 64 * 300, **options)["samples"][0]) == 300
     body = write_request([[Image.new("RGB", (3000, 3000))]], ["a"], {}, None, 8, "mp4")
     assert len(body) < 100_000
-    with pytest.raises(WireError, match="no MP4|larger ones"):  # by the decoder, before it has made the picture
+    with pytest.raises(
+        WireError, match="not an MP4|frames larger than"
+    ):  # by the decoder, before it has made the image
         read_request(body, max_pixels=8_999_999)
 
 
@@ -168,21 +168,21 @@ def test_safetensors_that_are_not_of_the_form() -> None:
         text = json.dumps({"samples": samples, "prompts": ["a"] * len(samples)}).encode()
         return save({"request": torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors})
 
-    picture = torch.zeros(4, 4, 3, dtype=torch.uint8)
-    for wrong, said in (
-        (b"\x80\x04K\x01.", "no file of safetensors"),  # a pickle
-        (b'{"samples": []}', "no file of safetensors"),
-        (save({"x": picture}), "not JSON"),
+    image = torch.zeros(4, 4, 3, dtype=torch.uint8)
+    for wrong, message in (
+        (b"\x80\x04K\x01.", "not a safetensors file"),  # a pickle
+        (b'{"samples": []}', "not a safetensors file"),
+        (save({"x": image}), "not JSON"),
         (body([{"picture": "x"}]), "names the tensor 'x', which the body does not hold"),
-        (body([{"picture": "x"}], x=picture.float()), "expected bytes"),
-        (body([{"picture": "x"}], x=picture[None]), "expected bytes"),
-        (body([{"video": "x"}], x=picture), "expected bytes"),
-        (body([{"video": "x"}], x=picture[None][:0]), "expected bytes"),
-        (body([{"tensor": "x"}, {"picture": "x"}], x=picture), "all pictures .* or all tensors"),
-        (body([{"pickle": "x"}], x=picture), "all pictures"),
-        (body([{"tensor": "x"}] * 1000, x=picture), "names the tensor 'x'.* not twice"),
-        (body([{"picture": "x"}] * 1000, x=picture), "names the tensor 'x'.* not twice"),
+        (body([{"picture": "x"}], x=image.float()), "expected uint8"),
+        (body([{"picture": "x"}], x=image[None]), "expected uint8"),
+        (body([{"video": "x"}], x=image), "expected uint8"),
+        (body([{"video": "x"}], x=image[None][:0]), "expected uint8"),
+        (body([{"tensor": "x"}, {"picture": "x"}], x=image), "of one kind: .* or tensors"),
+        (body([{"pickle": "x"}], x=image), "of one kind"),
+        (body([{"tensor": "x"}] * 1000, x=image), "names the tensor 'x'.* or is already used"),
+        (body([{"picture": "x"}] * 1000, x=image), "names the tensor 'x'.* or is already used"),
     ):
-        with pytest.raises(WireError, match=said):
+        with pytest.raises(WireError, match=message):
             read_request(wrong, is_safetensors=True)
-    assert read_request(body([{"picture": "x"}], x=picture), is_safetensors=True)["samples"][0].size == (4, 4)
+    assert read_request(body([{"picture": "x"}], x=image), is_safetensors=True)["samples"][0].size == (4, 4)
