@@ -87,5 +87,6 @@ def test_a_ratio_that_is_not_one_after_a_rollout_stops_the_run():
     with pytest.raises(RatioError, match="is off by 2.0e-03, more than max_ratio_error=1e-03"):
         GRPO(max_ratio_error=1e-3).check(batch, 2e-3)
     assert GRPO(max_ratio_error=None).check(batch, 1.0) == {"ratio/max_error": 1.0}
-    assert GRPO(anchors_on_replay=True).check(batch, 1.0) == {"ratio/max_error": 1.0}
+    with pytest.raises(RatioError, match="is off by"):  # measured against the rollout, whatever the anchor
+        GRPO(anchors_on_replay=True).check(batch, 1.0)
     assert GRPO().check(SimpleNamespace(is_on_policy=False), 1.0) == {}

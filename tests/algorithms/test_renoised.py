@@ -17,7 +17,7 @@ from diffusion_grpo.algorithms.dgpo import DGPO, DPO
 from diffusion_grpo.algorithms.nft import NFT
 from diffusion_grpo.algorithms.renoised import Renoised, group_sum, refuse_torn_groups
 
-RENOISED = {name: cls for name, cls in ALGORITHMS.items() if cls.needs == "clean"}
+RENOISED = {name: cls for name, cls in ALGORITHMS.items() if getattr(cls, "needs", None) == "clean"}
 
 
 class Plain(Renoised):
@@ -64,7 +64,7 @@ def test_a_pass_sums_the_losses_and_the_distance_to_the_reference(is_masked, sha
     assert out.metrics == pytest.approx(
         {
             "own": error.max().item(),
-            "policy_loss": error.mean().item(),
+            "loss/policy": error.mean().item(),
             "denoising_error": error.mean().item(),
             "kl": distance.mean().item(),
             "velocity/ratio_to_ref": (sizes[0] / sizes[1]).mean().item(),

@@ -15,8 +15,9 @@ from diffusion_grpo.config.checks import check_token_settings
 from diffusion_grpo.config.early_checks import check_values
 from diffusion_grpo.config.source import config_fields, loss_names
 
-RENOISED = [name for name, cls in ALGORITHMS.items() if cls.needs == "clean"]
-WHOLE_GROUPS = [name for name, cls in ALGORITHMS.items() if cls.whole_groups]
+CLASSES = {name: found for name, found in ALGORITHMS.items() if isinstance(found, type)}  # others are losses of steps
+RENOISED = [name for name, cls in CLASSES.items() if cls.needs == "clean"]
+WHOLE_GROUPS = [name for name, cls in CLASSES.items() if cls.whole_groups]
 
 
 def config(**settings):
@@ -69,7 +70,7 @@ def traits_of(cls):
 
 def test_traits_say_what_the_classes_say():
     assert {name: TRAITS.get(name, AlgorithmTraits()) for name in ALGORITHMS} == {
-        name: traits_of(cls) for name, cls in ALGORITHMS.items()
+        name: traits_of(cls) if isinstance(cls, type) else AlgorithmTraits() for name, cls in ALGORITHMS.items()
     }
     assert TRAITS.keys() <= ALGORITHMS.keys() == set(loss_names())
 
