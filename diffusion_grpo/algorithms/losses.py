@@ -253,9 +253,9 @@ def _kl(inputs: LossInputs) -> torch.Tensor | None:
 def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
     """Sum a loss over rewards that each have their own advantage, as DanceGRPO trains video (arXiv 2505.07818).
 
-    `sum_i |w_i| * loss(sign(w_i) * A_i, beta = 0) + loss(A = 0, beta)`: the clip acts on each reward by itself, so that
-    a step that one wants and another does not is held back on one side only. The part without advantages, the KL,
-    counts once. Where nothing is clipped, this is the loss of the weighted sum of the advantages.
+    `sum_i |w_i| * loss(sign(w_i) * A_i, beta = 0) + loss(A = 0, beta)`: the clip acts on each reward by itself, so
+    that a step that one wants and another does not is held back on one side only. The part without advantages, the
+    KL, counts once. Where nothing is clipped, this is the loss of the weighted sum of the advantages.
 
     Args:
         loss: takes one advantage per sample; the sum of a part that vanishes with the advantages and one times `beta`.
