@@ -14,7 +14,7 @@ import plain_attention
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
-from tiny_runs import brightness, trained_weights, trainer_for
+from tiny_runs import SMOOTH, brightness, trained_weights, trainer_for
 from zero_run import deepspeed_config
 
 from diffusion_grpo.algorithms import grpo
@@ -106,16 +106,17 @@ def measured(images, log_extra):
 
 SEVERAL_REWARDS = {"trained": [Network(), ranked, spread], "evaluated": [measured]}
 WHOLE_GROUPS = [ranked, shared]
+SMOOTH_REWARDS = SMOOTH["rewards"]
 
 
 def built(folder, settings, rewards=brightness):
     """Build a trainer; sizes in `settings` are given for one process, `rows` are the columns of the dataset; `mode` is
-    "zero3", "layered3", "fsdp2", or DDP by default."""
+    "zero2", "zero3", "zero3-layered", "fsdp2", or DDP by default."""
     settings = dict(settings)
     processes = int(os.environ.get("WORLD_SIZE", 1)) // settings.get("context_parallel_size", 1)
     mode = settings.pop("mode", "ddp")
-    if mode.startswith("zero3"):
-        settings |= {"deepspeed": deepspeed_config(3), "ds3_gather_for_generation": mode == "zero3"}
+    if mode.startswith("zero"):
+        settings |= {"deepspeed": deepspeed_config(int(mode[4])), "ds3_gather_for_generation": mode == "zero3"}
     elif mode == "fsdp2":
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     for name in ("gradient_accumulation_steps", "steps_per_generation"):

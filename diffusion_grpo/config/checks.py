@@ -290,6 +290,11 @@ def _check_renoised(args: Sizes) -> None:
                 f"{name}={getattr(args, name)!r} is for recorded steps, but loss_type={args.loss_type!r} trains on "
                 "finished samples, sampled without noise in the steps; leave it out."
             )
+    if args.same_initial_noise:
+        raise ValueError(
+            f"same_initial_noise=True makes all samples of a prompt equal with loss_type={args.loss_type!r}, whose "
+            "rollouts draw no noise in the steps; leave it out."
+        )
     if args.multi_objective_aggregation == "loss_per_reward":
         raise ValueError(
             f"multi_objective_aggregation='loss_per_reward' sums clipped losses of recorded steps, which loss_type="

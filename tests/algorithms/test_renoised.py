@@ -61,8 +61,11 @@ def test_a_pass_sums_the_losses_and_the_distance_to_the_reference(is_masked, sha
     assert_close(out.loss, expected)
     assert_close(gradient(out.loss, given), gradient(expected, given))
     sizes = [mean(given, ((given.origin - x) / given.share) ** 2).sqrt() for x in (given.clean, given.reference.clean)]
+    pulls = gradient(out.loss, given) * given.share
     assert out.metrics == pytest.approx(
         {
+            "loss/kl": 0.3 * distance.mean().item(),
+            "grad_size/step_03": pulls.flatten(1).norm(dim=1).mean().item(),
             "own": error.max().item(),
             "loss/policy": error.mean().item(),
             "denoising_error": error.mean().item(),

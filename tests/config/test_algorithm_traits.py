@@ -129,6 +129,7 @@ REFUSED = [
     ({"sde_window": [1, 11]}, "1 <= start < stop <= 10"),
     ({"sde_window": [3, 3]}, "1 <= start < stop <= 10"),
     ({"sde_window": [1, 3], "sde_window_size": 3}, "sde_window_size=3 does not fit into the steps 1 to 2"),
+    ({"same_initial_noise": True}, "same_initial_noise=True makes all samples of a prompt equal.*leave it out"),
     ({"multi_objective_aggregation": "loss_per_reward"}, "sums clipped losses of recorded steps.*normalize_then_sum"),
     ({"loss_kwargs": {"decay": 1.0}}, "has no setting 'decay'"),
 ]

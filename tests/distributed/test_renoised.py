@@ -1,0 +1,69 @@
+"""Losses on re-noised samples on two processes: the samples, rewards and weights of one, in every mode."""
+
+import json
+
+import pytest
+import rank_runs
+import ranks_server
+from safetensors.torch import load_file
+
+# groups of four on two processes; an old policy well behind the policy; a second update on each rollout
+SETTINGS = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_inference_steps": 3,
+    "num_iterations": 2,
+    "max_steps": 3,
+    "beta": 0.05,
+    "reward_weights": [0.0, 1.0],
+}
+NFT = SETTINGS | {"loss_type": "nft", "loss_kwargs": {"decay_rate": 0.3, "decay_max": 0.9}}
+FULL = NFT | {"lora": False, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "num_iterations": 1}
+AWM = NFT | {"loss_type": "awm", "permute_steps": True, "timestep_fraction": 0.5, "num_inference_steps": 5}
+WHOLE = SETTINGS | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+DGPO = WHOLE | {"loss_type": "dgpo", "loss_kwargs": NFT["loss_kwargs"] | {"preference_beta": 10.0}}
+DPO = WHOLE | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 10.0}, "best_of_n": 2, "num_generations": 8}
+
+WRAPPERS = {"ddp": "DistributedDataParallel", "zero2": "DeepSpeedEngine", "zero3": "DeepSpeedEngine"}
+WRAPPERS["fsdp2"] = "FSDPPeftModel"
+
+
+def ran(folder, processes, settings):
+    """What a run said of itself, what it logged of each update, and the weights at its end."""
+    ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, "SMOOTH_REWARDS")
+    report = json.loads((folder / "run" / "result.json").read_text())
+    log = [entry for entry in report["log"] if "denoising_error" in entry]
+    return report["wrapper"], log, load_file(folder / "run" / "weights.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("ddp", NFT),
+        pytest.param("ddp", DGPO, marks=pytest.mark.distributed),
+        pytest.param("ddp", AWM, marks=pytest.mark.distributed),
+        pytest.param("ddp", DPO, marks=pytest.mark.distributed),
+        pytest.param("zero2", FULL, marks=pytest.mark.distributed),
+        pytest.param("zero3", NFT, marks=pytest.mark.distributed),
+        pytest.param("fsdp2", NFT, marks=pytest.mark.distributed),
+    ],
+    ids=["nft", "dgpo", "awm", "dpo", "nft, all weights, ZeRO-2", "nft, ZeRO-3", "nft, FSDP2"],
+)
+def test_two_processes_train_what_one_trains(tmp_path, mode, settings):
+    _, alone, weights = ran(tmp_path / "one", 1, settings)
+    wrapper, both, together = ran(tmp_path / "two", 2, settings | {"mode": mode})
+    assert wrapper == WRAPPERS[mode] and len(alone) == len(both) == settings["max_steps"]
+    assert alone[0]["reward"] == both[0]["reward"]
+    for one, other in zip(alone, both, strict=True):
+        for name in ("reward", "denoising_error", "kl", "velocity/ratio_to_ref", "old/distance"):
+            assert other.get(name, 0.0) == pytest.approx(one.get(name, 0.0), rel=1e-3, abs=1e-6), name
+        assert other.get("prediction/max_error", 0.0) == one.get("prediction/max_error", 0.0) == 0.0
+    checked = [
+        "prediction/max_error" in entry for entry in both
+    ]  # first updates, while something is recorded for them
+    assert checked == [True, False, True][: len(both)]
+    difference = max(float((weights[name] - together[name]).abs().max()) for name in weights)
+    print(f"largest difference: {difference:.1e}")
+    assert weights.keys() == together.keys() and difference < 1e-6
+    first = rank_runs.first_weights(settings | {"reward_weights": None})
+    assert max(float((weights[name] - first[name]).abs().max()) for name in weights) > 1e-4
