@@ -57,8 +57,9 @@ CLEAN = {
     "noise_level": None,
     "sde_window": None,
     "deterministic_outside_window": False,
+    "same_initial_noise": False,  # without noise in the steps the samples of a prompt would be equal
 }
-PUBLISHED_CLEAN = CLEAN | {"same_initial_noise": False}
+PUBLISHED_CLEAN = CLEAN
 SHORT_CLEAN = CLEAN | {"num_inference_steps": 6, "timestep_fraction": 0.6, "permute_steps": True}  # 3 levels of 5
 
 RECIPES = {

@@ -78,7 +78,7 @@ def check_loss_kwargs(loss_type: str | Loss | type[Algorithm], loss_kwargs: dict
     missing = [name for name in known if own[name].default is inspect.Parameter.empty and name not in given]
     if missing:
         raise ValueError(f"loss_kwargs: {loss_type} needs {', '.join(missing)}; give {{{missing[0]}: ...}}.")
-    if loss_type in ALGORITHMS and given:
+    if given and loss_type in ALGORITHMS and inspect.isclass(ALGORITHMS[loss_type]):
         ALGORITHMS[loss_type](**given)  # which refuses values out of range
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.rewards import RewardError, score
+from diffusion_grpo.rewards.answers import Batch
 from diffusion_grpo.rewards.calls import Scoring
 from diffusion_grpo.rewards.loading import load_rewards
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
@@ -77,7 +78,8 @@ def test_calls_come_in_one_order_whoever_is_ahead(is_early):
 
     def begin(funcs, places, samples, latents):
         positions = [assignment.taken[place] for place in places]
-        return Scoring(funcs, images=samples, prompts=[""] * len(places), columns={"place": positions})
+        batch = Batch(images=samples, prompts=[""] * len(places), columns={"place": positions})
+        return Scoring(funcs, batch)
 
     def others():
         for process in (1, 2):

@@ -196,6 +196,17 @@ def test_samples_have_the_latents_and_windows_of_the_trainings_branches(training
     assert asked["noise_steps"] == expected and len(set(expected)) > 1
 
 
+def test_what_is_noised_after_its_rollout_is_sampled_without_noise(training, tmp_path):
+    """By the pipeline's own scheduler, as those rollouts are."""
+    file = tmp_path / "nft.yaml"
+    settings = yaml.safe_load(training.read_text()) | {"loss_type": "nft", "same_initial_noise": False}
+    file.write_text(yaml.safe_dump(settings))
+    arguments, others = cli.build_parser().parse_known_args(["sample", str(file)])
+    assert read_settings(arguments, others).noise_level == 0.0
+    arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
+    assert read_settings(arguments, others).noise_level != 0.0
+
+
 def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a fox", "image": "fox.png", "level": 3}\n')
     run(models / "sd3", "--prompts", tmp_path / "rows.jsonl", *SIZE, "--output_dir", tmp_path / "out")

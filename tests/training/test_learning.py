@@ -62,7 +62,7 @@ def test_recorded_steps(tmp_path, sign, micro_batches, name):
     assert gain * sign > MARGIN, gain
 
 
-# Losses on re-noised samples, whose rollouts draw no noise: by a reward as smooth as the samples, in few updates
+# Losses on re-noised samples, whose rollouts draw no noise: a reward as smooth as the samples moves in few updates
 FEW = {
     "per_device_train_batch_size": 32,
     "gradient_accumulation_steps": 1,
@@ -90,7 +90,7 @@ RENOISED = {
     "awm": {},
     "dgpo": {},
     # two samples of each prompt, so more prompts and updates; the published 2000 soon has won every comparison
-    "dpo": {"num_generations": 4, "max_steps": 5, "loss_kwargs": {"preference_beta": 100}},
+    "dpo": {"num_generations": 4, "max_steps": 7, "loss_kwargs": {"preference_beta": 100}},
 }
 
 

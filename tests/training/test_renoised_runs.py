@@ -20,7 +20,7 @@ from diffusion_grpo.policy.trajectory import CleanSamples
 from diffusion_grpo.rollout import generation
 from diffusion_grpo.rollout.replays import Replays
 
-RENOISED = [name for name, cls in ALGORITHMS.items() if cls.needs == "clean"]
+RENOISED = [name for name, cls in ALGORITHMS.items() if getattr(cls, "needs", None) == "clean"]
 SHORT = {"gradient_accumulation_steps": 1, "num_inference_steps": 3}
 # an old policy that is well behind, so that it cannot be mistaken for the policy
 BEHIND = {"loss_type": "nft", "loss_kwargs": {"decay_rate": 0.3, "decay_max": 0.9}}
