@@ -59,7 +59,6 @@ CLEAN = {
     "deterministic_outside_window": False,
     "same_initial_noise": False,  # without noise in the steps the samples of a prompt would be equal
 }
-PUBLISHED_CLEAN = CLEAN
 SHORT_CLEAN = CLEAN | {"num_inference_steps": 6, "timestep_fraction": 0.6, "permute_steps": True}  # 3 levels of 5
 
 RECIPES = {
@@ -143,7 +142,7 @@ RECIPES = {
         Recipe(
             "nft",
             "DiffusionNFT: 10 steps without noise, trained at 9 levels, with old policy and reference",
-            PUBLISHED_CLEAN | {"loss_type": "nft", "beta": 1e-4, "loss_kwargs": {"strength": 1.0, "decay_max": 0.5}},
+            CLEAN | {"loss_type": "nft", "beta": 1e-4, "loss_kwargs": {"strength": 1.0, "decay_max": 0.5}},
         ),
         Recipe(
             "nft_tuned",
@@ -153,7 +152,7 @@ RECIPES = {
         Recipe(
             "awm",
             "AWM: 14 steps without noise, trained at 6 levels of the first 90 %, with average and reference",
-            PUBLISHED_CLEAN
+            CLEAN
             | {"num_inference_steps": 14, "sde_window": [1, 13], "timestep_fraction": 0.5, "permute_steps": True}
             | {"loss_type": "awm", "beta": 1e-3, "loss_kwargs": {"ema_beta": 1.0, "clip": 1.0}},
         ),
@@ -165,7 +164,7 @@ RECIPES = {
         Recipe(
             "dgpo",
             "DGPO: 10 steps at guidance 4.5, trained at 4 of 6 levels without guidance",
-            PUBLISHED_CLEAN
+            CLEAN
             | {"sde_window": [1, 7], "timestep_fraction": 0.67, "permute_steps": True, "guidance_scale": 4.5}
             | {"loss_type": "dgpo", "loss_kwargs": {"preference_beta": 100.0}},
         ),
@@ -173,7 +172,7 @@ RECIPES = {
         Recipe(
             "dpo",
             "online Diffusion-DPO: best and worst of a group at one level of 9",
-            PUBLISHED_CLEAN
+            CLEAN
             | {"timestep_fraction": 0.1, "permute_steps": True}
             | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 2000.0}},
         ),
