@@ -27,7 +27,7 @@ class Reference(Protocol):
         """Score one recorded step under the reference, without gradient."""
 
     def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
-        """Return what the reference takes re-noised samples for, without gradient."""
+        """Return the clean samples that the reference predicts from re-noised ones, without gradient."""
 
 
 @dataclasses.dataclass(frozen=True)

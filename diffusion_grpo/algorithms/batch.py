@@ -30,8 +30,7 @@ class Part:
         weights: (batch,) of each sample's loss; None where all are 1.
         groups: (batch,) int64, the same for samples of one prompt.
         group_size: trained samples of each prompt, here and in other parts.
-        has_current_old: whether the old policy, whose predictions are in `trajectory`, has not moved away from the
-            policy yet.
+        has_current_old: whether the old policy, whose predictions are in `trajectory`, is still equal to the policy.
     """
 
     rows: Rows
@@ -67,7 +66,7 @@ class Part:
             old_log_probs=self.old_log_probs[kept],
             log_ratio=None if self.log_ratio is None else self.log_ratio[kept],
             weights=None if self.weights is None else self.weights[kept],
-            groups=None if self.groups is None else self.groups[kept],
+            groups=None if self.groups is None else self.groups[kept.cpu()],
         )
 
     def recorded_log_prob(self, step: int) -> Tensor:

@@ -120,12 +120,14 @@ class DPO(Renoised):
             best = max(members, key=lambda index: advantages[index].item())
             worst = min(members, key=lambda index: advantages[index].item())
             difference = excess[best] - excess[worst]
-            counts = float(advantages[best] > advantages[worst])
+            if not advantages[best] > advantages[worst]:
+                continue
             right.append(((1 - difference.detach().sign()) / 2).double())  # a half where both moved alike
             share = torch.zeros_like(excess)
-            share[best] = len(members) * counts
+            share[best] = len(members)
             losses = losses + share * softplus(self.preference_beta / 2 * difference)
-        return losses, {"dpo/accuracy": torch.stack(right).mean()}
+        metrics = {"dpo/accuracy": torch.stack(right).mean()} if right else {}
+        return losses + 0.0 * excess, metrics  # with a gradient where all groups are of equal advantages too
 
 
 def _error_of(now: Denoised, clean: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """What algorithms on re-noised samples share: passes, the distance to the reference, the check of the first pass.
 
-A rollout keeps only the finished samples. Each pass noises them again to the level of one of the rollout's own steps
-and compares what the policy takes them for with the samples, weighted by their advantages. No noise is needed in the
-rollout, so any solver can sample. All of them have the same first-order gradient, advantage times that of the
-denoising error, up to a weight by time; they differ in how they limit the move.
+A rollout keeps only the finished samples. Each pass noises them again to the level of one of the rollout's own
+steps, predicts clean samples, and compares these with them, weighted by their advantages. No noise is needed in the
+rollout, so any solver can sample. All of these algorithms have the same first-order gradient, advantage times that of
+the denoising error, up to a weight by time; they differ in how they limit the move.
 """
 
 import logging
@@ -77,9 +77,9 @@ class Renoised(Algorithm):
         """Return the (batch,) losses of the samples, float64 with gradient, and what to log.
 
         Args:
-            now: what the policy takes the noised samples for.
-            old: (batch, ...) what the old policy takes them for; `now` without gradient where there is no old policy.
-            distant: what the reference takes them for; None where none is asked for.
+            now: the clean samples that the policy predicts.
+            old: (batch, ...) those that the old policy predicts; `now` without gradient where there is no old policy.
+            distant: those that the reference predicts; None where none is asked for.
             part: the samples.
             step: index of the step in the pipeline's loop.
         """

@@ -149,7 +149,7 @@ def _check_advantage_fn(args: Sizes) -> None:
 
 
 def _takes_single_samples(args: Sizes) -> bool:
-    """Tell whether a prompt may have one sample, because it is not compared with its group, or nobody knows."""
+    """Tell whether a prompt may have one sample, because rewards are not compared within a group."""
     compares = args.reward_baseline == "group" and args.advantage_estimator == "group"
     return not compares or args.advantage_fn is not None
 
@@ -226,7 +226,8 @@ def _check_steps(args: Sizes) -> None:
         if len(window) != 2 or not 1 <= window[0] < window[1] <= last + 1:
             raise ValueError(
                 f"sde_window={window} must be [start, stop) with 1 <= start < stop <= {last + 1}: loss_type="
-                f"{args.loss_type!r} trains on noised samples, which the step before hands over, so step 0 is none."
+                f"{args.loss_type!r} needs a step before the trained one, to hand over the noised sample, so step 0 "
+                "cannot be trained."
             )
     elif len(window) != 2 or not 0 <= window[0] < window[1] <= last:
         raise ValueError(
@@ -251,8 +252,8 @@ def _check_branches(args: Sizes) -> None:
         return
     if args.num_generations % args.branches:
         raise ValueError(
-            f"branches={args.branches} does not divide num_generations={args.num_generations}: the samples of a "
-            "prompt have whole initial latents; change one of them."
+            f"branches={args.branches} does not divide num_generations={args.num_generations}: each initial "
+            "latent of a prompt needs the same number of samples; change one of them."
         )
     if not args.deterministic_outside_window:
         raise ValueError(
@@ -282,7 +283,7 @@ def _check_renoised(args: Sizes) -> None:
     fields = config_fields()
     recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
     recorded += ["epsilon", "epsilon_high", "old_log_prob", "step_weight", "importance_sampling_level", "kl_reward"]
-    recorded += ["advantage_estimator"]
+    recorded += ["advantage_estimator", "branches"]
     usual = {name: fields[name].default for name in recorded} | {"epsilon_high": args.epsilon}
     for name in recorded:
         if getattr(args, name) not in (fields[name].default, usual[name]):
@@ -297,8 +298,8 @@ def _check_renoised(args: Sizes) -> None:
         )
     if args.multi_objective_aggregation == "loss_per_reward":
         raise ValueError(
-            f"multi_objective_aggregation='loss_per_reward' sums clipped losses of recorded steps, which loss_type="
-            f"{args.loss_type!r} has none of; use normalize_then_sum."
+            f"multi_objective_aggregation='loss_per_reward' works on recorded steps only; with loss_type="
+            f"{args.loss_type!r} use normalize_then_sum."
         )
     group = args.best_of_n or args.num_generations
     if args.traits.whole_groups and args.per_device_train_batch_size % group:

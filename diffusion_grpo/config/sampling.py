@@ -81,7 +81,10 @@ class SamplingSettings:
     )
     sde_window: list[int] | None = field(
         default=None,
-        metadata={"help": "Range [start, stop) of the steps that may be trained; by default all but the last."},
+        metadata={
+            "help": "Range [start, stop) of the steps that may be trained; by default all but the last, and on "
+            "re-noised samples all but the first."
+        },
     )
     sde_window_size: int | None = field(
         default=None,

@@ -132,8 +132,8 @@ class UpdateSettings:
         default=1e-4,
         metadata={
             "help": "Stop if a replay right after the rollout differs from it by more than this, as a ratio's "
-            "distance from 1. In bf16 and fp16 a difference that rounding explains is only warned of, once. None "
-            "never stops."
+            "distance from 1. In bf16 and fp16 a difference that rounding explains is only warned of, once (on "
+            "re-noised samples any finite one). None never stops."
         },
     )
 

@@ -178,7 +178,7 @@ def _plan_model(
     peft_config = lora.peft_config(args.lora_path)
     if args.lora_path is not None:  # a new adapter of the same rank is as large
         peft_config, args.lora_path = adapters.read_config(args.lora_path), None
-    check_peft_config(peft_config, args.beta or args.kl_reward)
+    check_peft_config(peft_config, args.needs_reference)
     pipe, mode = build_weightless_pipeline(folder, args, peft_config is None)
     component, model = prepare_model(pipe, args, peft_config)
     move_to_cpu(pipe, mode)
@@ -247,7 +247,9 @@ def has_old_policy(args: DiffusionGRPOConfig) -> bool:
     """Whether the algorithm keeps an old policy."""
     if not args.traits.is_renoised:
         return False
-    return load_algorithm(args.loss_type, args.loss_kwargs).old_decay is not None
+    is_first_replay = args.batch_sizes.updates_per_rollout == 1
+    algorithm = load_algorithm(args.loss_type, args.loss_kwargs, is_first_replay=is_first_replay)
+    return getattr(algorithm, "old_decay", None) is not None
 
 
 def estimate_memory(

@@ -243,7 +243,7 @@ class DenoisingPolicy(Policy):
         step: int,
         forwards: Sequence[Callable] | None = None,
     ) -> Denoised:
-        """Noise finished samples again, to the level of one step, and return what the networks take them for.
+        """Noise finished samples again, to the level of one step, and return the clean samples that are predicted.
 
         Classifier-free guidance is off: the conditional prediction is what is trained. Guidance that the network
         takes as an input stays as it is. Gradients flow where torch's grad mode lets them.

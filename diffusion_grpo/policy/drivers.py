@@ -535,7 +535,7 @@ class Predictor(_Follower):
 
 
 class Denoiser(_Follower):
-    """Drives a prediction on re-noised samples: hands one step its noised sample, and keeps what it takes it for.
+    """Drives a prediction on re-noised samples: hands one step its noised sample, and keeps what is predicted.
 
     Args:
         index: the step, 1 or later: the step before it hands the noised sample over.

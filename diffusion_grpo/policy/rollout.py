@@ -256,7 +256,7 @@ def denoise(
     step: int,
     forward: Callable | Sequence[Callable] | None = None,
 ) -> Denoised:
-    """Noise finished samples again, to the level of one step, and return what the network takes them for.
+    """Noise finished samples again, to the level of one step, and return the clean samples that are predicted.
 
     See [`~diffusion_grpo.policy.denoising.DenoisingPolicy.denoise`]. DiffusionNFT
     (https://huggingface.co/papers/2509.16117) and its relatives train on this.

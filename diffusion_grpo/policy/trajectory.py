@@ -115,7 +115,7 @@ class CleanSamples(SampleTensors):
             for an algorithm without one.
     """
 
-    step_weights: ClassVar[None] = None  # which recorded steps have
+    step_weights: ClassVar[None] = None  # only recorded steps have weights
 
     latents: Tensor
     steps: Tensor
@@ -136,7 +136,7 @@ class CleanSamples(SampleTensors):
 
 @dataclasses.dataclass
 class Denoised:
-    """What the policy takes a re-noised sample for.
+    """The clean samples that the policy predicts from re-noised ones.
 
     Attributes:
         clean: (batch, ...) float32, the predicted clean sample, with gradient.

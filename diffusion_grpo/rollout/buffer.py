@@ -130,7 +130,7 @@ class RolloutBuffer:
             self.samples = [dataclasses.replace(sample, means=mean) for sample, mean in pairs]
 
     def record_old(self, predict: Callable[[MicroBatch], list[Tensor]], is_current: bool) -> None:
-        """Give each re-noised sample what the old policy takes it for at each of its steps.
+        """Store the old policy's prediction of each re-noised sample at each of its steps.
 
         Args:
             predict: returns one (steps, ...) tensor per sample of a micro-batch.

@@ -62,7 +62,7 @@ def compute_prefixes(
 
 
 def split_by_length(calls: Calls, lengths: list[Any]) -> Calls:
-    """Split pipeline calls so that the samples of each branch at one step."""
+    """Split pipeline calls so that all samples of a call branch at the same step."""
     return [
         [index for index in call if lengths[index] == length]
         for call in calls

@@ -43,7 +43,7 @@ class AdapterReference:
 
     @torch.no_grad()
     def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
-        """Return what the reference takes re-noised samples for."""
+        """Return the clean samples that the reference predicts from re-noised ones."""
         with disable_adapters(self._model):
             return self._policy.denoise(inputs, samples, step)
 
@@ -99,7 +99,7 @@ class CopiedReference:
 
     @torch.no_grad()
     def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
-        """Return what the reference takes re-noised samples for."""
+        """Return the clean samples that the reference predicts from re-noised ones."""
         with self._load():
             return self._policy.denoise(inputs, samples, step, self._forwards())
 

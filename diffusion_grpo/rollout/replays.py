@@ -63,7 +63,7 @@ class Replays:
 
     @torch.no_grad()
     def clean_predictions(self, batch: MicroBatch) -> list[Tensor]:
-        """Return what the current policy takes each re-noised sample for, one (steps, ...) tensor per sample."""
+        """Return the current policy's prediction of each re-noised sample, one (steps, ...) tensor per sample."""
         found: list[list[Tensor]] = [[] for _ in batch.samples]
         parts = batch.parts
         for (number, step), is_own in self._passes(batch):

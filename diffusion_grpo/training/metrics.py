@@ -11,7 +11,15 @@ from .memory import measure_peak_memory
 
 TOTALS = ("time/rollout", "time/reward", "time/update")  # seconds per update, of the slowest process
 # metrics of which the largest or the smallest value since the last log is kept, not the mean
-LARGEST = ("ratio/max_error", "ratio/max", "spread/reward_max", "spread/advantage_max", "memory/peak_gib", *TOTALS)
+LARGEST = (
+    "ratio/max_error",
+    "prediction/max_error",
+    "ratio/max",
+    "spread/reward_max",
+    "spread/advantage_max",
+    "memory/peak_gib",
+    *TOTALS,
+)
 SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min")
 
 

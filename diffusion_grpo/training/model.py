@@ -210,7 +210,7 @@ def _find_adapter(
         adapter = args.lora_adapter or adapters.choose_adapter_name(pipe)
     adapters.unwrap(pipe, names)
     for name in names if peft_config is None else []:
-        check_peft_config(adapters.copy_config(getattr(pipe, name), adapter), args.beta or args.kl_reward)
+        check_peft_config(adapters.copy_config(getattr(pipe, name), adapter), args.needs_reference)
     return adapter
 
 

@@ -325,7 +325,7 @@ def make_generator(
         device=args.device,
         keeps_clean=args.traits.is_renoised,
         old_policy=old_policy,
-        rolls_out_old=algorithm.rolls_out_old,
+        rolls_out_old=getattr(algorithm, "rolls_out_old", False),
     )
 
 
@@ -397,7 +397,7 @@ def make_average(
 
 def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> PolicyAverage | None:
     """Make the old policy of the algorithm, which moves once per rollout; None where it has none."""
-    if algorithm.old_decay is None:
+    if getattr(algorithm, "old_decay", None) is None:  # a class of the user's own may not say so
         return None
     return PolicyAverage(weights, 0.0, args.batch_sizes.updates_per_rollout, schedule=algorithm.old_decay)
 

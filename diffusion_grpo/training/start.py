@@ -143,7 +143,7 @@ def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) 
     Raises:
         ValueError: an adapter that cannot be trained here, or a moving reference without full training.
     """
-    check_peft_config(peft_config, args.beta or args.kl_reward)
+    check_peft_config(peft_config, args.needs_reference)
     continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)  # refuses a peft_config beside a LoRA
     is_full_training = peft_config is None and not continues
     if args.sync_ref_model and not is_full_training:

@@ -125,12 +125,15 @@ def test_settings_of_recorded_steps_are_refused(name, setting):
 
 
 REFUSED = [
-    ({"sde_window": [0, 4]}, r"sde_window=\[0, 4\] must be .* 1 <= start < stop <= 10: .* so step 0 is none"),
+    (
+        {"sde_window": [0, 4]},
+        r"sde_window=\[0, 4\] must be .* 1 <= start < stop <= 10: .* so step 0 cannot be trained",
+    ),
     ({"sde_window": [1, 11]}, "1 <= start < stop <= 10"),
     ({"sde_window": [3, 3]}, "1 <= start < stop <= 10"),
     ({"sde_window": [1, 3], "sde_window_size": 3}, "sde_window_size=3 does not fit into the steps 1 to 2"),
     ({"same_initial_noise": True}, "same_initial_noise=True makes all samples of a prompt equal.*leave it out"),
-    ({"multi_objective_aggregation": "loss_per_reward"}, "sums clipped losses of recorded steps.*normalize_then_sum"),
+    ({"multi_objective_aggregation": "loss_per_reward"}, "works on recorded steps only.*normalize_then_sum"),
     ({"loss_kwargs": {"decay": 1.0}}, "has no setting 'decay'"),
 ]
 

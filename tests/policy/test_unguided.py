@@ -1,7 +1,9 @@
 """Calls without classifier-free guidance."""
 
+import pytest
 import tiny_pipelines
 
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.unguided import switch_guidance_off
 
 
@@ -30,3 +32,28 @@ def test_a_distilled_network_keeps_its_scale():
     sdxl.unet.register_to_config(time_cond_proj_dim=256)
     given = inputs | {"guidance_scale": 7.0}
     assert switch_guidance_off(sdxl, [sdxl.unet], given) == given
+
+
+def test_every_scale_of_video_with_sound_is_off():
+    pipe, inputs = tiny_pipelines.build("ltx2")
+    off = switch_guidance_off(pipe, [pipe.transformer], inputs)
+    assert off["guidance_scale"] == off["audio_guidance_scale"] == off["modality_scale"] == 1.0
+    assert off["stg_scale"] == off["audio_stg_scale"] == 0.0
+
+
+def test_perturbed_attention_is_off():
+    pipe, inputs = tiny_pipelines.build("sd15_pag")
+    assert switch_guidance_off(pipe, [pipe.unet], inputs)["pag_scale"] == 0.0
+
+
+def test_guidance_as_a_component_is_refused():
+    pipe, inputs = tiny_pipelines.build("sd3")
+    pipe.__dict__["guider"] = object()
+    with pytest.raises(UnsupportedPipeline, match="guides by its component object, which no argument switches off"):
+        switch_guidance_off(pipe, [pipe.transformer], inputs)
+
+
+def test_an_inner_pipelines_conditions_keep_their_negatives():
+    pipe, inputs = tiny_pipelines.build("sd3")
+    pipe.__dict__["prior_pipe"] = tiny_pipelines.build("sd15")[0]
+    assert switch_guidance_off(pipe, [pipe.transformer], inputs | {"negative_prompt": "dull"})["negative_prompt"]
