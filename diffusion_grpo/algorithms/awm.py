@@ -1,5 +1,6 @@
 """Advantage-weighted matching (https://huggingface.co/papers/2509.25050)."""
 
+import dataclasses
 from typing import ClassVar
 
 import torch
@@ -7,12 +8,13 @@ from torch import Tensor
 
 from ..policy.trajectory import Denoised
 from .batch import Part
-from .renoised import Renoised, check_number
+from .renoised import RenoisedWithOldPolicy, check_number
 
 WEIGHTS = ("ghuber", "uniform", "t", "t2")
 
 
-class AWM(Renoised):
+@dataclasses.dataclass(kw_only=True, eq=False)
+class AWM(RenoisedWithOldPolicy):
     """A policy gradient whose log-probability is minus the weighted denoising error of the finished sample.
 
     `ratio = exp(log_prob - old_log_prob)` with `log_prob = -w(d, t)`, d the mean squared error of the prediction `v`
@@ -26,49 +28,31 @@ class AWM(Renoised):
         ema_beta: weight of the distance to the average's prediction.
         advantage_range: advantages are divided by this.
         decay_rate, decay_start, decay_max: of the average.
-        run: see [`~diffusion_grpo.algorithms.renoised.Renoised`].
     """
 
     rolls_out_old: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        *,
-        weight: str = "ghuber",
-        power: float = 0.25,
-        clip: float = 1.0,
-        ema_beta: float = 1.0,
-        advantage_range: float = 5.0,
-        decay_rate: float = 0.001,
-        decay_start: int = 0,
-        decay_max: float = 0.3,
-        beta: float = 0.0,
-        is_first_replay: bool = True,
-        max_ratio_error: float | None = 1e-4,
-        is_half_precision: bool = False,
-        take_turns: bool = False,
-    ):
-        super().__init__(
-            beta=beta,
-            is_first_replay=is_first_replay,
-            max_ratio_error=max_ratio_error,
-            is_half_precision=is_half_precision,
-            take_turns=take_turns,
-            decay_rate=decay_rate,
-            decay_start=decay_start,
-            decay_max=decay_max if ema_beta else None,
-        )
-        if weight not in WEIGHTS:
-            raise ValueError(f"loss_kwargs: weight must be one of {', '.join(WEIGHTS)}, got {weight!r}.")
-        for name, value in (("power", power), ("clip", clip), ("advantage_range", advantage_range)):
-            check_number(name, value, lambda x: x > 0, "above 0")
-        check_number("ema_beta", ema_beta, lambda x: x >= 0, "of at least 0")
-        if clip >= 1 and not ema_beta > 0:
+    weight: str = "ghuber"
+    power: float = 0.25
+    clip: float = 1.0
+    ema_beta: float = 1.0
+    advantage_range: float = 5.0
+    decay_max: float = 0.3
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.weight not in WEIGHTS:
+            raise ValueError(f"loss_kwargs: weight must be one of {', '.join(WEIGHTS)}, got {self.weight!r}.")
+        for name in ("power", "clip", "advantage_range"):
+            check_number(name, getattr(self, name), lambda x: x > 0, "above 0")
+        check_number("ema_beta", self.ema_beta, lambda x: x >= 0, "of at least 0")
+        if self.ema_beta == 0:
+            self.old_decay = None  # nothing asks for the average
+        if self.clip >= 1 and self.ema_beta == 0:
             raise ValueError(
-                f"loss_kwargs: clip={clip} is off and ema_beta={ema_beta} too, so nothing limits the move; set one."
+                f"loss_kwargs: clip={self.clip} is off and ema_beta={self.ema_beta} too, so nothing limits the move; "
+                "set one."
             )
-        self.weight, self.power, self.clip = weight, power, clip
-        self.ema_beta, self.advantage_range = ema_beta, advantage_range
 
     def weigh(self, error: Tensor, time: Tensor) -> Tensor:
         """Return the (batch,) weighted error w(d, t).

@@ -1,9 +1,12 @@
 """The seam behind which algorithms stand: what each needs, which passes it makes, and what one pass computes."""
 
 import dataclasses
+import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from ..policy.token_process import TokenDistribution, TokenTrajectory
@@ -12,6 +15,8 @@ from .batch import MicroBatch, Part
 
 if TYPE_CHECKING:
     from ..policy.base import Policy  # and with it diffusers, which checking the settings does not need
+
+logger = logging.getLogger(__name__)
 
 
 class RatioError(RuntimeError):
@@ -28,6 +33,58 @@ class Reference(Protocol):
 
     def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
         """Return the clean samples that the reference predicts from re-noised ones, without gradient."""
+
+
+class DriftLimit:
+    """Stops a run whose first pass after a rollout does not reproduce it.
+
+    Args:
+        limit: largest drift that is let through; None lets everything through.
+    """
+
+    def __init__(self, limit: float | None):
+        self._limit, self._has_warned = limit, False
+
+    def check(self, drift: float, what: str, remedy: str, explanation: str | None = None) -> None:
+        """Refuse a drift above the limit; warn of it once where there is an explanation.
+
+        Args:
+            drift: NaN is above every limit, and is never explained.
+            what: subject and verb of the message: "The first ratio after a rollout is".
+            remedy: what is wrong, and where to look.
+            explanation: why such a drift may stand; None refuses it.
+
+        Raises:
+            RatioError: such a drift.
+        """
+        if self._limit is None or drift <= self._limit:
+            return
+        found = f"{what} off by {drift:.1e}, more than max_ratio_error={self._limit:.0e}"
+        if explanation is None or not math.isfinite(drift):
+            raise RatioError(f"{found}: {remedy}")
+        if not self._has_warned:
+            logger.warning("%s; %s", found, explanation)
+        self._has_warned = True
+
+
+def measure_gradient(loss: Tensor, output: Tensor, factor: Tensor, step: int) -> dict[str, float]:
+    """Return how large the gradient is that a step's loss hands to the network: `grad_size/step_{index}`.
+
+    It is the norm of d loss / d prediction of each sample's own loss, averaged over the samples. No network is passed
+    for it.
+
+    Args:
+        loss: of one pass.
+        output: (batch, ...) what the loss is made of, linear in the prediction.
+        factor: |d output / d prediction|, broadcastable to `output`.
+        step: index of the step.
+    """
+    if not output.requires_grad:
+        return {}
+    (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return {}
+    return {f"grad_size/step_{step:02d}": (gradient * factor).flatten(1).norm(dim=1).mean().item()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from . import ALGORITHMS
 from .base import Algorithm
 from .grpo import GRPO
 from .losses import Loss
+from .renoised import check_number
 
 
 def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] | Loss:
@@ -78,8 +79,13 @@ def check_loss_kwargs(loss_type: str | Loss | type[Algorithm], loss_kwargs: dict
     missing = [name for name in known if own[name].default is inspect.Parameter.empty and name not in given]
     if missing:
         raise ValueError(f"loss_kwargs: {loss_type} needs {', '.join(missing)}; give {{{missing[0]}: ...}}.")
-    if given and loss_type in ALGORITHMS and inspect.isclass(ALGORITHMS[loss_type]):
+    if not given or loss_type not in ALGORITHMS:
+        return
+    if inspect.isclass(ALGORITHMS[loss_type]):
         ALGORITHMS[loss_type](**given)  # which refuses values out of range
+        return
+    for name, value in given.items():  # ranges that limit a step
+        check_number(name, value, lambda x: x > 0, "above 0")
 
 
 def load_algorithm(

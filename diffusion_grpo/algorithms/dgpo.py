@@ -1,6 +1,7 @@
 """Preferences within a group: DGPO (https://huggingface.co/papers/2510.08425) and online Diffusion-DPO
 (https://huggingface.co/papers/2311.12908)."""
 
+import dataclasses
 from typing import ClassVar
 
 import torch
@@ -9,10 +10,11 @@ from torch.nn.functional import softplus
 
 from ..policy.trajectory import Denoised
 from .batch import Part
-from .renoised import Renoised, check_number, group_sum, refuse_torn_groups
+from .renoised import Renoised, RenoisedWithOldPolicy, check_number, refuse_torn_groups, sum_over_group
 
 
-class DGPO(Renoised):
+@dataclasses.dataclass(kw_only=True, eq=False)
+class DGPO(RenoisedWithOldPolicy):
     """Direct group preference optimisation: the group's better samples against its worse ones, as one comparison.
 
     All samples of a group share noise and time. With d the mean squared error of the prediction `v`,
@@ -23,40 +25,20 @@ class DGPO(Renoised):
         preference_beta: the sharpness of the comparison.
         clip: of that ratio; the authors' scripts use 1e-2, their default is 5e-2.
         decay_rate, decay_start, decay_max: of the old policy.
-        run: see [`~diffusion_grpo.algorithms.renoised.Renoised`].
     """
 
     compares: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = True
     whole_groups: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        preference_beta: float = 100.0,
-        clip: float = 1e-2,
-        decay_rate: float = 0.001,
-        decay_start: int = 0,
-        decay_max: float = 0.3,
-        beta: float = 0.0,
-        is_first_replay: bool = True,
-        max_ratio_error: float | None = 1e-4,
-        is_half_precision: bool = False,
-        take_turns: bool = False,
-    ):
-        super().__init__(
-            beta=beta,
-            is_first_replay=is_first_replay,
-            max_ratio_error=max_ratio_error,
-            is_half_precision=is_half_precision,
-            take_turns=take_turns,
-            decay_rate=decay_rate,
-            decay_start=decay_start,
-            decay_max=decay_max,
-        )
-        check_number("preference_beta", preference_beta, lambda x: x > 0, "above 0")
-        check_number("clip", clip, lambda x: x > 0, "above 0")
-        self.preference_beta, self.clip = preference_beta, clip
+    preference_beta: float = 100.0
+    clip: float = 1e-2
+    decay_max: float = 0.3
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("preference_beta", self.preference_beta, lambda x: x > 0, "above 0")
+        check_number("clip", self.clip, lambda x: x > 0, "above 0")
 
     def sample_losses(
         self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int
@@ -64,14 +46,15 @@ class DGPO(Renoised):
         refuse_torn_groups(part, "dgpo")
         error, advantages = now.error(), part.advantage(step).to(now.clean.device).double()
         gain = advantages * (error - distant.error()).detach()
-        gate = torch.sigmoid(self.preference_beta / part.group_size * group_sum(gain, part.groups))
-        ratio = torch.exp(_error_of(now, old) - error.detach())
+        gate = torch.sigmoid(self.preference_beta / part.group_size * sum_over_group(gain, part.groups))
+        ratio = torch.exp(dataclasses.replace(now, clean=old).error() - error.detach())
         has_left = torch.where(advantages > 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
         losses = gate * advantages * torch.where(has_left, error.detach(), error)
         metrics = {"dgpo/gate": gate.mean(), "clip_ratio/region_mean": has_left.double().mean()}
         return losses, metrics | {"old/distance": now.error(old).detach().mean()}
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class DPO(Renoised):
     """Online Diffusion-DPO: the best sample of each group against its worst.
 
@@ -81,32 +64,17 @@ class DPO(Renoised):
 
     Args:
         preference_beta: the sharpness of the comparison.
-        run: see [`~diffusion_grpo.algorithms.renoised.Renoised`].
     """
 
     compares: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = True
     whole_groups: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        preference_beta: float = 2000.0,
-        beta: float = 0.0,
-        is_first_replay: bool = True,
-        max_ratio_error: float | None = 1e-4,
-        is_half_precision: bool = False,
-        take_turns: bool = False,
-    ):
-        super().__init__(
-            beta=beta,
-            is_first_replay=is_first_replay,
-            max_ratio_error=max_ratio_error,
-            is_half_precision=is_half_precision,
-            take_turns=take_turns,
-        )
-        check_number("preference_beta", preference_beta, lambda x: x > 0, "above 0")
-        self.preference_beta = preference_beta
+    preference_beta: float = 2000.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("preference_beta", self.preference_beta, lambda x: x > 0, "above 0")
 
     def sample_losses(
         self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int
@@ -128,8 +96,3 @@ class DPO(Renoised):
             losses = losses + share * softplus(self.preference_beta / 2 * difference)
         metrics = {"dpo/accuracy": torch.stack(right).mean()} if right else {}
         return losses + 0.0 * excess, metrics  # with a gradient where all groups are of equal advantages too
-
-
-def _error_of(now: Denoised, clean: Tensor) -> Tensor:
-    """Return the (batch,) mean squared error of the prediction that another policy made of the same noised samples."""
-    return now.mean(((clean - now.target) / now.share) ** 2)

@@ -1,24 +1,19 @@
 """GRPO on recorded steps (https://huggingface.co/papers/2402.03300, for flows 2505.05470), with any step loss."""
 
-import logging
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from ..policy.token_process import TokenDistribution
 from ..policy.trajectory import StepDistribution
-from .base import Algorithm, PassOutput, RatioError, Reference
+from .base import Algorithm, DriftLimit, PassOutput, Reference, measure_gradient
 from .batch import MicroBatch, Part
 from .losses import Loss, LossInputs, grpo, loss_per_reward
 from .zero_advantages import sum_loss
 
 if TYPE_CHECKING:
     from ..policy.base import Policy
-
-logger = logging.getLogger(__name__)
 
 
 class GRPO(Algorithm):
@@ -61,10 +56,9 @@ class GRPO(Algorithm):
         self.step_loss = loss if reward_weights is None else loss_per_reward(loss, reward_weights)
         self.epsilon, self.epsilon_high, self.beta = epsilon, epsilon if epsilon_high is None else epsilon_high, beta
         self.anchors_on_replay, self.is_first_replay = anchors_on_replay, is_first_replay
-        self.max_ratio_error, self.is_half_precision = max_ratio_error, is_half_precision
-        self.take_turns = take_turns
+        self.is_half_precision, self.take_turns = is_half_precision, take_turns
         self.needs_old_mean: bool = getattr(getattr(loss, "func", loss), "needs_old_mean", False)  # or it is a partial
-        self._has_warned = False
+        self._limit = DriftLimit(max_ratio_error)
         self._explained = 0.0  # largest drift since the last check, as a share of what half precision explains
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
@@ -90,7 +84,9 @@ class GRPO(Algorithm):
             part.weights,
         )
         metrics = {name: value.item() for name, value in output.metrics.items()}
-        metrics |= measure_gradient(output.loss, now, step)
+        if isinstance(now, StepDistribution) and now.scale is not None:
+            jacobian = now.scale.jacobian.view(-1, *[1] * (now.mean.ndim - 1))
+            metrics |= measure_gradient(output.loss, now.mean, jacobian, step)
         metrics |= {} if distant is None else now.compare(distant)
         return PassOutput(output.loss, metrics, self._measure_drift(part, step, now))
 
@@ -123,37 +119,15 @@ class GRPO(Algorithm):
         explained, self._explained = self._explained, 0.0
         if not batch.is_on_policy:
             return {}
-        limit = self.max_ratio_error
-        if limit is not None and not drift <= limit:  # not a number either
-            if not (self.is_half_precision and math.isfinite(drift) and explained <= 1):
-                raise RatioError(
-                    f"The first ratio after a rollout is off by {drift:.1e}, more than max_ratio_error={limit:.0e}"
-                    f"{' and than half precision explains' if self.is_half_precision else ''}: the replay does not "
-                    "see what the rollout saw. Look for dropout or randomness in the pipeline, or for inputs that "
-                    "differ between the two."
-                )
-            if not self._has_warned:
-                logger.warning(
-                    "The first ratio after a rollout is off by %.1e, more than max_ratio_error=%.0e, which rounding "
-                    "in half precision explains. To make it exact leave rollout_batch_size at "
-                    "per_device_train_batch_size; if a rollout serves several updates, set old_log_prob='replay'.",
-                    drift,
-                    limit,
-                )
-            self._has_warned = True
+        beyond = "this is more than half precision explains, and " if self.is_half_precision else ""
+        self._limit.check(
+            drift,
+            "The first ratio after a rollout is",
+            f"{beyond}the replay does not see what the rollout saw. Look for dropout or randomness in the pipeline, "
+            "or for inputs that differ between the two.",
+            explanation="rounding in half precision explains it. To make it exact leave rollout_batch_size at "
+            "per_device_train_batch_size; if a rollout serves several updates, set old_log_prob='replay'."
+            if self.is_half_precision and explained <= 1
+            else None,
+        )
         return {"ratio/max_error": drift}
-
-
-def measure_gradient(loss: Tensor, now: StepDistribution | TokenDistribution, step: int) -> dict[str, float]:
-    """Return how large the gradient is that a step's loss hands to the network: `grad_size/step_{index}`.
-
-    It is the norm of d loss / d prediction, |J| * ||d loss / d mean||, of each sample's own loss, averaged over the
-    samples. No network is passed for it.
-    """
-    if not isinstance(now, StepDistribution) or now.scale is None or not now.mean.requires_grad:
-        return {}
-    (gradient,) = torch.autograd.grad(loss, now.mean, retain_graph=True, allow_unused=True)
-    if gradient is None:
-        return {}
-    size = (gradient.flatten(1).norm(dim=1) * now.scale.jacobian).mean().item()
-    return {f"grad_size/step_{step:02d}": size}

@@ -1,15 +1,17 @@
 """DiffusionNFT: reinforcement on the forward process (https://huggingface.co/papers/2509.16117)."""
 
+import dataclasses
 from typing import ClassVar
 
 from torch import Tensor
 
 from ..policy.trajectory import Denoised
 from .batch import Part
-from .renoised import Renoised, check_number
+from .renoised import RenoisedWithOldPolicy, check_number
 
 
-class NFT(Renoised):
+@dataclasses.dataclass(kw_only=True, eq=False)
+class NFT(RenoisedWithOldPolicy):
     """Moves the prediction towards samples that are better than their group, and away from those that are worse.
 
     With `r = clamp(A / (2 C) + 1/2, 0, 1)` and the two implicit policies `plus = b now + (1 - b) old` and
@@ -23,38 +25,18 @@ class NFT(Renoised):
         advantage_range: C.
         decay_rate, decay_start, decay_max: of the old policy. The scripts' type 1 is the default; their type 2 (OCR)
             is 0.0075, 75, 0.999.
-        run: see [`~diffusion_grpo.algorithms.renoised.Renoised`].
     """
 
     rolls_out_old: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        strength: float = 1.0,
-        advantage_range: float = 5.0,
-        decay_rate: float = 0.001,
-        decay_start: int = 0,
-        decay_max: float = 0.5,
-        beta: float = 0.0,
-        is_first_replay: bool = True,
-        max_ratio_error: float | None = 1e-4,
-        is_half_precision: bool = False,
-        take_turns: bool = False,
-    ):
-        super().__init__(
-            beta=beta,
-            is_first_replay=is_first_replay,
-            max_ratio_error=max_ratio_error,
-            is_half_precision=is_half_precision,
-            take_turns=take_turns,
-            decay_rate=decay_rate,
-            decay_start=decay_start,
-            decay_max=decay_max,
-        )
-        check_number("strength", strength, lambda x: x > 0, "above 0")
-        check_number("advantage_range", advantage_range, lambda x: x > 0, "above 0")
-        self.strength, self.advantage_range = strength, advantage_range
+    strength: float = 1.0
+    advantage_range: float = 5.0
+    decay_max: float = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("strength", self.strength, lambda x: x > 0, "above 0")
+        check_number("advantage_range", self.advantage_range, lambda x: x > 0, "above 0")
 
     def sample_losses(
         self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int

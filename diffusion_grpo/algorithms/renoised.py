@@ -6,8 +6,7 @@ rollout, so any solver can sample. All of these algorithms have the same first-o
 the denoising error, up to a weight by time; they differ in how they limit the move.
 """
 
-import logging
-import math
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,17 +15,18 @@ import torch
 from torch import Tensor
 
 from ..policy.trajectory import Denoised
-from .base import Algorithm, PassOutput, RatioError, Reference
+from .base import Algorithm, DriftLimit, PassOutput, Reference, measure_gradient
 from .batch import MicroBatch, Part
 
 if TYPE_CHECKING:
     from ..policy.base import Policy
 
-logger = logging.getLogger(__name__)
 
-
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Renoised(Algorithm):
     """An algorithm on re-noised samples; a subclass says what the loss of each sample is.
+
+    Settings are the fields of a dataclass. A subclass with settings of its own is a dataclass too.
 
     Args:
         beta: weight of the mean squared distance of the prediction to the reference's.
@@ -36,39 +36,18 @@ class Renoised(Algorithm):
         is_half_precision: whether a network computes in bfloat16 or float16, where a difference is only warned of:
             rounding moves predictions by a share of their size, in compiled graphs more than in others.
         take_turns: whether several networks share the steps.
-        decay_rate, decay_start, decay_max: after rollout n the old policy keeps
-            `clamp(decay_rate * (n - decay_start), 0, decay_max)` of itself and takes the rest from the policy: where
-            that is always 0, it is the policy that each rollout begins with. `decay_max=None` for no old policy.
-
-    Attributes:
-        old_decay: that function of n; None for no old policy, or where every update would find it equal to the policy.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     needs: ClassVar[Literal["clean"]] = "clean"
 
-    def __init__(
-        self,
-        *,
-        beta: float = 0.0,
-        is_first_replay: bool = True,
-        max_ratio_error: float | None = 1e-4,
-        is_half_precision: bool = False,
-        take_turns: bool = False,
-        decay_rate: float = 0.001,
-        decay_start: int = 0,
-        decay_max: float | None = None,
-    ):
-        check_number("decay_max", 0.0 if decay_max is None else decay_max, lambda x: 0 <= x < 1, "in [0, 1)")
-        check_number("decay_rate", decay_rate, lambda x: x >= 0, "of at least 0")
-        check_number("decay_start", decay_start, lambda x: x >= 0, "of at least 0")
-        self.beta, self.is_first_replay, self.max_ratio_error = beta, is_first_replay, max_ratio_error
-        self.is_half_precision, self.take_turns, self._has_warned = is_half_precision, take_turns, False
-        self.old_decay: Callable[[int], float] | None = None
-        if decay_max is not None and (decay_max * decay_rate > 0 or not is_first_replay):
-            self.old_decay = lambda n: min(max(decay_rate * (n - decay_start), 0.0), decay_max)
+    beta: float = 0.0
+    is_first_replay: bool = True
+    max_ratio_error: float | None = 1e-4
+    is_half_precision: bool = False
+    take_turns: bool = False
+
+    def __post_init__(self):
+        self._limit = DriftLimit(self.max_ratio_error)
 
     @abstractmethod
     def sample_losses(
@@ -108,7 +87,9 @@ class Renoised(Algorithm):
             drift = float((now.clean.detach() - old).abs().max())
         elif not self.is_first_replay:
             drift = float((now.error().detach() + part.old_log_prob(step).to(total)).abs().max())
-        found = {name: value.item() for name, value in metrics.items()} | measure_gradient(total, now, step)
+        found = {name: value.item() for name, value in metrics.items()} | measure_gradient(
+            total, now.clean, now.share, step
+        )
         return PassOutput(total.to(now.clean.dtype), found, drift)
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
@@ -119,33 +100,44 @@ class Renoised(Algorithm):
         """
         if not batch.is_on_policy or (self.is_first_replay and not batch.has_current_old):
             return {}
-        limit = self.max_ratio_error
-        if limit is not None and not drift <= limit:
-            found = (
-                f"The first predictions after a rollout are off by {drift:.1e}, more than max_ratio_error={limit:.0e}"
-            )
-            if not (self.is_half_precision and math.isfinite(drift)):
-                raise RatioError(
-                    f"{found}: the update does not see what was recorded. Look for dropout or randomness in the "
-                    "pipeline, or for inputs that differ between the two."
-                )
-            if not self._has_warned:
-                logger.warning("%s; in half precision rounding may explain it.", found)
-            self._has_warned = True
+        self._limit.check(
+            drift,
+            "The first predictions after a rollout are",
+            "the update does not see what was recorded. Look for dropout or randomness in the pipeline, or for inputs "
+            "that differ between the two.",
+            explanation="in half precision rounding may explain it." if self.is_half_precision else None,
+        )
         return {"prediction/max_error": drift}
 
 
-def measure_gradient(loss: Tensor, now: Denoised, step: int) -> dict[str, float]:
-    """Return how large the gradient is that a step's loss hands to the network: `grad_size/step_{index}`.
+@dataclasses.dataclass(kw_only=True, eq=False)
+class RenoisedWithOldPolicy(Renoised):
+    """One that compares the policy with an old policy, a moving copy of it.
 
-    It is the norm of d loss / d v of each sample's own loss, averaged over the samples. No network is passed for it.
+    Args:
+        decay_rate, decay_start, decay_max: after rollout n the old policy keeps
+            `clamp(decay_rate * (n - decay_start), 0, decay_max)` of itself and takes the rest from the policy: where
+            that is always 0, it is the policy that each rollout begins with.
+
+    Attributes:
+        old_decay: that function of n; None where every update would find the old policy equal to the policy.
+
+    Raises:
+        ValueError: a setting is out of range.
     """
-    if not now.clean.requires_grad:
-        return {}
-    (gradient,) = torch.autograd.grad(loss, now.clean, retain_graph=True, allow_unused=True)
-    if gradient is None:
-        return {}
-    return {f"grad_size/step_{step:02d}": (gradient * now.share).flatten(1).norm(dim=1).mean().item()}
+
+    decay_rate: float = 0.001
+    decay_start: int = 0
+    decay_max: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        rate, start, most = self.decay_rate, self.decay_start, self.decay_max
+        check_number("decay_max", most, lambda x: 0 <= x < 1, "in [0, 1)")
+        check_number("decay_rate", rate, lambda x: x >= 0, "of at least 0")
+        check_number("decay_start", start, lambda x: x >= 0, "of at least 0")
+        if most * rate > 0 or not self.is_first_replay:
+            self.old_decay = lambda n: min(max(rate * (n - start), 0.0), most)
 
 
 def check_number(name: str, value: Any, is_within: Callable[[float], bool], limits: str) -> None:
@@ -158,7 +150,7 @@ def check_number(name: str, value: Any, is_within: Callable[[float], bool], limi
         raise ValueError(f"loss_kwargs: {name} must be a number {limits}, got {value!r}.")
 
 
-def group_sum(values: Tensor, groups: Tensor) -> Tensor:
+def sum_over_group(values: Tensor, groups: Tensor) -> Tensor:
     """Return the (batch,) sum over each sample's group."""
     index = groups.unique(return_inverse=True)[1].to(values.device)
     return torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device).index_add(0, index, values)[

@@ -55,6 +55,10 @@ class SampleTensors:
         """Return what there is to log about a rollout."""
         return {}
 
+    def over_steps(self, values: Tensor) -> Tensor:
+        """Average (batch, steps) values over steps; return (batch,)."""
+        return values.mean(1)
+
     def anchor(self) -> Tensor:
         """Return (batch, steps, ...) what the rollout recorded for the denominator of a ratio."""
         return self.log_probs
@@ -93,10 +97,6 @@ class Trajectory(SampleTensors):
     step_weights: Tensor | None = None
     means: Tensor | None = None
 
-    def over_steps(self, values: Tensor) -> Tensor:
-        """Average (batch, steps) values over steps; return (batch,)."""
-        return values.mean(1)
-
 
 @dataclasses.dataclass
 class CleanSamples(SampleTensors):
@@ -124,10 +124,6 @@ class CleanSamples(SampleTensors):
     num_inference_steps: int
     tokens: Tensor | None = None
     old_clean: Tensor | None = None
-
-    def over_steps(self, values: Tensor) -> Tensor:
-        """Average (batch, steps) values over steps; return (batch,)."""
-        return values.mean(1)
 
     def anchor(self) -> Tensor:
         """Return zeros: nothing is recorded on the way to a clean sample."""

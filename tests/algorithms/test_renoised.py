@@ -15,7 +15,7 @@ from diffusion_grpo.algorithms.batch import MicroBatch
 from diffusion_grpo.algorithms.choose import check_loss_kwargs
 from diffusion_grpo.algorithms.dgpo import DGPO, DPO
 from diffusion_grpo.algorithms.nft import NFT
-from diffusion_grpo.algorithms.renoised import Renoised, group_sum, refuse_torn_groups
+from diffusion_grpo.algorithms.renoised import Renoised, refuse_torn_groups, sum_over_group
 
 RENOISED = {name: cls for name, cls in ALGORITHMS.items() if getattr(cls, "needs", None) == "clean"}
 
@@ -223,7 +223,7 @@ def test_usual_settings_are_taken():
 
 def test_a_sum_over_each_group():
     values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
-    assert group_sum(values, torch.tensor([7, 3, 7, 3, 9])).tolist() == [5.0, 10.0, 5.0, 10.0, 16.0]
+    assert sum_over_group(values, torch.tensor([7, 3, 7, 3, 9])).tolist() == [5.0, 10.0, 5.0, 10.0, 16.0]
 
 
 @pytest.mark.parametrize(
