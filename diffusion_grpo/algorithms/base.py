@@ -112,7 +112,7 @@ class Algorithm(Protocol):
     Attributes:
         needs: "trajectory" for recorded steps (GRPO and its relatives), "clean" for finished samples, which are
             noised again (DiffusionNFT and its relatives; [`~diffusion_grpo.algorithms.renoised.Renoised`] is a base
-            for them).
+            for them, [`~diffusion_grpo.algorithms.renoised.RenoisedWithOldPolicy`] for those with an old policy).
         needs_old_mean: whether trajectories hold the means of the policy that rolled out, in `Trajectory.means`, where
             a rollout is trained on more than once.
         compares: whether `loss` needs the reference even with `beta=0`.

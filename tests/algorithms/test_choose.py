@@ -195,3 +195,15 @@ def test_an_algorithm_of_ones_own_trains(runs):
     assert not logged(trainer, "ratio/mean")
     assert logged(runs["cooler"][0], "grad_norm")[0] == pytest.approx(logged(trainer, "grad_norm")[0] / 1e3, rel=1e-3)
     assert distance(weights, runs["held"][1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "found"),
+    [
+        ("dppo", {"threshold": 0}, "threshold must be a number above 0, got 0"),
+        ("grpo_guard", {"clip_range": "4e-6"}, "clip_range must be a number above 0, got '4e-6'"),
+    ],
+)
+def test_ranges_that_limit_a_step_are_numbers_above_0(loss, given, found):
+    with pytest.raises(ValueError, match=found):
+        check_loss_kwargs(loss, given)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from own_rewards import scaled
 from PIL import Image
 from plain_images import FOUR, FOUR_PROMPTS
 
@@ -21,19 +22,6 @@ from diffusion_grpo.rewards import (
     reward_weights,
     score,
 )
-
-
-def scaled(images, *, factor: float = 1.0, text_column: str | None = None, **columns):
-    return [factor * image.getpixel((0, 0))[0] / 255 for image in images]
-
-
-class Judge:
-    def __init__(self, model: str, size: int = 3):
-        self.model, self.size = model, size
-
-    def __call__(self, images, **columns):
-        return [float(self.size)] * len(images)
-
 
 # what is written
 

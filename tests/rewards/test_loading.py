@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from own_rewards import scaled
 from plain_images import FOUR, FOUR_PROMPTS
 
 from diffusion_grpo.rewards import (
@@ -15,24 +16,12 @@ from diffusion_grpo.rewards import (
 )
 
 
-def scaled(images, *, factor: float = 1.0, text_column: str | None = None, **columns):
-    return [factor * image.getpixel((0, 0))[0] / 255 for image in images]
-
-
-class Judge:
-    def __init__(self, model: str, size: int = 3):
-        self.model, self.size = model, size
-
-    def __call__(self, images, **columns):
-        return [float(self.size)] * len(images)
-
-
 @pytest.mark.parametrize(
     "written",
     [
         {"brightness": 0.6, scaled: {"factor": 2.0, "weight": 0.4}},
         [{"brightness": 0.6}, {scaled: {"factor": 2.0, "weight": 0.4}}],
-        [{"brightness": {"weight": 0.6}, f"{__name__}.scaled": {"factor": 2, "weight": 0.4}}],
+        [{"brightness": {"weight": 0.6}, "own_rewards.scaled": {"factor": 2, "weight": 0.4}}],
     ],
     ids=["mapping", "list", "dotted"],
 )
@@ -54,8 +43,8 @@ def test_plain_forms() -> None:
 
 
 def test_a_class_is_made_with_its_arguments() -> None:
-    (reward,) = load_rewards({f"{__name__}.Judge": {"model": "some/model", "size": 5, "weight": 2}})
-    assert (reward.name, reward.weight, reward.function.model) == ("Judge", 2, "some/model")
+    (reward,) = load_rewards({"own_rewards.Scorer": {"model": "some/model", "size": 5, "weight": 2}})
+    assert (reward.name, reward.weight, reward.function.model) == ("Scorer", 2, "some/model")
     assert reward.options() == {"model": "some/model", "size": 5}
     assert score([reward], images=FOUR, prompts=FOUR_PROMPTS).tolist() == [[5.0]] * 4
 
@@ -92,8 +81,8 @@ def test_a_class_is_made_with_its_arguments() -> None:
         ({"brightness": {"mean": math.nan}}, "finite"),
         ({"brightness": {"frames": 0}}, "1 or more, or 'all'"),
         ({"motion": {"frames": 1}}, "has frames=1, but gets whole videos"),
-        ({f"{__name__}.Judge": {"size": 3}}, "needs the argument 'model'"),
-        ({f"{__name__}.Judge": {"model": "m", "size": 0.5}}, "size=0.5; expected int"),
+        ({"own_rewards.Scorer": {"size": 3}}, "needs the argument 'model'"),
+        ({"own_rewards.Scorer": {"model": "m", "size": 0.5}}, "size=0.5; expected int"),
     ],
     ids=lambda value: str(value).split(" at 0x")[0][:60],
 )

@@ -8,8 +8,12 @@ import torch
 from diffusion_grpo.training.finite import NonFiniteError, refuse_non_finite
 
 
-def test_finite_values_pass(tmp_path):
-    refuse_non_finite(torch.tensor([0.0, -3e38]), "loss", 1, str(tmp_path), has_stepped=False)
+def test_only_finite_values_pass(tmp_path):
+    value = torch.tensor(-3e38)
+    refuse_non_finite(value, "loss", 1, str(tmp_path), has_stepped=False)
+    value *= 10  # beyond float32
+    with pytest.raises(NonFiniteError, match="is -inf"):
+        refuse_non_finite(value, "loss", 1, str(tmp_path), has_stepped=False)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as tf
+from geneval_scenes import Scene, verdicts
 from PIL import Image, ImageDraw
 from tiny_pipelines import clip_tokenizer
 
@@ -11,7 +12,6 @@ from diffusion_grpo.rewards.geneval.detectors import TransformersDetector
 from diffusion_grpo.rewards.geneval.reward import GenEval
 from diffusion_grpo.rewards.geneval.scoring import (
     NAMED,
-    Detection,
     name_pixel_colors,
 )
 
@@ -133,32 +133,6 @@ def test_shapes_of_every_color_are_found_where_they_are(color, detector) -> None
         centre = [(one.box[0] + one.box[2]) / 2, (one.box[1] + one.box[3]) / 2]
         assert centre == pytest.approx([CELL * (column + 0.5), CELL * (row + 0.5)], abs=3)
     assert set(name_pixel_colors(scene(*objects), found, "")) == {color}
-
-
-SIZE = 200
-
-
-class Scene:
-    """An image of rectangles, and a detector that knows where they are."""
-
-    def __init__(self, *objects):
-        self.image, self.detections = Image.new("RGB", (SIZE, SIZE), (128, 128, 128)), []
-        for index, (label, color, (left, top, width, height), *certainty) in enumerate(objects):
-            box = (left, top, left + width, top + height)
-            ImageDraw.Draw(self.image).rectangle(box, fill=NAMED[color])
-            self.detections.append(Detection(label, certainty[0] if certainty else 0.99 - index / 1000, box))
-
-
-def verdicts(scenes, rows, **options) -> list[float]:
-    asked = []
-
-    def detector(images, labels):
-        asked.append(labels)
-        found = {scene.image.tobytes(): scene.detections for scene in scenes}
-        return [[d for d in found[image.tobytes()] if d.label in labels] for image in images]
-
-    columns = {name: [row.get(name) for row in rows] for name in ("include", "exclude", "tag")}
-    return GenEval(detector, **options)(images=[scene.image for scene in scenes], **columns)
 
 
 CAT = {"class": "cat", "count": 1}

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+from geneval_scenes import Scene, verdicts
+from PIL import Image
 
 from diffusion_grpo.rewards.geneval.reward import GenEval
 from diffusion_grpo.rewards.geneval.scoring import (
@@ -15,31 +16,6 @@ from diffusion_grpo.rewards.geneval.scoring import (
     iou,
     name_pixel_colors,
 )
-
-SIZE = 200
-
-
-class Scene:
-    """An image of rectangles, and a detector that knows where they are."""
-
-    def __init__(self, *objects):
-        self.image, self.detections = Image.new("RGB", (SIZE, SIZE), (128, 128, 128)), []
-        for index, (label, color, (left, top, width, height), *certainty) in enumerate(objects):
-            box = (left, top, left + width, top + height)
-            ImageDraw.Draw(self.image).rectangle(box, fill=NAMED[color])
-            self.detections.append(Detection(label, certainty[0] if certainty else 0.99 - index / 1000, box))
-
-
-def verdicts(scenes, rows, **options) -> list[float]:
-    asked = []
-
-    def detector(images, labels):
-        asked.append(labels)
-        found = {scene.image.tobytes(): scene.detections for scene in scenes}
-        return [[d for d in found[image.tobytes()] if d.label in labels] for image in images]
-
-    columns = {name: [row.get(name) for row in rows] for name in ("include", "exclude", "tag")}
-    return GenEval(detector, **options)(images=[scene.image for scene in scenes], **columns)
 
 
 def one(scene, tag, include, exclude=(), **options) -> float:
