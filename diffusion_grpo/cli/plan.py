@@ -27,6 +27,7 @@ LABELS = {
     "updates_per_rollout": "updates per rollout",
     "samples_per_update": "samples per update",
     "trained_steps": "trained steps per sample",
+    "trained_tokens": "trained tokens per sample",
     "num_inference_steps": "denoising steps per sample",
     "rollouts_per_epoch": "rollouts per epoch",
     "updates_per_epoch": "updates per epoch",
@@ -80,6 +81,8 @@ def make_tables(made: "Plan") -> "list[Table]":
     batches = Table(title="Batches", show_header=False)
     for name, label in LABELS.items():
         value = getattr(made.batches, name)
+        if name == ("trained_steps" if made.batches.trained_tokens else "trained_tokens"):
+            continue
         batches.add_row(label, "unknown" if value is None else f"{value:,}")
     evaluations = Table("for", "forward passes", title="Network evaluations per sample")
     for name, count in made.evaluations.items():

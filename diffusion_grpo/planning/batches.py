@@ -27,6 +27,7 @@ class Batches:
         trained_steps: steps trained per sample.
         num_inference_steps: denoising steps per sample.
         rollouts_per_epoch, updates_per_epoch: counts per epoch; None if the size of the dataset is unknown.
+        trained_tokens: tokens trained per sample, in one step; 0 where denoising steps are trained.
     """
 
     processes: int
@@ -46,6 +47,7 @@ class Batches:
     num_inference_steps: int
     rollouts_per_epoch: int | None
     updates_per_epoch: int | None
+    trained_tokens: int = 0
 
     @classmethod
     def of(cls, args: DiffusionGRPOConfig, prompts: int | None) -> "Batches":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from peft import PeftConfig
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
@@ -25,6 +26,8 @@ from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings
 from ..distributed.sharding import Sharding
+from ..policy.base import Policy
+from ..policy.batching import BATCHED, LISTED, SINGLE, Form
 from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
@@ -32,6 +35,7 @@ from ..run import adapters
 from ..training.model import check_peft_config, prepare_model
 from .batches import Batches
 from .weightless import (
+    CountedMasks,
     Measurement,
     build_weightless_pipeline,
     find_configuration,
@@ -182,23 +186,9 @@ def _plan_model(
     pipe, mode = build_weightless_pipeline(folder, args, peft_config is None)
     component, model = prepare_model(pipe, args, peft_config)
     move_to_cpu(pipe, mode)
-    counted, is_mixed = None, args.bf16 or args.fp16
-    try:
-        access = NetworkAccess(forward_context=lambda: _make_autocast(args), casts_outputs=is_mixed)
-        policy = make_policy(pipe, component, sde_type=args.sde_type, sampling=args.token_sampling, access=access)
-        inputs = PipelineInputs(pipe, args)
-        row = {"prompt": "a photo of a cat"} if rows is None else inputs.rows(rows, [0])[0]
-        samples = args.per_device_train_batch_size
-        call = inputs([row] * samples)
-        counted = measure(policy, mode, call, samples, args)
-        if args.traits.is_renoised:
-            unguided = measure(policy, mode, switch_guidance_off(pipe, policy.networks, call), samples, args)
-            counted = measure_renoised(counted, unguided, has_old_policy(args))
-    except Exception as error:  # a pipeline may fail in any way on tensors without values
-        made.notes.append(
-            f"{type(pipe).__name__} does not run without weights, so trajectory and activations are not planned "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
-        )
+    counted = _measure_or_note(made, pipe, mode, component, args, rows)
+    if counted is not None and counted.tokens:
+        made.batches.trained_steps, made.batches.trained_tokens = 1, counted.tokens
     every, trained = list(model.parameters()), [p for p in model.parameters() if p.requires_grad]
     made.model = {
         "pipeline": type(pipe).__name__,
@@ -209,6 +199,55 @@ def _plan_model(
     made.evaluations = count_evaluations(args, made.batches, counted)
     frozen = _count_bytes(p for _, part in _find_other_parts(pipe, component) for p in part.parameters())
     made.memory = estimate_memory(model, frozen, args, peft_config, made.sharding, counted, made.batches)
+
+
+def _measure_or_note(
+    made: Plan,
+    pipe: Any,
+    mode: FakeTensorMode,
+    component: tuple[str, ...],
+    args: DiffusionGRPOConfig,
+    rows: "Dataset | None",
+) -> Measurement | None:
+    """Measure one micro-batch; where the pipeline does not run without weights, note it and return None."""
+    access = NetworkAccess(forward_context=lambda: _make_autocast(args), casts_outputs=args.bf16 or args.fp16)
+    try:
+        policy = make_policy(pipe, component, sde_type=args.sde_type, sampling=args.token_sampling, access=access)
+        inputs = PipelineInputs(pipe, args)
+        row = {"prompt": "a photo of a cat"} if rows is None else inputs.rows(rows, [0])[0]
+        with CountedMasks():
+            return _measure_in_some_form(policy, mode, inputs, row, args)
+    except Exception as error:  # a pipeline may fail in any way on tensors without values
+        made.notes.append(
+            f"{type(pipe).__name__} does not run without weights, so trajectory and activations are not planned "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
+        )
+        return None
+
+
+def _measure_in_some_form(
+    policy: Policy, mode: FakeTensorMode, inputs: PipelineInputs, row: dict[str, Any], args: DiffusionGRPOConfig
+) -> Measurement:
+    """Measure a micro-batch in the first form in which the pipeline takes it; see `PipelineInputs.learn`.
+
+    Which form that is cannot be probed as in training: tensors without values do not change.
+    """
+    given = frozenset(name for name in inputs.accepted & row.keys() if row[name] is not None)
+    refusals = []
+    for form in (BATCHED, SINGLE, LISTED):
+        inputs.forms[given] = Form(form)
+        samples = args.per_device_train_batch_size if form == BATCHED else 1
+        call = inputs([row] * samples)
+        try:
+            counted = measure(policy, mode, call, samples, args)
+        except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
+            refusals.append(error)
+            continue
+        if not args.traits.is_renoised:
+            return counted
+        unguided = measure(policy, mode, switch_guidance_off(policy.pipe, policy.networks, call), samples, args)
+        return measure_renoised(counted, unguided, has_old_policy(args))
+    raise refusals[0]
 
 
 def _find_other_parts(pipe: Any, component: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
@@ -223,12 +262,18 @@ def _make_autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManag
 
 
 def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measurement | None) -> dict[str, float]:
-    """Count forward passes per sample, assuming one in each step if `counted` is None."""
+    """Count forward passes per sample, assuming one in each step if `counted` is None.
+
+    Tokens are drawn by one pass each, and scored by one pass over all of them.
+    """
     one, update = (1.0, 1.0) if counted is None else (counted.evaluations, counted.update_evaluations)
     steps, iterations = batches.trained_steps, args.num_iterations
     saved = args.shared_steps * (1 - 1 / (args.branches or 1))  # of the steps that branches share each takes a part
     rollout = one * (batches.num_inference_steps - saved)
-    found = {"rollout": rollout, "update, with gradient": update * steps * iterations}
+    found = {"in one step": one, "rollout": rollout, "update, with gradient": update * steps * iterations}
+    if counted is not None and counted.tokens:
+        scores = {"scores of the rollout's tokens": 1.0, "update, with gradient": iterations}
+        found = {"rollout, one per token": float(counted.tokens), **scores}
     if args.beta > 0 or args.traits.compares:
         found["reference in the update"] = update * steps * iterations
     if has_old_policy(args):
@@ -240,7 +285,7 @@ def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Meas
     if args.importance_sampling_level == "sequence" and batches.updates_per_rollout > 1:
         share = 1 - args.gradient_accumulation_steps / (args.steps_per_generation * iterations)
         found["sequence ratio"] = one * steps * iterations * share
-    return {"in one step": one, **found}
+    return found
 
 
 def has_old_policy(args: DiffusionGRPOConfig) -> bool:
@@ -308,7 +353,8 @@ def estimate_memory(
         return found
     trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)
     found.append(_place("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
-    found.append(Memory("activations", counted.activations, basis="what autograd keeps of one micro-batch's step"))
+    part = "pass over its tokens" if counted.tokens else "step"
+    found.append(Memory("activations", counted.activations, basis=f"what autograd keeps of one micro-batch's {part}"))
     return found
 
 

@@ -19,13 +19,20 @@ import torch
 import transformers
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config.settings import DiffusionGRPOConfig
-from ..policy.rollout import Policy, Trajectory, rollout
+from ..policy.drivers import StepScored
+from ..policy.language_model import Drawn
+from ..policy.network_gate import replace_attribute
+from ..policy.rollout import Policy, Trajectory, replay, rollout
+from ..policy.token_process import TokenTrajectory, pack_bits
 from ..training.model import checkpoint_share, choose_dtype, set_scheduler
 
+INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
 
 
@@ -137,6 +144,7 @@ class Measurement:
         activations: bytes that autograd keeps for the backward pass of one step of the micro-batch.
         recomputed: the part of `activations` in the largest block that gradient checkpointing recomputes.
         update_evaluations: forward passes per trained step and sample in an update.
+        tokens: tokens that a language model draws per sample; 0 where none is trained.
     """
 
     samples: int
@@ -146,6 +154,7 @@ class Measurement:
     activations: int
     recomputed: int
     update_evaluations: float
+    tokens: int = 0
 
 
 def measure(
@@ -160,8 +169,10 @@ def measure(
         samples: number of samples in the micro-batch.
         args: settings of the run.
     """
+    if policy.draws_tokens:
+        return measure_tokens(policy, mode, inputs, samples, args)
     calls: list[tuple[nn.Module, tuple, dict]] = []
-    with _record_calls(policy, calls):
+    with _record_calls(policy, calls), _draw_without_weights(policy, mode):
         _, trajectory = rollout(
             policy,
             inputs,
@@ -171,10 +182,87 @@ def measure(
             is_complete=False,
         )
     rows = [next(x for x in pytree.tree_leaves(call[1:]) if torch.is_tensor(x) and x.ndim > 1) for call in calls]
-    activations, recomputed = count_kept_bytes(policy, mode, calls, args)
+    activations, recomputed = count_kept_bytes(policy, lambda: _repeat_calls(policy, calls), args)
     per_step, per_sample = count_trajectory_bytes(trajectory)
     evaluations = sum(map(len, rows)) / samples
     return Measurement(samples, per_step, per_sample, evaluations, activations, recomputed, evaluations)
+
+
+def measure_tokens(
+    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], samples: int, args: DiffusionGRPOConfig
+) -> Measurement:
+    """Roll out one micro-batch of a policy that draws tokens, then score them with gradient.
+
+    The tokens are zeros: a model without weights can draw none. One teacher-forced pass scores them all, so that the
+    replay keeps the activations of the network and of the log-probabilities, one number per id.
+
+    Args:
+        See [`measure`].
+    """
+    drawn: list[Drawn] = []
+    with _draw_without_weights(policy, mode, drawn), contextlib.suppress(StepScored):
+        rollout(policy, inputs, seeds=range(samples), num_inference_steps=args.num_inference_steps)
+    ids, kept = drawn[0].ids, drawn[0].kept
+    seeds = torch.arange(samples)
+    trajectory = TokenTrajectory(
+        ids=ids,
+        mask=drawn[0].mask,
+        support=ids.new_zeros((*ids.shape, 0), dtype=torch.uint8) if kept is None else pack_bits(kept),
+        log_probs=drawn[0].log_probs[:, None],
+        drift=drawn[0].log_probs,
+        steps=torch.zeros(samples, 1, dtype=torch.int64),
+        seeds=seeds,
+        initial_seeds=seeds,
+        num_inference_steps=args.num_inference_steps,
+        temperature=float(policy.sampling.temperature),
+    )
+    activations, recomputed = count_kept_bytes(policy, lambda: replay(policy, inputs, trajectory, 0), args)
+    per_sample = sum(map(_count_bytes, trajectory.tensors().values())) // samples
+    return Measurement(samples, 0, per_sample, 1.0, activations, recomputed, 1.0, tokens=ids.shape[1])
+
+
+class CountedMasks(TorchDispatchMode):
+    """Count what a mask selects of a fake tensor, which torch refuses to do.
+
+    A mask with values, as that of a tokenizer, selects what it selects; one without is taken to select everything.
+    """
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in INDEXED and isinstance(args[0], FakeTensor):
+            places: list[Tensor | None] = []
+            for index in args[1]:
+                is_mask = index is not None and index.dtype == torch.bool
+                places.extend(_find_places(index) if is_mask else [index])
+            args = args[0], places, *args[2:]
+        return func(*args, **(kwargs or {}))
+
+
+def _find_places(mask: Tensor) -> tuple[Tensor, ...]:
+    real = torch.ones(mask.shape, dtype=torch.bool) if isinstance(mask, FakeTensor) else mask
+    return real.nonzero(as_tuple=True)
+
+
+@contextlib.contextmanager
+def _draw_without_weights(policy: Policy, mode: FakeTensorMode, drawn: list[Drawn] | None = None) -> Iterator[None]:
+    """Let a language model in the pipeline's call draw zeros; with `drawn`, keep them there and end the call."""
+
+    def draw(call: dict[str, Any], seeds: Tensor) -> Drawn:
+        shape = len(seeds), policy.family.token_count(call)
+        with mode:
+            kept = torch.ones(*shape, policy.family.vocabulary(policy.pipe), dtype=torch.bool)
+        made = Drawn(
+            ids=torch.zeros(shape, dtype=torch.int64),
+            mask=torch.ones(shape, dtype=torch.bool),
+            kept=kept if policy.sampling.is_truncated else None,
+            log_probs=torch.zeros(shape),
+        )
+        if drawn is None:
+            return made
+        drawn.append(made)
+        raise StepScored
+
+    with replace_attribute(policy, "draw_tokens", draw):
+        yield
 
 
 def measure_renoised(guided: Measurement, unguided: Measurement, has_old_policy: bool) -> Measurement:
@@ -231,12 +319,21 @@ def _record_calls(policy: Policy, calls: list) -> Iterator[None]:
             del network.forward
 
 
-def count_kept_bytes(
-    policy: Policy, mode: FakeTensorMode, calls: list[tuple[nn.Module, tuple, dict]], args: DiffusionGRPOConfig
-) -> tuple[int, int]:
+def _repeat_calls(policy: Policy, calls: list[tuple[nn.Module, tuple, dict]]) -> None:
+    for network, positional, named in calls:
+        with policy.access.forward_context():
+            network(*positional, **named)
+
+
+def count_kept_bytes(policy: Policy, run: Callable[[], Any], args: DiffusionGRPOConfig) -> tuple[int, int]:
     """Count the bytes besides the weights that autograd keeps, in all and in the largest recomputed block.
 
     A checkpointed block keeps only its inputs. During its recomputation it keeps everything.
+
+    Args:
+        policy: its networks are those that are trained.
+        run: what is done with gradient.
+        args: settings of the run.
     """
     weights = {identify_storage(x) for network in policy.networks for x in [*network.parameters(), *network.buffers()]}
     outside, largest = KeptStorages(weights), 0
@@ -254,13 +351,19 @@ def count_kept_bytes(
 
     if args.activation_checkpointing:
         for network in policy.networks:
-            share = args.selective_checkpointing
-            network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(run_block, share))
+            _checkpoint_by(network, run_block, args.selective_checkpointing)
     with torch.enable_grad(), outside:
-        for network, positional, named in calls:
-            with policy.access.forward_context():
-                network(*positional, **named)
+        run()
     return outside.bytes + largest, largest
+
+
+def _checkpoint_by(network: nn.Module, run_block: Callable, share: float) -> None:
+    """Let a network call `run_block` where it would recompute a block."""
+    layers = [layer for layer in network.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(run_block, share))
+    for layer in layers:  # a network of transformers: `prepare_model` has chosen the share
+        layer._gradient_checkpointing_func = run_block
 
 
 class KeptStorages(torch.autograd.graph.saved_tensors_hooks):

@@ -1,5 +1,7 @@
 """The plan is what happens: its bytes are those that a run really allocates, its counts those of the run."""
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -72,6 +74,8 @@ def allocated(config):
         ("sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}),
         ("sd3", {"loss_type": "nft", "timestep_fraction": 0.67}),
         ("sd3", {"loss_type": "dpo", "use_peft": False}),
+        ("glm_image", {}),  # its language model writes tokens that are kept with the steps
+        ("glm_image", {"train_component": "vision_language_encoder", "beta": 0.1, "top_p": 0.8}),
     ],
 )
 def test_planned_bytes_are_the_allocated_ones(name, settings, tmp_path):
@@ -127,6 +131,12 @@ def test_eight_bit_states_are_a_byte_a_value_and_a_scale_a_block():
 SAVED = STAND_INS.keys() - {"qwen_image_edit"}
 
 
+def allow_large_images(config):
+    """Let a tiny network of SD3's class have the table of positions that the real one has."""
+    if config.is_file() and "pos_embed_max_size" in (values := json.loads(config.read_text())):
+        config.write_text(json.dumps(values | {"pos_embed_max_size": 192}))
+
+
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_example_is_planned_on_a_machine_without_an_accelerator(file, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -135,11 +145,15 @@ def test_every_example_is_planned_on_a_machine_without_an_accelerator(file, tmp_
     if file.stem in SAVED:
         build(STAND_INS[file.stem])[0].save_pretrained(tmp_path / "model")
         words += ["--model", str(tmp_path / "model")]
+        words += ["--pipeline_kwargs", "{audio_end_in_s: 1.0}"] if file.stem == "stable_audio" else []
+        allow_large_images(tmp_path / "model" / "transformer" / "config.json")
     made = plan(str(file), words)
     settings = yaml.safe_load(file.read_text())
     assert made.batches.samples_per_prompt == settings["num_generations"]
     if file.stem in SAVED or settings["model"] == "tiny":
-        assert {item.name for item in made.memory} >= {"parameters", "gradients", "optimizer", "frozen parts"}
+        kinds = {"parameters", "gradients", "optimizer", "frozen parts", "trajectory", "activations"}
+        assert {item.name for item in made.memory} >= kinds
+        assert not any("without weights" in note for note in made.notes)
     else:
         assert "is not here" in made.notes[0]
 
@@ -190,6 +204,29 @@ def test_passes_on_renoised_samples_are_counted(tmp_path):
     twice = plan(write_run(tmp_path, "sd3", loss_type="dpo", num_iterations=2), [])
     assert twice.evaluations["reference in the update"] == twice.evaluations["update, with gradient"] == 6
     assert twice.evaluations["errors before the first update"] == 3 and "old policy" not in twice.evaluations
+
+
+def test_passes_of_a_language_model_are_counted_in_tokens(tmp_path):
+    """One pass for each token, then one that scores them all; each update, and its reference, scores them again."""
+    settings = {"train_component": "vision_language_encoder", "beta": 0.1, "num_iterations": 2, "max_steps": 2}
+    config = write_run(tmp_path, "glm_image", **settings)
+    made = plan(config, [])
+    script, lora, args = parse_train_arguments(config, [])
+    trainer, passes = build_trainer(script, lora, args), {True: 0, False: 0}
+
+    def count(*_):
+        passes[torch.is_grad_enabled()] += 1
+
+    trainer.policy.network.lm_head.register_forward_pre_hook(count)
+    trainer.train()
+    batches, evaluations = made.batches, made.evaluations
+    assert batches.trained_tokens == trainer.feed.buffer.samples[0].ids.shape[1] > 1
+    assert evaluations["rollout, one per token"] == batches.trained_tokens
+    assert batches.updates_per_rollout == trainer.state.global_step == 2
+    micro_batches = batches.pipeline_calls  # of one pass over the rollout
+    assert passes[True] == micro_batches * evaluations["update, with gradient"]
+    rest = ("rollout, one per token", "scores of the rollout's tokens", "reference in the update")
+    assert passes[False] == micro_batches * sum(evaluations[name] for name in rest)
 
 
 @pytest.mark.parametrize(("order", "size"), [("random", 2), ("sliding", 2), ("random", None)])
