@@ -28,6 +28,7 @@ def has(owner, name):
 # name: (where it is, what depends on it)
 USED = {
     "_subclasses": ("torch", "`plan` builds pipelines of fake tensors"),
+    "_python_dispatch": ("torch.utils", "`plan` watches the operations on fake tensors"),
     "_pytree": ("torch.utils", "network outputs of any structure are cast, blanked and searched for tensors"),
     "_cdata": ("torch:UntypedStorage", "`plan` tells storages without memory apart"),
     "_parameters": ("torch.nn:Module", "FSDP's and ZeRO's sharded parameters are replaced for a while"),
