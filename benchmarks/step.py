@@ -1,10 +1,11 @@
 """
 Seconds of one full GRPO step beside the bare network, and peak memory: `make bench`.
 
-The first update of a real training records every call of a network (policy, decoder, text encoders) with its
-arguments. After each further update the same calls are made bare, in a loop, with a backward pass where the trainer
-made one; so both sides see the same shapes and the same load of the machine. The overhead is (rollout + update) /
-bare, median over the rounds; the reward is timed by itself, since no network of ours works in it.
+The second update of a real run records every call of a network (policy, decoder, text encoders) with its arguments;
+the first also asks what the pipeline can do. After each further update the same calls are made bare, in a loop, with a
+backward pass where the trainer made one, so that both sides see the same shapes and the same load of the machine. The
+overhead is (rollout + update) / bare, median over the rounds; the reward is timed by itself, since no network of ours
+works in it.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class BareLoop(TrainerCallback):
     """Times updates, and after each the same network calls without pipeline, scheduler, loss and optimizer.
 
     Args:
-        pipe: the trained pipeline; its networks' calls are recorded in the first update.
+        pipe: the trained pipeline; its networks' calls are recorded in the second update.
     """
 
     def __init__(self, pipe: DiffusionPipeline):
@@ -49,8 +50,6 @@ class BareLoop(TrainerCallback):
         self._start = 0.0
         self._spied = [(self.policy, "forward"), (pipe.vae, "decode")]
         self._spied += [(encoder, "forward") for encoder in (pipe.text_encoder, pipe.text_encoder_2)]
-        for module, method in self._spied:
-            self._spy(module, method)
 
     def _spy(self, module: nn.Module, method: str) -> None:
         real = getattr(module, method)
@@ -62,6 +61,8 @@ class BareLoop(TrainerCallback):
         module.__dict__[method] = record
 
     def on_step_begin(self, args, state, control, **kwargs):
+        for module, method in self._spied if state.global_step == 1 else []:
+            self._spy(module, method)
         _synchronize()
         self._start = time.perf_counter()
 
@@ -69,6 +70,8 @@ class BareLoop(TrainerCallback):
         _synchronize()
         elapsed = time.perf_counter() - self._start
         if state.global_step == 1:  # warm-up
+            return
+        if state.global_step == 2:  # recorded
             for module, method in self._spied:
                 del module.__dict__[method]
             self.peak = peak_memory()
@@ -78,7 +81,7 @@ class BareLoop(TrainerCallback):
         others = [call for call in self.calls if getattr(call[0], "__self__", None) is not self.policy]
         policy_alone, rest = run_bare(policy_calls), run_bare(others)
         kwargs["model"].zero_grad()
-        if state.global_step > 1:
+        if state.global_step > 2:
             self.policy_alone.append(policy_alone)
             self.bare.append(policy_alone + rest)
 
@@ -169,14 +172,14 @@ BENCHMARKS = {
 
 
 def measure(name: str, rounds: int) -> None:
-    """Trains for `rounds` updates after a warm-up one, and prints the medians."""
+    """Trains for `rounds` updates after two that are not timed, and prints the medians."""
     make_pipeline, rewards, settings = BENCHMARKS[name]
     hide_loading_bars("tiny")
     pipe = make_pipeline()
     with tempfile.TemporaryDirectory() as folder:
         args = DiffusionGRPOConfig(
             folder,
-            max_steps=rounds + 1,
+            max_steps=rounds + 2,
             learning_rate=1e-4,
             guidance_scale=1.0,
             pipeline_kwargs={"max_sequence_length": 1},
@@ -203,7 +206,7 @@ def measure(name: str, rounds: int) -> None:
 
 
 def print_result(name: str, trainer: DiffusionGRPOTrainer, bare: BareLoop) -> None:
-    entries = [entry for entry in trainer.state.log_history if "time/rollout" in entry][1:]
+    entries = [entry for entry in trainer.state.log_history if "time/rollout" in entry][2:]
     stages = {stage: statistics.median(entry[f"time/{stage}"] for entry in entries) for stage in STAGES}
     reward = [entry["time/reward"] for entry in entries]
     ratios = [(step - spent) / loop for step, spent, loop in zip(bare.updates, reward, bare.bare, strict=True)]
@@ -225,7 +228,7 @@ def print_result(name: str, trainer: DiffusionGRPOTrainer, bare: BareLoop) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="default: all, each in its own process")
-    parser.add_argument("--rounds", type=int, default=5, help="timed updates after the warm-up; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="timed updates after the first two; default: %(default)s")
     arguments = parser.parse_args()
     if len(arguments.names) == 1:
         measure(arguments.names[0], arguments.rounds)

@@ -38,6 +38,7 @@ class DistributedBackend:
         self.half, self.groups = half, groups
         self._accelerator: Accelerator | None = None
         self._engine: nn.Module | None = None
+        self._unwrapped: tuple[nn.Module | None, nn.Module | None] = (None, None)  # a model, and what it wraps
 
     # Set-up
 
@@ -192,7 +193,9 @@ class DistributedBackend:
 
     def forward(self, model: nn.Module, method: Callable, *args: Any) -> Any:
         """Call `method` inside the forward of the engine that wraps the model, so that its hooks run."""
-        return redirect(model, self.accelerator.unwrap_model(model), method, *args)
+        if self._unwrapped[0] is not model:  # accelerate reads package metadata each time it is asked
+            self._unwrapped = (model, self.accelerator.unwrap_model(model))
+        return redirect(model, self._unwrapped[1], method, *args)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass."""

@@ -161,11 +161,13 @@ class Policy(ABC):
 
         Whether the pipeline draws from it is noted in `draws_globally`.
         """
-        device = self.pipe._execution_device  # which is not where the first of its parts waits
-        devices = [device] if device.type == "cuda" else []
+        devices, seed_all = [], torch.default_generator.manual_seed
+        if torch.accelerator.is_available():  # without one, both lines would cost as much as a small network's pass
+            device = self.pipe._execution_device  # which is not where the first of its parts waits
+            devices, seed_all = [device] if device.type == "cuda" else [], torch.manual_seed
         states = [torch.get_rng_state, *(partial(torch.cuda.get_rng_state, device) for device in devices)]
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(int(seeds[0]))
+            seed_all(int(seeds[0]))
             before = [state() for state in states]
             try:
                 yield
