@@ -228,7 +228,7 @@ def print_result(name: str, trainer: DiffusionGRPOTrainer, bare: BareLoop) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="default: all, each in its own process")
-    parser.add_argument("--rounds", type=int, default=5, help="timed updates after the first two; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="timed updates after two others; default: %(default)s")
     arguments = parser.parse_args()
     if len(arguments.names) == 1:
         measure(arguments.names[0], arguments.rounds)
