@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 def shares(trainer) -> dict:
     """Return how much of the network this process holds, and how; frozen parameters count too."""
-    parameters = list(trainer.policy.network.parameters())
+    parameters = [parameter for network in trainer.policy.networks for parameter in network.parameters()]
     local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     return {
         "parameters": len(parameters),
@@ -28,15 +28,18 @@ def shares(trainer) -> dict:
 
 def run(folder: Path, settings: dict) -> None:
     """Train once and report what tests ask about."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        settings.pop("context_parallel_size", None)
+    processes = world // settings.get("context_parallel_size", 1)
     for name in ("gradient_accumulation_steps", "steps_per_generation"):
         if name in settings:
             settings[name] //= processes
     resume = settings.pop("resume", None)
     is_offloaded = settings.pop("offload", False)
-    if processes > 1:
+    if world > 1:
         os.environ["FSDP_OFFLOAD_PARAMS"] = str(is_offloaded)
-    settings = SMOOTH_VIDEOS | settings if settings.get("name") == "wan" else SMOOTH | settings
+    settings = SMOOTH_VIDEOS | settings if settings.get("name", "").startswith("wan") else SMOOTH | settings
     trainer = trainer_for(folder, **settings)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()

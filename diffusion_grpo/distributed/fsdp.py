@@ -8,11 +8,13 @@ written to it.
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate.accelerator
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -28,20 +30,24 @@ from .dtensor import as_dtensor, as_shard, is_sharded
 from .sharded_checkpoints import save_shards
 from .weights import TrainedWeights
 
+TOKENS = (
+    "a language model writes token by token, and would gather its weights for each; start without FSDP (ZeRO-3 gathers "
+    "them once)."
+)
+
 
 class FSDP2Backend(DistributedBackend):
     """FSDP2.
 
     Args:
         half: dtype of mixed precision, or None.
-        groups: must be groups of one.
+        groups: of processes that share the sequence of each sample. Weights are sharded over all processes.
         plugin_args: accelerate's settings of FSDP; the environment's where it is empty.
         keeps_gathered: whether each block is gathered once for a rollout or evaluation and kept until its end.
         processes: how many there are.
 
     Raises:
-        ValueError: FSDP1, one process, a wrapping by size, FSDP's own activation checkpointing, or context
-            parallelism.
+        ValueError: FSDP1, one process, a wrapping by size, or FSDP's own activation checkpointing.
     """
 
     def __init__(
@@ -56,8 +62,6 @@ class FSDP2Backend(DistributedBackend):
         self._plugin_args, self._keeps_gathered = plugin_args or {}, keeps_gathered
         self._weights: ShardedWeights | None = None
         _check_plugin(self._plugin_args, processes)
-        if groups.size > 1:
-            raise ValueError("context_parallel_size goes with DDP only; start without DeepSpeed and FSDP.")
 
     @property
     def mode(self) -> dict[str, int]:
@@ -86,6 +90,17 @@ class FSDP2Backend(DistributedBackend):
                 "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
                 "start without them."
             )
+        if draws_tokens:
+            raise ValueError(f"FSDP does not train {', '.join(component)}: {TOKENS}")
+        if len(component) > 1 and own_steps:
+            raise ValueError(
+                f"{', '.join(component)} take turns, and with permute_steps or sde_window_order='per_prompt' processes "
+                "would train different ones at once; set permute_steps=False and another sde_window_order, or name "
+                "one network in train_component."
+            )
+
+    def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
+        return replace_attribute(accelerate.accelerator, "fsdp2_prepare_model", shard_model)
 
     def network_access(self, model: nn.Module) -> NetworkAccess:
         return dataclasses.replace(super().network_access(model), ask_all=self._ask_all, skips_hooks=True)
@@ -140,7 +155,8 @@ class FSDP2Backend(DistributedBackend):
         return True
 
     def begin_micro_batch(self, model: nn.Module) -> None:
-        model.set_requires_gradient_sync(True)  # Trainer's no_sync would keep whole gradients on each process
+        for network in split(model):
+            network.set_requires_gradient_sync(True)  # Trainer's no_sync would keep whole gradients on each process
 
     @contextlib.contextmanager
     def accumulate(self, model: nn.Module, is_last: bool) -> Iterator[None]:
@@ -150,7 +166,7 @@ class FSDP2Backend(DistributedBackend):
         return method(*args)  # FSDP's hooks are on the network that the pipeline calls
 
     def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
-        """Leave gradients as they are: there is one network."""
+        """Leave gradients as they are: a network that no process called has none."""
 
     # Checkpoints
 
@@ -221,10 +237,7 @@ def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) ->
         ValueError: the network names no blocks, or is a language model.
     """
     if hasattr(network, "generate"):
-        raise ValueError(
-            f"FSDP does not train {type(network).__name__}: a language model writes token by token, and would gather "
-            "its weights for each; start without FSDP."
-        )
+        raise ValueError(f"FSDP does not train {type(network).__name__}: {TOKENS}")
     present = {type(module).__name__ for module in network.modules()}
     named = chosen or getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
     names = [name for name in named if name in present]
@@ -242,39 +255,79 @@ def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) ->
 
 
 def configure_plugin(plugin: FullyShardedDataParallelPlugin, networks: list[nn.Module]) -> None:
-    """Fill in accelerate's settings of FSDP as a diffusers network needs them.
+    """Fill in accelerate's settings of FSDP as diffusers networks need them.
 
-    Units are the repeated blocks and the network itself, which pipelines call; the `PeftModel` around a LoRA's network
-    is not one. Only autocast computes in half precision, as in one process: FSDP's own casting would round timesteps.
+    Units are the repeated blocks and the networks themselves, which pipelines call. Only autocast computes in half
+    precision, as in one process: FSDP's own casting would round timesteps.
 
     Raises:
-        ValueError: several networks, or one that cannot be sharded.
+        ValueError: a network that cannot be sharded.
     """
-    if len(networks) > 1:
-        raise ValueError(
-            "FSDP trains one network, and this pipeline's experts are several; name one of them in train_component, "
-            "or start without FSDP."
-        )
-    network = networks[0]
+    chosen = plugin.transformer_cls_names_to_wrap
+    names = [name for network in networks for name in (*find_repeated_blocks(network, chosen), type(network).__name__)]
     plugin.auto_wrap_policy = transformer_auto_wrap_policy
-    blocks = find_repeated_blocks(network, plugin.transformer_cls_names_to_wrap)
-    plugin.transformer_cls_names_to_wrap = [*blocks, type(network).__name__]
+    plugin.transformer_cls_names_to_wrap = list(dict.fromkeys(names))
     plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     plugin.cpu_ram_efficient_loading = False  # every process has loaded the pipeline; that way fails on buffers
 
 
+def shard_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Shard the trained model in place, as `fsdp2_prepare_model` of accelerate does, and return it.
+
+    accelerate would make a unit of the `ModuleDict` around experts, which torch refuses because nobody calls it.
+    """
+    if is_sharded(model):  # a second training
+        return model
+    plugin = accelerator.state.fsdp_plugin
+    for network in split(model):
+        shard_units(network, plugin, plugin.cpu_offload, is_trained=True)
+    if isinstance(model, nn.ModuleDict):  # accelerate calls this method of what it has prepared
+        model.set_requires_gradient_sync = functools.partial(_set_sync, split(model))
+    return model
+
+
 def shard_reference(model: nn.Module, accelerator: Accelerator, is_offloaded: bool) -> None:
-    """Shard the reference, a frozen copy of the trained network, as that network is; shares may wait on the CPU."""
+    """Shard the reference, a frozen copy of the trained model, as that model is; shares may wait on the CPU."""
     plugin = accelerator.state.fsdp_plugin
     offload = plugin.cpu_offload or OffloadPolicy()
     if is_offloaded:
         offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
-    kwargs = {"mp_policy": plugin.mixed_precision_policy, "offload_policy": offload, "reshard_after_forward": True}
-    for module in reversed(list(model.modules())):  # units within units first
-        if module is model or type(module).__name__ in plugin.transformer_cls_names_to_wrap:
-            fully_shard(module, **kwargs)
+    for network in split(model):
+        shard_units(network, plugin, offload, is_trained=False)
+
+
+def shard_units(
+    network: nn.Module, plugin: FullyShardedDataParallelPlugin, offload: OffloadPolicy, is_trained: bool
+) -> None:
+    """Make units of a network's blocks and of itself, in place.
+
+    Args:
+        network: the network, or the `PeftModel` around it, which is the outermost unit.
+        plugin: accelerate's settings, which name the classes of the others.
+        offload: where shares wait.
+        is_trained: whether the outermost unit may stay gathered from the forward to the backward pass.
+    """
+    reshards = plugin.reshard_after_forward if is_trained else True
+    for module in reversed(list(network.modules())):  # units within units first
+        if module is network or type(module).__name__ in plugin.transformer_cls_names_to_wrap:
+            fully_shard(
+                module,
+                reshard_after_forward=None if module is network and is_trained else reshards,
+                mp_policy=plugin.mixed_precision_policy,
+                offload_policy=offload,
+            )
+
+
+def split(model: nn.Module) -> list[nn.Module]:
+    """Return the trained networks of a model: experts, or the model itself."""
+    return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
+
+
+def _set_sync(networks: list[nn.Module], is_synced: bool) -> None:
+    for network in networks:
+        network.set_requires_gradient_sync(is_synced)
 
 
 def find_units(model: nn.Module) -> list[FSDPModule]:

@@ -61,16 +61,27 @@ def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) 
     """
     optimizer = _plain(optimizer)
     if has_shards(checkpoint):
-        state = get_optimizer_state_dict(model, optimizer, options=OPTIONS)
-        _read_tensors(checkpoint / FOLDER, _tensors(state))
-        _fill_rest(json.loads((checkpoint / FOLDER / REST).read_text(encoding="utf-8")), state)
-        set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=OPTIONS)
+        _load_shards(checkpoint / FOLDER, model, optimizer)
         return True
     file = checkpoint / OPTIMIZER_NAME
     if not is_sharded(model) or not file.is_file():
         return False
     _load_whole(torch.load(file, map_location="cpu", weights_only=True), optimizer)
     return True
+
+
+def _load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    state = get_optimizer_state_dict(model, optimizer, options=OPTIONS)  # of every parameter, from a step of size 0
+    _fill_rest(json.loads((folder / REST).read_text(encoding="utf-8")), state)
+    saved = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    # an expert that had not been trained yet has no state, and must get none
+    idle = {name for name, values in state["state"].items() if not any(f"{name}.{key}" in saved for key in values)}
+    used = {name: values for name, values in state["state"].items() if name not in idle}
+    _read_tensors(folder, _tensors({"state": used}), saved)
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=OPTIONS)
+    for name, parameter in model.named_parameters():
+        if name in idle:
+            optimizer.state.pop(parameter, None)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -95,16 +106,15 @@ def _numbers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {parameter: values for parameter, values in numbers.items() if values}
 
 
-def _read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors, or this process's shares of them, in place."""
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    saved = reader.read_metadata().state_dict_metadata
+def _read_tensors(folder: Path, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    """Fill tensors, or this process's shares of them, in place; `saved` describes those in the folder."""
     for name, tensor in tensors.items():
         if name not in saved:
             raise ValueError(f"{folder} has no optimizer state for {name}: it belongs to a run of other parameters.")
         if saved[name].size != tensor.shape:
             found, expected = tuple(saved[name].size), tuple(tensor.shape)
             raise ValueError(f"{folder}: {name} has the shape {found}, and this run's {expected}.")
+    reader = dcp.HuggingFaceStorageReader(str(folder))
     dcp.load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import types
 
 import fsdp_run
@@ -39,7 +40,18 @@ CASES = {
     | {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "beta": 0.1}
     | (SAVED | EVALUATED | AVERAGED),
 }
-TRAINED = CASES | {"optional": SETTINGS | OPTIONAL | {"beta": 0.1}}
+EXPERTS = {"name": "wan_experts", "num_inference_steps": 6, "beta": 0.1}
+# the first expert is idle: it has no gradient, and no optimizer state to be saved and read
+IDLE = EXPERTS | {"sde_window": [3, 5], "sde_window_size": 1, "deterministic_outside_window": True}
+CASES |= {"experts": SETTINGS | EXPERTS | SAVED}
+TRAINED = CASES | {
+    "optional": SETTINGS | OPTIONAL | {"beta": 0.1},
+    "context": SETTINGS | {"name": "wan", "context_parallel_size": 2, "gradient_checkpointing": True, "beta": 0.1},
+}
+MORE = {
+    "idle": SETTINGS | IDLE | SAVED,
+    "experts-full": FULL | EXPERTS | SAVED | {"context_parallel_size": 2},
+}
 
 
 def results(folder, processes, cases):
@@ -82,16 +94,20 @@ def alone(folder):
 def test_each_of_two_processes_holds_half_of_every_weight(together, case):
     """Of frozen weights too; not DDP, which is what accelerate makes of FSDP on CPUs."""
     report, _ = together[case]
-    assert report["wrapper"].startswith("FSDP")
+    assert report["wrapper"].startswith("FSDP") or case == "experts"  # each is wrapped by itself
     assert report["sharded"] == report["parameters"]
     assert 0.45 < report["share"] < 0.55
-    assert {"FSDPJointTransformerBlock", "FSDPSD3Transformer2DModel"} <= set(report["units"])
+    block, network = ("WanTransformerBlock", "WanTransformer3DModel")
+    if case != "experts":
+        block, network = ("JointTransformerBlock", "SD3Transformer2DModel")
+    assert {f"FSDP{block}", f"FSDP{network}"} <= set(report["units"])
 
 
 @pytest.mark.parametrize("case", TRAINED)
 def test_two_processes_train_what_one_trains(alone, together, case):
-    """With a LoRA whose units hold frozen weights too; with a sharded reference, average and evaluations in full; and
-    where one process calls the network more often than the other."""
+    """With a LoRA whose units hold frozen weights too; with a sharded reference, average and evaluations in full; with
+    two experts; where one process calls the network more often than the other; and where both share each sample's
+    sequence."""
     (one, weights), (two, shared) = alone[case], together[case]
     assert one["ratio"] == two["ratio"] == 0.0
     assert one["rewards"][0] == two["rewards"][0] and one["rewards"] == pytest.approx(two["rewards"], abs=1e-6)
@@ -119,6 +135,21 @@ def test_what_is_saved_is_loaded_by_plain_diffusers(folder, together):
         (folder / "two" / "full" / "checkpoint-1" / "policy" / "transformer" / "config.json").read_text()
     )
     assert config["_class_name"] == "SD3Transformer2DModel"
+
+
+def test_the_loras_of_two_experts_are_loaded_by_plain_diffusers(folder, together):
+    pipe, _ = tiny_pipelines.build("wan_experts")
+    point = folder / "two" / "experts" / "checkpoint-2"
+    pipe.load_lora_weights(point)
+    pipe.load_lora_weights(point / "transformer_2", load_into_transformer_2=True)
+    for name in ("transformer", "transformer_2"):
+        state = getattr(pipe, name).state_dict()
+        trained = {re.sub(r"default_\d", "default", key): value for key, value in state.items() if "lora_" in key}
+        prefix = f"{name}.base_model.model."
+        expected = {key.removeprefix(prefix): value for key, value in together["experts"][1].items() if prefix in key}
+        assert trained.keys() == expected.keys() and len(trained) > 0
+        assert all(torch.equal(value, trained[key]) for key, value in expected.items())
+        assert any(value.any() for key, value in expected.items() if "lora_B" in key)
 
 
 @pytest.mark.parametrize("case", ["lora", pytest.param("full", marks=pytest.mark.distributed)])
@@ -204,6 +235,31 @@ def test_whatever_is_set_two_processes_train_what_one_trains(folder):
 
 
 @pytest.mark.distributed
+def test_experts_resume_bit_for_bit(folder):
+    """With one that has not been trained at all, and all weights of both, whose samples two processes share."""
+    one, two = results(folder / "one", 1, MORE), results(folder / "two", 2, MORE)
+    points = {
+        name: settings | {"resume": str(folder / "two" / name / "checkpoint-1")} for name, settings in MORE.items()
+    }
+    resumed = results(folder / "resumed", 2, points)
+    for case in MORE:
+        (single, weights), (double, shared) = one[case], two[case]
+        assert double["sharded"] == double["parameters"] and single["ratio"] == double["ratio"] == 0.0
+        assert difference(weights, shared) < 1e-6
+        assert difference(resumed[case][1], shared) == 0.0
+    files = (folder / "two" / "idle" / "checkpoint-1" / "optimizer").glob("*.safetensors")
+    assert all(name.startswith("transformer_2.") for file in files for name in load_file(file))
+
+
+@pytest.mark.distributed
+def test_two_groups_of_two_processes_train_what_one_trains(folder):
+    cases = {"groups": SETTINGS | {"name": "wan", "context_parallel_size": 2, "beta": 0.1}}
+    (single, weights), (double, shared) = (results(folder / f"groups{n}", n, cases)["groups"] for n in (1, 4))
+    assert double["sharded"] == double["parameters"] and 0.2 < double["share"] < 0.3
+    assert single["ratio"] == double["ratio"] == 0.0 and difference(weights, shared) < 1e-6
+
+
+@pytest.mark.distributed
 def test_all_weights_in_half_precision(folder):
     """Their gradients are rounded in another order: the ratio is exactly 1, the weights are near."""
     cases = {"half": FULL | {"bf16": True, "gradient_checkpointing": True}}
@@ -266,7 +322,34 @@ def test_units_are_the_blocks_that_a_network_repeats():
         fsdp.find_repeated_blocks(pipe.vision_language_encoder)
 
 
-def test_several_networks_are_refused():
-    networks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    with pytest.raises(ValueError, match="FSDP trains one network.*train_component"):
-        fsdp.configure_plugin(types.SimpleNamespace(), networks)
+@pytest.mark.parametrize(
+    ("run", "match"),
+    [
+        ({"own_steps": True}, "transformer, transformer_2 take turns.*permute_steps=False"),
+        ({"draws_tokens": True}, "FSDP does not train.*token by token"),
+        ({"has_values": True}, "advantage_estimator='gae'"),
+    ],
+)
+def test_runs_that_sharded_weights_cannot_make_are_refused(monkeypatch, run, match):
+    ask(monkeypatch)
+    backend = FSDP2Backend(None, ContextGroups(), {}, keeps_gathered=False, processes=2)
+    plain = {"own_steps": False, "draws_tokens": False, "has_values": False}
+    with pytest.raises(ValueError, match=match):
+        backend.check_run(("transformer", "transformer_2"), **plain | run)
+    backend.check_run(("transformer", "transformer_2"), **plain)
+    backend.check_run(("transformer",), **plain | {"own_steps": True})
+
+
+def test_each_of_several_networks_names_its_units():
+    class Block(torch.nn.Linear):
+        pass
+
+    class Other(Block):
+        pass
+
+    networks = [torch.nn.Sequential(Block(2, 2)), torch.nn.Sequential(Other(2, 2))]
+    for network in networks:
+        network._repeated_blocks = ["Block", "Other"]
+    plugin = types.SimpleNamespace(transformer_cls_names_to_wrap=None, cpu_offload=None)
+    fsdp.configure_plugin(plugin, networks)
+    assert plugin.transformer_cls_names_to_wrap == ["Block", "Sequential", "Other"]

@@ -52,11 +52,24 @@ def test_sharded_state_is_safetensors_and_json_and_no_index_is_unpickled(tmp_pat
     assert restore_optimizer(tmp_path, model, optimizer) and not (tmp_path / "ran").exists()
 
 
+def test_parameters_that_were_never_trained_get_no_state(tmp_path):
+    """As an expert that has had no step yet: its first step is its first, as in the unbroken run."""
+    model, optimizer = trained(torch.optim.AdamW, steps=0)
+    for _ in range(2):
+        model[0](torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+    save_shards(tmp_path, model, optimizer, is_first=True)
+    other, fresh = trained(torch.optim.AdamW, seed=1, steps=0)
+    assert restore_optimizer(tmp_path, other, fresh)
+    assert set(fresh.state) == {other[0].weight, other[0].bias}
+    assert fresh.state[other[0].weight]["step"] == 2
+
+
 def test_state_of_other_parameters_is_refused(tmp_path):
     model, optimizer = trained(torch.optim.AdamW)
     save_shards(tmp_path, model, optimizer, is_first=True)
     larger = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="no optimizer state for 2.weight"):
+    with pytest.raises(ValueError, match="belongs to other parameters"):
         restore_optimizer(tmp_path, larger, torch.optim.AdamW(larger.parameters()))
     wider = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     with pytest.raises(ValueError, match=r"0.weight.exp_avg has the shape \(4, 3\), and this run's \(5, 3\)"):
