@@ -31,8 +31,8 @@ from .sharded_checkpoints import save_shards
 from .weights import TrainedWeights
 
 TOKENS = (
-    "a language model writes token by token, and would gather its weights for each; start without FSDP (ZeRO-3 gathers "
-    "them once)."
+    "a language model writes token by token, and would gather its weights for each; start without FSDP (ZeRO-3 "
+    "gathers them once)."
 )
 
 
@@ -94,9 +94,9 @@ class FSDP2Backend(DistributedBackend):
             raise ValueError(f"FSDP does not train {', '.join(component)}: {TOKENS}")
         if len(component) > 1 and own_steps:
             raise ValueError(
-                f"{', '.join(component)} take turns, and with permute_steps or sde_window_order='per_prompt' processes "
-                "would train different ones at once; set permute_steps=False and another sde_window_order, or name "
-                "one network in train_component."
+                f"{', '.join(component)} take turns, and with permute_steps or sde_window_order='per_prompt' "
+                "processes would train different ones at once; set permute_steps=False and another sde_window_order, "
+                "or name one network in train_component."
             )
 
     def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
