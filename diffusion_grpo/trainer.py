@@ -136,9 +136,16 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         if backend.groups.size > 1:
             copy = self._reference_module()
             spread_over_context([*policy.networks, *([] if copy is None else [copy])], backend.groups, args.device)
+        swaps_blocks = args.group_offload is not None
         self.offload = place_pipeline(
-            self.pipe, policy.networks, args.device, args.offload_frozen, backend.leaves_networks_in_place
+            self.pipe,
+            policy.networks,
+            args.device,
+            args.offload_frozen,
+            leaves_networks=swaps_blocks or backend.leaves_networks_in_place,
         )
+        if swaps_blocks:
+            backend.leave_frozen_weights(self.model)
         self.values = ValueModel(args.seed).to(args.device) if has_values else None
         self.metrics, self.progress = Metrics(), UpdateProgress()
         self.average = setup.make_average(args, self.weights, backend, self.metrics)

@@ -41,6 +41,14 @@ USED = {
     "_repeated_blocks": ("diffusers:ModelMixin", "blocks are found to compile and to shard"),
     "_no_split_modules": ("diffusers:ModelMixin", "blocks are found to compile and to shard"),
     "_cp_plan": ("diffusers:ModelMixin", "networks without context parallelism are refused"),
+    "_supports_group_offloading": ("diffusers:ModelMixin", "networks whose blocks cannot be swapped are refused"),
+    "_diffusers_hook": ("diffusers.hooks:HookRegistry", "the groups that diffusers offloads are found"),
+    "_execution_engine": ("torch.autograd:Variable", "swapped blocks leave when a backward pass ends"),
+    "_set_params_and_buffers_to_ignore_for_model": (
+        "torch.nn.parallel:DistributedDataParallel",
+        "DDP passes over frozen weights in CPU memory",
+    ),
+    "_dynamo": ("torch", "compiled blocks have as many graphs as they need"),
     "_execution_device": ("diffusers:DiffusionPipeline", "seeds are drawn on the device that the pipeline uses"),
     "_exclude_from_cpu_offload": ("diffusers:DiffusionPipeline", "offload_frozen leaves these parts in place"),
     "_cached_decode_position_ids": (

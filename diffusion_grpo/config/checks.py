@@ -43,6 +43,7 @@ def check_settings(args: Sizes) -> None:
     _check_steps(args)
     _check_context(args)
     _check_batches(args)
+    _check_group_offload(args)
 
 
 def _check_choices(args: Sizes) -> None:
@@ -58,7 +59,9 @@ def _check_choices(args: Sizes) -> None:
         "importance_sampling_level": ["token", "sequence"],
         "context_parallel_type": ["ulysses", "ring"],
         "sde_window_order": ["random", "per_prompt", "sliding"],
-    } | ({"offload_frozen": ["cpu"]} if args.offload_frozen is not None else {})
+    }
+    optional = {"offload_frozen": ["cpu"], "group_offload": ["block_level", "leaf_level"]}
+    choices |= {name: known for name, known in optional.items() if getattr(args, name) is not None}
     for name, known in choices.items():
         value = getattr(args, name)
         if value not in known:
@@ -159,6 +162,7 @@ def _check_numbers(args: Sizes) -> None:
         "num_generations": 1 if _takes_single_samples(args) else 2,
         "num_batches_per_step": 1,
         "context_parallel_size": 1,
+        "group_offload_blocks": 1,
         "reward_processes": 1,
         "value_learning_rate": 0,
         "kl_reward": 0,
@@ -384,6 +388,36 @@ def _check_batches(args: Sizes) -> None:
         )
     if args.batch_sizes.prompts_per_rollout * generations // args.num_batches_per_step < 2:
         raise ValueError("A batch of one sample leaves nothing to compare with; lower num_batches_per_step.")
+
+
+def _check_group_offload(args: Sizes) -> None:
+    if args.group_offload is None:
+        for name in ("group_offload_blocks", "group_offload_stream"):
+            if getattr(args, name) != config_fields()[name].default:
+                raise ValueError(f"{name} has no effect without group_offload; set that too, or leave it out.")
+        return
+    if args.group_offload_blocks > 1 and args.group_offload == "leaf_level":
+        raise ValueError(
+            f"group_offload_blocks={args.group_offload_blocks} has no effect with group_offload='leaf_level', which "
+            "moves single layers; leave one of them out."
+        )
+    if args.group_offload_blocks > 1 and args.group_offload_stream:
+        raise ValueError(
+            f"group_offload_stream=True fetches blocks one by one; leave group_offload_blocks="
+            f"{args.group_offload_blocks} out."
+        )
+    if args.torch_compile and args.group_offload == "leaf_level":
+        raise ValueError(
+            "torch_compile compiles whole blocks, which group_offload='leaf_level' takes apart; use 'block_level'."
+        )
+    if args.context_parallel_size > 1:
+        raise ValueError("group_offload has not been tested with context_parallel_size; leave one of them out.")
+    kwargs = args.activation_checkpointing_kwargs
+    if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
+        raise ValueError(
+            "group_offload fetches the weights of a block that is computed again, which use_reentrant=True does not "
+            "let it notice; leave use_reentrant out of activation_checkpointing_kwargs."
+        )
 
 
 def check_token_settings(args: Sizes) -> None:

@@ -16,6 +16,24 @@ class RunSettings:
             "only while it is used, and never while the trained network runs."
         },
     )
+    group_offload: str | None = field(
+        default=None,
+        metadata={
+            "help": "Keep the trained network's frozen weights in CPU memory too, each on the accelerator only while "
+            "it is used, in rollouts, replays and the backward pass: block_level (whole blocks) or leaf_level (single "
+            "layers: the least memory, the most transfers). For a LoRA; see docs/memory.md."
+        },
+    )
+    group_offload_blocks: int = field(
+        default=1, metadata={"help": "Number of blocks that group_offload='block_level' moves together."}
+    )
+    group_offload_stream: bool = field(
+        default=False,
+        metadata={
+            "help": "Fetch the next block while one works (group_offload). It takes page-locked CPU memory for all "
+            "frozen weights of the network and accelerator memory for one more block, and spares the way back."
+        },
+    )
     context_parallel_size: int = field(
         default=1,
         metadata={

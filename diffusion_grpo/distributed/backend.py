@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..policy.network_gate import NetworkAccess
 from .collectives import gather_json
@@ -82,6 +83,19 @@ class DistributedBackend:
         Raises:
             ValueError: such a run.
         """
+
+    def check_group_offload(self) -> None:
+        """Refuse a network whose frozen weights come and go.
+
+        Raises:
+            ValueError: these processes move the weights themselves.
+        """
+
+    def leave_frozen_weights(self, model: nn.Module) -> None:
+        """Let an engine pass over frozen weights and buffers, which need not be where the trained weights are."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        frozen = [name for name, tensor in named if not tensor.requires_grad]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
 
     def fill_config(self, model: nn.Module) -> None:
         """Fill in what a configuration leaves open until the model is known."""

@@ -96,6 +96,12 @@ class DeepSpeedBackend(DistributedBackend):
             f"{', '.join(component)} take turns, and {reason}; {change}, or name one network in train_component."
         )
 
+    def check_group_offload(self) -> None:
+        raise ValueError(
+            "group_offload moves weights that DeepSpeed's engine moves itself; leave it out (zero3_offload keeps "
+            "weights in CPU memory too), or start without DeepSpeed."
+        )
+
     @property
     def loads_before_engine(self) -> bool:
         return True

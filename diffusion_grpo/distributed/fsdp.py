@@ -102,6 +102,12 @@ class FSDP2Backend(DistributedBackend):
     def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
         return replace_attribute(accelerate.accelerator, "fsdp2_prepare_model", shard_model)
 
+    def check_group_offload(self) -> None:
+        raise ValueError(
+            "group_offload moves weights that FSDP2 moves itself; leave it out (fsdp_offload_params keeps weights in "
+            "CPU memory too), or start without FSDP."
+        )
+
     def network_access(self, model: nn.Module) -> NetworkAccess:
         return dataclasses.replace(super().network_access(model), ask_all=self._ask_all, skips_hooks=True)
 

@@ -21,9 +21,11 @@ from ..config.settings import DiffusionGRPOConfig
 from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
 from ..run import adapters
+from .block_swap import BlockSwap
 from .scheduler_settings import change_scheduler
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+GRAPHS = 64  # that blocks of one class may be compiled to
 SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
 
 
@@ -180,6 +182,8 @@ def prepare_model(
     model = models[component[0]] if len(component) == 1 else nn.ModuleDict(models).eval()
     # Trainer calls this method of transformers' models; diffusers' have another one, called above
     model.activation_checkpointing_enable = lambda **kwargs: None
+    if args.group_offload is not None:
+        model.to = lambda *args, **kwargs: model  # Trainer and accelerate would move all of it to the accelerator
     return component, model
 
 
@@ -218,15 +222,27 @@ def _prepare_network(
     network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, adapter: str | None
 ) -> nn.Module:
     """Return a network with what is trained of it: a LoRA around it, or all its weights."""
+    swap = make_block_swap(args)
     if args.activation_checkpointing:
-        _enable_checkpointing(network, args.activation_checkpointing_kwargs or {}, args.selective_checkpointing)
+        contexts = None if swap is None else swap.contexts
+        given = args.activation_checkpointing_kwargs or {}
+        _enable_checkpointing(network, given, args.selective_checkpointing, contexts)
     if adapter is not None:
         model = adapters.wrap_lora(network, peft_config, adapter).eval()
     else:
         model = _require_float32_weights(network, args).requires_grad_(True)
     if args.torch_compile:
         _compile_blocks(network, args)
+    if swap is not None:
+        swap.install(network)
     return model
+
+
+def make_block_swap(args: DiffusionGRPOConfig) -> BlockSwap | None:
+    """Return what keeps the frozen weights of a network in CPU memory; None without `group_offload`."""
+    if args.group_offload is None:
+        return None
+    return BlockSwap(args.device, args.group_offload, args.group_offload_blocks, args.group_offload_stream)
 
 
 def _require_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.Module:
@@ -241,7 +257,9 @@ def _require_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> n
     return network.to(torch.float32)
 
 
-def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any], share: float = 1.0) -> None:
+def _enable_checkpointing(
+    network: nn.Module, kwargs: dict[str, Any], share: float = 1.0, contexts: Callable | None = None
+) -> None:
     unknown = set(kwargs) - {"use_reentrant", "preserve_rng_state", "determinism_check"}
     if unknown:
         raise ValueError(
@@ -260,16 +278,25 @@ def _enable_checkpointing(network: nn.Module, kwargs: dict[str, Any], share: flo
             f"{type(network).__name__} has no gradient checkpointing in diffusers; set gradient_checkpointing=False."
         )
     checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, **kwargs)
-    network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(checkpoint, share))
+    network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(checkpoint, share, contexts))
 
 
-def checkpoint_share(checkpoint: Callable, share: float) -> Callable:
-    """Checkpoint a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing` does."""
+def checkpoint_share(checkpoint: Callable, share: float, contexts: Callable | None = None) -> Callable:
+    """Checkpoint a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing` does.
+
+    Args:
+        checkpoint: torch's function.
+        share: in (0, 1].
+        contexts: makes the contexts of a block's forward pass and of its recomputation.
+    """
     places: dict[Callable, int] = {}  # in the order in which the network calls them
 
     def checkpointed(block: Callable, *args: Any, **kwargs: Any) -> Any:
         place = places.setdefault(block, len(places))
-        return checkpoint(block, *args, **kwargs) if _is_chosen(place, share) else block(*args, **kwargs)
+        if not _is_chosen(place, share):
+            return block(*args, **kwargs)
+        own = {} if contexts is None else {"context_fn": functools.partial(contexts, block)}
+        return checkpoint(block, *args, **kwargs, **own)
 
     return checkpointed
 
@@ -279,13 +306,21 @@ def _is_chosen(place: int, share: float) -> bool:
 
 
 def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:
-    """Compile the blocks that repeat, which share one graph; the network around them stays replaceable."""
+    """Compile the blocks that repeat, which share their graphs; the network around them stays replaceable."""
     names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
     blocks = [module for module in network.modules() if type(module).__name__ in names]
     if not blocks:
         raise ValueError(f"{type(network).__name__} names no repeated blocks to compile; set torch_compile=False.")
+    # rollout and replay, first and last block, LoRA and reference, one shape and several: each pair has a graph of its
+    # own, and beyond the limit, 8 by default, torch goes on uncompiled without an error
+    dynamo = torch._dynamo.config
+    dynamo.cache_size_limit = max(dynamo.cache_size_limit, GRAPHS)
+    settings = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     for block in blocks:
-        block.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        if args.group_offload is None:
+            block.compile(**settings)
+        else:  # inside the hooks that fetch its weights
+            block.forward = torch.compile(block.forward, **settings)
 
 
 def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:

@@ -111,6 +111,7 @@ def check_run(
     is_full_training = prepare_training(args, peft_config)
     check_datasets(rewards, args, train_dataset, eval_dataset)
     backend = choose_backend(args)
+    check_block_swap(args, backend, is_full_training)
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)
     check_scheduler(model, pipeline, args)
@@ -222,6 +223,22 @@ def choose_backend(args: DiffusionGRPOConfig) -> DistributedBackend:
         fsdp_plugin_args=args.fsdp_plugin_args,
         fsdp_gather_for_generation=args.fsdp_gather_for_generation,
     )
+
+
+def check_block_swap(args: DiffusionGRPOConfig, backend: DistributedBackend, is_full_training: bool) -> None:
+    """Refuse `group_offload` where it cannot work, before the model is loaded.
+
+    Raises:
+        ValueError: all weights are trained, or the processes move weights themselves.
+    """
+    if args.group_offload is None:
+        return
+    if is_full_training:
+        raise ValueError(
+            f"group_offload={args.group_offload!r} moves frozen weights, but full training has none; train a LoRA, or "
+            "use DeepSpeed with zero3_offload."
+        )
+    backend.check_group_offload()
 
 
 def describe_run(

@@ -8,6 +8,7 @@ import torch
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.distributed.context_parallel import ContextGroups
 from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
+from diffusion_grpo.distributed.fsdp import FSDP2Backend
 from diffusion_grpo.distributed.weights import TrainedWeights
 
 
@@ -27,6 +28,14 @@ def test_a_process_with_fewer_passes_repeats_its_last():
     sharded.bind(accelerator, [])
     expected = [("a", True), ("a", False), ("a", False)]
     assert sharded.equalize(["a"]) == sharded.equalize_outside_updates(["a"]) == expected
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedBackend, FSDP2Backend])
+def test_engines_that_move_weights_themselves_refuse_swapped_blocks(kind):
+    DistributedBackend(None, ContextGroups()).check_group_offload()
+    backend = kind.__new__(kind)  # without a launcher; the check asks for nothing else
+    with pytest.raises(ValueError, match="group_offload moves weights that.*leave it out.*or start without"):
+        backend.check_group_offload()
 
 
 class Experts(torch.nn.ModuleDict):

@@ -47,6 +47,15 @@ def test_two_processes_train_what_one_trains(tmp_path):
     assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
 
 
+def test_each_process_swaps_the_blocks_of_its_own_copy(tmp_path):
+    alone, weights = result(tmp_path / "one", 1)
+    swapped = {"group_offload": "block_level", "group_offload_stream": True, "gradient_checkpointing": True}
+    both, together = result(tmp_path / "two", 2, **swapped)
+    assert both["wrapper"] == "DistributedDataParallel" and both["ratio"] == 0.0
+    assert alone["rewards"] == both["rewards"]
+    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
+
+
 SEVERAL = {  # three updates of four samples a rollout, made twice, and one of the next; groups of three micro-batches
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,

@@ -1,0 +1,330 @@
+"""Keep the frozen weights of a trained network in CPU memory, and each block on the accelerator only while it works.
+
+diffusers' group offloading says which weights move together and moves them. When they move is decided here, since
+diffusers' own hooks know of no backward pass: they leave a block's weights on the CPU once its forward pass is over,
+where autograd would look for them, and they do not offload what gradient checkpointing computes again.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
+from diffusers.hooks.group_offloading import GroupOffloadingHook, ModuleGroup
+from torch import Tensor, nn
+
+HOOK = "group_offloading"  # diffusers finds by it on which device such a network works
+DIFFUSERS_HOOKS = (HOOK, "layer_execution_tracker", "lazy_prefetch_group_offloading")
+BACKWARD_HOOK = "fetch_weights_in_backward"
+
+
+class BlockSwap:
+    """Moves the frozen weights of one network, group by group: a block or a few, or a single layer.
+
+    What is trained stays on the accelerator, with its gradients. In a backward pass a weight that autograd needs is
+    fetched again; where gradient checkpointing computes a block again, its groups come for it and leave with it. The
+    computation is the same to the last bit.
+
+    Args:
+        device: where the network works.
+        level: "block_level" or "leaf_level".
+        blocks: number of blocks that move together; for "block_level".
+        prefetches: whether the next group is fetched while one works, on a stream of its own where the device has
+            streams; CPU memory is pinned for that.
+        offload_device: where the weights wait.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        level: str,
+        blocks: int = 1,
+        prefetches: bool = False,
+        offload_device: torch.device | str = "cpu",
+    ):
+        self._device, self._level, self._blocks = device, level, blocks
+        self._prefetches, self._offload_device = prefetches, torch.device(offload_device)
+        self.groups: list[Group] = []
+        self._group_of: dict[int, Group] = {}  # by the id of a weight
+        self._addresses: dict[int, Tensor] = {}  # weights that are present, by where their values begin
+        self._last: dict[str, tuple[Group, ...]] = {}  # of each direction: what worked last in this pass
+        self._next: dict[tuple[str, tuple[Group, ...]], tuple[Group, ...]] = {}  # what came after it
+        self._recomputed: tuple[Group, ...] = ()
+        self._is_ending = False
+
+    def install(self, network: nn.Module) -> None:
+        """Take the network's frozen weights off the accelerator, and move what is trained there.
+
+        Args:
+            network: of diffusers, with its LoRA.
+
+        Raises:
+            ValueError: the network cannot be taken apart like that.
+        """
+        check_network(network, self._level)
+        remove_hooks(network)  # of an earlier run
+        use_stream = self._prefetches and self._device.type != "cpu"
+        apply_group_offloading(
+            network,
+            onload_device=self._device,
+            offload_device=self._offload_device,
+            offload_type=self._level,
+            num_blocks_per_group=self._blocks,
+            non_blocking=use_stream,
+            use_stream=use_stream,
+            record_stream=use_stream,  # a weight may be in use, in backward too, after its group has left
+        )
+        hooked = [(module, hook) for module in network.modules() if (hook := _find_hook(module)) is not None]
+        remove_hooks(network)
+        movers = {id(hook.group): hook.group for _, hook in hooked}
+        groups = {key: Group(mover, self._addresses) for key, mover in movers.items()}
+        self.groups = [group for group in groups.values() if group.tensors]
+        for group in self.groups:
+            self._group_of |= dict.fromkeys(map(id, group.tensors), group)
+        for module, hook in hooked:
+            if groups[id(hook.group)].tensors:
+                HookRegistry.check_if_exists_or_initialize(module).register_hook(
+                    SwapHook(groups[id(hook.group)], hook, self._work), HOOK
+                )
+        HookRegistry.check_if_exists_or_initialize(network).register_hook(PassHook(self._watch_pass), BACKWARD_HOOK)
+        for tensor in (*network.parameters(), *network.buffers()):
+            if id(tensor) not in self._group_of:
+                tensor.data = tensor.data.to(self._device)
+
+    @property
+    def present(self) -> list["Group"]:
+        """The groups that are on the accelerator."""
+        return [group for group in self.groups if group.is_present]
+
+    def contexts(self, block: Callable) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+        """Return the contexts of a block's forward pass and of its recomputation; `context_fn` of torch's checkpoint.
+
+        Args:
+            block: what is computed again.
+        """
+        return contextlib.nullcontext(), self._recompute(block)
+
+    # Forward
+
+    @contextlib.contextmanager
+    def _watch_pass(self) -> Iterator[None]:
+        """Let autograd note weights that move without keeping them on the accelerator."""
+        self._end_backward()  # which an error may have cut short
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._note_weight, self._fetch_weight):
+                yield
+        finally:
+            self._leave(self.present)
+            self._last.pop("forward", None)
+
+    @contextlib.contextmanager
+    def _work(self, group: "Group", leaves: bool) -> Iterator[None]:
+        """Have a group present inside; `leaves`: its last module is at work, after which it may leave."""
+        if group not in self._recomputed:
+            self._bring("forward", (group,))
+        try:
+            yield
+        finally:
+            if leaves and group not in self._recomputed:
+                group.leave()
+
+    def _bring(self, direction: str, groups: tuple["Group", ...]) -> None:
+        """Fetch groups, and begin to fetch those that came after them the last time."""
+        last = self._last.get(direction)
+        if last is not None and last != groups:
+            self._next[direction, last] = groups
+        self._last[direction] = groups
+        for group in groups:
+            group.fetch()
+        for group in groups:
+            group.wait()
+        for group in self._next.get((direction, groups), ()) if self._prefetches else ():
+            group.fetch()
+
+    @staticmethod
+    def _leave(groups: list["Group"]) -> None:
+        for group in groups:
+            group.leave()
+
+    # Backward
+
+    def _note_weight(self, tensor: Tensor) -> "Tensor | SavedWeight":
+        """Take what autograd keeps; of a weight that moves only what it takes to find it again."""
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return tensor
+        weight = self._addresses.get(tensor.data_ptr())
+        if weight is None or weight.dtype != tensor.dtype:
+            return tensor
+        return SavedWeight(weight, tensor.size(), tensor.stride(), tensor.dtype)
+
+    def _fetch_weight(self, saved: "Tensor | SavedWeight") -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._group_of[id(saved.weight)].wait()  # it may be on its way
+        found = saved.weight.data.to(self._device, saved.dtype, non_blocking=True)
+        return found.as_strided(saved.size, saved.stride)
+
+    @contextlib.contextmanager
+    def _recompute(self, block: Callable) -> Iterator[None]:
+        """Have the groups of a block present while it is computed again, until the next one is.
+
+        Its hooks cannot see to that: checkpointing may compute again what lies inside a group, and it stops as soon
+        as it has what it needs, by an error, before a hook on the block could clean up.
+        """
+        groups = self._list_groups(block)
+        self._leave([group for group in self._recomputed if group not in groups])
+        self._recomputed = groups
+        if not self._is_ending:
+            self._is_ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if groups:
+            self._bring("backward", groups)
+        yield
+
+    def _list_groups(self, block: Callable) -> tuple["Group", ...]:
+        tensors = [*block.parameters(), *block.buffers()] if isinstance(block, nn.Module) else []
+        return tuple(dict.fromkeys(self._group_of[id(x)] for x in tensors if id(x) in self._group_of))
+
+    def _end_backward(self) -> None:
+        self._recomputed, self._is_ending = (), False
+        self._last.pop("backward", None)
+        self._leave(self.present)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedWeight:
+    """A weight that autograd needs, or a transposed view of it, without the copy on the accelerator.
+
+    Attributes:
+        weight: wherever it is now.
+        size, stride, dtype: of the view, which begins where the weight does.
+    """
+
+    weight: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Group:
+    """Frozen weights that move together.
+
+    Args:
+        mover: diffusers' group; what is trained is taken out of it.
+        addresses: filled with the weights that are present, by where their values begin.
+    """
+
+    def __init__(self, mover: ModuleGroup, addresses: dict[int, Tensor]):
+        parameters = [*mover.parameters, *(p for module in mover.modules for p in module.parameters())]
+        buffers = [*mover.buffers, *(buffer for module in mover.modules for buffer in module.buffers())]
+        mover.modules, mover.buffers = [], list(dict.fromkeys(buffers))
+        mover.parameters = list(dict.fromkeys(p for p in parameters if not p.requires_grad))
+        kept = {*map(id, mover.parameters), *map(id, mover.buffers)}
+        mover.cpu_param_dict = {key: value for key, value in mover.cpu_param_dict.items() if id(key) in kept}
+        self._mover, self._addresses, self._own = mover, addresses, []
+        self.is_present = False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its weights and buffers."""
+        return [*self._mover.parameters, *self._mover.buffers]
+
+    def fetch(self) -> None:
+        """Begin to bring the weights to the accelerator, where they are not there; then `wait`."""
+        if self.is_present:
+            return
+        self._mover.onload_()
+        self.is_present = True
+        found = {tensor.data_ptr(): tensor for tensor in self.tensors if tensor.numel()}
+        self._own = list(found)
+        self._addresses |= found
+
+    def wait(self) -> None:
+        """Let what is computed from now on wait until the weights are there."""
+        if self._mover.stream is not None:
+            torch.accelerator.current_stream(self._mover.onload_device).wait_stream(self._mover.stream)
+
+    def leave(self) -> None:
+        """Free the accelerator of the weights."""
+        if self.is_present:
+            self._mover.offload_()
+            self.is_present = False
+            for address in self._own:
+                self._addresses.pop(address, None)
+
+
+class SwapHook(GroupOffloadingHook):
+    """Has a group present while a module works. By its class diffusers knows where the network works.
+
+    Args:
+        group: of the module.
+        hook: diffusers' own, whose place this one takes.
+        work: makes the context of the module's forward pass.
+    """
+
+    def __init__(self, group: Group, hook: GroupOffloadingHook, work: Callable):
+        super().__init__(hook.group, config=hook.config)
+        self._group, self._work = group, work
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        """Change nothing: the inputs are where the network works."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Change nothing: the group left in `new_forward`, which cleans up after an error too."""
+        return output
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with its group."""
+        with self._work(self._group, leaves=module is self.group.offload_leader):
+            return self.fn_ref.original_forward(*args, **kwargs)
+
+
+class PassHook(ModelHook):
+    """Runs a whole pass of the network in a context.
+
+    Args:
+        watch: makes the context.
+    """
+
+    def __init__(self, watch: Callable[[], contextlib.AbstractContextManager]):
+        super().__init__()
+        self._watch = watch
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the network."""
+        with self._watch():
+            return self.fn_ref.original_forward(*args, **kwargs)
+
+
+def check_network(network: nn.Module, level: str) -> None:
+    """Refuse a network whose blocks cannot be swapped.
+
+    Raises:
+        ValueError: one sentence with what to change.
+    """
+    name = type(network).__name__
+    if not getattr(network, "_supports_group_offloading", False):
+        raise ValueError(f"group_offload: diffusers cannot offload {name} in groups; leave group_offload out.")
+    if getattr(network, "hf_quantizer", None) is not None:
+        raise ValueError(f"group_offload cannot move quantised weights, as those of {name}; leave one of them out.")
+    magnitudes = [getattr(module, "lora_magnitude_vector", None) for module in network.modules()]
+    if level == "leaf_level" and any(vector is not None and len(vector) for vector in magnitudes):
+        raise ValueError(
+            "group_offload='leaf_level' moves a weight only while its own layer is called, but DoRA reads it from "
+            "outside; use 'block_level'."
+        )
+
+
+def remove_hooks(network: nn.Module) -> None:
+    """Take diffusers' hooks and ours off a network; its weights stay where they are."""
+    registry = HookRegistry.check_if_exists_or_initialize(network)
+    for name in (*DIFFUSERS_HOOKS, BACKWARD_HOOK):
+        registry.remove_hook(name, recurse=True)
+
+
+def _find_hook(module: nn.Module) -> GroupOffloadingHook | None:
+    registry = getattr(module, "_diffusers_hook", None)
+    return None if registry is None else registry.get_hook(HOOK)

@@ -1,0 +1,277 @@
+"""Frozen weights come for each block and leave after it, also in the backward pass, and nothing else changes.
+
+Without an accelerator both sides are the CPU, so here weights that have left are float64: whatever uses them while
+they are away fails, as it would on another device.
+"""
+
+import weakref
+
+import pytest
+import tiny_pipelines
+import torch
+from diffusers.hooks import apply_group_offloading
+from diffusers.hooks.group_offloading import ModuleGroup
+from peft import LoraConfig, get_peft_model
+from tiny_runs import LORA, brightness, first_frame_brightness, logged, trained_weights, trainer_for
+from torch.nn.parallel import DistributedDataParallel
+
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
+from diffusion_grpo.training.block_swap import BlockSwap, check_network
+from diffusion_grpo.training.model import checkpoint_share
+
+CPU = torch.device("cpu")
+SEEDS = [1, 2]
+
+
+def values(group):
+    """The frozen weights and buffers that diffusers moves together."""
+    found = [*group.parameters, *group.buffers, *(x for m in group.modules for x in (*m.parameters(), *m.buffers()))]
+    return [value for value in found if not value.requires_grad]
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    """(what, group) of every move, "on" or "off"; weights are float64 while they are away."""
+    found = []
+
+    def move(what, dtype):
+        def moved(group):
+            found.append((what, group))
+            for value in values(group):
+                if value.is_floating_point():
+                    value.data = value.data.to(dtype)
+
+        return moved
+
+    monkeypatch.setattr(ModuleGroup, "onload_", move("on", torch.float32))
+    monkeypatch.setattr(ModuleGroup, "offload_", move("off", torch.float64))
+    return found
+
+
+def adapted(name):
+    """A policy whose network has a LoRA that does something, and the inputs of its pipeline."""
+    pipe, inputs = tiny_pipelines.build(name)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False)
+    policy = DenoisingPolicy(pipe)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        get_peft_model(policy.network, LoraConfig(**LORA, init_lora_weights=False))
+    return policy, inputs
+
+
+def install(policy, checkpoints=0.0, **settings):
+    """Swap the blocks of a policy's network; `checkpoints` is the share of those that are computed again."""
+    swap = BlockSwap(CPU, **{"level": "block_level"} | settings)
+    if checkpoints:
+        checkpoint(policy, checkpoints, swap.contexts)
+    swap.install(policy.network)
+    return swap
+
+
+def checkpoint(policy, share, contexts=None):
+    def run(*args, **kwargs):
+        return torch.utils.checkpoint.checkpoint(*args, use_reentrant=False, **kwargs)
+
+    policy.network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(run, share, contexts))
+
+
+def step(policy, inputs):
+    """Roll out, replay a step and take the gradient; return latents, log-probabilities and gradients."""
+    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=3)
+    with torch.enable_grad():
+        scored = replay(policy, inputs, trajectory, 1)
+        scored.log_prob.sum().backward()
+    named = policy.network.named_parameters()
+    return trajectory.latents, scored.log_prob.detach(), {n: p.grad for n, p in named if p.grad is not None}
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert found[2].keys() == expected[2].keys() and all("lora" in name for name in found[2])
+    assert all(torch.equal(found[2][name], value) for name, value in expected[2].items())
+
+
+WAYS = {
+    "blocks": {},
+    "blocks, computed again": {"checkpoints": 1.0},
+    "some computed again, next one fetched": {"checkpoints": 0.5, "prefetches": True},
+    "pairs of blocks, computed again": {"checkpoints": 1.0, "blocks": 2},
+    "layers": {"level": "leaf_level", "prefetches": True},
+    "layers, computed again": {"level": "leaf_level", "checkpoints": 1.0},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_rollout_replay_and_gradients_are_the_same_to_the_last_bit(name, way):
+    expected = step(*adapted(name))
+    policy, inputs = adapted(name)
+    install(policy, **WAYS[way])
+    assert_same(step(policy, inputs), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["sd3", "sdxl"])  # of SDXL's blocks, parts are computed again
+def test_weights_are_there_whenever_they_are_used_and_away_otherwise(moves, name, way):
+    policy, inputs = adapted(name)
+    swap = install(policy, **WAYS[way])
+    trained = [parameter for parameter in policy.network.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in policy.network.parameters() if not parameter.requires_grad]
+    assert all(parameter.dtype == torch.float64 for parameter in frozen) and len(swap.groups) > 1
+    moves.clear()
+    step(policy, inputs)
+    assert not swap.present and all(parameter.dtype == torch.float64 for parameter in frozen)
+    assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in trained)
+    for group in {id(group): group for _, group in moves}.values():
+        own = [what for what, other in moves if other is group]
+        assert own == ["on", "off"] * (len(own) // 2)
+
+
+def test_diffusers_own_hooks_would_leave_the_backward_pass_without_weights(moves):
+    """So the stand-in for a second device notices what it is for."""
+    policy, inputs = adapted("sdxl")
+    apply_group_offloading(policy.network, CPU, CPU, offload_type="block_level", num_blocks_per_group=1)
+    with pytest.raises(RuntimeError):
+        step(policy, inputs)
+
+
+@pytest.mark.parametrize(("checkpoints", "prefetches", "most"), [(0, False, 2), (1, False, 2), (1, True, 3)])
+def test_few_groups_are_present_at_once(moves, checkpoints, prefetches, most):
+    """The block at work, the next one where it is fetched ahead, and what stands around the blocks."""
+    policy, inputs = adapted("sd3")
+    swap = install(policy, checkpoints=float(checkpoints), prefetches=prefetches)
+    counts = []
+    for module in policy.network.transformer_blocks:
+        module.attn.register_forward_pre_hook(lambda *_: counts.append(len(swap.present)))
+    moves.clear()
+    step(policy, inputs)
+    assert max(counts) == most and len(swap.groups) == 3
+    passes = 3 + 1  # rollout and replay
+    again = 2 if checkpoints else 0  # both blocks
+    assert len(moves) == 2 * (passes * 3 + again)
+
+
+def test_blocks_are_fetched_ahead_in_both_directions(moves):
+    policy, inputs = adapted("flux")
+    swap = install(policy, checkpoints=1.0, prefetches=True)
+    names = {id(group): number for number, group in enumerate(dict.fromkeys(group for _, group in moves))}
+    step(policy, inputs)
+    moves.clear()
+    step(policy, inputs)  # the order is known by now
+    order = [names[id(group)] for what, group in moves if what == "on"]
+    root = len(swap.groups) - 1
+    ahead = [what for what, group in moves if names[id(group)] != root][-2 * root :]
+    assert order[-root:] == list(range(root))[::-1] and order[: root + 1] == [root, *range(root)]
+    assert ahead == ["on", "on", *["off", "on"] * (root - 2), "off", "off"]
+
+
+@pytest.mark.parametrize("checkpoints", [0.0, 1.0])
+def test_autograd_keeps_no_weight_that_left(monkeypatch, checkpoints):
+    """Else all blocks would stay on the accelerator until the backward pass."""
+    copies = []
+
+    def onload(group):
+        for value in values(group):
+            value.data = value.data.clone()
+            copies.append(weakref.ref(value.untyped_storage()))
+
+    def offload(group):
+        for value in values(group):
+            value.data = value.data.clone()
+
+    monkeypatch.setattr(ModuleGroup, "onload_", onload)
+    monkeypatch.setattr(ModuleGroup, "offload_", offload)
+    policy, inputs = adapted("sdxl")
+    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=3)
+    install(policy, checkpoints)
+    with torch.enable_grad():
+        scored = replay(policy, inputs, trajectory, 1)
+    assert copies and not any(copy() is not None for copy in copies)
+    scored.log_prob.sum().backward()
+    assert not any(copy() is not None for copy in copies)
+
+
+def test_a_second_run_and_plain_calls_find_the_network_in_order(moves):
+    policy, inputs = adapted("sd3")
+    install(policy, checkpoints=1.0)
+    expected = step(policy, inputs)
+    swap = install(policy, checkpoints=1.0, level="leaf_level")
+    policy.network.zero_grad()
+    assert_same(step(policy, inputs), expected)
+    images = policy.pipe(**inputs, num_inference_steps=2).images
+    assert len(images) == 2 and not swap.present
+
+
+EVERYTHING = {"beta": 0.1, "ema_decay": 0.5, "ema_update_interval": 1, "offload_frozen": "cpu"}
+EVERYTHING |= {"gradient_checkpointing": True, "group_offload": "block_level", "group_offload_stream": True}
+
+
+def test_runs_are_the_same_beside_reference_average_and_frozen_parts(tmp_path, moves):
+    """Evaluations and checkpoints too."""
+    settings = {"beta": 0.1, "ema_decay": 0.5, "ema_update_interval": 1, "eval_strategy": "steps", "eval_steps": 1}
+    plain = trainer_for(tmp_path / "plain", **settings)
+    plain.train()
+    spared = trainer_for(tmp_path / "spared", **settings | EVERYTHING, save_strategy="steps", save_steps=1)
+    spared.train()
+    assert len(moves) > 100 and max(logged(spared, "ratio/max_error")) == 0
+    expected = trained_weights(plain)
+    for name, value in trained_weights(spared).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+    torch.testing.assert_close(logged(spared, "eval_reward"), logged(plain, "eval_reward"), rtol=0, atol=1e-6)
+    more = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "resume_from_checkpoint": "True"}
+    resumed = trainer_for(tmp_path / "spared", **settings | EVERYTHING | more)
+    resumed.train()
+    assert resumed.state.global_step == 3
+
+
+def test_experts_that_take_turns_are_swapped_each_by_itself(tmp_path, monkeypatch):
+    settings = {"name": "wan_experts", "rewards": first_frame_brightness, "max_steps": 1}
+    plain = trainer_for(tmp_path / "plain", **settings)
+    plain.train()
+    moved, real = set(), ModuleGroup.onload_
+    monkeypatch.setattr(ModuleGroup, "onload_", lambda group: (moved.update(map(id, values(group))), real(group)))
+    spared = trainer_for(tmp_path / "spared", group_offload="block_level", group_offload_blocks=2, **settings)
+    spared.train()
+    expected = trained_weights(plain)
+    frozen = {id(parameter) for parameter in spared.model.parameters() if not parameter.requires_grad}
+    assert len(spared.policy.networks) == 2 and frozen <= moved
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(spared).items())
+
+
+def test_trainer_leaves_the_network_where_it_is(tmp_path):
+    trainer = trainer_for(tmp_path, group_offload="block_level", rewards=brightness)
+    assert trainer.model.to("meta") is trainer.model
+    assert all(parameter.device.type == "cpu" for parameter in trainer.model.parameters())
+    parameters = {id(parameter) for parameter in DistributedDataParallel._get_data_parallel_params(trainer.model)}
+    assert parameters == {id(parameter) for parameter in trainer.model.parameters() if parameter.requires_grad}
+
+
+def test_compiled_blocks_are_swapped(tmp_path):
+    plain = trainer_for(tmp_path / "plain", max_steps=1)
+    plain.train()
+    settings = {"torch_compile_backend": "eager", "group_offload": "block_level"}
+    both = trainer_for(tmp_path / "both", max_steps=1, **settings)
+    torch._dynamo.utils.counters.clear()
+    both.train()
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] >= 2 and counters["frames"]["total"] == counters["frames"]["ok"]
+    expected = trained_weights(plain)
+    for name, value in trained_weights(both).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+def test_networks_that_cannot_be_swapped_are_refused(tmp_path):
+    network = adapted("sd3")[0].network
+    network.hf_quantizer = object()
+    with pytest.raises(ValueError, match="cannot move quantised weights.*leave one of them out"):
+        check_network(network, "block_level")
+    network.hf_quantizer = None
+    with pytest.raises(ValueError, match="diffusers cannot offload DiTTransformer2DModel in groups"):
+        check_network(tiny_pipelines.build("dit")[0].transformer, "block_level")
+    dora = LoraConfig(**LORA, use_dora=True)
+    with pytest.raises(ValueError, match="DoRA reads it from outside; use 'block_level'"):
+        trainer_for(tmp_path, peft_config=dora, group_offload="leaf_level")
+    with pytest.raises(ValueError, match="full training has none; train a LoRA"):
+        trainer_for(tmp_path, lora=False, group_offload="block_level")
