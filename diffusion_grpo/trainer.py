@@ -30,6 +30,7 @@ from .policy.token import make_policy
 from .rewards import Reward, RewardError
 from .rollout.value_model import ValueModel
 from .run.card import write_model_card
+from .run.card_data import name_repository
 from .run.records import write_json
 from .run.report import write_curve
 from .run.resume_point import explain_interrupt
@@ -430,5 +431,5 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         folder = Path(self.args.output_dir)
         if (folder / "run.json").is_file():
             write_curve(folder)
-        repository = self.hub_model_id or self.args.hub_model_id
+        repository = name_repository(self.hub_model_id, self.args.hub_model_id)
         write_model_card(folder, self.run, self.state.log_history, name, self.state.global_step, repository)

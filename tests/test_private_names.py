@@ -63,6 +63,7 @@ USED = {
     ),
     "_in_forward": ("deepspeed.runtime.zero.parameter_offload:ZeROOrderedDict", "blank calls gather nothing"),
     "_wandb": ("transformers.integrations:WandbCallback", "images and videos are sent to wandb"),
+    "_ml_flow": ("transformers.integrations:MLflowCallback", "images and videos are sent to mlflow"),
     "_trackio": ("transformers.integrations:TrackioCallback", "images and videos are sent to trackio"),
     "_progress_bar_config": (
         "diffusers:DiffusionPipeline",

@@ -1,6 +1,7 @@
 """`diffusion-grpo train`: train from a YAML file of settings and write weights, samples and a report."""
 
 import argparse
+import json
 import os
 import textwrap
 from collections.abc import Callable
@@ -69,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         return start_processes(processes, arguments, overrides, str(values.get("use_cpu", False)).lower() == "true")
     script, lora, config = call_or_refuse(parse_train_arguments, arguments.config, overrides)
     trainer = build_trainer(script, lora, config)
+    if trainer.is_world_process_zero():
+        save_command(Path(config.output_dir), arguments.config, overrides, config.world_size)
     if script.baseline_guidance_scales:
         path = Path(config.output_dir) / "baselines.json"
         if not (config.resume_from_checkpoint and path.is_file()):
@@ -88,6 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def save_command(run_dir: Path, config_file: str | None, overrides: list[str], world_size: int) -> None:
+    """Write the settings of this run into its folder, so that its model card can name the command."""
+    from ..config.arguments import LaunchArguments
+    from ..config.parse import resolve_values
+    from ..run.reproduce import read_launch, save_settings
+
+    values = resolve_values(config_file, overrides)
+    processes = {key: values.pop(key, None) for key in LaunchArguments.__dataclass_fields__}
+    save_settings(run_dir, values | read_launch(processes, world_size))
+
+
 def check_before_imports(values: dict[str, Any], world_size: int | None) -> None:
     """Check names and numbers that need no torch, so that mistakes show before its slow import.
 
@@ -103,12 +117,14 @@ def start_processes(
     processes: "LaunchArguments", arguments: argparse.Namespace, overrides: list[str], use_cpu: bool
 ) -> int:
     """Start this command in each process, wait, and return the exit code."""
+    from ..config.arguments import LAUNCH_VARIABLE
     from ..distributed.launch import launch, make_launch_settings
 
     settings = call_or_refuse(make_launch_settings, processes)
     words = ["--traceback"] if arguments.traceback else []
     words += ["train", *([arguments.config] if arguments.config else []), *overrides]
-    return launch(settings, words, use_cpu=use_cpu)
+    given = {key: value for key, value in vars(processes).items() if value is not None}
+    return launch(settings, words, use_cpu=use_cpu, variables={LAUNCH_VARIABLE: json.dumps(given)})
 
 
 def build_trainer(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+LAUNCH_VARIABLE = "DIFFUSION_GRPO_LAUNCH"  # tells the processes of a run what they were started with
+
 
 @dataclass
 class ScriptArguments:

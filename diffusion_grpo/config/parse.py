@@ -79,6 +79,13 @@ def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]
     return values
 
 
+def resolve_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
+    """Read a YAML file and overrides like [`read_values`], and convert the words of the latter to their types."""
+    known = script_fields() | config_fields()
+    values = read_values(config_file, overrides)
+    return {key: read_value(key, value, known[key].type) if key in known else value for key, value in values.items()}
+
+
 def parse_train_arguments(
     config_file: str | None, overrides: list[str], config_class: "type[DiffusionGRPOConfig] | None" = None
 ) -> "tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]":

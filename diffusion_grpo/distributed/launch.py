@@ -124,7 +124,9 @@ def _check_machine(settings: dict[str, Any]) -> None:
             )
 
 
-def launch(settings: dict[str, Any], words: list[str], use_cpu: bool = False) -> int:
+def launch(
+    settings: dict[str, Any], words: list[str], use_cpu: bool = False, variables: dict[str, str] | None = None
+) -> int:
     """Run `diffusion-grpo` with `words` in each process and wait for all of them.
 
     It works on a CPU too. `accelerate launch --cpu` starts one process unless MPI starts them, so torch's launcher is
@@ -134,6 +136,7 @@ def launch(settings: dict[str, Any], words: list[str], use_cpu: bool = False) ->
         settings: from [`make_launch_settings`].
         words: the command line of each process.
         use_cpu: whether accelerators are not used.
+        variables: of the environment of each process.
 
     Returns:
         0, or the exit code of the first process that failed.
@@ -156,7 +159,7 @@ def launch(settings: dict[str, Any], words: list[str], use_cpu: bool = False) ->
         options += ["--num_cpu_threads_per_process", str(max(1, share))]
     arguments = launch_command_parser().parse_args([*options, "--module", "diffusion_grpo.cli", *words])
     try:
-        with patch_environment(**({"accelerate_use_cpu": "true"} if on_cpu and is_plain else {})):
+        with patch_environment(**({"accelerate_use_cpu": "true"} if on_cpu and is_plain else {}), **(variables or {})):
             launch_command(arguments)
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()

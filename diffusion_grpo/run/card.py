@@ -1,4 +1,4 @@
-"""The model card, `README.md`: base model, how to load the weights, rewards, settings and images."""
+"""The model card, `README.md`: how to load the weights, rewards, images before and after, how to start again."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,9 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from ..data.held_out import describe_prompts
 from ..policy.base import split_component
 from . import markdown
-from .folder import format_updates
+from .card_samples import CardPair, draw_table, make_widget, write_card_samples
+from .folder import Run, format_updates, read_run
+from .reproduce import describe_reproduction
 from .weights import LORA_WEIGHTS, POLICY_FOLDER
 
 
@@ -22,7 +24,7 @@ def write_model_card(
     updates: int,
     repository: str | None = None,
 ) -> None:
-    """Write `README.md` with base model, rewards, settings, curve and sample images.
+    """Write `README.md` with base model, rewards, settings, curve and sample images, and the images that it shows.
 
     Args:
         folder: the run's output folder; images in it are shown.
@@ -35,12 +37,15 @@ def write_model_card(
     folder = Path(folder)
     lora = run["trains_by"] != "full"
     source = repository or folder.resolve().name
+    results = read_run(folder) if (folder / "run.json").is_file() else None
+    pairs = [] if results is None else write_card_samples(results)
     data = ModelCardData(
         library_name="diffusers",
         **_base_model(run["model"], lora),
         **run.get("license", {}),
         pipeline_tag=run.get("pipeline_tag"),
         tags=["diffusion-grpo", "grpo", "reinforcement-learning", *(["lora"] if lora else [])],
+        widget=make_widget(pairs) or None,
     )
     parts = [
         f"---\n{data.to_yaml()}\n---",
@@ -48,13 +53,16 @@ def write_model_card(
         f"{run['pipeline']} {markdown.code(run['model'])}, its {run['component']} trained with GRPO by "
         f"diffusion-grpo ({run['trains_by']}) for {updates} update{'' if updates == 1 else 's'}.",
         "## Use",
-        *([] if repository else [f"{markdown.code(source)} is the folder that holds this file: give its path."]),
+        *([] if repository else [_local_note(source)]),
         f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
         *_average_note(run["settings"]),
         *_adapters_note(run),
         "## Rewards",
         _reward_table(run, history),
+        *_show_samples(results, pairs),
         *[f"![{title}]({file})" for title, file in _list_images(folder)],
+        "## Reproduce",
+        *describe_reproduction(folder, run, repository),
         "## Settings",
         f"```json\n{json.dumps(run['settings'], indent=2)}\n```",
         f"Versions: {', '.join(f'{package} {version}' for package, version in run['versions'].items())}.",
@@ -62,6 +70,22 @@ def write_model_card(
         "[DDPO](https://huggingface.co/papers/2305.13301).",
     ]
     ModelCard("\n\n".join(parts)).save(folder / "README.md")
+
+
+def _local_note(source: str) -> str:
+    return (
+        f"The run did not push these weights to the Hub: {markdown.code(source)} is the folder that holds this file. "
+        "Give its path, or the name of the repository to which you upload it."
+    )
+
+
+def _show_samples(results: Run | None, pairs: list[CardPair]) -> list[str]:
+    """Show the same prompts in the first and the last evaluation, where their files were kept."""
+    if results is None or not pairs:
+        return []
+    prompts = f"The first {len(pairs)} prompts" if len(pairs) > 1 else "The first prompt"
+    note = f"{prompts} of the evaluations, with the same seeds and the reward beside each image; nobody chose them."
+    return ["## Before and after", note, draw_table(results, pairs)]
 
 
 def _base_model(model: str, lora: bool) -> dict[str, str]:

@@ -18,7 +18,7 @@ LICENSE_FIELDS = ("license", "license_name", "license_link")
 UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*"]  # in every push
 # in one without push_samples: weights, what diffusers needs beside them, the card and the images that it shows
 PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]
-PUBLISHED += ["model_index.json"]
+PUBLISHED += ["model_index.json", "images/*", "train.yaml"]
 SAMPLES = ["samples/*", "evaluations/*", "validation/*", "failures/*", "runs/*"]
 
 
@@ -30,6 +30,16 @@ def public_model_name(model: str) -> str:
     parts = path.resolve().parts
     cached = [part.removeprefix("models--") for part in parts if part.startswith("models--")]  # the Hub's cache
     return cached[-1].replace("--", "/", 1) if cached else parts[-1]
+
+
+def name_repository(pushed: str | None, planned: str | None) -> str | None:
+    """Return the Hub id under which readers find a run's weights; None where they are in its folder alone.
+
+    Args:
+        pushed: id that the Hub gave.
+        planned: the setting `hub_model_id`; without a namespace it names no repository until the first push.
+    """
+    return pushed or (planned if planned is not None and "/" in planned else None)
 
 
 def strip_folders(value: Any) -> Any:

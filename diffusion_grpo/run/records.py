@@ -15,6 +15,7 @@ import pyarrow.parquet
 from peft import PeftConfig
 from transformers.trainer_utils import get_last_checkpoint
 
+from .. import __version__
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..media.files import write_sample
 from .card_data import public_model_name, strip_folders
@@ -64,7 +65,7 @@ def make_record(
         "reward_weights": reward_weights,
         "prompts_per_rollout": args.batch_sizes.prompts_per_rollout,  # over all processes, however many there are
         "settings": list_changed_settings(args),
-        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+        "versions": {"diffusion-grpo": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES},
     }
 
 

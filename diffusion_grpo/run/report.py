@@ -1,31 +1,24 @@
 """The page that a run leaves behind, `report.html`, and `summary.json`; both can be written again at any time."""
 
 import base64
+import hashlib
 import importlib.util
-import io
 import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import PIL.Image
 import yaml
 
 from ..data.held_out import describe_prompts, name_prompts
-from .folder import Run, format_updates, read_run, summarise
+from .folder import Run, read_run, summarise
+from .gallery import make_film, make_gallery, show_rollouts
 from .watch import find_collapse
 
 if TYPE_CHECKING:
     from .plots import Curve
 
 PACKAGES = ("jinja2", "matplotlib")  # the extra `report`
-SHOWN = 8  # evaluation prompts shown in order
-EXTREMES = 4  # of the most and of the least improved
-ROLLOUTS, ROLLOUT_SAMPLES = 3, 8  # rollouts of training, and samples of each
-FILM_ROWS, FILM_COLUMNS = 6, 8  # prompts and evaluations in the strip
-WIDEST = 384  # pixels of an embedded image or video
-SMALL_VIDEO = 100_000  # bytes up to which one is embedded as it is
-KINDS = {".mp4": "video", ".wav": "audio"}
 
 DIAGNOSTICS = {
     "ratio/max_error": "Largest |ratio − 1| of the first update after a rollout. Replay is exact when it is 0.",
@@ -73,11 +66,14 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
             f"The report needs {' and '.join(missing_packages())}: pip install 'diffusion-grpo[report]'."
         )
     import jinja2
+    import markupsafe
 
     run = read_run(run_dir)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = format_number
-    template = environment.from_string((Path(__file__).parent / "report.html.jinja").read_text(encoding="utf-8"))
+    here = Path(__file__).parent
+    template = environment.from_string((here / "report.html.jinja").read_text(encoding="utf-8"))
+    script = (here / "report.js").read_text(encoding="utf-8")
     page = template.render(
         run=run,
         zip=zip,
@@ -87,7 +83,7 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         findings=list_findings(run),
         watched=make_watched_table(run),
         curves=draw_curves(run),
-        comparison=make_cards(run),
+        gallery=make_gallery(run),
         rollouts=show_rollouts(run),
         prompts=describe_prompts(run.prompts),
         prompts_name=name_prompts(run.prompts),
@@ -95,6 +91,8 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         times=summarise_times(run),
         diagnostics=draw_diagnostics(run),
         settings=yaml.safe_dump(run.info.get("settings") or {}, sort_keys=True, default_flow_style=None),
+        script=markupsafe.Markup(script),
+        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         experiment=json.loads(Path(experiment).read_text(encoding="utf-8")) if experiment else None,
     )
     path = run.path / "report.html"
@@ -288,124 +286,3 @@ def draw_diagnostics(run: Run) -> list[dict[str, str]]:
             plot = draw_series(key, steps, values)
             plots.append({"name": key, "text": text, "plot": plot, "last": values[-1], "most": max(values, key=abs)})
     return plots
-
-
-def pair_samples(run: Run) -> list[dict[str, Any]]:
-    """Pair samples of the first and the last evaluation side by side: same prompt, same seed."""
-    if len(run.samples) < 2:
-        return []
-    first, last = run.samples[min(run.samples)], run.samples[max(run.samples)]
-    before = {(row["prompt"], row["seed"]): row for row in first}
-    keys = [(row["prompt"], row["seed"]) for row in last]
-    return [{"prompt": key[0], "before": before[key], "after": row} for key, row in zip(keys, last) if key in before]
-
-
-def make_cards(run: Run) -> dict[str, Any] | None:
-    """Return cards with an image before and after: the first prompts in order, then the extremes; and counts."""
-    pairs = pair_samples(run)
-    if not pairs:
-        return None
-    changes = [pair["after"]["reward"] - pair["before"]["reward"] for pair in pairs]
-    rewards = [pair[when]["reward"] for pair in pairs for when in ("before", "after")]
-    noticed = 0.01 * (max(rewards) - min(rewards))
-    counts = {
-        "better": sum(change > noticed for change in changes),
-        "same": sum(abs(change) <= noticed for change in changes),
-        "worse": sum(change < -noticed for change in changes),
-    }
-    shown = [(pair, change) for pair, change in zip(pairs, changes) if has_images(run, pair)]
-    by_change = sorted(shown[SHOWN:], key=lambda item: item[1])
-    best = [pair for pair, change in reversed(by_change) if change > noticed][:EXTREMES]
-    worst = [pair for pair, change in by_change if change < -noticed][:EXTREMES]
-    groups = {
-        f"The first {len(shown[:SHOWN])} {name_prompts(run.prompts)} prompts": [pair for pair, _ in shown[:SHOWN]],
-        "Most improved of the others": best,
-        "Most worsened of the others": worst,
-    }
-    cards = {title: [make_card(run, pair) for pair in group] for title, group in groups.items() if group}
-    before, after = (format_updates(step) for step in (min(run.samples), max(run.samples)))
-    if before == "before training":
-        before, after = "before", "after"
-    return {"counts": counts, "total": len(pairs), "groups": cards, "before": before, "after": after}
-
-
-def has_images(run: Run, pair: dict[str, Any]) -> bool:
-    """Tell whether both images of a pair were kept; a run saves the first few only."""
-    files = [pair["before"].get("image"), pair["after"].get("image")]
-    return all(file and find_image(run, file) is not None for file in files)
-
-
-def find_image(run: Run, file: str) -> Path | None:
-    """Find a sample's image; its path is written relative to the run or to its evaluations folder."""
-    for folder in (run.path, run.path / "evaluations"):
-        if (folder / file).is_file():
-            return folder / file
-    return None
-
-
-def make_card(run: Run, pair: dict[str, Any]) -> dict[str, Any]:
-    """Return what the template shows of one prompt."""
-    rewards = [(name, pair["before"].get(name), pair["after"].get(name)) for name in run.reward_names]
-    samples = {when: embed_sample(run, pair[when]) for when in ("before", "after")}
-    return {"prompt": pair["prompt"], "seed": pair["after"]["seed"], "rewards": rewards, **samples}
-
-
-def embed_sample(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
-    """Embed a sample's image, and of a video or sound its file and kind, as data URIs."""
-    image = embed_image(find_image(run, sample["image"]))
-    path = find_image(run, sample.get("file") or sample["image"])
-    kind = None if path is None else KINDS.get(path.suffix)
-    return {"image": image, "kind": kind, "media": embed_media(path) if kind else None}
-
-
-def show_rollouts(run: Run) -> list[dict[str, Any]]:
-    """Return some samples of training, of the first, the last and a few rollouts between: prompt, image, reward."""
-    steps = sorted(run.rollouts)
-    count = min(ROLLOUTS, len(steps))
-    chosen = dict.fromkeys(steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count))
-    found = []
-    for step in chosen:
-        paths = [(row, run.path / "samples" / row["image"]) for row in run.rollouts[step]]
-        rows = [(row, path) for row, path in paths if path.is_file()][:ROLLOUT_SAMPLES]
-        cards = [{"prompt": row["prompt"], "image": embed_image(path), "reward": row["reward"]} for row, path in rows]
-        found += [{"when": format_updates(step), "cards": cards}] if cards else []
-    return found
-
-
-def make_film(run: Run) -> dict[str, Any] | None:
-    """Return the same prompts and seeds in evaluations over the whole run: steps, and each prompt's images."""
-    steps = sorted(run.samples)
-    if len(steps) < 3:
-        return None
-    count = min(FILM_COLUMNS, len(steps))
-    steps = [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
-    rows = []
-    for index, sample in enumerate(run.samples[steps[0]]):
-        samples = [run.samples[step][index] for step in steps if index < len(run.samples[step])]
-        paths = [find_image(run, row["image"]) if row.get("image") else None for row in samples]
-        if len(rows) < FILM_ROWS and len(paths) == len(steps) and None not in paths:
-            rewards = [row["reward"] for row in samples]
-            rows.append({"prompt": sample["prompt"], "images": list(zip(map(embed_image, paths), rewards))})
-    return {"steps": steps, "rows": rows} if rows else None
-
-
-def embed_media(path: Path) -> str:
-    """Embed a video or sound as a data URI: as it is if it is small, else compressed, videos to 384 pixels at most."""
-    from ..media.files import compress_sound, shrink_video
-
-    if path.suffix == ".wav":
-        return "data:audio/mp4;base64," + base64.b64encode(compress_sound(path)).decode()
-    content = path.read_bytes() if path.stat().st_size <= SMALL_VIDEO else shrink_video(path, WIDEST)
-    return "data:video/mp4;base64," + base64.b64encode(content).decode()
-
-
-def embed_image(path: Path) -> str:
-    """Embed an image as a data URI: as it is where it is small, else at most 384 pixels wide."""
-    with PIL.Image.open(path) as image:
-        if image.width <= WIDEST:
-            return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
-        small = image.convert("RGB")
-        small.thumbnail((WIDEST, WIDEST))
-    buffer = io.BytesIO()
-    small.save(buffer, format="WEBP", quality=88)
-    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()

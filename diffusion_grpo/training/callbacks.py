@@ -6,23 +6,15 @@ Files go to the run's folder; images, videos and sound also to the trackers that
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image, ImageDraw
 from transformers import TrainerCallback
-from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ..data.held_out import describe_prompts
 from ..distributed.weights import TrainedWeights
-from ..media.files import read_sound, read_video
-from ..media.samples import frame_positions
 from ..run.watch import find_collapse
-
-GRID_CELL = 256  # pixels, the longest side of an image in the grid
-STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in an image that shows its motion
+from .trackers import draw_grid, log_files, log_image
 
 
 class SyncRefModelCallback(TrainerCallback):
@@ -52,13 +44,6 @@ class SyncRefModelCallback(TrainerCallback):
             for ref, value in zip(reference.used(), values, strict=True):
                 ref.lerp_(value.to(ref), self.alpha)
             reference.refresh()
-
-
-class PipelineTensorBoardCallback(TensorBoardCallback):
-    """transformers' callback, which expects a transformers config on the model, without the model."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **{**kwargs, "model": None})
 
 
 class SampleGridCallback(TrainerCallback):
@@ -111,70 +96,6 @@ def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str
     log_image(handler.callbacks, name, grid, step)
     files = sorted((run / folder / f"step-{step:06d}").iterdir())
     log_files(handler.callbacks, name, [path for path in files if path.suffix in (".mp4", ".wav")], step)
-
-
-def draw_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
-    """Draw images in rows, each with a label on its left; images are scaled down to `cell` pixels."""
-    loaded = {label: [_fit(image, cell) for image in images] for label, images in rows.items()}
-    width = max((image.width for images in loaded.values() for image in images), default=1)
-    height = max((image.height for images in loaded.values() for image in images), default=1)
-    columns, margin, gap = max((len(images) for images in loaded.values()), default=0), 64, 4
-    grid = Image.new("RGB", (margin + columns * (width + gap), len(loaded) * (height + gap)), "white")
-    draw = ImageDraw.Draw(grid)
-    for row, (label, images) in enumerate(loaded.items()):
-        draw.text((4, row * (height + gap) + 4), label, fill="black")
-        for column, image in enumerate(images):
-            grid.paste(image, (margin + column * (width + gap), row * (height + gap)))
-    return grid
-
-
-def _fit(image: Path | Image.Image, cell: int) -> Image.Image:
-    image = (Image.open(image) if isinstance(image, Path) else image).convert("RGB")
-    scale = cell / max(image.size)
-    return image if scale >= 1 else image.resize([max(1, round(side * scale)) for side in image.size])
-
-
-def draw_film_strips(videos: list[Path]) -> Image.Image:
-    """Draw a row of evenly spaced frames per video, the first and the last among them: motion as one image."""
-    rows = {}
-    for path in videos:
-        frames = read_video(path)
-        rows[path.stem] = [frames[place] for place in frame_positions(STRIP_FRAMES, len(frames))]
-    return draw_grid(rows, STRIP_CELL)
-
-
-def log_image(callbacks: list[TrainerCallback], name: str, image: Image.Image, step: int) -> None:
-    """Send an image to each active tracker that shows images: tensorboard, wandb, trackio."""
-    for callback in callbacks:
-        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            callback.tb_writer.add_image(name, np.asarray(image), step, dataformats="HWC")
-        elif isinstance(callback, WandbCallback):
-            callback._wandb.log({name: callback._wandb.Image(image), "train/global_step": step})
-        elif isinstance(callback, TrackioCallback):
-            callback._trackio.log({name: callback._trackio.Image(image), "train/global_step": step})
-
-
-def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], step: int) -> None:
-    """Send videos (MP4) and sounds (WAV) to each active tracker, each under its own name, so that it has a history.
-
-    tensorboard shows no MP4: it gets an image with frames of each video, and sounds as they are.
-    """
-    videos = [path for path in files if path.suffix == ".mp4"]
-    for callback in callbacks if files else []:
-        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-            _log_to_tensorboard(callback.tb_writer, name, videos, [path for path in files if path not in videos], step)
-        elif isinstance(callback, (WandbCallback, TrackioCallback)):
-            tracker = callback._wandb if isinstance(callback, WandbCallback) else callback._trackio
-            media = {path: (tracker.Video if path in videos else tracker.Audio)(str(path)) for path in files}
-            tracker.log({f"{name}/{path.stem}": shown for path, shown in media.items()} | {"train/global_step": step})
-
-
-def _log_to_tensorboard(writer: Any, name: str, videos: list[Path], sounds: list[Path], step: int) -> None:
-    if videos:
-        writer.add_image(f"{name}/frames", np.asarray(draw_film_strips(videos)), step, dataformats="HWC")
-    for path in sounds:
-        sound, rate = read_sound(path)
-        writer.add_audio(f"{name}/{path.stem}", sound.mean(axis=0), step, sample_rate=rate)
 
 
 class CollapseCallback(TrainerCallback):

@@ -10,7 +10,6 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from torch import nn
 from transformers import TrainerState
-from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ..algorithms.advantage_fn import load_advantage_fn
@@ -47,7 +46,6 @@ from ..run.weights import lora_loader
 from .average import PolicyAverage
 from .callbacks import (
     CollapseCallback,
-    PipelineTensorBoardCallback,
     ReportCallback,
     SampleGridCallback,
     SyncRefModelCallback,
@@ -58,6 +56,7 @@ from .metrics import Metrics
 from .progress import UpdateProgress
 from .show_progress import replace_progress
 from .start import RunRewards
+from .trackers import replace_trackers
 
 AnyReference = AdapterReference | CopiedReference
 
@@ -455,8 +454,7 @@ def add_callbacks(
     if args.sync_ref_model:
         alpha, interval = args.ref_model_mixup_alpha, args.ref_model_sync_steps
         handler.add_callback(SyncRefModelCallback(weights, lambda: reference.weights, alpha, interval))
-    if handler.pop_callback(TensorBoardCallback) is not None:
-        handler.add_callback(PipelineTensorBoardCallback)
+    replace_trackers(handler)
     handler.add_callback(SampleGridCallback(handler))
     replace_progress(handler, args, progress, name_prompts(prompts))  # after the grid, which it may show
     handler.add_callback(CollapseCallback)

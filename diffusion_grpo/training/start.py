@@ -1,6 +1,7 @@
 """What is checked and decided before a model is loaded."""
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..rewards.reward_processes import is_scorer
 from ..run.adapters import continues_lora
 from ..run.card_data import find_license
 from ..run.records import check_output_folder, make_record
+from ..run.reproduce import describe_script
 from ..tiny import default_settings
 from .model import check_args, check_model, check_peft_config, check_scheduler, name_model, pipeline_class
 from .watched_rewards import load_watched_rewards
@@ -249,4 +251,5 @@ def describe_run(
     run = make_record(name_model(model), args, peft_config, rewards.names, evaluated, rewards.weights)
     run["reward_options"] = {reward.name: reward.options() for reward in rewards.all}
     run["license"] = find_license(name_model(model))
+    run["command"] = describe_script(sys.argv, args.world_size)
     return run

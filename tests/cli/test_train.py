@@ -11,6 +11,7 @@ from run_folders import make_run
 
 from diffusion_grpo import cli
 from diffusion_grpo.cli.train import finish_run
+from diffusion_grpo.config.parse import parse_train_arguments
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,9 @@ def test_train_leaves_a_whole_run_folder(config_file, model, tmp_path, capsys):
     assert baseline["name"] == "guidance 2" and set(baseline["rewards"]) == set(summary["rewards"])
     assert "guidance 2" in (run / "report.html").read_text()
     assert str(run / "summary.json") in capsys.readouterr().out
+    card = (run / "README.md").read_text()
+    assert "\ndiffusion-grpo train train.yaml\n" in card and "not published with the weights: `prompts.txt`" in card
+    assert parse_train_arguments(str(run / "train.yaml"), ["--dataset", "tiny"])[2].max_steps == 2
 
 
 def interrupting(images, trainer_state, **columns):

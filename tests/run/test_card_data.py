@@ -7,6 +7,7 @@ from huggingface_hub.utils import filter_repo_objects
 from diffusion_grpo.run.card_data import (
     find_license,
     list_upload_patterns,
+    name_repository,
     pipeline_tag,
     public_model_name,
     strip_folders,
@@ -16,6 +17,8 @@ FILES = [
     "README.md",
     "curve.png",
     "grid.png",
+    "images/0-after.png",
+    "train.yaml",
     "adapter_config.json",
     "pytorch_lora_weights.safetensors",
     "ema/adapter_model.safetensors",
@@ -79,3 +82,8 @@ def test_the_licence_of_the_base_model(tmp_path, caplog):
     assert find_license(str(tmp_path)) == {"license": "other", "license_name": "theirs"}
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
     assert find_license(str(tmp_path)) == {} and "cannot be read" in caplog.text
+
+
+def test_a_repository_without_its_namespace_is_no_place_to_load_from():
+    assert name_repository(None, None) is None and name_repository(None, "mine") is None
+    assert name_repository(None, "me/mine") == name_repository("me/mine", "mine") == "me/mine"

@@ -35,7 +35,7 @@ def test_videos_of_evaluations_play_and_are_in_the_report(tmp_path):
         assert len(frames) == 5 and np.abs(np.asarray(frames[0]) - first).mean() < 20  # the codec rounds noise
     page = (tmp_path / "report.html").read_text()
     videos = embedded(page, "video")
-    assert len(videos) == 4 and page.count("<video") == 4  # two prompts, before and after
+    assert len(videos) == 6 and page.count("<video") == 6  # two prompts in three evaluations
     assert all(len(read_video(video)) == 5 for video in videos)
     assert "WEBP" not in page and not list(tmp_path.rglob("*.webp")) and Image.open(tmp_path / "grid.png").width > 64
 

@@ -1,5 +1,7 @@
 """Reports of run folders written by hand in the trainer's format: no model is needed."""
 
+import base64
+import hashlib
 import html
 import json
 import re
@@ -34,7 +36,54 @@ def test_report_loads_nothing_from_outside(tmp_path):
     sources = Links(page).sources
     assert len(sources) > 20
     assert all(source.startswith("data:") for source in sources)
-    assert "url(" not in page and "<script" not in page
+    assert "url(" not in page and page.count("<script") == 1 and "<script>" in page and "import(" not in page
+    assert not re.search("fetch|XMLHttpRequest|WebSocket|sendBeacon|importScripts|createElement|innerHTML", page)
+
+
+def test_the_page_lets_only_its_own_script_run(tmp_path):
+    page = write_report(make_run(tmp_path / "run")).read_text()
+    script = page.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    [policy] = re.findall('Content-Security-Policy" content="([^"]+)"', page)
+    assert f"script-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy
+    assert " onclick=" not in page
+
+
+class Elements(HTMLParser):
+    """Every element of a page with its attributes."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def test_any_two_evaluations_can_be_compared_and_prompts_searched(tmp_path):
+    elements = Elements(write_report(make_run(tmp_path / "run", prompts=2)).read_text()).found
+    choices = [attrs["value"] for tag, attrs in elements if tag == "option"]
+    assert choices[:6] == ["0", "10", "20"] * 2
+    figures = [attrs for tag, attrs in elements if tag == "figure" and "data-step" in attrs]
+    assert [(one["data-step"], one["class"], "hidden" in one) for one in figures[:3]] == [
+        ("0", "left", False),
+        ("10", "", True),
+        ("20", "right", False),
+    ]
+    assert json.loads(figures[5]["data-rewards"]) == pytest.approx([0.91] * 3)
+    searchable = [attrs["data-prompt"] for tag, attrs in elements if "data-prompt" in attrs]
+    assert searchable == ['the word "WORD0" in red', 'the word "WORD1" in red'] * 2  # cards, and the strip
+    ids = {attrs.get("id") for _, attrs in elements} | {attrs.get("data-view") for _, attrs in elements}
+    assert {"search", "found", "theme", "order", "pair", "slide"} <= ids
+
+
+def test_colours_follow_the_system_and_the_reader(tmp_path):
+    page = write_report(make_run(tmp_path / "run")).read_text()
+    style = page.split("<style>")[1].split("</style>")[0]
+    assert "@media (prefers-color-scheme: dark)" in style and ':root[data-theme="dark"]' in style
+    defined, used = set(re.findall(r"(--[a-z-]+):", style)), set(re.findall(r"var\((--[a-z-]+)\)", style))
+    assert used <= defined and style.count("--paper:") == 3  # light, and dark chosen by either
 
 
 def test_report_says_what_was_gained(tmp_path):
@@ -58,7 +107,7 @@ def test_prompts_are_escaped(tmp_path):
         rows = pyarrow.parquet.read_table(table).to_pylist()
         rows[0]["prompt"] = "<script>alert(1)</script>"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
-    assert "<script>" not in write_report(run).read_text()
+    assert "<script>alert" not in write_report(run).read_text()
 
 
 def test_a_run_without_evaluations_still_has_a_report(tmp_path):

@@ -3,15 +3,12 @@
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from tiny_runs import first_frame_brightness, trained_weights, trainer_for
-from transformers.integrations import TrackioCallback, WandbCallback
 
 from diffusion_grpo.distributed.weights import TrainedWeights
-from diffusion_grpo.media.files import write_sound, write_video
-from diffusion_grpo.training.callbacks import SyncRefModelCallback, draw_grid, log_files, log_image
+from diffusion_grpo.training.callbacks import SyncRefModelCallback
 
 VIDEO = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0}
 
@@ -48,50 +45,6 @@ def logged(run, kind):
     [folder] = (run / "runs").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     return events.Tags()[kind]
-
-
-class Tracker:
-    """A stand-in for the modules `wandb` and `trackio`: both take the path of a file in these classes."""
-
-    def __init__(self):
-        self.logged = []
-
-    def log(self, values):
-        self.logged.append(values)
-
-    class Video(str): ...
-
-    class Audio(str): ...
-
-    class Image(SimpleNamespace):
-        def __init__(self, image):
-            super().__init__(image=image)
-
-
-@pytest.mark.parametrize(("callback", "attribute"), [(WandbCallback, "_wandb"), (TrackioCallback, "_trackio")])
-def test_trackers_get_videos_and_sounds_under_names_of_their_own(tmp_path, callback, attribute):
-    video = write_video([Image.new("RGB", (16, 16))] * 3, tmp_path / "0000.mp4", 8)
-    sound = write_sound(np.zeros(100), tmp_path / "0001.wav", 8000)
-    one = callback.__new__(callback)
-    setattr(one, attribute, tracker := Tracker())
-    log_files([one], "samples", [video, sound], 7)
-    log_files([one], "samples", [], 8)
-    [values] = tracker.logged
-    assert values == {"samples/0000": str(video), "samples/0001": str(sound), "train/global_step": 7}
-    assert isinstance(values["samples/0000"], Tracker.Video) and isinstance(values["samples/0001"], Tracker.Audio)
-    log_image([one], "samples", Image.new("RGB", (2, 2)), 7)
-    assert tracker.logged[-1]["samples"].image.size == (2, 2)
-
-
-def test_a_grid_has_a_row_per_evaluation_and_scales_images_down(tmp_path):
-    Image.new("RGB", (600, 300), "red").save(tmp_path / "a.png")
-    small = Image.new("RGB", (20, 20), "blue")
-    grid = draw_grid({"step 0": [tmp_path / "a.png", small], "step 10": [small]}, cell=100)
-    colors = {color for _, color in grid.getcolors(maxcolors=100_000)}
-    assert (255, 0, 0) in colors and (0, 0, 255) in colors
-    red = sum(count for count, color in grid.getcolors(maxcolors=100_000) if color == (255, 0, 0))
-    blue = sum(count for count, color in grid.getcolors(maxcolors=100_000) if color == (0, 0, 255))
-    assert red == 100 * 50 and blue == 2 * 20 * 20
 
 
 class Reference(TrainedWeights):

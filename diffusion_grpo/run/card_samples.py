@@ -1,0 +1,96 @@
+"""Samples of the model card: the same prompts and seeds before and after, as files that are published with it."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from . import markdown
+from .folder import Run, format_updates
+from .gallery import find_file, pair_samples
+
+FOLDER = "images"  # in the run's folder
+PROMPTS = 4
+WIDEST = 512  # pixels
+
+
+@dataclass(frozen=True)
+class CardSample:
+    """One sample of an evaluation in the card.
+
+    Attributes:
+        image: file that stands for it.
+        file: the sample itself, where it is a video or sound; otherwise the image.
+        reward: of the trained rewards together.
+    """
+
+    image: str
+    file: str
+    reward: float
+
+
+@dataclass(frozen=True)
+class CardPair:
+    """The samples of one prompt and seed in the first and the last evaluation."""
+
+    prompt: str
+    before: CardSample
+    after: CardSample
+
+
+def write_card_samples(run: Run) -> list[CardPair]:
+    """Copy samples of the first prompts into the folder `images`, and return them. Nobody chose these prompts."""
+    shutil.rmtree(run.path / FOLDER, ignore_errors=True)  # of an earlier card of the run
+    found: list[CardPair] = []
+    for pair in pair_samples(run):
+        if len(found) == PROMPTS:
+            break
+        rows = [pair["before"], pair["after"]]
+        images = [find_file(run, row["image"]) if row.get("image") else None for row in rows]
+        if None in images:
+            continue
+        stems = [f"{len(found)}-{when}" for when in ("before", "after")]
+        samples = [_copy(run, row, image, stem) for row, image, stem in zip(rows, images, stems, strict=True)]
+        found.append(CardPair(pair["prompt"], *samples))
+    return found
+
+
+def _copy(run: Run, row: dict, image: Path, stem: str) -> CardSample:
+    folder = run.path / FOLDER
+    folder.mkdir(exist_ok=True)
+    with Image.open(image) as loaded:
+        shown = loaded.convert("RGB")
+    shown.thumbnail((WIDEST, WIDEST))
+    shown.save(folder / f"{stem}.png")
+    source = find_file(run, row["file"]) if row.get("file") else None
+    file = f"{FOLDER}/{stem}.png"
+    if source is not None and source.suffix in (".mp4", ".wav"):
+        file = f"{FOLDER}/{stem}{source.suffix}"
+        shutil.copyfile(source, run.path / file)
+    return CardSample(f"{FOLDER}/{stem}.png", file, row["reward"])
+
+
+def make_widget(pairs: list[CardPair]) -> list[dict]:
+    """Return the gallery that the Hub shows above a card: each prompt with the image or video after training."""
+    return [
+        {"text": pair.prompt, "output": {"url": pair.after.file}}
+        for pair in pairs
+        if not pair.after.file.endswith(".wav")
+    ]
+
+
+def draw_table(run: Run, pairs: list[CardPair]) -> str:
+    """Return a Markdown table of the samples, a row per prompt; videos and sounds are linked behind their images."""
+    names = [format_updates(step) for step in (min(run.samples), max(run.samples))]
+    lines = [f"| prompt | {names[0]} | {names[1]} |", "|---|---|---|"]
+    for pair in pairs:
+        cells = [_show(sample, name) for sample, name in zip((pair.before, pair.after), names, strict=True)]
+        lines.append(f"| {' | '.join([markdown.escape(pair.prompt), *cells])} |")
+    return "\n".join(lines)
+
+
+def _show(sample: CardSample, name: str) -> str:
+    shown = f"![{name}]({sample.image})"
+    shown = shown if sample.file == sample.image else f"[{shown}]({sample.file})"
+    return f"{shown} {sample.reward:.3f}"

@@ -1,0 +1,189 @@
+"""What the report shows of samples: the same prompts and seeds in every evaluation, and some of training.
+
+Everything is embedded as data URIs, so that the page needs no other file.
+"""
+
+import base64
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+
+from .folder import Run, format_updates
+
+SHOWN = 24  # evaluation prompts shown in order
+EXTREMES = 4  # of the most and of the least improved of the others
+EVALUATIONS = 8  # shown, the first and the last among them
+ROLLOUTS, ROLLOUT_SAMPLES = 3, 8  # rollouts of training, and samples of each
+FILM_ROWS = 6  # prompts in the strip
+WIDEST = 384  # pixels of an embedded image or video
+SMALL_VIDEO = 100_000  # bytes up to which one is embedded as it is
+MOST_BYTES = 12_000_000  # of evaluations between the first and the last; browsers stay quick with a page of this size
+KINDS = {".mp4": "video", ".wav": "audio"}
+
+
+def pair_samples(run: Run) -> list[dict[str, Any]]:
+    """Pair samples of the first and the last evaluation: same prompt, same seed."""
+    if len(run.samples) < 2:
+        return []
+    first, last = run.samples[min(run.samples)], run.samples[max(run.samples)]
+    before = {(row["prompt"], row["seed"]): row for row in first}
+    keys = [(row["prompt"], row["seed"]) for row in last]
+    return [{"prompt": key[0], "before": before[key], "after": row} for key, row in zip(keys, last) if key in before]
+
+
+def make_gallery(run: Run) -> dict[str, Any] | None:
+    """Return what the report's viewer of evaluations shows; None without two evaluations that left samples.
+
+    Returns:
+        `total` pairs and `counts` of those that got better, stayed the same or got worse; `steps`, the evaluations
+        that can be chosen, each with its `name`; and `cards`, one per prompt: `prompt`, `change` of the reward, and
+        `samples`, one per evaluation.
+    """
+    pairs = pair_samples(run)
+    if not pairs:
+        return None
+    changes = [_change(pair) for pair in pairs]
+    rewards = [pair[when]["reward"] for pair in pairs for when in ("before", "after")]
+    known = [reward for reward in rewards if _is_number(reward)]
+    noticed = 0.01 * (max(known) - min(known)) if known else 0.0
+    counts = {
+        "better": sum(change > noticed for change in changes),
+        "same": sum(abs(change) <= noticed for change in changes),
+        "worse": sum(change < -noticed for change in changes),
+    }
+    shown = [(pair, change) for pair, change in zip(pairs, changes) if _has_images(run, pair)]
+    others = sorted(shown[SHOWN:], key=lambda item: item[1])
+    extremes = others[:EXTREMES] + others[max(EXTREMES, len(others) - EXTREMES) :]
+    steps = choose_steps(sorted(run.samples))
+    cards = _make_cards(run, shown[:SHOWN] + extremes, steps)
+    names = ["before" if step == 0 else format_updates(step) for step in steps]
+    if len(steps) == 2 and steps[0] == 0:
+        names[1] = "after"
+    chosen = [{"step": step, "name": name} for step, name in zip(steps, names, strict=True)]
+    return {
+        "counts": counts,
+        "total": len(pairs),
+        "steps": chosen,
+        "names": dict(zip(steps, names)),
+        "cards": cards,
+        "has_extremes": bool(extremes),
+        "is_wide": any(sample["kind"] for card in cards for sample in card["samples"]),
+    }
+
+
+def choose_steps(steps: list[int]) -> list[int]:
+    """Choose evaluations evenly, the first and the last among them."""
+    count = min(EVALUATIONS, len(steps))
+    return [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
+
+
+def _change(pair: dict[str, Any]) -> float:
+    change = pair["after"]["reward"] - pair["before"]["reward"]
+    return change if _is_number(change) else 0.0
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _has_images(run: Run, pair: dict[str, Any]) -> bool:
+    """Whether both images of a pair were kept; a run saves the first few only."""
+    files = [pair["before"].get("image"), pair["after"].get("image")]
+    return all(file and find_file(run, file) is not None for file in files)
+
+
+def find_file(run: Run, file: str) -> Path | None:
+    """Find a sample's file; its path is written relative to the run or to its evaluations folder."""
+    for folder in (run.path, run.path / "evaluations"):
+        if (folder / file).is_file():
+            return folder / file
+    return None
+
+
+def _make_cards(run: Run, shown: list[tuple[dict[str, Any], float]], steps: list[int]) -> list[dict[str, Any]]:
+    """Return a card per prompt with its samples of all `steps`, as far as the page does not grow too large."""
+    rows = {step: {(row["prompt"], row["seed"]): row for row in run.samples[step]} for step in steps}
+    budget = MOST_BYTES
+    cards = []
+    for pair, change in shown:
+        samples = []
+        for step in steps:
+            row = rows[step].get((pair["prompt"], pair["after"]["seed"]))
+            is_end = step in (steps[0], steps[-1])
+            if row is None or not row.get("image") or find_file(run, row["image"]) is None or not (is_end or budget):
+                continue
+            sample = _make_sample(run, step, row)
+            samples.append(sample)
+            size = 0 if is_end else len(sample["image"]) + len(sample["media"] or "")
+            budget = max(0, budget - size)
+        cards.append({"prompt": pair["prompt"], "change": change, "samples": samples})
+    return cards
+
+
+def _make_sample(run: Run, step: int, row: dict[str, Any]) -> dict[str, Any]:
+    """Return what the template shows of one sample; unknown rewards as None."""
+    rewards = [row.get(name) for name in run.reward_names]
+    rewards = [reward if _is_number(reward) else None for reward in rewards]
+    return {"step": step, "rewards": rewards, **embed_sample(run, row)}
+
+
+def embed_sample(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
+    """Embed a sample's image, and of a video or sound its file and kind, as data URIs."""
+    image = embed_image(find_file(run, sample["image"]))
+    path = find_file(run, sample.get("file") or sample["image"])
+    kind = None if path is None else KINDS.get(path.suffix)
+    return {"image": image, "kind": kind, "media": embed_media(path) if kind else None}
+
+
+def show_rollouts(run: Run) -> list[dict[str, Any]]:
+    """Return some samples of training, of the first, the last and a few rollouts between: prompt, image, reward."""
+    steps = sorted(run.rollouts)
+    count = min(ROLLOUTS, len(steps))
+    chosen = dict.fromkeys(steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count))
+    found = []
+    for step in chosen:
+        paths = [(row, run.path / "samples" / row["image"]) for row in run.rollouts[step]]
+        rows = [(row, path) for row, path in paths if path.is_file()][:ROLLOUT_SAMPLES]
+        cards = [{"prompt": row["prompt"], "image": embed_image(path), "reward": row["reward"]} for row, path in rows]
+        found += [{"when": format_updates(step), "cards": cards}] if cards else []
+    return found
+
+
+def make_film(run: Run) -> dict[str, Any] | None:
+    """Return the same prompts and seeds in evaluations over the whole run: steps, and each prompt's images."""
+    if len(run.samples) < 3:
+        return None
+    steps = choose_steps(sorted(run.samples))
+    rows = []
+    for index, sample in enumerate(run.samples[steps[0]]):
+        samples = [run.samples[step][index] for step in steps if index < len(run.samples[step])]
+        paths = [find_file(run, row["image"]) if row.get("image") else None for row in samples]
+        if len(rows) < FILM_ROWS and len(paths) == len(steps) and None not in paths:
+            rewards = [row["reward"] for row in samples]
+            rows.append({"prompt": sample["prompt"], "images": list(zip(map(embed_image, paths), rewards))})
+    return {"steps": steps, "rows": rows} if rows else None
+
+
+def embed_media(path: Path) -> str:
+    """Embed a video or sound as a data URI: as it is if it is small, else compressed, videos to 384 pixels at most."""
+    from ..media.files import compress_sound, shrink_video
+
+    if path.suffix == ".wav":
+        return "data:audio/mp4;base64," + base64.b64encode(compress_sound(path)).decode()
+    content = path.read_bytes() if path.stat().st_size <= SMALL_VIDEO else shrink_video(path, WIDEST)
+    return "data:video/mp4;base64," + base64.b64encode(content).decode()
+
+
+def embed_image(path: Path) -> str:
+    """Embed an image as a data URI: as it is where it is small, else at most 384 pixels wide."""
+    with PIL.Image.open(path) as image:
+        if image.width <= WIDEST:
+            return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+        small = image.convert("RGB")
+        small.thumbnail((WIDEST, WIDEST))
+    buffer = io.BytesIO()
+    small.save(buffer, format="WEBP", quality=88)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()

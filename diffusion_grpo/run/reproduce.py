@@ -1,0 +1,138 @@
+"""How a run was started, for people who want to start it again: `train.yaml`, and the command for the model card."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..config.arguments import LAUNCH_VARIABLE
+from .card_data import strip_folders
+
+SETTINGS_FILE = "train.yaml"  # in the run's folder
+SECRET = re.compile(r"(token|secret|password|api_?key|credentials?)$", re.IGNORECASE)
+# what belongs to one start of a run, and not to the run
+LOCAL = {"output_dir", "logging_dir", "resume_from_checkpoint", "report_experiment", "run_name"}
+LOCAL |= {"push_to_hub", "push_samples", "machine_rank", "main_process_ip", "main_process_port"}
+
+
+def save_settings(folder: str | Path, values: Mapping[str, Any]) -> None:
+    """Write `train.yaml`, which starts this run again.
+
+    Absolute paths are reduced to their last part, and secrets are left out, because the file is published with the
+    weights.
+
+    Args:
+        folder: the run's.
+        values: settings of the command line, of its processes too.
+    """
+    kept = {key: value for key, value in values.items() if key not in LOCAL and not key.startswith("hub_")}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = strip_folders(_strip_secrets(kept)) | {"output_dir": f"outputs/{folder.resolve().name}"}
+    # JSON is YAML that no version of YAML reads in another way
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
+    (folder / SETTINGS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _strip_secrets(value: Any) -> Any:
+    """Leave out entries of mappings that hold a secret by their name."""
+    if isinstance(value, Mapping):
+        return {key: _strip_secrets(item) for key, item in value.items() if not SECRET.search(str(key))}
+    return [_strip_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def describe_script(argv: Sequence[str], processes: int) -> str | None:
+    """Return the command of a run that was started by a Python script; None where that was no script.
+
+    Args:
+        argv: `sys.argv`.
+        processes: how many ran together.
+    """
+    script = Path(argv[0]) if argv and argv[0] else None
+    if script is None or script.suffix != ".py" or script.name in ("ipykernel_launcher.py", "__main__.py"):
+        return None
+    starter = ["python"] if processes == 1 else ["accelerate", "launch", "--num_processes", str(processes)]
+    return shlex.join([*starter, script.name, *_strip_secret_words(argv[1:])])
+
+
+def _strip_secret_words(words: Sequence[str]) -> list[str]:
+    """Reduce absolute paths to their last part, and put dots for the values of secret options."""
+    kept, hides_next = [], False
+    for word in words:
+        name, equals, value = word.partition("=")
+        is_flag = word.startswith("-")
+        if is_flag and SECRET.search(name):
+            kept.append(f"{name}=..." if equals else name)
+            hides_next = not equals
+            continue
+        if is_flag and equals:
+            kept.append(f"{name}={strip_folders(value)}")
+        else:
+            kept.append("..." if hides_next and not is_flag else strip_folders(word))
+        hides_next = False
+    return kept
+
+
+def list_local_files(settings: Mapping[str, Any]) -> list[str]:
+    """List files that settings of the command line name and that are not published: prompts, and code of rewards."""
+    named = [str(settings[key]) for key in ("dataset", "eval_dataset") if settings.get(key)]
+    files = [name for name in named if Path(name).suffix]
+    rewards = [settings.get(key) or [] for key in ("reward_funcs", "eval_reward_funcs")]
+    names = [name for group in rewards for entry in _as_list(group) for name in _as_list(entry)]
+    modules = [f"{name.rpartition('.')[0].replace('.', '/')}.py" for name in names if "." in name]
+    own = [module for module in modules if not module.startswith("diffusion_grpo/")]
+    return list(dict.fromkeys([*files, *own]))
+
+
+def _as_list(group: Any) -> list[Any]:
+    """Return the names in what a setting of rewards may hold: a name, a mapping from names, or a list of both."""
+    return [group] if isinstance(group, str) else list(group)
+
+
+def describe_reproduction(folder: str | Path, run: Mapping[str, Any], repository: str | None) -> list[str]:
+    """Return paragraphs of Markdown that say how to start the run again.
+
+    Args:
+        folder: the run's.
+        run: contents of `run.json`.
+        repository: Hub id under which the folder is published; None where it is not.
+    """
+    path = Path(folder) / SETTINGS_FILE
+    if path.is_file():
+        place = SETTINGS_FILE if repository is None else f"{repository.split('/')[-1]}/{SETTINGS_FILE}"
+        command = shlex.join(["diffusion-grpo", "train", place])
+        if repository is not None:
+            local = repository.split("/")[-1]
+            command = f"{shlex.join(['hf', 'download', repository, SETTINGS_FILE, '--local-dir', local])}\n{command}"
+        text = [f"`{SETTINGS_FILE}` holds every setting of this run.", _block(command)]
+        files = list_local_files(yaml.safe_load(path.read_text(encoding="utf-8")))
+        if files:
+            listed = ", ".join(f"`{file}`" for file in files)
+            text.append(f"It names files that are not published with the weights: {listed}.")
+        return text
+    command = run.get("command")
+    if command is None:
+        return ["It was started from Python; the settings are below."]
+    return ["It was started by a Python script, which is not published with the weights:", _block(command)]
+
+
+def _block(command: str) -> str:
+    fence = "`" * 3
+    return f"{fence}shell\n{command}\n{fence}"
+
+
+def read_launch(values: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Return what `train.yaml` says of processes.
+
+    Args:
+        values: settings of processes in the settings file and on the command line, as this process got them.
+        world_size: number of processes.
+    """
+    told = json.loads(os.environ.get(LAUNCH_VARIABLE, "{}"))
+    given = told or {key: value for key, value in values.items() if value is not None}
+    return given if given or world_size == 1 else {"num_processes": world_size}

@@ -1,0 +1,107 @@
+"""Images, videos and sounds for the trackers that `report_to` names: tensorboard, wandb, trackio, mlflow."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+from transformers import TrainerCallback
+from transformers.integrations import MLflowCallback, TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.trainer_callback import CallbackHandler
+
+from ..media.files import read_sound, read_video
+from ..media.samples import frame_positions
+
+GRID_CELL = 256  # pixels, the longest side of an image in the grid
+STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in an image that shows its motion
+
+
+class PipelineTensorBoardCallback(TensorBoardCallback):
+    """transformers' callback, which expects a transformers config on the model, without the model."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **{**kwargs, "model": None})
+
+
+class PipelineMLflowCallback(MLflowCallback):
+    """transformers' callback, which expects a transformers config on the model, without the model."""
+
+    def setup(self, args, state, model):
+        super().setup(args, state, None)
+
+
+def replace_trackers(handler: CallbackHandler) -> None:
+    """Replace those of transformers' callbacks that fail on a diffusers model."""
+    for theirs, ours in ((TensorBoardCallback, PipelineTensorBoardCallback), (MLflowCallback, PipelineMLflowCallback)):
+        if handler.pop_callback(theirs) is not None:
+            handler.add_callback(ours)
+
+
+def draw_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:
+    """Draw images in rows, each with a label on its left; images are scaled down to `cell` pixels."""
+    loaded = {label: [_fit(image, cell) for image in images] for label, images in rows.items()}
+    width = max((image.width for images in loaded.values() for image in images), default=1)
+    height = max((image.height for images in loaded.values() for image in images), default=1)
+    columns, margin, gap = max((len(images) for images in loaded.values()), default=0), 64, 4
+    grid = Image.new("RGB", (margin + columns * (width + gap), len(loaded) * (height + gap)), "white")
+    draw = ImageDraw.Draw(grid)
+    for row, (label, images) in enumerate(loaded.items()):
+        draw.text((4, row * (height + gap) + 4), label, fill="black")
+        for column, image in enumerate(images):
+            grid.paste(image, (margin + column * (width + gap), row * (height + gap)))
+    return grid
+
+
+def _fit(image: Path | Image.Image, cell: int) -> Image.Image:
+    image = (Image.open(image) if isinstance(image, Path) else image).convert("RGB")
+    scale = cell / max(image.size)
+    return image if scale >= 1 else image.resize([max(1, round(side * scale)) for side in image.size])
+
+
+def draw_film_strips(videos: list[Path]) -> Image.Image:
+    """Draw a row of evenly spaced frames per video, the first and the last among them: motion as one image."""
+    rows = {}
+    for path in videos:
+        frames = read_video(path)
+        rows[path.stem] = [frames[place] for place in frame_positions(STRIP_FRAMES, len(frames))]
+    return draw_grid(rows, STRIP_CELL)
+
+
+def log_image(callbacks: list[TrainerCallback], name: str, image: Image.Image, step: int) -> None:
+    """Send an image to each active tracker that shows images: tensorboard, wandb, trackio, mlflow."""
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            callback.tb_writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+        elif isinstance(callback, WandbCallback):
+            callback._wandb.log({name: callback._wandb.Image(image), "train/global_step": step})
+        elif isinstance(callback, TrackioCallback):
+            callback._trackio.log({name: callback._trackio.Image(image), "train/global_step": step})
+        elif isinstance(callback, MLflowCallback):
+            callback._ml_flow.log_image(image, key=name, step=step)
+
+
+def log_files(callbacks: list[TrainerCallback], name: str, files: list[Path], step: int) -> None:
+    """Send videos (MP4) and sounds (WAV) to each active tracker, each under its own name, so that it has a history.
+
+    tensorboard shows no MP4: it gets an image with frames of each video, and sounds as they are. mlflow gets the files
+    as artifacts, in a folder per step.
+    """
+    videos = [path for path in files if path.suffix == ".mp4"]
+    for callback in callbacks if files else []:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            _log_to_tensorboard(callback.tb_writer, name, videos, [path for path in files if path not in videos], step)
+        elif isinstance(callback, (WandbCallback, TrackioCallback)):
+            tracker = callback._wandb if isinstance(callback, WandbCallback) else callback._trackio
+            media = {path: (tracker.Video if path in videos else tracker.Audio)(str(path)) for path in files}
+            tracker.log({f"{name}/{path.stem}": shown for path, shown in media.items()} | {"train/global_step": step})
+        elif isinstance(callback, MLflowCallback):
+            for path in files:
+                callback._ml_flow.log_artifact(str(path), artifact_path=f"{name}/step-{step:06d}")
+
+
+def _log_to_tensorboard(writer: Any, name: str, videos: list[Path], sounds: list[Path], step: int) -> None:
+    if videos:
+        writer.add_image(f"{name}/frames", np.asarray(draw_film_strips(videos)), step, dataformats="HWC")
+    for path in sounds:
+        sound, rate = read_sound(path)
+        writer.add_audio(f"{name}/{path.stem}", sound.mean(axis=0), step, sample_rate=rate)

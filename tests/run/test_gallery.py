@@ -1,0 +1,103 @@
+"""Samples of evaluations as the report shows them: which ones, what is known of each, and how they are embedded."""
+
+import base64
+import io
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from run_folders import make_run
+
+from diffusion_grpo.media.files import write_sound, write_video
+from diffusion_grpo.run import gallery
+from diffusion_grpo.run.folder import read_run
+from diffusion_grpo.run.gallery import choose_steps, make_gallery
+
+
+def change_rows(run, step, change):
+    """Rewrite the table of an evaluation."""
+    path = run / "evaluations" / f"step-{step:06d}.parquet"
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    change(rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def test_every_prompt_has_a_sample_of_every_evaluation(tmp_path):
+    found = make_gallery(read_run(make_run(tmp_path / "run", prompts=3)))
+    assert [step["name"] for step in found["steps"]] == ["before", "after 10 updates", "after 20 updates"]
+    assert [card["prompt"] for card in found["cards"]] == [f'the word "WORD{index}" in red' for index in range(3)]
+    for index, card in enumerate(found["cards"]):
+        assert [sample["step"] for sample in card["samples"]] == [0, 10, 20]
+        assert card["samples"][0]["rewards"] == pytest.approx([0.4 + 0.01 * index] * 3)
+        assert card["change"] == pytest.approx(0.5)
+    images = {sample["image"] for card in found["cards"] for sample in card["samples"]}
+    assert len(images) == 9 and not found["is_wide"]
+
+
+def test_two_evaluations_are_called_before_and_after(tmp_path):
+    found = make_gallery(read_run(make_run(tmp_path / "run", prompts=1, eval_every=20)))
+    assert found["names"] == {0: "before", 20: "after"}
+
+
+def test_the_first_and_the_last_evaluation_are_always_chosen():
+    assert choose_steps([0, 5]) == [0, 5] and choose_steps([3]) == [3]
+    steps = choose_steps(list(range(0, 101, 5)))
+    assert len(steps) == gallery.EVALUATIONS == len(set(steps)) and (steps[0], steps[-1]) == (0, 100)
+
+
+def test_of_many_prompts_the_first_and_the_extremes_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery, "SHOWN", 2)
+    monkeypatch.setattr(gallery, "EXTREMES", 1)
+    run = make_run(tmp_path / "run", prompts=6, eval_every=20)
+
+    def change(rows):
+        rows[3]["reward"], rows[4]["reward"] = -1.0, 2.0
+
+    change_rows(run, 20, change)
+    found = make_gallery(read_run(run))
+    assert [card["prompt"].split('"')[1] for card in found["cards"]] == ["WORD0", "WORD1", "WORD3", "WORD4"]
+    assert found["has_extremes"] and found["total"] == 6 and found["counts"] == {"better": 5, "same": 0, "worse": 1}
+
+
+def test_evaluations_between_are_left_out_once_the_page_is_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery, "MOST_BYTES", 1)
+    cards = make_gallery(read_run(make_run(tmp_path / "run", prompts=3)))["cards"]
+    assert [[sample["step"] for sample in card["samples"]] for card in cards] == [[0, 10, 20], [0, 20], [0, 20]]
+
+
+def test_an_unknown_reward_is_none(tmp_path):
+    run = make_run(tmp_path / "run", prompts=2, eval_every=20)
+
+    def change(rows):
+        rows[0]["text"], rows[0]["reward"] = float("nan"), float("nan")
+
+    change_rows(run, 20, change)
+    found = make_gallery(read_run(run))
+    assert found["cards"][0]["samples"][1]["rewards"][0] is None and found["cards"][0]["change"] == 0.0
+    assert found["counts"] == {"better": 1, "same": 1, "worse": 0}
+
+
+def test_videos_and_sounds_are_embedded_to_be_played(tmp_path):
+    run = make_run(tmp_path / "run", prompts=2, eval_every=20)
+    for step in (0, 20):
+        folder = f"step-{step:06d}"
+        write_video([Image.new("RGB", (16, 16), "red")] * 3, run / "evaluations" / folder / "0000.mp4", 8)
+        write_sound(np.zeros(4000), run / "evaluations" / folder / "0001.wav", 8000)
+
+        def change(rows, folder=folder):
+            rows[0]["file"], rows[1]["file"] = f"{folder}/0000.mp4", f"{folder}/0001.wav"
+
+        change_rows(run, step, change)
+    found = make_gallery(read_run(run))
+    video, sound = (card["samples"][1] for card in found["cards"])
+    assert found["is_wide"] and (video["kind"], sound["kind"]) == ("video", "audio")
+    assert video["media"].startswith("data:video/mp4;base64,") and sound["media"].startswith("data:audio/mp4;base64,")
+    shown = Image.open(io.BytesIO(base64.b64decode(video["image"].split(",")[1])))
+    assert shown.size == (96, 32)
+
+
+def test_without_two_evaluations_there_is_no_gallery(tmp_path):
+    run = make_run(tmp_path / "run", prompts=1, updates=5)
+    assert make_gallery(read_run(run)) is None

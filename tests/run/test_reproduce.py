@@ -1,0 +1,86 @@
+"""What a model card says of starting its run again: everything that is needed, nothing that is private."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from diffusion_grpo.config.arguments import LAUNCH_VARIABLE
+from diffusion_grpo.config.parse import parse_train_arguments, resolve_values
+from diffusion_grpo.run.reproduce import (
+    describe_reproduction,
+    describe_script,
+    list_local_files,
+    read_launch,
+    save_settings,
+)
+
+DEMO = str(Path(__file__).parents[2] / "examples" / "demo.yaml")
+WORDS = ["--learning_rate", "1e-3", "--max_steps", "2", "--loss_type", "dppo", "--use_cpu", "true"]
+
+
+def test_the_file_says_what_the_run_was_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "outputs" / "one"
+    words = [*WORDS, "--output_dir", "outputs/one", "--resume_from_checkpoint", "true"]
+    save_settings(run, resolve_values(DEMO, words))
+    again = parse_train_arguments(str(run / "train.yaml"), [])
+    first = parse_train_arguments(DEMO, [*WORDS, "--output_dir", "outputs/one"])
+    assert again[0].report_experiment is None  # an earlier experiment is no part of the run
+    first[0].report_experiment = None
+    assert again[:2] == first[:2] and again[2].to_dict() == first[2].to_dict()
+
+
+def test_the_file_holds_no_secret_and_no_folder(tmp_path):
+    values = {
+        "dataset": "/home/me/words.txt",
+        "hub_token": "hf_1",
+        "hub_model_id": "me/mine",
+        "reward_funcs": [{"remote": {"url": "http://a", "token": "abc", "token_env": "TOKEN"}}],
+    }
+    save_settings(tmp_path / "run", values)
+    text = (tmp_path / "run" / "train.yaml").read_text()
+    assert yaml.safe_load(text) == {
+        "dataset": "words.txt",
+        "reward_funcs": [{"remote": {"url": "http://a", "token_env": "TOKEN"}}],
+        "output_dir": "outputs/run",
+    }
+
+
+def test_the_command_of_a_script():
+    words = ["/home/me/my run.py", "--data", "/home/me/words.txt", "--hub_token", "hf_1", "--token=hf_2", "-v"]
+    expected = "python 'my run.py' --data words.txt --hub_token ... --token=... -v"
+    assert describe_script(words, 1) == expected
+    assert describe_script(["train.py"], 4) == "accelerate launch --num_processes 4 train.py"
+    for argv in ([], [""], ["/x/ipykernel_launcher.py", "-f"], ["/x/pytest/__main__.py"], ["/bin/pytest"], ["-c"]):
+        assert describe_script(argv, 1) is None
+
+
+def test_files_that_only_the_trainer_has_are_named():
+    settings = {
+        "dataset": "data/words.txt",
+        "eval_dataset": "me/prompts",
+        "reward_funcs": ["text", {"rewards.mine": 0.5}],
+        "eval_reward_funcs": "a.b.judge",
+    }
+    assert list_local_files(settings) == ["data/words.txt", "rewards.py", "a/b.py"]
+    assert list_local_files({"dataset": "tiny", "reward_funcs": ["text"]}) == []
+
+
+def test_the_command_fetches_the_settings_where_they_are_published(tmp_path):
+    save_settings(tmp_path, {"model": "tiny", "dataset": "words.txt", "reward_funcs": ["text"]})
+    [_, local, files] = describe_reproduction(tmp_path, {}, None)
+    assert "\ndiffusion-grpo train train.yaml\n" in local and "hf download" not in local and "`words.txt`" in files
+    hub = describe_reproduction(tmp_path, {}, "me/mine")[1]
+    assert "\nhf download me/mine train.yaml --local-dir mine\ndiffusion-grpo train mine/train.yaml\n" in hub
+
+
+def test_a_run_from_python_names_its_script(tmp_path):
+    assert "\npython train.py\n" in describe_reproduction(tmp_path, {"command": "python train.py"}, None)[1]
+    assert describe_reproduction(tmp_path, {}, None) == ["It was started from Python; the settings are below."]
+
+
+def test_processes_are_part_of_the_settings(monkeypatch):
+    assert read_launch({"num_processes": None}, 1) == {} and read_launch({}, 2) == {"num_processes": 2}
+    monkeypatch.setenv(LAUNCH_VARIABLE, json.dumps({"accelerate_config": "fsdp2", "num_processes": 2}))
+    assert read_launch({"num_processes": None}, 2) == {"accelerate_config": "fsdp2", "num_processes": 2}

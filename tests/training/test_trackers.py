@@ -1,0 +1,140 @@
+"""Trackers get images, videos and sounds of a run, each by its real package, offline. Those not installed are skipped.
+
+tensorboard is installed with the tests; wandb, trackio and mlflow (`mlflow-skinny`) are not, because their versions
+do not fit beside all others.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_runs import first_frame_brightness, trainer_for
+from transformers.integrations import TrackioCallback, WandbCallback
+
+from diffusion_grpo.media.files import write_sound, write_video
+from diffusion_grpo.training.trackers import draw_grid, log_files, log_image
+
+RUN = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0, "max_steps": 1}
+RUN |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+
+
+def train(folder, tracker, **settings):
+    """Train one update, evaluate before and after, and log once more afterwards as users do."""
+    trainer = trainer_for(folder / "run", **RUN, report_to=tracker, run_name="one", **settings)
+    trainer.train()
+    return trainer
+
+
+def test_tensorboard_has_curves_and_frames(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, "tensorboard")
+    [folder] = (tmp_path / "run" / "runs").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    assert {"samples", "samples/frames"} <= set(events.Tags()["images"])
+    assert [event.step for event in events.Images("samples/frames")] == [0, 1]
+    assert [event.step for event in events.Scalars("eval/reward")] == [0, 1]
+
+
+def test_wandb_has_curves_images_and_videos(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train(tmp_path, "wandb")
+    summary = dict(wandb.run.summary)
+    media = {path.suffix for path in tmp_path.glob("wandb/offline-run-*/files/media/**/*") if path.is_file()}
+    wandb.finish()
+    assert media == {".png", ".mp4"}
+    assert {"samples", "samples/0000", "samples/0001", "eval/reward", "train/reward"} <= set(summary)
+
+
+def test_trackio_has_curves_images_and_videos(tmp_path):
+    pytest.importorskip("trackio")
+    # its folder is chosen when it is imported, so it is imported by a process of its own
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from pathlib import Path
+from training.test_trackers import train
+train(Path({str(tmp_path)!r}), "trackio", project="tested")
+from trackio.sqlite_storage import SQLiteStorage
+print(sorted(SQLiteStorage.get_all_metrics_for_run("tested", "one")))
+"""
+    variables = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    metrics = done.stdout.splitlines()[-1]
+    assert all(f"'{name}'" in metrics for name in ("eval/reward", "train/reward", "samples", "samples/0000")), metrics
+    media = {path.suffix for path in tmp_path.glob("trackio/media/**/*") if path.is_file()}
+    assert media == {".png", ".mp4"}
+
+
+def test_mlflow_has_curves_images_and_videos(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
+    mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
+    experiment = mlflow.create_experiment("tested", artifact_location=(tmp_path / "artifacts").as_uri())
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tested")
+    train(tmp_path, "mlflow")
+    client = mlflow.MlflowClient()
+    [run] = client.search_runs([experiment])
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "eval_reward")] == [0, 1]
+    files = [
+        path.relative_to(tmp_path / "artifacts" / run.info.run_id / "artifacts")
+        for path in tmp_path.glob("artifacts/*/artifacts/**/*")
+        if path.is_file()
+    ]
+    assert {"samples/step-000001/0000.mp4", "samples/step-000001/0001.mp4"} <= {str(file) for file in files}
+    assert [file for file in files if file.suffix == ".png"]
+
+
+class Tracker:
+    """A stand-in for the modules `wandb` and `trackio`: both take the path of a file in these classes."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, values):
+        self.logged.append(values)
+
+    class Video(str): ...
+
+    class Audio(str): ...
+
+    class Image(SimpleNamespace):
+        def __init__(self, image):
+            super().__init__(image=image)
+
+
+@pytest.mark.parametrize(("callback", "attribute"), [(WandbCallback, "_wandb"), (TrackioCallback, "_trackio")])
+def test_trackers_get_videos_and_sounds_under_names_of_their_own(tmp_path, callback, attribute):
+    video = write_video([Image.new("RGB", (16, 16))] * 3, tmp_path / "0000.mp4", 8)
+    sound = write_sound(np.zeros(100), tmp_path / "0001.wav", 8000)
+    one = callback.__new__(callback)
+    setattr(one, attribute, tracker := Tracker())
+    log_files([one], "samples", [video, sound], 7)
+    log_files([one], "samples", [], 8)
+    [values] = tracker.logged
+    assert values == {"samples/0000": str(video), "samples/0001": str(sound), "train/global_step": 7}
+    assert isinstance(values["samples/0000"], Tracker.Video) and isinstance(values["samples/0001"], Tracker.Audio)
+    log_image([one], "samples", Image.new("RGB", (2, 2)), 7)
+    assert tracker.logged[-1]["samples"].image.size == (2, 2)
+
+
+def test_a_grid_has_a_row_per_evaluation_and_scales_images_down(tmp_path):
+    Image.new("RGB", (600, 300), "red").save(tmp_path / "a.png")
+    small = Image.new("RGB", (20, 20), "blue")
+    grid = draw_grid({"step 0": [tmp_path / "a.png", small], "step 10": [small]}, cell=100)
+    colors = {color for _, color in grid.getcolors(maxcolors=100_000)}
+    assert (255, 0, 0) in colors and (0, 0, 255) in colors
+    red = sum(count for count, color in grid.getcolors(maxcolors=100_000) if color == (255, 0, 0))
+    blue = sum(count for count, color in grid.getcolors(maxcolors=100_000) if color == (0, 0, 255))
+    assert red == 100 * 50 and blue == 2 * 20 * 20
