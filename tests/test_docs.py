@@ -11,7 +11,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "docs").glob("*.md")
-MADE_BY_RUNS = {"summary.json", "run.json", "manifest.json"}
+MADE_BY_RUNS = {"train.yaml", "summary.json", "run.json", "manifest.json"}
 
 
 @pytest.fixture(scope="module")
