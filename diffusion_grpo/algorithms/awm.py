@@ -46,13 +46,28 @@ class AWM(RenoisedWithOldPolicy):
         for name in ("power", "clip", "advantage_range"):
             check_number(name, getattr(self, name), lambda x: x > 0, "above 0")
         check_number("ema_beta", self.ema_beta, lambda x: x >= 0, "of at least 0")
-        if self.ema_beta == 0:
-            self.old_decay = None  # nothing asks for the average
-        if self.clip >= 1 and self.ema_beta == 0:
+        if self.weight != "ghuber" and self.power != AWM.power:
             raise ValueError(
-                f"loss_kwargs: clip={self.clip} is off and ema_beta={self.ema_beta} too, so nothing limits the move; "
-                "set one."
+                f"loss_kwargs: power={self.power} is for weight='ghuber'; leave it out with weight={self.weight!r}."
             )
+        if self.ema_beta == 0:
+            self._refuse_decay()
+            self.old_decay = None  # nothing asks for the average
+        if self.clip >= 1 and self.old_decay is None:
+            off = (
+                f"decay_max={self.decay_max} keeps the average equal to the policy" if self.ema_beta else "ema_beta=0"
+            )
+            raise ValueError(
+                f"loss_kwargs: clip={self.clip} is off, and {off}, so nothing limits the move; set clip below 1, or "
+                "ema_beta and decay_max above 0."
+            )
+
+    def _refuse_decay(self) -> None:
+        for name in ("decay_rate", "decay_start", "decay_max"):
+            if getattr(self, name) != getattr(AWM, name):
+                raise ValueError(
+                    f"loss_kwargs: {name} is of the average, which ema_beta=0 does not ask for; leave it out."
+                )
 
     def weigh(self, error: Tensor, time: Tensor) -> Tensor:
         """Return the (batch,) weighted error w(d, t).

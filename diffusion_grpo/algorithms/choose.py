@@ -28,13 +28,11 @@ def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] |
     found = _import_algorithm(loss_type) if isinstance(loss_type, str) else loss_type
     if not callable(found):
         raise ValueError(f"The loss '{loss_type}' is a {type(found).__name__}, but a loss must be callable.")
-    if inspect.isclass(found):
-        missing = [name for name in ("passes", "loss", "check") if not callable(getattr(found, name, None))]
-        if missing:
-            raise ValueError(
-                f"The class '{loss_type}' has no method {' or '.join(missing)}; let it inherit from "
-                "diffusion_grpo.algorithms.base.Algorithm and define passes and loss, or name a loss function."
-            )
+    if inspect.isclass(found) and Algorithm not in found.__mro__:  # a protocol, which issubclass does not take
+        raise ValueError(
+            f"The class '{loss_type}' does not inherit from diffusion_grpo.algorithms.base.Algorithm; let it, and "
+            "define passes and loss, or name a loss function."
+        )
     return found
 
 
@@ -55,16 +53,19 @@ def _import_algorithm(name: str) -> Any:
         raise ValueError(f"The loss '{name}' cannot be imported ({error}); known are {known}.") from error
 
 
-def check_loss_kwargs(loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None) -> None:
+def check_loss_kwargs(
+    loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None, is_first_replay: bool = True
+) -> None:
     """Refuse settings that the algorithm or loss does not have, and ask for those it cannot do without.
 
     Args:
         loss_type: as in [`find_algorithm`].
         loss_kwargs: the setting of that name.
+        is_first_replay: whether each rollout is trained on once.
 
     Raises:
         ValueError: an unknown or missing key, one that is a setting by itself, or for an algorithm of this library a
-            value out of range; or as in [`find_algorithm`].
+            value out of range or without effect; or as in [`find_algorithm`].
     """
     given, own = loss_kwargs or {}, _own_parameters(find_algorithm(loss_type))
     known = [name for name, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD]
@@ -82,7 +83,9 @@ def check_loss_kwargs(loss_type: str | Loss | type[Algorithm], loss_kwargs: dict
     if not given or loss_type not in ALGORITHMS:
         return
     if inspect.isclass(ALGORITHMS[loss_type]):
-        ALGORITHMS[loss_type](**given)  # which refuses values out of range
+        algorithm = ALGORITHMS[loss_type]
+        named = inspect.signature(algorithm).parameters.keys() & {"is_first_replay"}
+        algorithm(**given, **dict.fromkeys(named, is_first_replay))  # which refuses what it cannot use
         return
     for name, value in given.items():  # ranges that limit a step
         check_number(name, value, lambda x: x > 0, "above 0")
@@ -101,7 +104,7 @@ def load_algorithm(
     Raises:
         ValueError: as in [`check_loss_kwargs`].
     """
-    check_loss_kwargs(loss_type, loss_kwargs)
+    check_loss_kwargs(loss_type, loss_kwargs, run.get("is_first_replay", True))
     found, given = find_algorithm(loss_type), loss_kwargs or {}
     if inspect.isclass(found):
         named = inspect.signature(found).parameters

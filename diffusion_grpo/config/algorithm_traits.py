@@ -37,9 +37,4 @@ def find_traits(loss_type: str, found: object = None) -> AlgorithmTraits:
     """
     if loss_type in TRAITS or not isinstance(found, type):
         return TRAITS.get(loss_type, AlgorithmTraits())
-    return AlgorithmTraits(
-        getattr(found, "needs", "trajectory") == "clean",
-        bool(getattr(found, "compares", False)),
-        bool(getattr(found, "whole_groups", False)),
-        bool(getattr(found, "shares_noise", False)),
-    )
+    return AlgorithmTraits(found.needs == "clean", found.compares, found.whole_groups, found.shares_noise)

@@ -248,6 +248,12 @@ def _check_steps(args: Sizes) -> None:
             f"sde_window_order={args.sde_window_order!r} chooses a part of sde_window, but sde_window_size is not "
             "set, so that all of it is trained; set sde_window_size."
         )
+    usual = config_fields()["sde_window_interval"].default
+    if args.sde_window_order != "sliding" and args.sde_window_interval != usual:
+        raise ValueError(
+            f"sde_window_interval={args.sde_window_interval} is of a sliding window; set sde_window_order='sliding', "
+            "or leave it out."
+        )
     _check_branches(args)
 
 

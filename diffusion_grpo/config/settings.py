@@ -118,7 +118,8 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
         check_settings(self)
         self.check_machine()
-        check_loss_kwargs(self.loss_type, self.loss_kwargs)  # a loss of the user's own is imported
+        is_first_replay = self.batch_sizes.updates_per_rollout == 1
+        check_loss_kwargs(self.loss_type, self.loss_kwargs, is_first_replay)  # a loss of the user's own is imported
         load_advantage_fn(self.advantage_fn)
 
     @property

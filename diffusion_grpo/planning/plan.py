@@ -294,7 +294,7 @@ def has_old_policy(args: DiffusionGRPOConfig) -> bool:
         return False
     is_first_replay = args.batch_sizes.updates_per_rollout == 1
     algorithm = load_algorithm(args.loss_type, args.loss_kwargs, is_first_replay=is_first_replay)
-    return getattr(algorithm, "old_decay", None) is not None
+    return algorithm.old_decay is not None
 
 
 def estimate_memory(

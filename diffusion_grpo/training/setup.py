@@ -15,7 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
-from ..algorithms.choose import load_algorithm
+from ..algorithms.choose import find_algorithm, load_algorithm
 from ..config.checks import check_token_settings
 from ..config.settings import DiffusionGRPOConfig
 from ..data.held_out import count_prompts, name_prompts
@@ -69,6 +69,11 @@ def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards)
     """
     if policy.draws_tokens:
         check_token_settings(args)
+        if getattr(find_algorithm(args.loss_type), "needs_old_mean", False):
+            raise ValueError(
+                f"loss_type={args.loss_type!r} compares means of denoising steps, which tokens lack; use a loss "
+                "without @needs_old_mean, or train the denoising network."
+            )
     elif args.noise_in_last_step:
         policy.check_noise_in_last_step()
     if any(map(takes_only_latents, rewards.all)):
@@ -113,13 +118,8 @@ def replays_anchor(args: DiffusionGRPOConfig, algorithm: Algorithm) -> bool:
     unless means are compared, whose differences from one batch to another would count. Re-noised samples have nothing
     that the rollout recorded.
     """
-    is_replayed = args.old_log_prob == "replay" or args.old_log_prob == "auto" and uses_old_mean(algorithm)
+    is_replayed = args.old_log_prob == "replay" or args.old_log_prob == "auto" and algorithm.needs_old_mean
     return (is_replayed or args.traits.is_renoised) and args.batch_sizes.updates_per_rollout > 1
-
-
-def uses_old_mean(algorithm: Algorithm) -> bool:
-    """Return whether the algorithm compares means with those of the policy that rolled out; one may not say so."""
-    return getattr(algorithm, "needs_old_mean", False)
 
 
 def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
@@ -315,7 +315,7 @@ def make_generator(
         noise_in_last_step=args.noise_in_last_step,
         measures_divergence=args.kl_reward > 0,
         anchors_on_replay=replays_anchor(args, algorithm),
-        needs_old_mean=uses_old_mean(algorithm)
+        needs_old_mean=algorithm.needs_old_mean
         and (args.batch_sizes.updates_per_rollout > 1 or args.old_log_prob == "rollout"),
         step_weight=args.step_weight,
         weighted_steps=range(*args.window),
@@ -324,7 +324,7 @@ def make_generator(
         device=args.device,
         keeps_clean=args.traits.is_renoised,
         old_policy=old_policy,
-        rolls_out_old=getattr(algorithm, "rolls_out_old", False),
+        rolls_out_old=algorithm.rolls_out_old,
     )
 
 
@@ -396,7 +396,7 @@ def make_average(
 
 def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> PolicyAverage | None:
     """Make the old policy of the algorithm, which moves once per rollout; None where it has none."""
-    if getattr(algorithm, "old_decay", None) is None:  # a class of the user's own may not say so
+    if algorithm.old_decay is None:
         return None
     return PolicyAverage(weights, 0.0, args.batch_sizes.updates_per_rollout, schedule=algorithm.old_decay)
 

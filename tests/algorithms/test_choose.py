@@ -92,7 +92,7 @@ def test_the_short_module_name_has_the_public_names():
         ("nowhere.at_all", "'nowhere.at_all' cannot be imported .*nowhere.*grpo"),
         ("diffusion_grpo.algorithms.losses.ppo", "cannot be imported .*ppo"),
         (f"{__name__}.NOT_A_LOSS", "is a float, but a loss must be callable"),
-        (f"{__name__}.NoPasses", "has no method passes or check; let it inherit from .*base.Algorithm"),
+        (f"{__name__}.NoPasses", "does not inherit from .*base.Algorithm; let it, and define"),
     ],
 )
 def test_what_is_not_known_is_refused(name, message):

@@ -1,6 +1,7 @@
 """What algorithms on re-noised samples share, on predictions made by hand; and the gradient they have in common."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -169,7 +170,7 @@ def test_old_policies_by_the_two_schedules_of_diffusion_nft():
 
 def test_an_old_policy_that_is_the_policy_of_each_rollout():
     """Updates of which there is one per rollout find it equal to the policy; later ones of a rollout do not."""
-    for cls in (NFT, AWM, DGPO):
+    for cls in (NFT, functools.partial(AWM, clip=0.1), DGPO):
         assert cls(decay_max=0.0).old_decay is cls(decay_rate=0.0).old_decay is None
         again = cls(decay_max=0.0, is_first_replay=False).old_decay
         assert [again(n) for n in (0, 1, 1000)] == [0.0] * 3
@@ -194,7 +195,14 @@ OUT_OF_RANGE = [
     ("awm", {"clip": -1.0}, "clip must be a number above 0, got -1.0"),
     ("awm", {"advantage_range": 0}, "advantage_range must be a number above 0, got 0"),
     ("awm", {"ema_beta": -1}, "ema_beta must be a number of at least 0, got -1"),
-    ("awm", {"ema_beta": 0}, "clip=1.0 is off and ema_beta=0 too, so nothing limits the move; set one"),
+    ("awm", {"ema_beta": 0}, "clip=1.0 is off, and ema_beta=0, so nothing limits the move"),
+    ("awm", {"decay_max": 0}, "clip=1.0 is off, and decay_max=0 keeps the average equal to the policy, so nothing"),
+    (
+        "awm",
+        {"ema_beta": 0, "clip": 0.1, "decay_rate": 0.1},
+        "decay_rate is of the average, which ema_beta=0",
+    ),
+    ("awm", {"weight": "t", "power": 0.5}, "power=0.5 is for weight='ghuber'; leave it out with weight='t'"),
     ("dgpo", {"preference_beta": 0}, "preference_beta must be a number above 0, got 0"),
     ("dgpo", {"clip": 0}, "clip must be a number above 0, got 0"),
     ("dgpo", {"decay_max": math.nan}, r"decay_max must be a number in \[0, 1\), got nan"),
@@ -216,6 +224,7 @@ def test_usual_settings_are_taken():
         "dgpo": {"clip": 5e-2},
     }.items():
         check_loss_kwargs(name, settings)
+    check_loss_kwargs("awm", {"decay_max": 0}, is_first_replay=False)  # the average stays behind within a rollout
 
 
 # Groups

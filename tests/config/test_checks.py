@@ -31,6 +31,7 @@ REFUSED = [
     ({"sde_window_order": "sliding"}, "sde_window_order='sliding' chooses a part.*set sde_window_size"),
     ({"sde_window_order": "slide"}, "Did you mean 'sliding'"),
     ({"sde_window_interval": 0}, "sde_window_interval must be at least 1"),
+    ({"sde_window_interval": 5}, "sde_window_interval=5 is of a sliding window; set sde_window_order='sliding'"),
     ({"branches": 1}, "branches must be at least 2"),
     ({"branches": 6}, "branches=6 does not divide num_generations=16"),
     ({"branches": 4, "sde_window": [1, 4]}, "all steps draw noise; set deterministic_outside_window=True"),

@@ -118,6 +118,11 @@ def test_settings_of_denoising_steps_are_refused(painter, tmp_path):
             trainer_of(make_painter(), tmp_path, **setting)
 
 
+def test_a_loss_on_means_is_refused(painter, tmp_path):
+    with pytest.raises(ValueError, match="dppo' compares means of denoising steps, which tokens lack"):
+        trainer_of(make_painter(), tmp_path, loss_type="diffusion_grpo.losses.dppo", loss_kwargs={"threshold": 0.1})
+
+
 @pytest.mark.parametrize("epsilon", [None, 0.2])
 def test_the_clip_range_of_denoising_steps_is_warned_of(painter, tmp_path, caplog, epsilon):
     given = {} if epsilon is None else {"epsilon": epsilon}
