@@ -22,7 +22,7 @@ setup: $(STAMP) ## create .venv with the tested versions and install the package
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,ocr,report]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs,ocr,report]"
 	@touch $@
 
 demo: setup ## teach the embedded model to spell and colour on the CPU, and write the run to outputs/demo
@@ -62,8 +62,10 @@ bench-recipes: setup ## race recipes by what they learn per network pass (hours;
 sweep: setup ## check every pipeline of a diffusers checkout (ARGS="--diffusers PATH")
 	@$(OFFLINE) $(QUIET) OMP_NUM_THREADS=1 $(BIN)/python tests/sweep.py $(ARGS)
 
-docs: setup ## regenerate docs/config.md from the help texts of the settings, and check every link in the docs
-	@$(BIN)/python docs/build.py $(ARGS)
+docs: setup ## write docs/config.md and docs/cli.md from the help texts, and build the site into build/site
+	@$(OFFLINE) $(BIN)/python docs/build.py $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "built build/site; to look at it: $(BIN)/python -m http.server --directory build/site"
 
 tiny-model: setup ## train the embedded model again (up to half an hour on two cores)
 	@$(OFFLINE) $(BIN)/python -m benchmarks.tiny_model.train $(ARGS)

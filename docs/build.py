@@ -1,9 +1,10 @@
 """
-Write docs/config.md from the settings' help texts and check every relative link in the docs: `make docs`.
+Write docs/config.md and docs/cli.md from the help texts in the code, and check every relative link: `make docs`.
 
-With `--check` nothing is written; it fails if docs/config.md differs from what the settings say, as the tests do.
+With `--check` nothing is written; it fails if one of the two differs from what the code says, as the tests do.
 """
 
+import argparse
 import dataclasses
 import inspect
 import re
@@ -11,12 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from diffusion_grpo.cli import build_parser
 from diffusion_grpo.config.arguments import LaunchArguments, LoraArguments, ScriptArguments
 from diffusion_grpo.config.settings import DiffusionGRPOConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-CONFIG = ROOT / "docs" / "config.md"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CONFIG, CLI = ROOT / "docs" / "config.md", ROOT / "docs" / "cli.md"
 
 HEAD = """# Settings
 
@@ -25,6 +27,47 @@ HEAD = """# Settings
 The fields of `DiffusionGRPOConfig` describe a run. The command `diffusion-grpo train` reads them, together with the
 settings of the command line and of LoRA, from one YAML file and from flags (`--key value`; flags win, and `null` is
 YAML's). Names are TRL's where TRL has one. Settings that contradict each other are refused before a model is loaded.
+
+## Start here
+
+"""
+
+# what a first run sets; the rest has defaults that work
+FIRST_SETTINGS = [
+    "model",
+    "reward_funcs",
+    "dataset",
+    "eval_dataset",
+    "output_dir",
+    "use_peft",
+    "learning_rate",
+    "max_steps",
+    "num_generations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_inference_steps",
+    "guidance_scale",
+    "loss_type",
+    "beta",
+]
+
+CLI_HEAD = """# Command line
+
+<!-- Written by `make docs` from the parser in the code; changes belong there. -->
+
+`diffusion-grpo COMMAND --help` prints the same. `diffusion-grpo --traceback COMMAND ...` shows where in the code an
+input was refused, and `diffusion-grpo --version` prints the version.
+
+| exit code | means |
+|---|---|
+| 0 | success |
+| 1 | a check failed: a pipeline cannot be trained, or a score differs from the published one |
+| 2 | an input was refused, in one sentence and where possible before a model is loaded |
+| 130 | Ctrl-C |
+"""
+
+TRAIN_KEYS = """
+Every [setting](config.md) is a key of the YAML file and a flag, `--key value`; flags win.
 """
 
 TAIL = """## From transformers
@@ -49,7 +92,8 @@ its default and help text.
 
 def format_config_page() -> str:
     """Return the text of docs/config.md."""
-    parts = [HEAD, "## The run (command line only)\n", format_table(dataclasses.fields(ScriptArguments))]
+    parts = [HEAD.rstrip() + "\n", format_table(find_first_settings())]
+    parts += ["## The run (command line only)\n", format_table(dataclasses.fields(ScriptArguments))]
     parts += ["## LoRA (command line only)\n", format_table(dataclasses.fields(LoraArguments))]
     parts += ["From Python, pass a `peft.LoraConfig` to the trainer as `peft_config` instead.\n"]
     parts += ["## Processes (command line only)\n", format_table(dataclasses.fields(LaunchArguments))]
@@ -58,6 +102,56 @@ def format_config_page() -> str:
         parts += [f"## {title}\n", format_table([settings[name] for name in names])]
     parts.append(TAIL)
     return "\n".join(parts)
+
+
+def find_first_settings() -> list[dataclasses.Field]:
+    """Return the fields that a first run sets."""
+    every = [
+        field for table in (ScriptArguments, LoraArguments, DiffusionGRPOConfig) for field in dataclasses.fields(table)
+    ]
+    settings = {field.name: field for field in every}
+    return [settings[name] for name in FIRST_SETTINGS]
+
+
+def format_cli_page() -> str:
+    """Return the text of docs/cli.md."""
+    commands = find_commands(build_parser(), "diffusion-grpo")
+    return CLI_HEAD + "".join(format_command(name, command) for name, command in commands)
+
+
+def find_commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield each command that has no commands of its own, with the words that call it."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for group in groups:
+        for word, command in group.choices.items():
+            yield from find_commands(command, f"{name} {word}")
+    if not groups:
+        yield name, parser
+
+
+def format_command(name: str, command: argparse.ArgumentParser) -> str:
+    """Return a heading, the purpose of a command, and a table of its options."""
+    options = [action for action in command._actions if not isinstance(action, argparse._HelpAction)]
+    lines = [
+        "",
+        f"## {name}",
+        "",
+        command.description,
+        *(["", "| option | what it does |", "|---|---|"] if options else []),
+    ]
+    for action in options:
+        option = " ".join(filter(None, [", ".join(action.option_strings), name_value(action)]))
+        text = " ".join((action.help or "").split()).replace("|", "\\|")
+        lines.append(f"| `{option}` | {text} |")
+    return "\n".join(lines) + "\n" + (TRAIN_KEYS if name.endswith(" train") else "")
+
+
+def name_value(action: argparse.Action) -> str:
+    """Return how help texts name the value of an option: `N`, or `{a,b}` for a choice; nothing for a switch."""
+    if action.nargs == 0:
+        return ""
+    named = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else None)
+    return str(named or (action.dest.upper() if action.option_strings else action.dest))
 
 
 def group_fields(settings: type) -> Iterator[tuple[str, list[str]]]:
@@ -111,12 +205,13 @@ def find_anchors(page: Path) -> set[str]:
 
 
 def main() -> int:
-    if "--check" not in sys.argv:
-        CONFIG.write_text(format_config_page(), encoding="utf-8")
-        print(f"wrote {CONFIG.relative_to(ROOT)}")
-    elif CONFIG.read_text(encoding="utf-8") != format_config_page():
-        print("docs/config.md differs from what the settings say; run make docs")
-        return 1
+    for path, text in ((CONFIG, format_config_page()), (CLI, format_cli_page())):
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+        elif path.read_text(encoding="utf-8") != text:
+            print(f"{path.relative_to(ROOT)} differs from what the code says; run make docs")
+            return 1
     broken = find_broken_links(PAGES)
     for link in broken:
         print(f"broken link in {link}")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "docs").glob("*.md")
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 MADE_BY_RUNS = {"train.yaml", "summary.json", "run.json", "manifest.json"}
 
 
@@ -24,6 +24,14 @@ def build():
 
 def test_settings_page_is_what_the_settings_say(build):
     assert build.CONFIG.read_text() == build.format_config_page(), "run make docs"
+
+
+def test_command_line_page_is_what_the_parser_says(build):
+    assert build.CLI.read_text() == build.format_cli_page(), "run make docs"
+
+
+def test_first_settings_are_at_most_fifteen(build):
+    assert len(build.FIRST_SETTINGS) == len(set(build.FIRST_SETTINGS)) <= 15
 
 
 def test_every_own_setting_is_in_a_group(build):
@@ -50,7 +58,7 @@ def test_make_targets_that_the_docs_name_exist(build):
         assert set(named) <= targets, page
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", *sorted(f"docs/{path.name}" for path in PAGES)])
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", *(str(path.relative_to(ROOT)) for path in PAGES)])
 def test_files_that_a_page_names_exist(page):
     """By a path from the root, from the package or, of tests, by their name."""
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ class ScriptArguments:
     reward_funcs: list[str] = field(
         metadata={
             "help": "Rewards: built-in names or dotted paths of functions, `my_module.my_reward`; or a mapping from "
-            "these to weights or options, `{text: 0.6, color: {weight: 0.4}}` (docs/rewards.md)."
+            "these to weights or options, `{text: 0.6, color: {weight: 0.4}}` (docs/rewards/own.md)."
         }
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})

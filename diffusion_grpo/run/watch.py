@@ -46,5 +46,5 @@ def find_collapse(log: list[dict[str, float]]) -> str | None:
     return (
         f"The trained reward rose from {low.mean():.3g} to {high.mean():.3g} while the samples of a prompt became "
         f"alike: their mean distance fell from {wide.mean():.3g} to {narrow.mean():.3g}. This is how a reward is "
-        'hacked: look at the samples, and see "Reward hacking" in docs/rewards.md.'
+        'hacked: look at the samples, and see "Reward hacking" in docs/rewards/hacking.md.'
     )

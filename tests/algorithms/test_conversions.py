@@ -1,4 +1,4 @@
-"""What docs/converting.md promises, against the reference systems' arithmetic written out in float64."""
+"""What docs/coming_from/flow_grpo.md promises, against the reference systems' arithmetic written out in float64."""
 
 import math
 

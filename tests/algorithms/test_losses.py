@@ -223,7 +223,7 @@ def test_dancegrpos_loss_for_video():
     assert loss_per_reward(grpo, coefficients)(given).loss.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
-# conversions that docs/converting.md promises
+# conversions that docs/coming_from/flow_grpo.md promises
 
 
 def steps_of_sd3():
@@ -259,7 +259,7 @@ def test_flow_grpos_kl_and_log_probability_convert(step):
 
 
 def test_flow_grpos_beta_in_ours():
-    """The numbers of docs/converting.md."""
+    """The numbers of docs/coming_from/flow_grpo.md."""
     factors = torch.tensor([sigma - sigma_next for sigma, sigma_next, _ in steps_of_sd3()])
     assert 1 / factors.max() == pytest.approx(3.7, abs=0.05) and 1 / factors.min() == pytest.approx(25, abs=0.1)
     assert 0.04 * factors.min() == pytest.approx(0.0016, abs=5e-5)

@@ -68,7 +68,7 @@ def test_published_scores_are_whole() -> None:
 
 
 def test_the_page_has_every_reward_with_weights_and_what_is_published() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    page = "".join(path.read_text() for path in (Path(__file__).parents[2] / "docs" / "rewards").glob("*.md"))
     for name in (*CATALOGUE, *verify.PUBLISHED):
         assert f"`{name}`" in page or f"- {name}:" in page, name
     for name, reward in REWARDS.items():

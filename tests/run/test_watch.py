@@ -21,7 +21,7 @@ def test_a_collapse_is_named_and_a_healthy_run_is_not() -> None:
     jitter = 0.03 * rng.standard_normal(40)
     rising, falling = 0.4 + 0.4 * share + jitter, 0.2 * (1 - 0.9 * share) + jitter / 10
     warning = find_collapse(run_log(rising, falling))
-    assert warning.startswith("The trained reward rose from 0.4") and "docs/rewards.md" in warning
+    assert warning.startswith("The trained reward rose from 0.4") and "docs/rewards/hacking.md" in warning
     demo = 0.126 - 0.056 * share  # the most alike of three runs by `make demo`: 0.126 before, 0.070 after
     assert find_collapse(run_log(0.65 + 0.24 * share + jitter, demo)) is None
     assert find_collapse(run_log(0.4 + jitter, falling)) is None  # alike, but nothing was gained by it
