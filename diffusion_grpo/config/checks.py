@@ -60,7 +60,7 @@ def _check_choices(args: Sizes) -> None:
         "context_parallel_type": ["ulysses", "ring"],
         "sde_window_order": ["random", "per_prompt", "sliding"],
     }
-    optional = {"offload_frozen": ["cpu"], "group_offload": ["block_level", "leaf_level"]}
+    optional = {"offload_frozen": ["cpu"], "offload_rewards": ["cpu"], "group_offload": ["block_level", "leaf_level"]}
     choices |= {name: known for name, known in optional.items() if getattr(args, name) is not None}
     for name, known in choices.items():
         value = getattr(args, name)
@@ -88,6 +88,11 @@ def _check_choices(args: Sizes) -> None:
     if args.lora_path is not None and args.lora_adapter is not None:
         raise ValueError(
             "lora_path loads a LoRA to train further and lora_adapter names a loaded one; leave one of them out."
+        )
+    if args.vae_slicing and args.decode_batch_size is not None:
+        raise ValueError(
+            f"vae_slicing=True decodes samples one by one, so decode_batch_size={args.decode_batch_size} has no "
+            "effect; leave one of them out."
         )
     if args.fp16 and args.use_cpu:
         raise ValueError(
@@ -174,6 +179,7 @@ def _check_numbers(args: Sizes) -> None:
         "num_inference_steps": 2,
         "eval_num_inference_steps": 1,
         "rollout_batch_size": 1,
+        "decode_batch_size": 1,
         "sde_window_size": 1,
         "sde_window_interval": 1,
         "branches": 2,

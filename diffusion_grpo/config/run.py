@@ -16,6 +16,13 @@ class RunSettings:
             "only while it is used, and never while the trained network runs."
         },
     )
+    offload_rewards: str | None = field(
+        default=None,
+        metadata={
+            "help": "cpu: keep the networks of all rewards in CPU memory except while they score, as `offload: true` "
+            "does for one; they score after each rollout and not during it."
+        },
+    )
     group_offload: str | None = field(
         default=None,
         metadata={

@@ -42,6 +42,24 @@ class SamplingSettings:
             "see the same batches and the first ratio is exactly 1."
         },
     )
+    decode_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples that the VAE decodes together, in rollouts and evaluations; by default all of a call. The "
+            "same samples with less memory."
+        },
+    )
+    vae_slicing: bool = field(
+        default=False,
+        metadata={"help": "Let the VAE encode and decode one sample at a time (diffusers' enable_slicing)."},
+    )
+    vae_tiling: bool = field(
+        default=False,
+        metadata={
+            "help": "Let the VAE encode and decode large samples in overlapping tiles (diffusers' enable_tiling); "
+            "seams are blended, so samples differ slightly."
+        },
+    )
     same_initial_noise: bool = field(
         default=False, metadata={"help": "Start all samples of a prompt from one initial latent."}
     )

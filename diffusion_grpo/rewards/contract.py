@@ -117,6 +117,11 @@ class Reward:
         """Call the function with its arguments and return its own answer, to which no option is applied."""
         return self.function(**self.arguments, **keywords)
 
+    def offload(self) -> None:
+        """Keep the function's network in CPU memory between calls, if it has a setting `offload` for that."""
+        if isinstance(getattr(self.function, "offload", None), bool):
+            self.function.offload = True
+
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The parameters in the function's signature."""

@@ -22,6 +22,7 @@ from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
 from ..run import adapters
 from .block_swap import BlockSwap
+from .decoding import set_decoding
 from .scheduler_settings import change_scheduler
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
@@ -108,11 +109,17 @@ def load_pipeline(
     float32 weights, as the optimizer needs them.
     """
     if isinstance(model, DiffusionPipeline):
-        return set_scheduler(model, args.scheduler_kwargs)
+        return set_up_pipeline(model, args)
     kwargs = dict(args.model_init_kwargs or {})
     kwargs |= {"torch_dtype": dtype} if (dtype := choose_dtype(args, is_full_training)) is not None else {}
     pipe = DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
-    return set_scheduler(pipe, args.scheduler_kwargs)
+    return set_up_pipeline(pipe, args)
+
+
+def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> DiffusionPipeline:
+    """Apply the settings of the scheduler and of decoding."""
+    pipe = set_scheduler(pipe, args.scheduler_kwargs)
+    return set_decoding(pipe, args.vae_slicing, args.vae_tiling, args.decode_batch_size)
 
 
 def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:

@@ -170,6 +170,8 @@ def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionG
     watched = load_watched_rewards(args.watch_rewards, None, trained)  # refuses unknown names
     if not args.scores_on_some or is_scorer(make_groups(args), args.reward_processes):  # the others load nothing
         check_needs([*trained, *evaluated, *watched])
+    for reward in [*trained, *evaluated] if args.offload_rewards is not None else []:
+        reward.offload()
     weights = reward_weights(trained, args.reward_weights)
     if not args.scores_on_some:  # where groups are put together first
         check_groups(trained, args.batch_sizes.consecutive_samples, args.num_generations)

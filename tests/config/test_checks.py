@@ -54,6 +54,8 @@ REFUSED = [
         {"loss_type": "grpo_guard", "sde_type": "cps", "log_prob_type": "squared_error"},
         "leave log_prob_type='squared_error' out",
     ),
+    ({"decode_batch_size": 0}, "decode_batch_size must be at least 1"),
+    ({"offload_rewards": "gpu"}, "offload_rewards='gpu' is unknown; choose one of cpu"),
     ({"group_offload": "block"}, "choose one of block_level, leaf_level. Did you mean 'block_level'"),
     ({"group_offload_blocks": 2}, "group_offload_blocks has no effect without group_offload"),
     ({"group_offload_stream": True}, "group_offload_stream has no effect without group_offload"),

@@ -253,6 +253,12 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "ema_update_interval": Turned(2, "average@1 average@2", "weights@2 samples@2", AVERAGED),
     # Model, data, log
     "offload_frozen": Elsewhere("training/test_offload.py::test_training_is_the_same_to_the_last_bit"),
+    "offload_rewards": Elsewhere(
+        "training/test_offload.py::test_rewards_are_off_the_accelerator_while_the_network_works"
+    ),
+    "decode_batch_size": Elsewhere("training/test_decoding.py::test_runs_and_evaluations_are_the_same"),
+    "vae_slicing": Elsewhere("training/test_decoding.py::test_tiles_and_slices_of_a_run_are_used_in_rollouts"),
+    "vae_tiling": Elsewhere("training/test_decoding.py::test_tiles_and_slices_of_a_run_are_used_in_rollouts"),
     "group_offload": Elsewhere(
         "training/test_block_swap.py::test_runs_are_the_same_beside_reference_average_and_frozen_parts"
     ),

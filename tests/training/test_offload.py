@@ -1,4 +1,6 @@
-"""Frozen parts leave the accelerator while the network works, and the memory of a replay is that of a forward pass."""
+"""Frozen parts and rewards leave the accelerator while the network works, and a replay keeps what a step keeps."""
+
+import dataclasses
 
 import pytest
 import tiny_pipelines
@@ -7,6 +9,7 @@ from tiny_runs import brightness, first_frame_brightness, logged, trained_weight
 
 from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout
+from diffusion_grpo.rewards.models.base import ModelReward
 from diffusion_grpo.training import offload
 from diffusion_grpo.training.offload import FrozenOffload
 
@@ -100,6 +103,52 @@ def test_training_is_the_same_to_the_last_bit(tmp_path, monkeypatch, name):
     assert all(torch.equal(value, expected[key]) for key, value in trained_weights(spared).items())
     assert logged(spared, "eval_reward") == logged(plain, "eval_reward")
     assert logged(spared, "reward") == logged(plain, "reward")
+
+
+@dataclasses.dataclass(eq=False)
+class Shade(ModelReward):
+    """A reward with a network that notes where it is; "cpu:0" stands for an accelerator."""
+
+    model: str = "none"
+    device: str | None = "cpu:0"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.__name__ = self.model  # which names the reward
+
+    def sources(self):
+        return []
+
+    def load(self):
+        network, self.places = torch.nn.Linear(1, 1), ["cpu"]
+        network.to = lambda device: self.places.append(str(device)) or network
+        return network
+
+    def __call__(self, images):
+        return self.in_batches(lambda network, own: self.note(own), images)
+
+    def note(self, images):
+        assert self.places[-1] == "cpu:0"
+        return brightness(images)
+
+
+@pytest.mark.parametrize("offload_rewards", [None, "cpu"])
+def test_rewards_are_off_the_accelerator_while_the_network_works(tmp_path, offload_rewards):
+    """Those that are trained on and those that are only measured, in rollouts, updates and evaluations."""
+    trained, measured = Shade(), Shade(model="measured")
+    settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "eval_reward_funcs": measured}
+    trainer = trainer_for(tmp_path, rewards=trained, offload_rewards=offload_rewards, **settings)
+    seen = {trained: set(), measured: set()}
+
+    def note(*_):
+        for reward, places in seen.items():
+            places.update(getattr(reward, "places", [])[-1:])
+
+    trainer.policy.network.register_forward_pre_hook(note)
+    trainer.train()
+    assert seen == {reward: {"cpu" if offload_rewards else "cpu:0"} for reward in seen}
+    calls = (2, 2) if offload_rewards else (4, 2)  # of rollouts, by groups or in one go, and of evaluations
+    assert trained.places.count("cpu:0") == sum(calls) and measured.places.count("cpu:0") == 2
 
 
 def saved_bytes(run, parameters):
