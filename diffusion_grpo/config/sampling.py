@@ -45,8 +45,8 @@ class SamplingSettings:
     decode_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Samples that the VAE decodes together, in rollouts and evaluations; by default all of a call. The "
-            "same samples with less memory."
+            "help": "Samples that the VAE decodes together, in rollouts and evaluations; by default all of a call. It "
+            "saves memory, and the samples are the same."
         },
     )
     vae_slicing: bool = field(
