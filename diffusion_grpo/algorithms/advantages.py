@@ -116,7 +116,7 @@ def compute_advantages(
         columns = apply_advantage_fn(advantage_fn, columns, group, weights, batch)[:, None]
     is_dropped = group_statistics(total, group)[0] < (-torch.inf if reward_threshold is None else reward_threshold)
     columns = columns.masked_fill(is_dropped[:, None], 0.0)
-    advantages = weighted_sum(columns, weights) if one_by_one else columns[:, 0]
+    advantages = sum_weighted(columns, weights) if one_by_one else columns[:, 0]
     clip = torch.inf if advantage_clip is None else advantage_clip
     is_apart = multi_objective_aggregation == "loss_per_reward"
     return Advantages(
@@ -192,11 +192,11 @@ def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> t
             )
         total = factors.prod(1)
     else:
-        return weighted_sum(columns, weights)
+        return sum_weighted(columns, weights)
     return total.masked_fill(is_missing.all(1), torch.nan)
 
 
-def weighted_sum(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def sum_weighted(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Sum `(samples, functions)` by `(functions,)` weights to `(samples,)`: NaN counts as 0; all NaN is NaN."""
     return (columns.nan_to_num(nan=0.0) * weights).sum(1).masked_fill(columns.isnan().all(1), torch.nan)
 

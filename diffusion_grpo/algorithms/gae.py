@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+def estimate_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
     """Generalized advantage estimation (arXiv 1506.02438) over the trained steps; nothing comes after the last.
 
     `A_t = delta_t + gamma * lam * A_(t+1)` with `delta_t = r_t + gamma * V_(t+1) - V_t`. With `gamma = lam = 1` it is

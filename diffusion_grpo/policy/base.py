@@ -17,7 +17,7 @@ from .language_model import Drawn, draw
 from .network_gate import NetworkAccess, NetworkGates
 from .prompt_cache import PromptCache
 from .token_process import Sampling, TokenDistribution, TokenTrajectory
-from .trajectory import RolloutRequest, StepDistribution, Trajectory, generators
+from .trajectory import RolloutRequest, StepDistribution, Trajectory, make_generators
 
 POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
 
@@ -187,7 +187,7 @@ def call_arguments(
         num_inference_steps: length of the loop; None leaves it to the pipeline.
         initial_seeds: (batch,) one per sample.
     """
-    drawn = generators(initial_seeds)
+    drawn = make_generators(initial_seeds)
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     arguments = dict(family_of(pipe).arguments(pipe, inputs))
     if num_inference_steps is not None and "num_inference_steps" in parameters:  # a token writer has no loop

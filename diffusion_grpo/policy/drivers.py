@@ -21,7 +21,7 @@ from .trajectory import (
     StepDistribution,
     StepScale,
     Trajectory,
-    generators,
+    make_generators,
     sample_seed,
 )
 
@@ -145,7 +145,7 @@ class Recorder(Driver):
         keeps_means: bool = False,
     ):
         super().__init__(initial_seeds, len(seeds), noise_level)
-        self.generators = generators(seeds)
+        self.generators = make_generators(seeds)
         self.noise_steps = [noise_steps] * self.count if isinstance(noise_steps, set) else noise_steps
         self.trained_steps = trained_steps
         self.noise_in_last_step = noise_in_last_step
@@ -548,7 +548,7 @@ class Denoiser(_Follower):
     def __init__(self, index: int, samples: CleanSamples):
         super().__init__(index, samples.latents, samples.initial_seeds, samples.tokens, noise_level=0.0)
         seeds = [sample_seed("renoise", int(seed), index) for seed in samples.seeds]
-        self.generators = generators(torch.tensor(seeds))
+        self.generators = make_generators(torch.tensor(seeds))
         self.handed: list[Tensor] = []
         self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.found: Denoised | None = None

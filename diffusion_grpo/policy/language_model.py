@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .token_process import Sampling, draw_ids, token_log_prob
-from .trajectory import generators, sample_seed
+from .trajectory import make_generators, sample_seed
 
 SETTINGS = frozenset(vars(GenerationConfig()))  # arguments of `generate` that are settings, not inputs
 
@@ -92,7 +92,7 @@ def draw(
 
 def _make_generators(seeds: Tensor) -> list[torch.Generator]:
     """Return generators other than those of the latents, which may have the same seeds."""
-    return generators(torch.tensor([sample_seed(seed, "tokens") for seed in seeds.tolist()]))
+    return make_generators(torch.tensor([sample_seed(seed, "tokens") for seed in seeds.tolist()]))
 
 
 def _mask_until_end(ids: Tensor, end: int | list[int] | None) -> Tensor:

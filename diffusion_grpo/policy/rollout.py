@@ -26,8 +26,8 @@ from .trajectory import (
     RolloutRequest,
     StepDistribution,
     Trajectory,
+    choose_trained_steps,
     sample_seed,
-    trained_steps,
 )
 
 BRANCHING_TOKENS = "{}'s policy draws tokens, which have no steps without noise to share; leave out branches."
@@ -49,7 +49,7 @@ __all__ = [
     "rollout",
     "run_prefix",
     "sample_seed",
-    "trained_steps",
+    "choose_trained_steps",
 ]
 
 

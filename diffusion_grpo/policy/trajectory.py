@@ -325,7 +325,7 @@ class StepDistribution:
         return {"velocity/ratio_to_ref": (own / other).mean().item()}
 
 
-def generators(seeds: Tensor) -> list[torch.Generator]:
+def make_generators(seeds: Tensor) -> list[torch.Generator]:
     """Return one generator per sample, on the CPU: what a sample gets depends on its seed, not on batch or device."""
     return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
 
@@ -335,7 +335,7 @@ def sample_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
-def trained_steps(
+def choose_trained_steps(
     num_inference_steps: int,
     window: Sequence[int] | None = None,
     fraction: float = 1.0,
@@ -360,8 +360,8 @@ def trained_steps(
     if seeds is None:
         return [list(range(start, start + count))]
     if is_stratified:
-        return [_draw_strata(generator, start, stop, count) for generator in generators(seeds)]
-    order = [torch.randperm(stop - start, generator=generator) for generator in generators(seeds)]
+        return [_draw_strata(generator, start, stop, count) for generator in make_generators(seeds)]
+    order = [torch.randperm(stop - start, generator=generator) for generator in make_generators(seeds)]
     return [sorted((start + steps[:count]).tolist()) for steps in order]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..algorithms.advantage_fn import AdvantageFunction
 from ..algorithms.advantages import Advantages, compute_advantages, normalize
-from ..algorithms.gae import generalized_advantages
+from ..algorithms.gae import estimate_advantages
 from .value_model import ValueModel, ValueTargets
 
 
@@ -46,7 +46,7 @@ class CreditAssigner:
             [`~diffusion_grpo.algorithms.advantages.compute_advantages`].
         advantage_fn: the user's own, or None; see [`~diffusion_grpo.algorithms.advantage_fn.load_advantage_fn`].
         values: the value model; None for advantages relative to the group.
-        gamma, gae_lambda: see [`~diffusion_grpo.algorithms.gae.generalized_advantages`].
+        gamma, gae_lambda: see [`~diffusion_grpo.algorithms.gae.estimate_advantages`].
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class CreditAssigner:
         if divergences is not None:
             rewards -= self._kl_reward * divergences.double() / divergences.shape[1]
         values = model(states.to(model.state_mean.device)).double().cpu()
-        advantages = generalized_advantages(rewards, values, self._gamma, self._gae_lambda)
+        advantages = estimate_advantages(rewards, values, self._gamma, self._gae_lambda)
         targets = ValueTargets(states, values.float(), (advantages + values).float())
         if self._scale_rewards == "none":
             advantages = advantages.nan_to_num(nan=0.0)

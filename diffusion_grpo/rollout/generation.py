@@ -275,10 +275,10 @@ class RolloutGenerator:
         )
         if self._anchors_on_replay:
             anchor = functools.partial(self._replays.anchor, keeps_means=self._needs_old_mean)
-            self._run_passes(buffer.replay_anchor, self._replays.clean_anchor if self._keeps_clean else anchor)
+            self._run_passes(buffer.replay_anchor, self._replays.anchor_clean if self._keeps_clean else anchor)
         if self._old_policy is not None:
             with self._show_old():
-                predict, is_current = self._replays.clean_predictions, not self._old_policy.has_moved
+                predict, is_current = self._replays.predict_clean, not self._old_policy.has_moved
                 self._run_passes(buffer.record_old, predict, is_current)
         return buffer
 

@@ -57,12 +57,12 @@ class Replays:
 
         return self._measure(batch, lambda places, *step: measure(self._policy.replay(*step), places)), means
 
-    def clean_anchor(self, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
+    def anchor_clean(self, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
         """Return (batch, steps) minus the denoising error of the re-noised samples, and no means."""
         return self._measure(batch, lambda places, *step: -self._policy.denoise(*step).error()), []
 
     @torch.no_grad()
-    def clean_predictions(self, batch: MicroBatch) -> list[Tensor]:
+    def predict_clean(self, batch: MicroBatch) -> list[Tensor]:
         """Return the current policy's prediction of each re-noised sample, one (steps, ...) tensor per sample."""
         found: list[list[Tensor]] = [[] for _ in batch.samples]
         parts = batch.parts

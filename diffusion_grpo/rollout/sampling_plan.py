@@ -6,7 +6,7 @@ import random
 import torch
 from torch import Tensor
 
-from ..policy.trajectory import sample_seed, trained_steps
+from ..policy.trajectory import choose_trained_steps, sample_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class SamplingPlan:
         seeds = torch.tensor([sample_seed(self.seed, "noise", generation, position) for position in noisy])
         windows = [self.draw_window(generation, position // self.num_generations) for position in drawn]
         steps = [
-            trained_steps(
+            choose_trained_steps(
                 self.num_inference_steps,
                 window,
                 self.timestep_fraction,

@@ -13,7 +13,7 @@ from diffusion_grpo.algorithms.advantages import best_of_n
 from diffusion_grpo.algorithms.losses import kl_divergence
 from diffusion_grpo.policy.drivers import Recorder
 from diffusion_grpo.policy.processes import cps, flow_sde, log_density, squared_error
-from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout, trained_steps
+from diffusion_grpo.policy.rollout import DenoisingPolicy, choose_trained_steps, replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.trajectory import Trajectory
 
@@ -274,15 +274,15 @@ def test_weights_survive_a_resume_within_a_rollout(tmp_path):
 def test_every_number_of_trained_steps_has_a_fraction_of_two_decimals(steps):
     for count in range(1, steps):
         fraction = math.ceil(100 * count / (steps - 1)) / 100
-        assert trained_steps(steps, fraction=fraction) == [list(range(count))]
+        assert choose_trained_steps(steps, fraction=fraction) == [list(range(count))]
 
 
 def test_fractions_that_the_page_converts():
     """They truncate, Flow-GRPO of all steps and DanceGRPO of all but the last; here it is rounded."""
-    assert int(10 * 0.99) == len(trained_steps(10)[0]) == 9
-    assert int(15 * 0.6) == len(trained_steps(16, fraction=0.6)[0]) == 9
-    assert int(11 * 0.6) == 6 and len(trained_steps(12, fraction=0.6)[0]) == 7
-    assert len(trained_steps(12, fraction=0.55)[0]) == 6
+    assert int(10 * 0.99) == len(choose_trained_steps(10)[0]) == 9
+    assert int(15 * 0.6) == len(choose_trained_steps(16, fraction=0.6)[0]) == 9
+    assert int(11 * 0.6) == 6 and len(choose_trained_steps(12, fraction=0.6)[0]) == 7
+    assert len(choose_trained_steps(12, fraction=0.55)[0]) == 6
 
 
 def test_dancegrpos_best_of_n_of_one_prompt():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_grpo.algorithms.gae import generalized_advantages, value_loss
+from diffusion_grpo.algorithms.gae import estimate_advantages, value_loss
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -15,7 +15,7 @@ def test_gae_is_the_discounted_sum_of_temporal_differences(gamma, lam):
     expected = torch.stack(
         [sum((gamma * lam) ** k * delta[:, step + k] for k in range(5 - step)) for step in range(5)], 1
     )
-    torch.testing.assert_close(generalized_advantages(rewards, values, gamma, lam), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(estimate_advantages(rewards, values, gamma, lam), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_without_discount_gae_is_the_reward_minus_the_value():
@@ -23,7 +23,7 @@ def test_without_discount_gae_is_the_reward_minus_the_value():
     rewards = torch.zeros(6, 4, dtype=torch.float64)
     rewards[:, -1] = torch.randn(6)
     expected = rewards[:, -1:] - values
-    torch.testing.assert_close(generalized_advantages(rewards, values, 1.0, 1.0), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(estimate_advantages(rewards, values, 1.0, 1.0), expected, rtol=0, atol=1e-14)
 
 
 def test_clipped_value_loss():

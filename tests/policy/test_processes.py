@@ -17,7 +17,7 @@ from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy import processes
 from diffusion_grpo.policy.processes import ancestral, cps, dance_sde, ddim, flow_sde, log_density, precise, wan_sde
 from diffusion_grpo.policy.rollout import DenoisingPolicy, predict, rollout
-from diffusion_grpo.policy.trajectory import generators
+from diffusion_grpo.policy.trajectory import make_generators
 
 SHAPE = (3, 4, 5, 6)
 SIGMA_PAIRS = [(0.98, 0.9), (0.75, 0.6), (0.5, 0.35), (0.2, 0.02), (0.1, 0.0)]
@@ -470,7 +470,9 @@ def test_a_process_from_outside_trains(added, tmp_path):
 def test_a_process_from_outside_fits_the_schedulers_it_names(added):
     pipe, inputs = tiny_pipelines.build("sd3")
     _, trajectory = rollout(DenoisingPolicy(pipe, sde_type="mine"), inputs, seeds=[1, 2], num_inference_steps=3)
-    noise = torch.stack([torch.randn(trajectory.latents.shape[2:], generator=g) for g in generators(trajectory.seeds)])
+    noise = torch.stack(
+        [torch.randn(trajectory.latents.shape[2:], generator=g) for g in make_generators(trajectory.seeds)]
+    )
     start = trajectory.latents[:, 0]
     initial_seeds = trajectory.initial_seeds
     velocity = predict(pipe, inputs, start, 0, num_inference_steps=3, initial_seeds=initial_seeds).prediction

@@ -5,9 +5,9 @@ import torch
 from diffusion_grpo.policy.trajectory import (
     StepDistribution,
     Trajectory,
-    generators,
+    choose_trained_steps,
+    make_generators,
     sample_seed,
-    trained_steps,
 )
 
 KNOWN = 4552272150904233932
@@ -46,7 +46,7 @@ def test_a_loss_gets_the_mean_of_the_reference_where_there_is_one():
 
 
 def test_what_a_sample_draws_depends_on_its_seed_alone():
-    (alone,), (_, beside) = generators(torch.tensor([7])), generators(torch.tensor([3, 7]))
+    (alone,), (_, beside) = make_generators(torch.tensor([7])), make_generators(torch.tensor([3, 7]))
     assert torch.equal(torch.randn(5, generator=alone), torch.randn(5, generator=beside))
 
 
@@ -57,10 +57,10 @@ def test_seeds_depend_on_all_parts_and_nothing_else():
 
 
 def test_trained_steps_lie_in_the_window_and_never_include_the_last():
-    assert trained_steps(5) == [[0, 1, 2, 3]]
-    assert trained_steps(10, window=(2, 6)) == [[2, 3, 4, 5]]
-    assert trained_steps(10, window=(2, 6), fraction=0.5) == [[2, 3]]
-    assert trained_steps(10, window=(2, 6), fraction=0.01) == [[2]]
-    drawn = trained_steps(10, window=(2, 8), fraction=0.5, seeds=torch.arange(50))
+    assert choose_trained_steps(5) == [[0, 1, 2, 3]]
+    assert choose_trained_steps(10, window=(2, 6)) == [[2, 3, 4, 5]]
+    assert choose_trained_steps(10, window=(2, 6), fraction=0.5) == [[2, 3]]
+    assert choose_trained_steps(10, window=(2, 6), fraction=0.01) == [[2]]
+    drawn = choose_trained_steps(10, window=(2, 8), fraction=0.5, seeds=torch.arange(50))
     assert all(row == sorted(set(row)) and len(row) == 3 and set(row) <= set(range(2, 8)) for row in drawn)
-    assert len(set(map(tuple, drawn))) > 5 and drawn == trained_steps(10, (2, 8), 0.5, torch.arange(50))
+    assert len(set(map(tuple, drawn))) > 5 and drawn == choose_trained_steps(10, (2, 8), 0.5, torch.arange(50))

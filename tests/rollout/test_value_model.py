@@ -20,7 +20,7 @@ from tiny_runs import (
 )
 from transformers import TrainerCallback
 
-from diffusion_grpo.algorithms.gae import generalized_advantages
+from diffusion_grpo.algorithms.gae import estimate_advantages
 from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
 from diffusion_grpo.distributed.fsdp import FSDP2Backend
 from diffusion_grpo.policy.denoising import DenoisingPolicy
@@ -66,7 +66,7 @@ def test_the_value_of_a_random_walk_is_learned():
             assert model(seen).eq(rewards[:, -1].mean()).all()  # at first the mean everywhere
         with torch.no_grad():
             values = model(seen)
-        returns = generalized_advantages(rewards, values, 1.0, 1.0).float() + values
+        returns = estimate_advantages(rewards, values, 1.0, 1.0).float() + values
         optimizer.zero_grad()
         model.loss(ValueTargets(seen, values, returns), clip=0.2).backward()
         optimizer.step()

@@ -230,8 +230,8 @@ def test_without_decay_later_updates_are_held_near_the_policy_of_the_rollout(tmp
 
 
 def test_a_prediction_that_is_not_found_again_stops_the_run(tmp_path, monkeypatch):
-    real = Replays.clean_predictions
-    monkeypatch.setattr(Replays, "clean_predictions", lambda *args: [found + 1e-3 for found in real(*args)])
+    real = Replays.predict_clean
+    monkeypatch.setattr(Replays, "predict_clean", lambda *args: [found + 1e-3 for found in real(*args)])
     trainer = trainer_for(tmp_path, **SHORT, loss_type="nft")
     before = trained_weights(trainer)
     with pytest.raises(RatioError, match="first predictions after a rollout are off by 1.0e-03"):
