@@ -72,6 +72,24 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
     Raises:
         ValueError: something that cannot work, in one sentence and before a model is loaded where possible.
+
+    Examples:
+        >>> from peft import LoraConfig
+        >>> def red(images, **columns):
+        ...     return [image.resize((1, 1)).getpixel((0, 0))[0] / 255 for image in images]
+        >>> trainer = DiffusionGRPOTrainer(
+        ...     model="tiny",
+        ...     reward_funcs=red,
+        ...     args=DiffusionGRPOConfig(folder, max_steps=1, num_generations=4, gradient_accumulation_steps=1),
+        ...     train_dataset=tiny.prompts("train"),
+        ...     peft_config=LoraConfig(r=4, target_modules=["to_q", "to_v"]),
+        ... )
+        >>> result = trainer.train()  # doctest: +ELLIPSIS
+        Each update makes 4 samples (1 prompt x 4, 6 steps each).
+        update 1/1: reward ... ± ..., grad norm ..., ... s/update
+        Report: ...
+        >>> trainer.pipe('the word "TEA" in red', height=32, width=96, max_sequence_length=1).images[0].size
+        (96, 32)
     """
 
     def __init__(

@@ -92,6 +92,12 @@ def compute_advantages(
     Raises:
         ValueError: shapes that do not fit, a group of one sample, an unknown option, or an `advantage_fn` that does
             not return one finite number per sample.
+
+    Examples:
+        >>> rewards = torch.tensor([[1.0], [2.0], [3.0]])  # three samples of one prompt, one reward
+        >>> found = compute_advantages(rewards, torch.zeros(3, dtype=torch.long), torch.ones(1))
+        >>> [round(value, 3) for value in found.advantages.tolist()]
+        [-1.0, 0.0, 1.0]
     """
     baseline = reward_baseline if advantage_fn is None else "batch"  # its groups may have a single sample
     check_inputs(rewards, groups, weights, scale_rewards, baseline, multi_objective_aggregation)
@@ -243,6 +249,12 @@ def best_of_n(advantages: torch.Tensor, groups: torch.Tensor, n: int, generator:
 
     Raises:
         ValueError: `n` is odd, below 2, or larger than a group.
+
+    Examples:
+        >>> advantages, groups = torch.tensor([0.1, -1.2, 1.3, -0.2]), torch.zeros(4, dtype=torch.long)
+        >>> kept = best_of_n(advantages, groups, 2, torch.Generator())
+        >>> sorted(kept.tolist())
+        [1, 2]
     """
     values, names = advantages.detach().cpu(), groups.cpu()
     smallest = int(torch.unique(names, return_counts=True)[1].min())

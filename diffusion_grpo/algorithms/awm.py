@@ -28,6 +28,11 @@ class AWM(RenoisedWithOldPolicy):
         ema_beta: weight of the distance to the average's prediction.
         advantage_range: advantages are divided by this.
         decay_rate, decay_start, decay_max: of the average.
+
+    Examples:
+        >>> weighted = AWM(weight="uniform").weigh(torch.tensor([0.5]), torch.tensor([0.9]))
+        >>> weighted.item()
+        0.5
     """
 
     rolls_out_old: ClassVar[bool] = False

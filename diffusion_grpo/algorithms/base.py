@@ -95,6 +95,10 @@ class PassOutput:
         loss: scalar with gradient, summed over the samples of the part.
         metrics: numbers by the key under which they are logged.
         drift: how far the pass is from what the rollout recorded, for `Algorithm.check`.
+
+    Examples:
+        >>> PassOutput(torch.zeros(()), {"loss/policy": 0.0}).drift
+        0.0
     """
 
     loss: Tensor
@@ -121,6 +125,18 @@ class Algorithm(Protocol):
         old_decay: how much of itself the old policy keeps after rollout n; it takes the rest from the policy. Its
             predictions are in the parts. None for no old policy.
         rolls_out_old: whether the old policy makes the rollouts.
+
+    Examples:
+        >>> class Reinforce(Algorithm):
+        ...     def __init__(self, *, beta: float):
+        ...         self.beta = beta
+        ...     def passes(self, batch):
+        ...         return batch.part_passes(take_turns=False)
+        ...     def loss(self, policy, reference, part, step):
+        ...         now = policy.replay(part.inputs, part.trajectory, step)
+        ...         return PassOutput(-(part.advantage(step).to(now.log_prob) * now.log_prob).sum(), {})
+        >>> Reinforce(beta=0.0).needs
+        'trajectory'
     """
 
     needs: ClassVar[Literal["trajectory", "clean"]] = "trajectory"

@@ -25,6 +25,10 @@ class DGPO(RenoisedWithOldPolicy):
         preference_beta: the sharpness of the comparison.
         clip: of that ratio; the authors' scripts use 1e-2, their default is 5e-2.
         decay_rate, decay_start, decay_max: of the old policy.
+
+    Examples:
+        >>> DGPO(preference_beta=50.0).whole_groups
+        True
     """
 
     compares: ClassVar[bool] = True
@@ -64,6 +68,10 @@ class DPO(Renoised):
 
     Args:
         preference_beta: the sharpness of the comparison.
+
+    Examples:
+        >>> DPO(preference_beta=1000.0).old_decay is None  # no old policy
+        True
     """
 
     compares: ClassVar[bool] = True

@@ -18,6 +18,11 @@ def estimate_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: floa
 
     Returns:
         `(samples, steps)` float64.
+
+    Examples:
+        >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.zeros(1, 3)
+        >>> generalized_advantages(rewards, values, gamma=1.0, lam=1.0).tolist()
+        [[1.0, 1.0, 1.0]]
     """
     rewards, values = rewards.double(), values.double()
     advantages = torch.empty_like(values)

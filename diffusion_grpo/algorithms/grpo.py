@@ -34,6 +34,10 @@ class GRPO(Algorithm):
 
     Attributes:
         needs_old_mean: whether the loss uses the means of the policy that rolled out.
+
+    Examples:
+        >>> GRPO(epsilon=1e-4, beta=0.01).epsilon_high
+        0.0001
     """
 
     needs: ClassVar[Literal["trajectory"]] = "trajectory"

@@ -48,6 +48,17 @@ class LossInputs:
         jacobian: `(batch,)`, |d mean / d prediction| of the step.
         old_divergence: `(batch,)`, KL divergence from the policy that rolled out, with gradient; only for a loss that
             is marked with [`needs_old_mean`].
+
+    Examples:
+        >>> log_prob = torch.tensor([-0.5, -0.5], requires_grad=True)
+        >>> step = LossInputs(
+        ...     log_prob=log_prob, old_log_prob=log_prob.detach(), advantages=torch.tensor([1.0, -1.0]),
+        ...     mean=torch.zeros(2, 4), std=torch.tensor(0.1), ref_mean=None,
+        ...     epsilon=1e-4, epsilon_high=1e-4, beta=0.0,
+        ... )
+        >>> grpo(step).loss.backward()
+        >>> log_prob.grad.tolist()
+        [-0.5, 0.5]
     """
 
     log_prob: torch.Tensor
@@ -73,6 +84,10 @@ class LossOutput:
     Attributes:
         loss: scalar with gradient.
         metrics: detached scalars by the key under which they are logged.
+
+    Examples:
+        >>> LossOutput(torch.zeros(()), {"loss/policy": torch.zeros(())}).loss.item()
+        0.0
     """
 
     loss: torch.Tensor
@@ -83,7 +98,16 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def needs_old_mean(loss: Loss) -> Loss:
-    """Mark a loss that uses `old_divergence`: the means of the policy that rolled out are kept for it."""
+    """Mark a loss that uses `old_divergence`: the means of the policy that rolled out are kept for it.
+
+    Examples:
+        >>> @needs_old_mean
+        ... def penalised(inputs, *, weight=1.0):
+        ...     gain = inputs.advantages * (inputs.log_prob - inputs.old_log_prob).exp()
+        ...     return LossOutput((weight * inputs.old_divergence - gain).mean(), {})
+        >>> penalised(step).loss.shape
+        torch.Size([])
+    """
     loss.needs_old_mean = True
     return loss
 
@@ -101,6 +125,10 @@ def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor)
     Returns:
         `(batch,)`, `mean((mean - ref_mean)**2 / (2 * std**2))` over all but the batch dimension, with gradient.
         Flow-GRPO's code leaves the time step out of `std`, so that its values are smaller by the factor `-dt`.
+
+    Examples:
+        >>> kl_divergence(torch.ones(1, 4), torch.zeros(1, 4), torch.tensor(0.5)).item()
+        2.0
     """
     return ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)
 
@@ -116,6 +144,10 @@ def token_kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> t
 
     Returns:
         `(batch, tokens)`, `exp(d) - d - 1` with `d = ref_log_prob - log_prob`; never negative, 0 where both agree.
+
+    Examples:
+        >>> token_kl_divergence(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.0]])).tolist()
+        [[0.0, 0.0]]
     """
     difference = ref_log_prob - log_prob
     return torch.exp(difference) - difference - 1
@@ -131,11 +163,19 @@ def grpo(inputs: LossInputs) -> LossOutput:
     For tokens, means are taken over those of each sample that count and then over samples, the KL is
     [`token_kl_divergence`], and `epsilon` is on the order of 0.2: their log-probabilities are not averages.
 
+    Args:
+        inputs: of one denoising step, or of tokens.
+
     Returns:
         Metrics `loss/policy` and `loss/kl`, the two terms; `ratio/mean`, `ratio/min`, `ratio/max`, and the shares of
         samples (or tokens) whose ratio left the interval on the side where the clip acts: `clip_ratio/low_mean`
         (below, negative advantage), `clip_ratio/high_mean` (above, positive advantage), `clip_ratio/region_mean`
         (either). With a reference also `kl`.
+
+    Examples:
+        >>> output = grpo(step)  # a `LossInputs`
+        >>> output.loss.requires_grad, output.metrics["ratio/mean"].item()
+        (True, 1.0)
     """
     ratio = torch.exp(inputs.log_prob - inputs.old_log_prob)
     return _clip_ratio(inputs, ratio, 1 - inputs.epsilon, 1 + inputs.epsilon_high)
@@ -158,6 +198,11 @@ def grpo_guard(inputs: LossInputs, *, clip_range: float = 4e-6) -> LossOutput:
 
     Returns:
         Metrics as of [`grpo`], and `kl/old`, the mean KL divergence from the policy that rolled out.
+
+    Examples:
+        >>> output = grpo_guard(step)  # a `LossInputs`
+        >>> output.loss.requires_grad, output.metrics["ratio/mean"].item()
+        (True, 1.0)
     """
     log_ratio = inputs.log_prob - inputs.old_log_prob + inputs.old_divergence
     output = _clip_ratio(
@@ -181,6 +226,11 @@ def dppo(inputs: LossInputs, *, threshold: float = 1e-5) -> LossOutput:
     Returns:
         Metrics as of [`grpo`], where `clip_ratio/*` are the shares of masked samples, and `kl/old` as in
         [`grpo_guard`].
+
+    Examples:
+        >>> output = dppo(step)  # a `LossInputs`
+        >>> output.loss.requires_grad, output.metrics["ratio/mean"].item()
+        (True, 1.0)
     """
     ratio = torch.exp(inputs.log_prob - inputs.old_log_prob)
     advantages, divergence = inputs.advantages, inputs.old_divergence.detach()

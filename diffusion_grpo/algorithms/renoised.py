@@ -36,6 +36,14 @@ class Renoised(Algorithm):
         is_half_precision: whether a network computes in bfloat16 or float16, where a difference is only warned of:
             rounding moves predictions by a share of their size, in compiled graphs more than in others.
         take_turns: whether several networks share the steps.
+
+    Examples:
+        >>> class Weighted(Renoised):
+        ...     def sample_losses(self, now, old, distant, part, step):
+        ...         error = now.error()
+        ...         return part.advantage(step).to(error).clamp(min=0) * error, {}
+        >>> Weighted(beta=0.1).needs
+        'clean'
     """
 
     needs: ClassVar[Literal["clean"]] = "clean"
@@ -124,6 +132,10 @@ class RenoisedWithOldPolicy(Renoised):
 
     Raises:
         ValueError: a setting is out of range.
+
+    Examples:
+        >>> NFT(decay_rate=0.01, decay_max=0.5).old_decay(20)
+        0.2
     """
 
     decay_rate: float = 0.001

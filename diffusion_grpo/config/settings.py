@@ -39,6 +39,14 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
     Raises:
         ValueError: a setting is out of range, unknown, or contradicts another one.
         TypeError: there is no such setting; the message names the nearest one.
+
+    Examples:
+        >>> settings = DiffusionGRPOConfig(folder, num_generations=8, per_device_train_batch_size=8, max_steps=10)
+        >>> settings.learning_rate is None  # 3e-4 for a LoRA, 1e-5 for full training
+        True
+        >>> DiffusionGRPOConfig(folder, num_generation=8)
+        Traceback (most recent call last):
+        TypeError: ...
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [

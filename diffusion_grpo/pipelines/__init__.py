@@ -14,5 +14,10 @@ FAMILIES: dict[str, Family] = {"GlmImagePipeline": GlmImage()}
 
 
 def family_of(pipe: DiffusionPipeline) -> Family:
-    """Return the family of the pipeline's class, or of one it inherits from; by default one without demands."""
+    """Return the family of the pipeline's class, or of one it inherits from; by default one without demands.
+
+    Examples:
+        >>> type(family_of(pipe)).__name__
+        'Family'
+    """
     return next((FAMILIES[cls.__name__] for cls in type(pipe).__mro__ if cls.__name__ in FAMILIES), Family())

@@ -31,6 +31,16 @@ class ReplayReport:
         grad_norm: of the replayed log-probabilities, over the networks' parameters; NaN if a step has no gradient.
         trains: whether the ratio is 1 within 1e-5 and gradients arrive.
         reason: a sentence, where it does not train.
+
+    Examples:
+        >>> from diffusers import LCMScheduler
+        >>> own, pipe.scheduler = pipe.scheduler, LCMScheduler()
+        >>> report = check_pipeline(pipe, inputs)
+        >>> pipe.scheduler = own
+        >>> report.trains
+        False
+        >>> report.reason[:38]
+        'LCMScheduler is a consistency sampler:'
     """
 
     pipeline: str
@@ -62,6 +72,11 @@ def check_pipeline(
         num_inference_steps: at least 2; the last step has no noise and is not replayed.
         sde_type, noise_level: the process, see [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
         seed: of the samples.
+
+    Examples:
+        >>> report = check_pipeline(pipe, inputs)
+        >>> report.trains, report.policy, report.max_ratio_error
+        (True, 'transformer', 0.0)
     """
     report = ReplayReport(type(pipe).__name__, type(getattr(pipe, "scheduler", None)).__name__)
     if num_inference_steps < 2:

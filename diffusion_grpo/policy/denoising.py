@@ -50,6 +50,11 @@ class DenoisingPolicy(Policy):
         ValueError: an `sde_type` or `log_prob_type` that does not fit, or `sampling` where no tokens are drawn.
         UnsupportedPipeline: the pipeline has no network or no scheduler to train.
         UnsupportedScheduler: the scheduler takes no Gaussian steps.
+
+    Examples:
+        >>> policy = DenoisingPolicy(pipe, sde_type="cps")
+        >>> policy.component
+        ('transformer',)
     """
 
     def __init__(

@@ -21,6 +21,14 @@ def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return the (batch,) Gaussian log-density of `value` (batch, ...), averaged over all other dimensions.
 
     An average, not a sum: for tensors as large as latents a sum turns rounding into ratios far from 1.
+
+    Args:
+        value, mean: (batch, ...) float32.
+        std: broadcastable to them; elements where it is 0 are held fixed and do not count.
+
+    Examples:
+        >>> round(log_density(torch.zeros(1, 8), torch.zeros(1, 8), torch.tensor(1.0)).item(), 3)
+        -0.919
     """
     moves = std > 0
     if not moves.all():  # tokens that a pipeline holds fixed have no density and do not count
@@ -35,6 +43,10 @@ def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
     It leaves out 1 / (2 * std**2) and the constants, so its ratios move 2 * std**2 times as far as the Gaussian's, and
     noisy steps weigh more than later ones. `std` only says what is held fixed. The average is as in [`log_density`].
+
+    Examples:
+        >>> squared_error(torch.ones(1, 8), torch.zeros(1, 8), torch.tensor(0.5)).item()
+        -1.0
     """
     error = (-((value - mean) ** 2)).flatten(1)
     moves = (std > 0).expand(value.shape).flatten(1)
@@ -60,6 +72,14 @@ def flow_sde(
         sigma, sigma_next: noise levels in [0, 1], `sigma_next < sigma`; 0-dimensional or broadcastable to `sample`.
         noise_level: the paper's a.
         sigma_max: stands in for `sigma` in 1 - sigma where `sigma` is (almost) 1, usually the schedule's second sigma.
+
+    Examples:
+        >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
+        >>> sigma, sigma_next = torch.tensor(0.8), torch.tensor(0.6)
+        >>> ends = {"sigma_max": torch.tensor(0.9)}
+        >>> mean, std = flow_sde(velocity, latents, sigma, sigma_next, noise_level=0.7, **ends)
+        >>> mean.shape, round(float(std), 3)
+        (torch.Size([1, 4]), 0.626)
     """
     dt = sigma_next - sigma
     # solvers start the schedule at 1 or just below it, where 1 - sigma would blow the noise up
@@ -82,12 +102,21 @@ def wan_sde(
     """The SDE of Flow-GRPO's pipeline for Wan, which FastVideo's is a port of; Flash-GRPO's too (2605.15980).
 
     The noise falls with sigma, g = noise_level * (sigma_min + (sigma_max - sigma_min) * sigma), where that of
-    [`flow_sde`] falls faster and grows without bound towards sigma = 1. Their `noise_level` is 1. Other arguments as
-    in [`flow_sde`].
+    [`flow_sde`] falls faster and grows without bound towards sigma = 1. Their `noise_level` is 1.
 
     Args:
+        prediction, sample, sigma, sigma_next: as in [`flow_sde`].
+        noise_level: a factor of all noise.
         sigma_max: the schedule's second sigma.
         sigma_min: its last one, usually 0.
+
+    Examples:
+        >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
+        >>> sigma, sigma_next = torch.tensor(0.8), torch.tensor(0.6)
+        >>> ends = {"sigma_max": torch.tensor(0.9), "sigma_min": torch.tensor(0.0)}
+        >>> mean, std = wan_sde(velocity, latents, sigma, sigma_next, noise_level=1.0, **ends)
+        >>> mean.shape, round(float(std), 3)
+        (torch.Size([1, 4]), 0.322)
     """
     dt = sigma_next - sigma
     g = noise_level * (sigma_min + (sigma_max - sigma_min) * sigma)
@@ -99,6 +128,13 @@ def dance_sde(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Ten
     """DanceGRPO's SDE with constant noise (https://huggingface.co/papers/2505.07818); `noise_level` is its eta.
 
     Arguments as in [`flow_sde`].
+
+    Examples:
+        >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
+        >>> sigma, sigma_next = torch.tensor(0.8), torch.tensor(0.6)
+        >>> mean, std = dance_sde(velocity, latents, sigma, sigma_next, noise_level=0.3)
+        >>> mean.shape, round(float(std), 3)
+        (torch.Size([1, 4]), 0.134)
     """
     dt = sigma_next - sigma
     clean = sample - sigma * prediction
@@ -112,6 +148,13 @@ def cps(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *
 
     Fresh noise replaces predicted noise, so that each latent keeps exactly the noise its sigma says. Arguments as in
     [`flow_sde`].
+
+    Examples:
+        >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
+        >>> sigma, sigma_next = torch.tensor(0.8), torch.tensor(0.6)
+        >>> mean, std = cps(velocity, latents, sigma, sigma_next, noise_level=0.8)
+        >>> mean.shape, round(float(std), 3)
+        (torch.Size([1, 4]), 0.571)
     """
     return _preserve_coefficients(
         prediction, sample, sigma, sigma_next, sigma_next * math.sin(noise_level * math.pi / 2)
@@ -123,6 +166,13 @@ def precise(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tenso
 
     It is [`cps`] with another std, which grows with the step: from sigma 1 all of the noise is fresh, and where the
     step is small little of it. Arguments as in [`flow_sde`].
+
+    Examples:
+        >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
+        >>> sigma, sigma_next = torch.tensor(0.8), torch.tensor(0.6)
+        >>> mean, std = precise(velocity, latents, sigma, sigma_next, noise_level=1.5)
+        >>> mean.shape, round(float(std), 3)
+        (torch.Size([1, 4]), 0.566)
     """
     kept = (sigma_next * (1 - sigma)) / (sigma * (1 - sigma_next))
     std = sigma_next * torch.sqrt((1 - kept ** (noise_level**2)).clamp(min=0))
@@ -159,6 +209,12 @@ def ddim(
         noise_level: eta; 1 gives DDPM's variance.
         prediction_type: "epsilon", "v_prediction" or "sample".
         clip: bounds the predicted clean sample, where the scheduler's config asks for it.
+
+    Examples:
+        >>> noise, latents = torch.ones(1, 4), torch.zeros(1, 4)
+        >>> mean, std = ddim(noise, latents, torch.tensor(0.5), torch.tensor(0.8), noise_level=1.0)
+        >>> mean.shape, round(float(std), 3)
+        (torch.Size([1, 4]), 0.387)
     """
     alpha, beta = alpha_cumprod, 1 - alpha_cumprod
     clean, noise = split_prediction(prediction, sample, alpha, prediction_type)
@@ -200,6 +256,12 @@ def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, 
         sample: latent at `sigma`, (batch, ...).
         sigma, sigma_next: noise levels in [0, inf), `sigma_next < sigma`.
         noise_level: eta in [0, 1]; 0 is Euler's method.
+
+    Examples:
+        >>> clean, latents = torch.zeros(1, 4), torch.ones(1, 4)
+        >>> mean, std = ancestral(clean, latents, torch.tensor(2.0), torch.tensor(1.0), noise_level=1.0)
+        >>> mean.shape, round(float(std), 3)
+        (torch.Size([1, 4]), 0.866)
     """
     std = noise_level * sigma_next * torch.sqrt(1 - (sigma_next / sigma) ** 2)
     # clamped: rounding may put the root just below 0
@@ -226,6 +288,17 @@ class Process:
             * "sigma": data + sigma * noise. By position the predicted clean sample, sample, sigma and sigma_next.
         noise_level: the usual one, the default of the setting `noise_level`.
         is_silent_at_end: whether its noise vanishes at the end of the schedule, so that the last step never has any.
+
+    Examples:
+        >>> def fading(prediction, sample, sigma, sigma_next, *, noise_level):
+        ...     std = noise_level * sigma_next
+        ...     clean, noise = sample - sigma * prediction, sample + (1 - sigma) * prediction
+        ...     return (1 - sigma_next) * clean + torch.sqrt(sigma_next**2 - std**2) * noise, std
+        >>> process = Process("fading", fading, "flow", noise_level=0.5, is_silent_at_end=True)
+        >>> sigmas = torch.tensor(0.8), torch.tensor(0.6)
+        >>> mean, std = process(torch.ones(1, 4), torch.zeros(1, 4), *sigmas, noise_level=0.5)
+        >>> round(float(std), 1)
+        0.3
     """
 
     name: str
@@ -254,5 +327,10 @@ PROCESSES = {
 
 
 def processes_of(coordinates: Coordinates) -> list[Process]:
-    """Return the processes for schedulers that write latents in these coordinates; the first is the default."""
+    """Return the processes for schedulers that write latents in these coordinates; the first is the default.
+
+    Examples:
+        >>> [process.name for process in processes_of("flow")]
+        ['flow_sde', 'dance_sde', 'wan_sde', 'cps', 'precise']
+    """
     return [process for process in PROCESSES.values() if process.coordinates == coordinates]

@@ -121,6 +121,13 @@ def rollout(
     Raises:
         UnsupportedPipeline: the pipeline does not return latents when asked, or cannot branch.
         ValueError: `noise_steps` or `prefix` does not fit the samples or the trained steps.
+
+    Examples:
+        >>> images, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
+        >>> images[0].size
+        (96, 32)
+        >>> trajectory.latents.shape  # samples, trained steps, channels, height, width
+        torch.Size([2, 3, 6, 8, 24])
     """
     policy = _as_policy(policy)
     seeds = torch.as_tensor(seeds, dtype=torch.int64)
@@ -179,6 +186,17 @@ def run_prefix(
     Raises:
         UnsupportedPipeline: the policy draws tokens, or the loop is shorter.
         ValueError: `length` is below 1.
+
+    Examples:
+        >>> one = inputs | {"prompt": inputs["prompt"][:1]}
+        >>> prefix = run_prefix(pipe, one, 1, num_inference_steps=4, initial_seeds=[0])
+        >>> two = inputs | {"prompt": one["prompt"] * 2}
+        >>> _, trajectory = rollout(
+        ...     pipe, two, seeds=[1, 2], initial_seeds=[0, 0], num_inference_steps=4,
+        ...     steps=[[1], [1]], noise_steps=[1], prefix=prefix[[0, 0]],
+        ... )
+        >>> bool((trajectory.latents[0] == trajectory.latents[1]).all())  # both leave the same latent
+        True
     """
     policy = _as_policy(policy)
     if policy.draws_tokens:
@@ -218,6 +236,14 @@ def replay(
 
     Raises:
         ValueError: the step was not recorded for all samples.
+
+    Examples:
+        >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
+        >>> step = replay(pipe, inputs, trajectory, 2)
+        >>> bool((step.log_prob == trajectory.log_probs[:, 2]).all())  # the ratio is exactly 1
+        True
+        >>> (-step.log_prob).sum().backward()  # with gradient
+        >>> pipe.transformer.zero_grad()
     """
     return _as_policy(policy).replay(inputs, trajectory, step, [forward] if callable(forward) else forward)
 
@@ -235,8 +261,31 @@ def predict(
 ) -> Prediction:
     """Return what the pipeline hands to `scheduler.step` for a given latent at a given step.
 
-    See [`~diffusion_grpo.policy.denoising.DenoisingPolicy.predict`] for the arguments. Losses on re-noised samples
-    (DiffusionNFT, https://huggingface.co/papers/2509.16117) are built on it.
+    Losses on re-noised samples (DiffusionNFT, https://huggingface.co/papers/2509.16117) are built on it.
+
+    The pipeline runs its whole loop up to `step`, so that everything that depends on the index of a step is as in a
+    rollout; the network runs for this step alone. Gradients flow where torch's grad mode lets them.
+
+    Args:
+        policy: as in [`rollout`].
+        inputs: keyword arguments of the pipeline's `__call__` for one batch.
+        latents: (batch, ...) float32, what step `step` is handed, in the scheduler's own coordinates. Where a step
+            moves several latents, all of them, flattened one after the other. At step 0, which has no step before it,
+            they must equal the initial latents of `initial_seeds`.
+        step: index of the step in the loop.
+        num_inference_steps: length of the loop.
+        initial_seeds: (batch,) seeds of the initial latents.
+        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote, if there is one.
+        forward: used in place of the network's own forward; one per network.
+
+    Raises:
+        ValueError: the step lies outside the loop, or is 0 and the latents are not the initial ones.
+
+    Examples:
+        >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
+        >>> found = predict(pipe, inputs, trajectory.latents[:, 1], 1, num_inference_steps=4, initial_seeds=[0, 1])
+        >>> found.prediction.shape
+        torch.Size([2, 6, 8, 24])
     """
     return _as_policy(policy).predict(
         inputs,
@@ -258,7 +307,26 @@ def denoise(
 ) -> Denoised:
     """Noise finished samples again, to the level of one step, and return the clean samples that are predicted.
 
-    See [`~diffusion_grpo.policy.denoising.DenoisingPolicy.denoise`]. DiffusionNFT
-    (https://huggingface.co/papers/2509.16117) and its relatives train on this.
+    DiffusionNFT (https://huggingface.co/papers/2509.16117) and its relatives train on this.
+
+    Classifier-free guidance is off: the conditional prediction is what is trained. Guidance that the network takes as
+    an input stays as it is. Gradients flow where torch's grad mode lets them.
+
+    Args:
+        policy: as in [`rollout`].
+        inputs: keyword arguments of the pipeline's `__call__` for these samples.
+        samples: from [`rollout`] with `keeps_clean`.
+        step: index of the step in the loop, 1 or later.
+        forward: used in place of the network's own forward; one per network.
+
+    Raises:
+        ValueError: `step` is 0.
+        UnsupportedPipeline: no step of the pipeline can be handed a noised sample.
+
+    Examples:
+        >>> _, samples = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4, keeps_clean=True)
+        >>> denoised = denoise(pipe, inputs, samples, step=2)
+        >>> denoised.error().shape  # of each sample, with gradient
+        torch.Size([2])
     """
     return _as_policy(policy).denoise(inputs, samples, step, [forward] if callable(forward) else forward)

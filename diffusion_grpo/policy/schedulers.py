@@ -198,6 +198,11 @@ def stochastic_scheduler(
     Raises:
         ValueError: unknown process, or one that does not fit the scheduler; a `log_prob_type` that does not fit it.
         UnsupportedScheduler: the scheduler takes no Gaussian steps that can be scored here.
+
+    Examples:
+        >>> scheduler = stochastic_scheduler(pipe.scheduler, "cps")
+        >>> isinstance(scheduler, type(pipe.scheduler))  # its sigmas and its shift
+        True
     """
     name = type(scheduler).__name__
     if process != "auto" and process not in PROCESSES:

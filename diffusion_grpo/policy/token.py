@@ -29,7 +29,8 @@ from .trajectory import RolloutRequest
 class TokenPolicy(Policy):
     """A policy whose network is the language model of the pipeline's family; it needs no scheduler.
 
-    See [`~diffusion_grpo.policy.base.Policy`] for the arguments.
+    Args:
+        pipe, component, access, sampling: see [`~diffusion_grpo.policy.base.Policy`].
     """
 
     draws_tokens = True

@@ -83,6 +83,11 @@ class Trajectory(SampleTensors):
         step_weights: (batch, steps) float32, factors of the policy term; None where all are 1.
         means: (batch, steps, ...) float32, mean of each trained step under the policy that rolled out; None where no
             loss asks for it.
+
+    Examples:
+        >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
+        >>> len(trajectory), len(trajectory[:1]), trajectory.steps.tolist()
+        (2, 1, [[0, 1, 2], [0, 1, 2]])
     """
 
     latents: Tensor
@@ -113,6 +118,11 @@ class CleanSamples(SampleTensors):
         tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
         old_clean: (batch, steps, ...) float32, the clean sample that the old policy predicts at each of `steps`; None
             for an algorithm without one.
+
+    Examples:
+        >>> _, samples = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4, keeps_clean=True)
+        >>> samples.latents.shape, samples.steps.tolist()
+        (torch.Size([2, 6, 8, 24]), [[1, 2, 3], [1, 2, 3]])
     """
 
     step_weights: ClassVar[None] = None  # only recorded steps have weights
@@ -331,7 +341,12 @@ def make_generators(seeds: Tensor) -> list[torch.Generator]:
 
 
 def sample_seed(*parts: int | str) -> int:
-    """Return a seed in [0, 2**63) that depends on all of `parts` and on nothing else."""
+    """Return a seed in [0, 2**63) that depends on all of `parts` and on nothing else.
+
+    Examples:
+        >>> sample_seed(42, "rollout", 0) == sample_seed(42, "rollout", 0) != sample_seed(42, "rollout", 1)
+        True
+    """
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
@@ -354,6 +369,12 @@ def choose_trained_steps(
 
     Returns:
         one row of ascending step indices per sample.
+
+    Examples:
+        >>> trained_steps(10)
+        [[0, 1, 2, 3, 4, 5, 6, 7, 8]]
+        >>> trained_steps(10, window=[2, 6], fraction=0.5)
+        [[2, 3]]
     """
     start, stop = window or (0, num_inference_steps - 1)
     count = max(1, round(fraction * (stop - start)))

@@ -67,6 +67,10 @@ def get_reward(reward: str | Callable) -> Callable:
     Raises:
         ValueError: the name is unknown (the message lists the known ones and suggests the nearest), or the path does
             not lead to a callable.
+
+    Examples:
+        >>> get_reward("brightness")(images).__class__.__name__
+        'list'
     """
     if callable(reward):
         return reward

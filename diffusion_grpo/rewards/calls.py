@@ -81,6 +81,11 @@ def score(
             number; or asks for videos when the samples are images. The message names the function, the prompt and
             the file in which the sample was saved.
         ValueError: both `images` and `videos` are given, or no samples at all.
+
+    Examples:
+        >>> from diffusion_grpo.rewards import brightness
+        >>> score([brightness], images=images, prompts=["a", "b"]).tolist()  # one black, one white
+        [[0.0], [1.0]]
     """
     batch = Batch(
         images=images,

@@ -20,7 +20,19 @@ VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def groupwise(function: Callable) -> Callable:
-    """Mark a reward to be called once per prompt, with all samples of it (e.g. a pairwise preference)."""
+    """Mark a reward to be called once per prompt, with all samples of it (e.g. a pairwise preference).
+
+    Args:
+        function: the reward, which is returned.
+
+    Examples:
+        >>> @groupwise
+        ... def brightest(images, **columns):
+        ...     means = [image.resize((1, 1)).convert("L").getpixel((0, 0)) for image in images]
+        ...     return [float(mean == max(means)) for mean in means]
+        >>> score([brightest], images=images, prompts=["a", "a"]).shape
+        torch.Size([2, 1])
+    """
     function.is_groupwise = True
     return function
 
@@ -30,6 +42,16 @@ def takes_tensors(function: Callable) -> Callable:
 
     The tensor is on the CPU and takes the place of the PIL images, under the names `images`, `videos` and
     `completions`. An image is a video of one frame.
+
+    Args:
+        function: the reward, which is returned.
+
+    Examples:
+        >>> @takes_tensors
+        ... def mean(images, **columns):
+        ...     return images.mean(dim=(1, 2, 3, 4)).tolist()
+        >>> score([mean], images=images, prompts=["a", "b"]).tolist()
+        [[0.0], [1.0]]
     """
     function.takes_tensors = True
     return function
@@ -40,6 +62,16 @@ def takes_latents(function: Callable) -> Callable:
 
     These are the latents after the last denoising step, as the pipeline returns them with `output_type="latent"`, on
     the device of the rollout. If no reward needs pixels, nothing is decoded.
+
+    Args:
+        function: the reward, which is returned.
+
+    Examples:
+        >>> @takes_latents
+        ... def small(latents, **columns):
+        ...     return (-latents.square().flatten(1).mean(1)).tolist()
+        >>> score([small], latents=list(torch.ones(2, 4, 8, 8)), prompts=["a", "b"]).tolist()
+        [[-1.0], [-1.0]]
     """
     function.takes_latents = True
     return function
@@ -49,6 +81,17 @@ def batchwise(function: Callable) -> Callable:
     """Mark a reward to be called once per rollout, after it, with all samples that this process scores.
 
     For rewards that compare prompts with each other. Other rewards may be called with whole groups as they finish.
+
+    Args:
+        function: the reward, which is returned.
+
+    Examples:
+        >>> @batchwise
+        ... def rank(images, **columns):
+        ...     means = [image.resize((1, 1)).convert("L").getpixel((0, 0)) for image in images]
+        ...     return [sum(other < mean for other in means) / len(means) for mean in means]
+        >>> score([rank], images=images, prompts=["a", "b"]).tolist()
+        [[0.0], [0.5]]
     """
     function.is_batchwise = True
     return function
@@ -82,6 +125,11 @@ class Reward:
 
     Raises:
         ValueError: an option is out of range, or the name cannot be used in file names and metrics.
+
+    Examples:
+        >>> half = Reward(lambda images, **columns: [3.0, 9.0], "half", std=2.0, clip=[0, 4])
+        >>> score([half], images=images, prompts=["a", "b"]).tolist()
+        [[1.5], [4.0]]
     """
 
     function: Callable

@@ -30,6 +30,10 @@ def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
     Raises:
         ValueError: an unknown name, option or argument, a value of the wrong type, two rewards with the same name, a
             name that cannot be used in file names, or one that is a column of the tables of samples.
+
+    Examples:
+        >>> [(reward.name, reward.weight) for reward in load_rewards({"text": 0.6, "color": 0.4})]
+        [('text', 0.6), ('color', 0.4)]
     """
     loaded = [_load(reward, options) for reward, options in _entries(rewards, setting)]
     names = [reward.name for reward in loaded]

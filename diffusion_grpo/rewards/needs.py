@@ -118,7 +118,19 @@ def check_needs(rewards: Iterable[Reward]) -> None:
 
 
 def needs(check: Callable[..., None]) -> Callable[[Callable], Callable]:
-    """Mark a reward function with the check that `check_needs` is to call for it."""
+    """Mark a reward function with the check that `check_needs` is to call for it.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> def weights_are_there(weights="scorer.pt", **others):
+        ...     if not Path(weights).is_file():
+        ...         raise FileNotFoundError(f"there is no {weights}; set weights to the scorer's file.")
+        >>> @needs(weights_are_there)
+        ... def scorer(images, weights="scorer.pt", **columns): ...
+        >>> check_needs(load_rewards([scorer]))
+        Traceback (most recent call last):
+        ValueError: ...
+    """
 
     def mark(function: Callable) -> Callable:
         function.check_needs = check

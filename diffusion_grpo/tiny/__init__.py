@@ -49,6 +49,10 @@ def default_settings(given: Collection[str]) -> dict[str, Any]:
 
     Args:
         given: names of the settings that the user chose; defaults that belong together with one of them are left out.
+
+    Examples:
+        >>> default_settings({"num_inference_steps"})["height"]
+        32
     """
     lines = [line for line, others in DEFAULTS if not (line.keys() | others) & set(given)]
     return {name: copy.copy(value) for line in lines for name, value in line.items()}
@@ -59,6 +63,10 @@ def words(split: str) -> list[str]:
 
     Raises:
         ValueError: for any other split.
+
+    Examples:
+        >>> len(words("train")), len(words("test"))
+        (608, 1000)
     """
     if split not in ("train", "test"):
         raise ValueError(f'split must be "train" or "test", found {split!r}.')
@@ -66,7 +74,16 @@ def words(split: str) -> list[str]:
 
 
 def make_prompt(word: str, color: str) -> str:
-    """Return the sentence the model was trained on, for example `the word "RAINS" in red`."""
+    """Return the sentence the model was trained on, for example `the word "RAINS" in red`.
+
+    Args:
+        word: in capitals; see [`words`].
+        color: a key of `COLORS`.
+
+    Examples:
+        >>> make_prompt("RAINS", "red")
+        'the word "RAINS" in red'
+    """
     return f'the word "{word}" in {color}'
 
 
@@ -80,6 +97,10 @@ def prompts(split: str = "train", n: int | None = None, seed: int = 0) -> Datase
 
     Raises:
         ValueError: unknown split, or `n` not in 1 .. words x colours.
+
+    Examples:
+        >>> prompts("test", n=2)["prompt"] == prompts("test", n=2)["prompt"]
+        True
     """
     from datasets import Dataset
 
