@@ -142,7 +142,7 @@ def format_command(name: str, command: argparse.ArgumentParser) -> str:
     for action in options:
         option = " ".join(filter(None, [", ".join(action.option_strings), name_value(action)]))
         text = " ".join((action.help or "").split()).replace("|", "\\|")
-        lines.append(f"| `{option}` | {text} |")
+        lines.append(f"| `{option}` | {link_pages(text)} |")
     return "\n".join(lines) + "\n" + (TRAIN_KEYS if name.endswith(" train") else "")
 
 
@@ -179,8 +179,13 @@ def format_table(settings: list[dataclasses.Field]) -> str:
         default = setting.default_factory() if has_factory else setting.default
         default = "required" if default is dataclasses.MISSING else f"`{default}`"
         text = " ".join(setting.metadata["help"].split()).replace("|", "\\|")
-        lines.append(f"| `{setting.name}` | {default} | {text} |")
+        lines.append(f"| `{setting.name}` | {default} | {link_pages(text)} |")
     return "\n".join(lines) + "\n"
+
+
+def link_pages(text: str) -> str:
+    """Turn the pages that a help text names, `docs/data.md`, into links."""
+    return re.sub(r"docs/([\w/]+)\.md", lambda page: f"[{page[1].split('/')[-1]}]({page[1]}.md)", text)
 
 
 def find_broken_links(pages: list[Path]) -> list[str]:
