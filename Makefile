@@ -64,7 +64,7 @@ sweep: setup ## check every pipeline of a diffusers checkout (ARGS="--diffusers 
 
 docs: setup ## write docs/config.md and docs/cli.md from the help texts, and build the site into build/site
 	@$(OFFLINE) $(BIN)/python docs/build.py $(ARGS)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "built build/site; to look at it: $(BIN)/python -m http.server --directory build/site"
 
 tiny-model: setup ## train the embedded model again (up to half an hour on two cores)

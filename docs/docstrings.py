@@ -1,6 +1,7 @@
-"""An extension of griffe: references in docstrings, [`name`] and [`~module.name`], become links or plain code.
+"""An extension of griffe: it reads docstrings as this project writes them.
 
-What the API pages document becomes a link; anything else stays a name.
+References, [`name`] and [`~module.name`], become links where an API page documents the name, and plain code elsewhere.
+Arguments that share a line, `height, width: pixels`, get one each.
 """
 
 import re
@@ -10,6 +11,7 @@ from griffe import Extension, Object
 
 API = Path(__file__).parent / "api"
 REFERENCE = re.compile(r"\[`(~?)([\w.]+)`\](?!\(|\[)")
+SHARED = re.compile(r"^    (\w+(?:, \w+)+): (.*(?:\n {8,}.*)*)", flags=re.MULTILINE)
 
 
 def find_documented() -> dict[str, str]:
@@ -29,7 +31,12 @@ def link(text: str, documented: dict[str, str]) -> str:
     return REFERENCE.sub(replace, text)
 
 
-class LinkReferences(Extension):
+def separate(text: str) -> str:
+    """Give each of several arguments that share a line of a docstring its own."""
+    return SHARED.sub(lambda found: "\n".join(f"    {name}: {found[2]}" for name in found[1].split(", ")), text)
+
+
+class ReadDocstrings(Extension):
     """Rewrites each docstring once it is read."""
 
     def __init__(self) -> None:
@@ -39,4 +46,4 @@ class LinkReferences(Extension):
     def on_instance(self, *, obj: Object, **others: object) -> None:
         """Called by griffe for each module, class, function and attribute."""
         if obj.docstring:
-            obj.docstring.value = link(obj.docstring.value, self.documented)
+            obj.docstring.value = separate(link(obj.docstring.value, self.documented))

@@ -69,7 +69,8 @@ def compute_advantages(
         rewards: `(samples, functions)` float32; NaN where a function leaves the sample out. The sample then takes no
             part in that function's statistics and gets 0 from it; a sample left out by all has the advantage 0.
         groups: `(samples,)` int64, the group of each sample; any numbers, in any order, at least two samples per
-        group. weights: `(functions,)`.
+            group.
+        weights: `(functions,)`.
         batches: `(samples,)` int64, the batch of each sample, whole groups each; by default all are one batch.
         penalty: `(samples,)`, subtracted from the weighted reward before it is normalised, or from each reward where
             these are normalised one by one.

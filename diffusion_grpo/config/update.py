@@ -21,7 +21,7 @@ class UpdateSettings:
         default=None,
         metadata={
             "help": "Settings of the loss or algorithm that loss_type names, as JSON on the command line; "
-            "docs/algorithms has a page for each. grpo itself has none."
+            "docs/algorithms/index.md leads to those of each. grpo itself has none."
         },
     )
     beta: float = field(
