@@ -35,9 +35,10 @@ test: setup ## run the tests (ARGS="-k losses" selects some)
 test-all: setup ## run every test, including slow, demo and distributed ones
 	@$(PYTEST) -m "" $(ARGS)
 
-lint: setup ## check style with ruff
+lint: setup ## check style with ruff, and types with mypy
 	@$(BIN)/ruff check --quiet $(wildcard $(PATHS))
 	@$(BIN)/ruff format --quiet --check $(wildcard $(PATHS))
+	@$(BIN)/mypy --no-error-summary
 
 format: setup ## format the sources with ruff
 	@$(BIN)/ruff check --quiet --fix $(wildcard $(PATHS))
@@ -71,5 +72,5 @@ tiny-model: setup ## train the embedded model again (up to half an hour on two c
 	@$(OFFLINE) $(BIN)/python -m benchmarks.tiny_model.train $(ARGS)
 
 clean: ## remove the environment, caches and build products (outputs/ is kept)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

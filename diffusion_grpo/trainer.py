@@ -6,7 +6,7 @@ pass and one backward pass for each trained step. This is the only module that k
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ from .training.offload import place_pipeline
 from .training.progress import UpdateProgress
 from .training.update import Place, PolicyUpdate
 
-RewardFunc = str | Callable[..., list[float | None]] | dict[Any, Any]
+Scores = Sequence[float | None] | torch.Tensor
+RewardFunc = str | Callable[..., Scores | Awaitable[Scores]] | dict[Any, Any]
 
 
 class DiffusionGRPOTrainer(DiffusersTrainer):

@@ -17,7 +17,8 @@ from diffusion_grpo.config.arguments import LaunchArguments, LoraArguments, Scri
 from diffusion_grpo.config.settings import DiffusionGRPOConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 CONFIG, CLI = ROOT / "docs" / "config.md", ROOT / "docs" / "cli.md"
 
 HEAD = """# Settings

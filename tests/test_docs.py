@@ -11,6 +11,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+OTHERS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 MADE_BY_RUNS = {"train.yaml", "summary.json", "run.json", "manifest.json"}
 
 
@@ -58,7 +59,7 @@ def test_make_targets_that_the_docs_name_exist(build):
         assert set(named) <= targets, page
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", *(str(path.relative_to(ROOT)) for path in PAGES)])
+@pytest.mark.parametrize("page", [*OTHERS, *(str(path.relative_to(ROOT)) for path in PAGES)])
 def test_files_that_a_page_names_exist(page):
     """By a path from the root, from the package or, of tests, by their name."""
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -227,4 +227,4 @@ def _suggest_names(init):
     return check_and_init
 
 
-DiffusionGRPOConfig.__init__ = _suggest_names(DiffusionGRPOConfig.__init__)
+DiffusionGRPOConfig.__init__ = _suggest_names(DiffusionGRPOConfig.__init__)  # type: ignore[method-assign]

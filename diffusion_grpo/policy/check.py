@@ -140,7 +140,7 @@ def _inner_error(error: Exception) -> str:
 def _count(inputs: dict[str, Any]) -> int:
     """Count the samples of one call: prompts times images per prompt."""
     names = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings", "image", "video")
-    given = next((inputs[name] for name in names if inputs.get(name) is not None), None)
+    given: Any = next((inputs[name] for name in names if inputs.get(name) is not None), None)
     counts = isinstance(given, list) and not isinstance(given[0], list) or torch.is_tensor(given) and given.ndim > 1
     count = len(given) if counts else inputs.get("batch_size") or 1
     return count * max(inputs.get("num_images_per_prompt") or 1, inputs.get("num_videos_per_prompt") or 1)

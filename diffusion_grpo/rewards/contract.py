@@ -8,18 +8,20 @@ import inspect
 import math
 import types
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..config.names import check_name
 
-PROVIDED = ("prompts", "completions", "images", "videos", "latents", "fps", "sampling_rate", "trainer_state")
-PROVIDED += ("log_metric", "log_extra")
+PROVIDED: tuple[str, ...] = ("prompts", "completions", "images", "videos", "latents", "fps", "sampling_rate")
+PROVIDED += ("trainer_state", "log_metric", "log_extra")
 # columns of the tables of samples, which a reward of that name would overwrite
 TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file")
+Mark = Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents"]
+Function = TypeVar("Function", bound=Callable)
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def groupwise(function: Callable) -> Callable:
+def groupwise(function: Function) -> Function:
     """Mark a reward to be called once per prompt, with all samples of it (e.g. a pairwise preference).
 
     Args:
@@ -33,11 +35,10 @@ def groupwise(function: Callable) -> Callable:
         >>> score([brightest], images=images, prompts=["a", "a"]).shape
         torch.Size([2, 1])
     """
-    function.is_groupwise = True
-    return function
+    return _mark(function, "is_groupwise")
 
 
-def takes_tensors(function: Callable) -> Callable:
+def takes_tensors(function: Function) -> Function:
     """Mark a reward to get the samples as one tensor, `(batch, frames, 3, height, width)` float32 in [0, 1].
 
     The tensor is on the CPU and takes the place of the PIL images, under the names `images`, `videos` and
@@ -53,11 +54,10 @@ def takes_tensors(function: Callable) -> Callable:
         >>> score([mean], images=images, prompts=["a", "b"]).tolist()
         [[0.0], [1.0]]
     """
-    function.takes_tensors = True
-    return function
+    return _mark(function, "takes_tensors")
 
 
-def takes_latents(function: Callable) -> Callable:
+def takes_latents(function: Function) -> Function:
     """Mark a reward to get `latents` (also as `completions`) in place of images: `(batch, ...)` float32.
 
     These are the latents after the last denoising step, as the pipeline returns them with `output_type="latent"`, on
@@ -73,11 +73,10 @@ def takes_latents(function: Callable) -> Callable:
         >>> score([small], latents=list(torch.ones(2, 4, 8, 8)), prompts=["a", "b"]).tolist()
         [[-1.0], [-1.0]]
     """
-    function.takes_latents = True
-    return function
+    return _mark(function, "takes_latents")
 
 
-def batchwise(function: Callable) -> Callable:
+def batchwise(function: Function) -> Function:
     """Mark a reward to be called once per rollout, after it, with all samples that this process scores.
 
     For rewards that compare prompts with each other. Other rewards may be called with whole groups as they finish.
@@ -93,13 +92,15 @@ def batchwise(function: Callable) -> Callable:
         >>> score([rank], images=images, prompts=["a", "b"]).tolist()
         [[0.0], [0.5]]
     """
-    function.is_batchwise = True
+    return _mark(function, "is_batchwise")
+
+
+def _mark(function: Function, mark: Mark) -> Function:
+    setattr(function, mark, True)
     return function
 
 
-def is_marked(
-    function: Callable, mark: Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents"]
-) -> bool:
+def is_marked(function: Callable, mark: Mark) -> bool:
     """Return whether a function, the function in a `partial`, or an object or its class carries the mark."""
     if isinstance(function, functools.partial):
         return is_marked(function.func, mark)
@@ -168,7 +169,7 @@ class Reward:
     def offload(self) -> None:
         """Keep the function's network in CPU memory between calls, if it has a setting `offload` for that."""
         if isinstance(getattr(self.function, "offload", None), bool):
-            self.function.offload = True
+            setattr(self.function, "offload", True)  # noqa: B010 (a function has no such attribute)
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -192,7 +193,7 @@ class Reward:
     @property
     def reads_frames(self) -> bool:
         """Whether the function asks for images, and so gets frames of a video."""
-        marks = ("takes_tensors", "takes_latents")
+        marks: tuple[Mark, ...] = ("takes_tensors", "takes_latents")
         is_other = "videos" in self.parameters or any(is_marked(self.function, mark) for mark in marks)
         return "images" in self.parameters and not is_other
 
