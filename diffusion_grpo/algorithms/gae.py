@@ -21,7 +21,7 @@ def estimate_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: floa
 
     Examples:
         >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.zeros(1, 3)
-        >>> generalized_advantages(rewards, values, gamma=1.0, lam=1.0).tolist()
+        >>> estimate_advantages(rewards, values, gamma=1.0, lam=1.0).tolist()
         [[1.0, 1.0, 1.0]]
     """
     rewards, values = rewards.double(), values.double()

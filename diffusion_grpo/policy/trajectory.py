@@ -371,9 +371,9 @@ def choose_trained_steps(
         one row of ascending step indices per sample.
 
     Examples:
-        >>> trained_steps(10)
+        >>> choose_trained_steps(10)
         [[0, 1, 2, 3, 4, 5, 6, 7, 8]]
-        >>> trained_steps(10, window=[2, 6], fraction=0.5)
+        >>> choose_trained_steps(10, window=[2, 6], fraction=0.5)
         [[2, 3]]
     """
     start, stop = window or (0, num_inference_steps - 1)
