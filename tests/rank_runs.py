@@ -19,7 +19,8 @@ from zero_run import deepspeed_config
 
 from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.data import inputs
-from diffusion_grpo.distributed import failure
+from diffusion_grpo.distributed import failure, late_weights
+from diffusion_grpo.policy import network_gate
 from diffusion_grpo.rewards import batchwise, groupwise, takes_latents
 from diffusion_grpo.rewards.models.base import ModelReward
 from diffusion_grpo.rollout import generation
@@ -278,3 +279,36 @@ def move_reference(folder, settings, stage):
     trainer.accelerator.wait_for_everyone()
     trainer_for(folder / "again", **settings).train(resume_from_checkpoint=str(point))
     torch.distributed.destroy_process_group()
+
+
+def train_from_files(folder, runs):
+    """Train models that are named by their folder, and report what was materialised before and after the engine.
+
+    Of settings, `late` False loads as in one process, and `resume` is the run whose first checkpoint is gone on from.
+    """
+    for name, settings in runs.items():
+        settings = dict(settings)
+        resume = settings.pop("resume", None)
+        with contextlib.ExitStack() as stack:
+            if not settings.pop("late"):
+                stack.enter_context(network_gate.replace_attribute(late_weights, "read_late", contextlib.nullcontext))
+                stack.enter_context(network_gate.replace_attribute(late_weights, "hold", torch.nn.Module.to))
+            own = built(folder / name, settings)
+            copy = None if own.reference is None else own.reference.module
+            before = [held_back(model) for model in (own.model, copy) if model is not None]
+            own.train(resume_from_checkpoint=resume and str(folder / resume / "checkpoint-1"))
+            own.save_model()
+        own.accelerator.wait_for_everyone()
+        report = {"before": before, "after": held_back(own.model), "log": own.state.log_history}
+        (folder / name / f"result-{rank()}.json").write_text(json.dumps(report))
+        with own.weights.show_whole(is_kept=own.is_world_process_zero()):
+            if own.is_world_process_zero():
+                save_file(trained_weights(own), folder / name / "weights.safetensors")
+    torch.distributed.destroy_process_group()
+
+
+def held_back(model):
+    """Return how many bytes a model's parameters take in memory, and how many of them are stand-ins."""
+    parameters = list(model.parameters())
+    waiting = sum(late_weights.is_waiting(parameter) for parameter in parameters)
+    return {"bytes": sum(parameter.untyped_storage().nbytes() for parameter in parameters), "waiting": waiting}

@@ -5,7 +5,8 @@ for sharded training. Nothing outside this package asks for a ZeRO stage or for 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,24 @@ class DistributedBackend:
         frozen = [name for name, tensor in named if not tensor.requires_grad]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
 
+    # Loading
+
+    def read_networks(self, names: Collection[str]) -> contextlib.AbstractContextManager:
+        """Return a context to enter around the loading of a pipeline, where the networks of these names are trained.
+
+        Where weights are sharded they stay in their files until then, and a machine holds them once; here each process
+        holds them.
+        """
+        return contextlib.nullcontext()
+
+    def cast(self, network: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """Cast a network's weights, all of which are trained, in place."""
+        return network if network.dtype == dtype else network.to(dtype)
+
+    def copy_model(self, model: nn.Module) -> nn.Module:
+        """Copy a model that no engine has wrapped yet."""
+        return copy.deepcopy(model)
+
     def fill_config(self, model: nn.Module) -> None:
         """Fill in what a configuration leaves open until the model is known."""
 
@@ -111,7 +130,7 @@ class DistributedBackend:
         """Give access to the trained parameters; `take_turns`: they belong to experts that share the steps."""
         return TrainedWeights([p for p in model.parameters() if p.requires_grad], take_turns)
 
-    def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def wrap_prepare(self, model: nn.Module) -> contextlib.AbstractContextManager:
         """Return a context to enter around accelerate's `prepare` of the model."""
         return contextlib.nullcontext()
 

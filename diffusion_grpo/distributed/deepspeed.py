@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 from trl.models.utils import add_hooks, remove_hooks
 
 from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
+from . import late_weights
 from .backend import DistributedBackend
 from .context_parallel import ContextGroups
 from .deepspeed_checkpoints import restore_engine
@@ -140,8 +141,19 @@ class DeepSpeedBackend(DistributedBackend):
         self._weights = ZeroWeights(trained, self.stage, take_turns)
         return self._weights
 
-    def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
-        return keep_buffers(model)
+    def read_networks(self, names: Collection[str]) -> contextlib.AbstractContextManager:
+        return late_weights.read_late(names) if self.stage == 3 else super().read_networks(names)
+
+    def cast(self, network: nn.Module, dtype: torch.dtype) -> nn.Module:
+        return late_weights.hold(network, dtype) if self.stage == 3 else super().cast(network, dtype)
+
+    def copy_model(self, model: nn.Module) -> nn.Module:
+        return late_weights.copy_held(model)
+
+    @contextlib.contextmanager
+    def wrap_prepare(self, model: nn.Module) -> Iterator[None]:
+        with keep_buffers(model), shard_first() if self.stage == 3 else contextlib.nullcontext():
+            yield
 
     # A reference
 
@@ -151,6 +163,7 @@ class DeepSpeedBackend(DistributedBackend):
     def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
         is_wrapped = self.accelerator.unwrap_model(reference) is not reference
         if self.stage != 3 or is_offloaded or is_wrapped:
+            late_weights.fill(reference.parameters(), is_copied=True)
             return reference
         return wrap_for_inference(reference, self.accelerator)
 
@@ -175,6 +188,7 @@ class DeepSpeedBackend(DistributedBackend):
         engine = self._engine
         if self.accelerator.unwrap_model(engine) is engine and not self._weights.is_sharded:
             for network in networks:
+                late_weights.fill(network.parameters())
                 network.to(self.accelerator.device)  # before training they wait where they were loaded
         if not self._weights.is_sharded:
             yield lambda method, *args: method(*args)
@@ -339,7 +353,62 @@ def wrap_for_inference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     for name in ("optimizer", "scheduler"):
         config.pop(name, None)
     config["zero_optimization"].pop("offload_optimizer", None)
+    shard_weights(model, config)
     return deepspeed.initialize(model=model, config=config)[0]
+
+
+@contextlib.contextmanager
+def shard_first() -> Iterator[None]:
+    """Have `deepspeed.initialize` shard a model parameter by parameter, before it does anything else with it.
+
+    It would first convert the whole model and move it to the accelerator.
+    """
+    import deepspeed
+
+    real = deepspeed.initialize
+
+    def initialize(**kwargs: Any) -> Any:
+        shard_weights(kwargs["model"], kwargs["config_params"])
+        return real(**kwargs)
+
+    with replace_attribute(deepspeed, "initialize", initialize):
+        yield
+
+
+def shard_weights(model: nn.Module, config: dict[str, Any]) -> None:
+    """Shard a model's weights by ZeRO-3, in place, as `deepspeed.initialize` does.
+
+    Args:
+        model: on the CPU, or sharded already.
+        config: DeepSpeed's, without "auto".
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.init_distributed(get_accelerator().communication_backend_name())  # takes torch's, if there is one
+    half = None
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        half = dtype if config.get(name, {}).get("enabled") is True else half
+    deepspeed.zero.Init(module=_OneByOne(model, half), dtype=half or torch.float32, config_dict_or_path=config)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(get_accelerator().current_device_name())
+
+
+class _OneByOne(nn.Module):
+    """What DeepSpeed takes for a module: its parameters get their values when they are asked for."""
+
+    def __init__(self, model: nn.Module, half: torch.dtype | None):
+        super().__init__()
+        self._model, self._half = [model], half  # no submodule
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for parameter in self._model[0].parameters(recurse):
+            if not hasattr(parameter, "ds_id"):
+                # DeepSpeed overwrites the values with those of the first process, also on the CPU
+                late_weights.fill([parameter], is_copied=True)
+                if self._half is not None and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(self._half)
+            yield parameter
 
 
 @contextlib.contextmanager
@@ -384,6 +453,7 @@ class ZeroWeights(TrainedWeights):
         return self.stage < 3 and super().leave_some_without_gradient
 
     def exact(self) -> list[Tensor]:
+        late_weights.fill(self.parameters)
         if not self.is_sharded and self.parameters[0].dtype == torch.float32:
             return super().exact()
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
@@ -392,6 +462,7 @@ class ZeroWeights(TrainedWeights):
         return [get(parameter).detach() for parameter in self.parameters]
 
     def used(self) -> list[Tensor]:
+        late_weights.fill(self.parameters)
         return [parameter.ds_tensor if self.is_sharded else parameter for parameter in self.parameters]
 
     def refresh(self) -> None:
@@ -419,6 +490,9 @@ class ZeroWeights(TrainedWeights):
     def rewrite(self) -> Iterator[None]:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
+        if self.stage == 3 and not self.is_sharded:  # files go into the model itself
+            yield
+            return
         with self.show_whole():
             yield
             read = [parameter.data for parameter in self.parameters]
@@ -444,6 +518,9 @@ class FrozenShares(ZeroWeights):
 
     @contextlib.contextmanager
     def rewrite(self) -> Iterator[None]:
+        if not self.is_sharded:
+            yield
+            return
         with self.show_whole():
             yield
             read = [parameter.data for parameter in self.parameters]

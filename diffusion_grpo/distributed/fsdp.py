@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.distributed.tensor import DTensor
 
 from ..policy.network_gate import NetworkAccess, replace_attribute
+from . import late_weights
 from .backend import DistributedBackend
 from .context_parallel import ContextGroups
 from .dtensor import as_dtensor, as_shard, is_sharded
@@ -99,7 +100,16 @@ class FSDP2Backend(DistributedBackend):
                 "or name one network in train_component."
             )
 
-    def protect_buffers(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def read_networks(self, names: Collection[str]) -> contextlib.AbstractContextManager:
+        return late_weights.read_late(names)
+
+    def cast(self, network: nn.Module, dtype: torch.dtype) -> nn.Module:
+        return late_weights.hold(network, dtype)
+
+    def copy_model(self, model: nn.Module) -> nn.Module:
+        return late_weights.copy_held(model)
+
+    def wrap_prepare(self, model: nn.Module) -> contextlib.AbstractContextManager:
         return replace_attribute(accelerate.accelerator, "fsdp2_prepare_model", shard_model)
 
     def check_group_offload(self) -> None:
@@ -152,6 +162,7 @@ class FSDP2Backend(DistributedBackend):
     def gather_for_passes(self, networks: list[nn.Module], reference: nn.Module | None) -> Iterator[Callable]:
         if not self._weights.is_sharded:
             for network in networks:
+                late_weights.fill(network.parameters())
                 network.to(self.accelerator.device)  # before training they wait where they were loaded
         with gather_units(self._weights.model, self.accelerator, self._keeps_gathered):
             yield lambda method, *args: method(*args)
@@ -318,6 +329,7 @@ def shard_units(
     reshards = plugin.reshard_after_forward if is_trained else True
     for module in reversed(list(network.modules())):  # units within units first
         if module is network or type(module).__name__ in plugin.transformer_cls_names_to_wrap:
+            late_weights.fill(module.parameters(), is_copied=False)  # one unit at a time is whole
             fully_shard(
                 module,
                 reshard_after_forward=None if module is network and is_trained else reshards,
@@ -387,6 +399,7 @@ class ShardedWeights(TrainedWeights):
 
     def used(self) -> list[Tensor]:
         """Return what this process has of each parameter, over the same memory: writing it writes the weights."""
+        late_weights.fill(self.parameters)
         return [
             parameter.detach().to_local().requires_grad_() if isinstance(parameter, DTensor) else parameter
             for parameter in self.parameters

@@ -52,6 +52,15 @@ class Sharding:
         return self.name.startswith("zero")
 
     @property
+    def loads_late(self) -> bool:
+        """Whether the trained network stays in its safetensors file until its weights are sharded.
+
+        Its pages are then the same for all processes of a machine, and the system may drop them; otherwise each
+        process holds the whole network in its own memory first.
+        """
+        return self.parameters
+
+    @property
     def copies_gradients(self) -> bool:
         """Whether gradients are copied to be summed over the processes."""
         return self.name == "ddp"

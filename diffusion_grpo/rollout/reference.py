@@ -1,7 +1,6 @@
 """The frozen reference: the base model of a LoRA, or a copy of the network."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,7 +71,7 @@ class CopiedReference:
     ):
         self._policy, self._model, self._backend = policy, model, backend
         self._device, self._is_offloaded = device, is_offloaded
-        self.module = copy.deepcopy(model).requires_grad_(False).eval()
+        self.module = backend.copy_model(model).requires_grad_(False).eval()
         self.module.to("cpu" if backend.reference_waits_on_cpu(is_offloaded) else device)
 
     @property

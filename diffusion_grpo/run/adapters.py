@@ -21,6 +21,7 @@ from peft import set_peft_model_state_dict as set_state
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from ..distributed.late_weights import fill
 from ..policy.network_gate import replace_attribute
 from .weights import ADAPTER_WEIGHTS, LORA_WEIGHTS, load_weights
 
@@ -361,6 +362,7 @@ def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:
 
     diffusers would write the adapters' layers under names that `from_pretrained` does not know.
     """
+    fill(network.parameters())
     with merge_adapters(network), replace_attribute(network, "_hf_peft_config_loaded", False):
         type(network).save_pretrained(network, *args, **kwargs)
 

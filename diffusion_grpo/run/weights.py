@@ -20,6 +20,7 @@ from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ..distributed.late_weights import load_held
 from ..policy.base import policy_component, split_component
 
 POLICY_FOLDER = "policy"  # the policy itself, beside its published average
@@ -206,7 +207,7 @@ def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path
     if not (folder / name).is_dir():
         raise ValueError(f"{folder} has no folder {name!r}; it was not written by full training of that network.")
     saved = type(model).from_pretrained(folder / name, torch_dtype=model.dtype, use_safetensors=True)
-    model.load_state_dict(saved.state_dict())
+    load_held(model, saved.state_dict())
 
 
 def copy_weights(checkpoint: str | Path, folder: str | Path, component: tuple[str, ...]) -> None:

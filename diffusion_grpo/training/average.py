@@ -45,7 +45,7 @@ class PolicyAverage(TrainerCallback):
         schedule: Callable[[int], float] | None = None,
     ):
         self.weights, self.note = weights, note
-        self.average = EMAModel(weights.parameters, decay=decay)
+        self.average = EMAModel(weights.exact(), decay=decay)
         if schedule is not None:  # the model counts one step more than the updates before it
             self.average.get_decay = lambda step: schedule((step - 1) // interval)
         self.interval = interval

@@ -79,7 +79,7 @@ class DiffusersTrainer(Trainer):
             return prepared
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
-        with self._backend.protect_buffers(self.model):
+        with self._backend.wrap_prepare(self.model):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._backend.set_engine(self.model_wrapped)
         self.on_engine_ready()

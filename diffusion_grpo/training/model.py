@@ -4,6 +4,7 @@ A Hub id, a folder, "tiny" or a pipeline becomes a pipeline with everything froz
 that is trained: its network, or a LoRA around it.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import tiny
 from ..config.settings import DiffusionGRPOConfig
+from ..distributed import late_weights
+from ..distributed.backend import DistributedBackend
 from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
 from ..run import adapters
@@ -101,18 +104,23 @@ def check_scheduler(
 
 
 def load_pipeline(
-    model: str | DiffusionPipeline, args: DiffusionGRPOConfig, is_full_training: bool
+    model: str | DiffusionPipeline,
+    args: DiffusionGRPOConfig,
+    is_full_training: bool,
+    backend: DistributedBackend | None = None,
 ) -> DiffusionPipeline:
     """Load a pipeline by its name, with `model_init_kwargs`; one that is given is returned.
 
     In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
-    float32 weights, as the optimizer needs them.
+    float32 weights, as the optimizer needs them. With a `backend` that shards weights, those of the trained networks
+    stay in their files until then.
     """
     if isinstance(model, DiffusionPipeline):
         return set_up_pipeline(model, args)
     kwargs = dict(args.model_init_kwargs or {})
     kwargs |= {"torch_dtype": dtype} if (dtype := choose_dtype(args, is_full_training)) is not None else {}
-    pipe = DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
+    with contextlib.nullcontext() if backend is None else backend.read_networks(name_networks(args)):
+        pipe = DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
     return set_up_pipeline(pipe, args)
 
 
@@ -131,8 +139,14 @@ def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dty
     if not (args.bf16 or args.fp16):
         return None
     half = torch.bfloat16 if args.bf16 else torch.float16
-    trained = split_component(args.train_component) if args.train_component else POLICY_COMPONENTS
-    return {**dict.fromkeys(trained, torch.float32), "default": half} if is_full_training else half
+    return {**dict.fromkeys(name_networks(args), torch.float32), "default": half} if is_full_training else half
+
+
+def name_networks(args: DiffusionGRPOConfig) -> tuple[str, ...]:
+    """Name the components that may be the trained networks of a pipeline that is not loaded yet."""
+    if args.train_component:
+        return split_component(args.train_component)
+    return (*POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS))
 
 
 def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
@@ -167,9 +181,18 @@ def set_scheduler(pipe: DiffusionPipeline, settings: dict[str, Any] | None) -> D
 
 
 def prepare_model(
-    pipe: DiffusionPipeline, args: DiffusionGRPOConfig, peft_config: PeftConfig | None
+    pipe: DiffusionPipeline,
+    args: DiffusionGRPOConfig,
+    peft_config: PeftConfig | None,
+    backend: DistributedBackend | None = None,
 ) -> tuple[tuple[str, ...], nn.Module]:
     """Freeze all that is not trained.
+
+    Args:
+        pipe: the pipeline.
+        args: of the run.
+        peft_config: of a new LoRA.
+        backend: says how weights are cast; by default in place.
 
     Returns:
         the names of the trained networks, and the model to optimise: the network, or the `PeftModel` around it; where
@@ -181,7 +204,7 @@ def prepare_model(
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
-    models = {name: _prepare_network(getattr(pipe, name), args, peft_config, adapter) for name in component}
+    models = {name: _prepare_network(getattr(pipe, name), args, peft_config, adapter, backend) for name in component}
     family = family_of(pipe)
     if component == (family.language_model,):
         for name in family.without_gradient:
@@ -226,7 +249,11 @@ def _find_adapter(
 
 
 def _prepare_network(
-    network: nn.Module, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, adapter: str | None
+    network: nn.Module,
+    args: DiffusionGRPOConfig,
+    peft_config: PeftConfig | None,
+    adapter: str | None,
+    backend: DistributedBackend | None,
 ) -> nn.Module:
     """Return a network with what is trained of it: a LoRA around it, or all its weights."""
     swap = make_block_swap(args)
@@ -235,9 +262,13 @@ def _prepare_network(
         given = args.activation_checkpointing_kwargs or {}
         _enable_checkpointing(network, given, args.selective_checkpointing, contexts)
     if adapter is not None:
+        if getattr(peft_config, "use_dora", False):  # it starts from the norms of the weights
+            late_weights.fill(network.parameters())
         model = adapters.wrap_lora(network, peft_config, adapter).eval()
     else:
-        model = _require_float32_weights(network, args).requires_grad_(True)
+        _require_float32_weights(network, args)
+        cast = nn.Module.to if backend is None else backend.cast
+        model = cast(network, torch.float32).requires_grad_(True)
     if args.torch_compile:
         _compile_blocks(network, args)
     if swap is not None:
@@ -252,16 +283,13 @@ def make_block_swap(args: DiffusionGRPOConfig) -> BlockSwap | None:
     return BlockSwap(args.device, args.group_offload, args.group_offload_blocks, args.group_offload_stream)
 
 
-def _require_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> nn.Module:
-    """Return the network with float32 weights: an optimizer's small steps vanish in half precision."""
-    if network.dtype == torch.float32:
-        return network
-    if not (args.bf16 or args.fp16):
+def _require_float32_weights(network: nn.Module, args: DiffusionGRPOConfig) -> None:
+    """Refuse half-precision weights that nobody asked to be cast: an optimizer's small steps vanish in them."""
+    if network.dtype != torch.float32 and not (args.bf16 or args.fp16):
         raise ValueError(
             f"Full training needs float32 weights, but {type(network).__name__} has {network.dtype}; load it in "
             "float32, set bf16=True, or train a LoRA with peft_config."
         )
-    return network.to(torch.float32)
 
 
 def _enable_checkpointing(
