@@ -124,12 +124,16 @@ def test_a_name_is_what_the_user_wrote_or_where_the_pipeline_came_from():
     assert name_model("owner/name") == "owner/name" and name_model(pipe) == "StableDiffusion3Pipeline"
 
 
+NETWORKS = [f"{name}{number}" for name in ("transformer", "unet", "prior", "decoder") for number in ("", "_2")]
+
+
 @pytest.mark.parametrize(
     ("settings", "is_full", "expected"),
     [
         ({}, False, None),
         ({"bf16": True}, False, torch.bfloat16),
         ({"bf16": True, "train_component": "unet"}, True, {"unet": torch.float32, "default": torch.bfloat16}),
+        ({"bf16": True}, True, dict.fromkeys(NETWORKS, torch.float32) | {"default": torch.bfloat16}),
         ({"model_init_kwargs": {"torch_dtype": "torch.float16"}}, False, torch.float16),
         ({"model_init_kwargs": {"torch_dtype": torch.float64}, "bf16": True}, True, torch.float64),
     ],
