@@ -35,6 +35,7 @@ USED = {
     "_forward_hooks": ("torch.nn:Module", "hooks of wrapped networks are skipped in blank calls"),
     "_forward_pre_hooks": ("torch.nn:Module", "hooks of wrapped networks are skipped in blank calls"),
     "_load_state_dict_post_hooks": ("torch.nn:Module", "FSDP looks for its shards after a load"),
+    "_load_pretrained_model": ("diffusers:ModelMixin", "networks that will be sharded keep the dtype of their files"),
     "_keep_in_fp32_modules": ("diffusers:ModelMixin", "`plan` knows which layers stay in float32"),
     "_keep_in_fp32_modules_strict": ("transformers:PreTrainedModel", "`plan` knows which layers stay in float32"),
     "_supports_gradient_checkpointing": ("diffusers:ModelMixin", "networks that cannot checkpoint are refused"),

@@ -21,7 +21,7 @@ from diffusers import ModelMixin
 from safetensors import safe_open
 from torch import Tensor, nn
 
-WAITING = "_waiting_value"  # attribute of a parameter: the tensor of its file, and the dtypes it passes on the way
+WAITING = "waiting_value"  # attribute of a parameter: the tensor of its file, and the dtypes it passes on the way
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what is read as it is
 
 
