@@ -10,6 +10,7 @@ from .inputs import call_or_refuse, check_model_name
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..planning.memory import Memory
     from ..planning.plan import Plan
 
 LABELS = {
@@ -91,12 +92,17 @@ def make_tables(made: "Plan") -> "list[Table]":
         return [batches, evaluations]
     model = made.model
     title = f"{model['pipeline']}, {model['network']}: {model['trained']:,} of {model['weights']:,} weights trained"
-    memory = Table("MiB per process", "accelerator", "CPU", "from", title=f"{title}; {made.sharding.name}")
-    for item in [*made.memory, made.total]:
-        sizes = (f"{size / MIB:,.2f}" if size else "" for size in (item.accelerator, item.cpu))
-        memory.add_row(item.name, *sizes, item.basis)
+    memory = Table("MiB per process", "accelerator", "CPU", "from", "while", title=f"{title}; {made.sharding.name}")
+    for item in made.memory:
+        memory.add_row(item.name, *_format_sizes(item), item.basis, item.phase or "always")
+    memory.add_section()
+    memory.add_row(made.total.name, *_format_sizes(made.total), "", made.total.phase or "always")
     memory.caption = (
-        "Not included: the VAE's own activations, the reward models, what kernels allocate for themselves and "
+        "Not included: the reward models, what the optimizer's step and kernels allocate for themselves, and "
         "fragmentation."
     )
     return [batches, evaluations, memory]
+
+
+def _format_sizes(item: "Memory") -> list[str]:
+    return [f"{size / MIB:,.2f}" if size else "" for size in (item.accelerator, item.cpu)]

@@ -27,6 +27,7 @@ class Batches:
         trained_steps: steps trained per sample.
         num_inference_steps: denoising steps per sample.
         rollouts_per_epoch, updates_per_epoch: counts per epoch; None if the size of the dataset is unknown.
+        prompts: rows of the dataset; None if unknown.
         trained_tokens: tokens trained per sample, in one step; 0 where denoising steps are trained.
     """
 
@@ -47,6 +48,7 @@ class Batches:
     num_inference_steps: int
     rollouts_per_epoch: int | None
     updates_per_epoch: int | None
+    prompts: int | None = None
     trained_tokens: int = 0
 
     @classmethod
@@ -82,6 +84,7 @@ class Batches:
             num_inference_steps=args.num_inference_steps,
             rollouts_per_epoch=rollouts,
             updates_per_epoch=None if rollouts is None else rollouts * updates,
+            prompts=prompts,
         )
 
 

@@ -6,20 +6,16 @@ divide it as they document.
 """
 
 import contextlib
-import math
-from collections.abc import Iterable
+import copy
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from peft import PeftConfig
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Trainer
-from transformers.training_args import OptimizerNames
 
 from .. import tiny
-from ..algorithms.choose import load_algorithm
 from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
 from ..config.parse import parse_train_arguments
 from ..config.settings import DiffusionGRPOConfig
@@ -34,21 +30,12 @@ from ..policy.unguided import switch_guidance_off
 from ..run import adapters
 from ..training.model import check_peft_config, prepare_model
 from .batches import Batches
-from .weightless import (
-    CountedMasks,
-    Measurement,
-    build_weightless_pipeline,
-    find_configuration,
-    measure,
-    measure_renoised,
-    move_to_cpu,
-)
+from .measure import CountedMasks, Measurement, measure, measure_renoised
+from .memory import Memory, Parts, add_up, estimate_memory, has_old_policy, read_setting
+from .weightless import build_weightless_pipeline, find_configuration, move_to_cpu
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-OPTIMIZER_BLOCK = 256  # values that share a scale in the 8-bit states of bitsandbytes
-OPTIMIZER_SMALL = 4096  # bitsandbytes keeps 32-bit states of smaller tensors
 
 
 def make_planned_config(processes: int) -> type[DiffusionGRPOConfig]:
@@ -79,22 +66,6 @@ def make_planned_config(processes: int) -> type[DiffusionGRPOConfig]:
 
 
 @dataclass
-class Memory:
-    """Bytes of one kind on one process.
-
-    Attributes:
-        name: the kind.
-        accelerator, cpu: bytes on the accelerator and in CPU memory.
-        basis: where the numbers come from.
-    """
-
-    name: str
-    accelerator: int = 0
-    cpu: int = 0
-    basis: str = ""
-
-
-@dataclass
 class Plan:
     """Counts and bytes of a run.
 
@@ -117,9 +88,8 @@ class Plan:
 
     @property
     def total(self) -> Memory:
-        """Sum of all kinds."""
-        sums = (sum(getattr(item, where) for item in self.memory) for where in ("accelerator", "cpu"))
-        return Memory("total", *sums)
+        """The most bytes there are at a time."""
+        return add_up(self.memory)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a dictionary for JSON."""
@@ -183,22 +153,48 @@ def _plan_model(
     if args.lora_path is not None:  # a new adapter of the same rank is as large
         peft_config, args.lora_path = adapters.read_config(args.lora_path), None
     check_peft_config(peft_config, args.needs_reference)
-    pipe, mode = build_weightless_pipeline(folder, args, peft_config is None)
-    component, model = prepare_model(pipe, args, peft_config)
-    move_to_cpu(pipe, mode)
-    counted = _measure_or_note(made, pipe, mode, component, args, rows)
+    parts, counted = _build_and_measure(made, folder, args, peft_config, rows)
     if counted is not None and counted.tokens:
         made.batches.trained_steps, made.batches.trained_tokens = 1, counted.tokens
-    every, trained = list(model.parameters()), [p for p in model.parameters() if p.requires_grad]
-    made.model = {
-        "pipeline": type(pipe).__name__,
-        "network": ", ".join(component),
-        "weights": sum(p.numel() for p in every),
-        "trained": sum(p.numel() for p in trained),
+    made.model |= {
+        "network": ", ".join(parts.networks),
+        "weights": sum(p.numel() for p in parts.model.parameters()),
+        "trained": sum(p.numel() for p in parts.trained),
     }
     made.evaluations = count_evaluations(args, made.batches, counted)
-    frozen = _count_bytes(p for _, part in _find_other_parts(pipe, component) for p in part.parameters())
-    made.memory = estimate_memory(model, frozen, args, peft_config, made.sharding, counted, made.batches)
+    made.memory = estimate_memory(parts, args, peft_config, made.sharding, counted, made.batches)
+
+
+def _build_and_measure(
+    made: Plan,
+    folder: Any,
+    args: DiffusionGRPOConfig,
+    peft_config: PeftConfig | None,
+    rows: "Dataset | None",
+) -> tuple[Parts, Measurement | None]:
+    """Build the pipeline without weights, whole and in place: what is moved or compressed is computed from it."""
+    simple = copy.copy(args)
+    simple.torch_compile, simple.group_offload = False, None
+    pipe, mode = build_weightless_pipeline(folder, simple, peft_config is None)
+    component, model = prepare_model(pipe, simple, peft_config)
+    move_to_cpu(pipe, mode)
+    if read_setting(args, "vae_slicing"):
+        pipe.vae.enable_slicing()
+    if read_setting(args, "vae_tiling"):
+        pipe.vae.enable_tiling()
+    counted = _measure_or_note(made, pipe, mode, component, simple, rows)
+    every = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    order = (pipe.model_cpu_offload_seq or "").split("->")
+    movable = [name for name in order if name in every and name not in pipe._exclude_from_cpu_offload]
+    places = [order.index(name) for name in component if name in order]
+    made.model["pipeline"] = type(pipe).__name__
+    return Parts(
+        model=model,
+        networks={name: every[name] for name in component},
+        others={name: part for name, part in every.items() if name not in component},
+        moved=tuple(name for name in movable if name not in component),
+        decodes=tuple(name for name in movable if places and order.index(name) > max(places)),
+    ), counted
 
 
 def _measure_or_note(
@@ -219,7 +215,7 @@ def _measure_or_note(
             return _measure_in_some_form(policy, mode, inputs, row, args)
     except Exception as error:  # a pipeline may fail in any way on tensors without values
         made.notes.append(
-            f"{type(pipe).__name__} does not run without weights, so trajectory and activations are not planned "
+            f"{type(pipe).__name__} does not run without weights, so what comes and goes is not planned "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
         )
         return None
@@ -248,11 +244,6 @@ def _measure_in_some_form(
         unguided = measure(policy, mode, switch_guidance_off(policy.pipe, policy.networks, call), samples, args)
         return measure_renoised(counted, unguided, has_old_policy(args))
     raise refusals[0]
-
-
-def _find_other_parts(pipe: Any, component: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    return [(name, part) for name, part in parts.items() if name not in component]
 
 
 def _make_autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManager:
@@ -286,113 +277,3 @@ def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Meas
         share = 1 - args.gradient_accumulation_steps / (args.steps_per_generation * iterations)
         found["sequence ratio"] = one * steps * iterations * share
     return found
-
-
-def has_old_policy(args: DiffusionGRPOConfig) -> bool:
-    """Whether the algorithm keeps an old policy."""
-    if not args.traits.is_renoised:
-        return False
-    is_first_replay = args.batch_sizes.updates_per_rollout == 1
-    algorithm = load_algorithm(args.loss_type, args.loss_kwargs, is_first_replay=is_first_replay)
-    return algorithm.old_decay is not None
-
-
-def estimate_memory(
-    model: nn.Module,
-    frozen: int,
-    args: DiffusionGRPOConfig,
-    peft_config: PeftConfig | None,
-    sharding: Sharding,
-    counted: Measurement | None,
-    batches: Batches,
-) -> list[Memory]:
-    """Estimate the bytes on one process, by kind.
-
-    Args:
-        model: the model as prepared for training, with real or fake tensors.
-        frozen: bytes of the pipeline's other parts.
-        args, peft_config: settings of the run.
-        sharding: how the training state is divided.
-        counted: measurement on the pipeline without weights. None leaves out trajectory and activations.
-        batches: counts of the run.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    whole, grads, states = (
-        _count_bytes(model.parameters()),
-        _count_bytes(trained),
-        count_optimizer_bytes(trained, args),
-    )
-    masters = 0
-    if sharding.keeps_masters:
-        masters = 4 * sum(p.numel() for p in trained)  # whatever the dtype of the weights
-        if args.bf16 or args.fp16:
-            whole = sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in model.parameters())
-            grads = masters // 2
-    engine, away, away_optimizer = sharding.basis, sharding.offload_parameters, sharding.offload_optimizer
-    found = [
-        _place("parameters", sharding.share(whole, sharding.parameters), away, engine),
-        _place("gradients", sharding.share(grads, sharding.gradients), away_optimizer, engine),
-        _place("optimizer", sharding.share(states + masters, sharding.optimizer), away_optimizer, engine),
-    ]
-    if sharding.copies_gradients:
-        found.append(Memory("gradient buckets", grads, basis="DDP's copies for the all-reduce"))
-    if sharding.parameters and sharding.processes > 1:
-        found.append(
-            Memory("gathered block", _measure_largest_block(model), basis="the largest block, while it is used")
-        )
-    found.append(_place("frozen parts", frozen, args.offload_frozen is not None, "text encoders, VAE and the like"))
-    if args.needs_reference and peft_config is None:
-        found.append(_place("reference", whole, args.offload_ref_model, "a copy of the network"))
-    if args.ema_decay is not None:
-        found.append(
-            Memory("moving average", sharding.share(_count_bytes(trained), sharding.parameters), basis=engine)
-        )
-    if has_old_policy(args):
-        found.append(Memory("old policy", sharding.share(_count_bytes(trained), sharding.parameters), basis=engine))
-    if counted is None:
-        return found
-    trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)
-    found.append(_place("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
-    part = "pass over its tokens" if counted.tokens else "step"
-    found.append(Memory("activations", counted.activations, basis=f"what autograd keeps of one micro-batch's {part}"))
-    return found
-
-
-def _place(name: str, count: int, is_on_cpu: bool, basis: str) -> Memory:
-    return Memory(name, 0 if is_on_cpu else count, count if is_on_cpu else 0, basis)
-
-
-def _measure_largest_block(model: nn.Module) -> int:
-    """Return the bytes of the largest repeated block of the network."""
-    lists = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-    return max((_count_bytes(block.parameters()) for block in lists), default=0)
-
-
-def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> int:
-    """Count the bytes that the configured optimizer keeps after a step.
-
-    The optimizer's own class takes one step on tensors without values. The 8-bit optimizers of bitsandbytes need a GPU
-    for a step, so their bytes are computed here: one per value and a float32 per block of 256.
-    """
-    name = OptimizerNames(args.optim).value
-    if "8bit" in name:
-        count = 1 if "lion" in name else 2
-        sizes = [p.numel() for p in trained]
-        small = sum(4 * size for size in sizes if size < OPTIMIZER_SMALL)
-        large = sum(size + 4 * math.ceil(size / OPTIMIZER_BLOCK) for size in sizes if size >= OPTIMIZER_SMALL)
-        return count * (small + large)
-    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    copies = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in trained]
-    kwargs = {name: value for name, value in kwargs.items() if name != "fused"}  # fused kernels need a device
-    optimizer = cls(copies, **kwargs | {"lr": kwargs["lr"] or 0.0})
-    for copy in copies:
-        copy.grad = torch.empty_like(copy)
-    optimizer.step()
-    return _count_bytes(
-        value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)
-    )
-
-
-def _count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of tensors, each tensor once."""
-    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}.values())

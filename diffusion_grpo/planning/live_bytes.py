@@ -1,0 +1,64 @@
+"""Count the bytes of tensors while code runs: how many are alive, and how many there were at most."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """Watches every operation inside its context and counts the storages that come out of it.
+
+    It works on tensors without values (torch's `FakeTensorMode`) as on real ones. What a kernel allocates for itself
+    and frees before it returns is not seen.
+
+    Args:
+        known: tensors that were there before and do not count, such as weights.
+
+    Attributes:
+        now: bytes that are alive.
+        peaks: the most bytes there were in each phase.
+        phase: name of the phase that runs.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = (), phase: str = ""):
+        super().__init__()
+        self.now, self.phase = 0, phase
+        self.peaks: Counter[str] = Counter()
+        self._known = [tensor.untyped_storage() for tensor in known]  # kept, so that their numbers stay theirs
+        self._seen = {storage._cdata for storage in self._known}
+
+    @property
+    def peak(self) -> int:
+        """The most bytes there were in any phase."""
+        return max(self.peaks.values(), default=0)
+
+    def begin(self, phase: str) -> None:
+        """Count for another phase from now on."""
+        self.phase = phase
+        self.peaks[phase] = max(self.peaks[phase], self.now)
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(output):
+            if torch.is_tensor(tensor):
+                self._add(tensor.untyped_storage())
+        return output
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        weakref.finalize(storage, self._remove, key, size).atexit = False
+
+    def _remove(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size

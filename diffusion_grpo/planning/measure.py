@@ -1,0 +1,290 @@
+"""Measure one micro-batch of a run on a pipeline without weights: what is recorded, and the most bytes of each phase.
+
+The rollout and the update are those of training, so nothing is estimated per family. Of the denoising loop only the
+first step runs the network; later steps get the same result again.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..config.settings import DiffusionGRPOConfig
+from ..policy.drivers import StepScored
+from ..policy.language_model import Drawn
+from ..policy.network_gate import replace_attribute
+from ..policy.rollout import Policy, Trajectory, replay, rollout
+from ..policy.token_process import TokenTrajectory, pack_bits
+from .live_bytes import LiveBytes
+
+ENCODING, DENOISING, DECODING, UPDATE = "encoding", "denoising", "decoding", "update"  # phases of a run
+INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+@dataclass
+class Measurement:
+    """Sizes of one micro-batch, measured on a pipeline without weights.
+
+    Attributes:
+        samples: number of samples in the micro-batch.
+        step_bytes: bytes per recorded step and sample: latents before and after the step, log-probability, step index.
+        sample_bytes: bytes per sample that do not depend on the number of trained steps, such as seeds and tokens.
+        prompt_bytes: bytes per sample of what its prompts are encoded to.
+        evaluations: forward passes of the trained network per step and sample; 2 with guidance in most pipelines.
+        update_evaluations: forward passes per trained step and sample in an update.
+        peaks: the most bytes beside the weights, their gradients and the trajectory, by phase; a phase that could not
+            be measured is missing.
+        tokens: tokens that a language model draws per sample; 0 where none is trained.
+    """
+
+    samples: int
+    step_bytes: int
+    sample_bytes: int
+    prompt_bytes: int
+    evaluations: float
+    update_evaluations: float
+    peaks: dict[str, int]
+    tokens: int = 0
+
+
+def measure(
+    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], samples: int, args: DiffusionGRPOConfig
+) -> Measurement:
+    """Roll out one micro-batch, and update on its first step.
+
+    Args:
+        policy: policy of a pipeline from `build_weightless_pipeline` that is prepared for training.
+        mode: the fake tensor mode of that pipeline.
+        inputs: keyword arguments of the pipeline's call for the micro-batch.
+        samples: number of samples in the micro-batch.
+        args: settings of the run.
+    """
+    if policy.draws_tokens:
+        return measure_tokens(policy, mode, inputs, samples, args)
+    settings = {"seeds": range(samples), "num_inference_steps": args.num_inference_steps, "steps": [[0]] * samples}
+    watch = PhaseWatch(policy, getattr(args, "decode_batch_size", None))
+    with watch.watching(), _draw_without_weights(policy, mode):
+        try:
+            _, trajectory = rollout(policy, inputs, **settings)
+        except Exception:  # not every pipeline decodes tensors without values
+            watch.reset()
+            _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
+    update = measure_update(policy, mode, inputs, trajectory)
+    per_step, per_sample = count_trajectory_bytes(trajectory)
+    evaluations = sum(watch.rows) / samples
+    peaks = {**watch.live.peaks, UPDATE: update}
+    return Measurement(samples, per_step, per_sample, watch.encoded // samples, evaluations, evaluations, peaks)
+
+
+class PhaseWatch:
+    """Tells the phases of a rollout apart, and spares it the network after the first step.
+
+    Args:
+        policy: of a pipeline without weights.
+        decode_batch_size: samples that are decoded at once; None for all.
+
+    Attributes:
+        live: counts the bytes of each phase.
+        rows: rows of each call of a trained network in the first step.
+        encoded: bytes that were alive as the first network ran: what prompts and conditions were encoded to.
+    """
+
+    def __init__(self, policy: Policy, decode_batch_size: int | None = None):
+        self._policy, self._decode_batch_size = policy, decode_batch_size
+        self.live = LiveBytes(list_weights(policy.pipe), ENCODING)
+        self.rows: list[int] = []
+        self.encoded = 0
+        self._results: dict[int, Any] = {}
+
+    def reset(self) -> None:
+        """Forget what was counted, for another attempt."""
+        self.live.peaks.clear()
+        self.live.begin(ENCODING)
+        self.rows.clear()
+        self._results.clear()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the pipeline's networks and what decodes; restore them on leaving."""
+        with contextlib.ExitStack() as stack:
+            for network in self._policy.networks:
+                stack.enter_context(replace_attribute(network, "forward", self._wrap_network(network)))
+            for part in self._policy.pipe.components.values():
+                if isinstance(part, nn.Module) and callable(getattr(part, "decode", None)):
+                    stack.enter_context(replace_attribute(part, "decode", self._wrap_decoder(part)))
+            stack.enter_context(self.live)
+            yield
+
+    def _wrap_network(self, network: nn.Module) -> Callable:
+        forward = network.forward
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_first = self._policy.scheduler.driver.current == 0
+            if is_first:
+                if self.live.phase == ENCODING:
+                    self.encoded = self.live.now
+                    self.live.begin(DENOISING)
+                leaves = pytree.tree_leaves((args, kwargs))
+                self.rows.append(len(next(x for x in leaves if torch.is_tensor(x) and x.ndim > 1)))
+            if is_first or id(network) not in self._results:
+                self._results[id(network)] = forward(*args, **kwargs)
+            return self._results[id(network)]
+
+        return run
+
+    def _wrap_decoder(self, part: nn.Module) -> Callable:
+        decode = part.decode
+
+        @functools.wraps(decode)
+        def run(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.live.begin(DECODING)
+            made = [decode(chunk, *args, **kwargs) for chunk in latents.split(self._decode_batch_size or len(latents))]
+            raise StepScored(len(made))  # what follows needs the values of pixels
+
+        return run
+
+
+def list_weights(pipe: DiffusionPipeline) -> list[Tensor]:
+    """Return the weights and buffers of all parts."""
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    return [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+
+
+def measure_update(
+    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory
+) -> int:
+    """Return the most bytes beside weights, gradients and trajectory in one forward and backward pass.
+
+    Gradient checkpointing, if it is on, keeps and recomputes as it does in training.
+    """
+    trained = [p for network in policy.networks for p in network.parameters() if p.requires_grad]
+    for parameter in trained:
+        with mode:
+            parameter.grad = torch.empty_like(parameter)
+    known = [*list_weights(policy.pipe), *(p.grad for p in trained), *trajectory.tensors().values()]
+    live = LiveBytes(known, UPDATE)
+    try:
+        with torch.enable_grad(), live:
+            replay(policy, inputs, trajectory, 0).log_prob.mean().backward()
+    finally:
+        for parameter in trained:
+            parameter.grad = None
+    return live.peak
+
+
+def measure_tokens(
+    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], samples: int, args: DiffusionGRPOConfig
+) -> Measurement:
+    """Roll out one micro-batch of a policy that draws tokens, then score them with gradient.
+
+    The tokens are zeros: a model without weights can draw none. One teacher-forced pass scores them all, so that the
+    replay keeps the activations of the network and of the log-probabilities, one number per id.
+
+    Args:
+        See [`measure`].
+    """
+    drawn: list[Drawn] = []
+    with _draw_without_weights(policy, mode, drawn), contextlib.suppress(StepScored):
+        rollout(policy, inputs, seeds=range(samples), num_inference_steps=args.num_inference_steps)
+    ids, kept = drawn[0].ids, drawn[0].kept
+    seeds = torch.arange(samples)
+    trajectory = TokenTrajectory(
+        ids=ids,
+        mask=drawn[0].mask,
+        support=ids.new_zeros((*ids.shape, 0), dtype=torch.uint8) if kept is None else pack_bits(kept),
+        log_probs=drawn[0].log_probs[:, None],
+        drift=drawn[0].log_probs,
+        steps=torch.zeros(samples, 1, dtype=torch.int64),
+        seeds=seeds,
+        initial_seeds=seeds,
+        num_inference_steps=args.num_inference_steps,
+        temperature=float(policy.sampling.temperature),
+    )
+    update = measure_update(policy, mode, inputs, trajectory)
+    per_sample = sum(map(_count_bytes, trajectory.tensors().values())) // samples
+    return Measurement(samples, 0, per_sample, 0, 1.0, 1.0, {UPDATE: update}, tokens=ids.shape[1])
+
+
+class CountedMasks(TorchDispatchMode):
+    """Count what a mask selects of a fake tensor, which torch refuses to do.
+
+    A mask with values, as that of a tokenizer, selects what it selects; one without is taken to select everything.
+    """
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in INDEXED and isinstance(args[0], FakeTensor):
+            places: list[Tensor | None] = []
+            for index in args[1]:
+                is_mask = index is not None and index.dtype == torch.bool
+                places.extend(_find_places(index) if is_mask else [index])
+            args = args[0], places, *args[2:]
+        return func(*args, **(kwargs or {}))
+
+
+def _find_places(mask: Tensor) -> tuple[Tensor, ...]:
+    real = torch.ones(mask.shape, dtype=torch.bool) if isinstance(mask, FakeTensor) else mask
+    return real.nonzero(as_tuple=True)
+
+
+@contextlib.contextmanager
+def _draw_without_weights(policy: Policy, mode: FakeTensorMode, drawn: list[Drawn] | None = None) -> Iterator[None]:
+    """Let a language model in the pipeline's call draw zeros; with `drawn`, keep them there and end the call."""
+
+    def draw(call: dict[str, Any], seeds: Tensor) -> Drawn:
+        shape = len(seeds), policy.family.token_count(call)
+        with mode:
+            kept = torch.ones(*shape, policy.family.vocabulary(policy.pipe), dtype=torch.bool)
+        made = Drawn(
+            ids=torch.zeros(shape, dtype=torch.int64),
+            mask=torch.ones(shape, dtype=torch.bool),
+            kept=kept if policy.sampling.is_truncated else None,
+            log_probs=torch.zeros(shape),
+        )
+        if drawn is None:
+            return made
+        drawn.append(made)
+        raise StepScored
+
+    with replace_attribute(policy, "draw_tokens", draw):
+        yield
+
+
+def measure_renoised(guided: Measurement, unguided: Measurement, has_old_policy: bool) -> Measurement:
+    """Turn measurements of recorded steps into those of finished samples that are noised again.
+
+    Args:
+        guided: of the rollout's calls.
+        unguided: of the same calls without guidance, as updates make them.
+        has_old_policy: whether an old policy's predictions are kept, one latent per step.
+    """
+    indices = 12  # bytes per recorded step of its log-probability and index, beside the latents before and after it
+    latent = (guided.step_bytes - indices) // 2
+    return dataclasses.replace(
+        guided,
+        step_bytes=8 + (latent if has_old_policy else 0),
+        sample_bytes=guided.sample_bytes + latent,
+        peaks={**guided.peaks, UPDATE: unguided.peaks[UPDATE]},
+        update_evaluations=unguided.evaluations,
+    )
+
+
+def count_trajectory_bytes(trajectory: Trajectory) -> tuple[int, int]:
+    """Count the bytes per step and sample, and the bytes per sample outside its steps."""
+    tensors = trajectory.tensors()
+    by_step = [tensors.pop(name) for name in ("latents", "next_latents", "log_probs", "steps")]
+    per_step = sum(_count_bytes(tensor) for tensor in by_step) // trajectory.steps.numel()
+    return per_step, sum(_count_bytes(tensor) for tensor in tensors.values()) // len(trajectory)
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

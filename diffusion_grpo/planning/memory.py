@@ -1,0 +1,354 @@
+"""Bytes of a run on one process, by kind: what is always there, and what comes in each phase."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.training_args import OptimizerNames
+
+from ..algorithms.choose import load_algorithm
+from ..config.settings import DiffusionGRPOConfig
+from ..distributed.sharding import Sharding
+from .batches import Batches
+from .measure import DECODING, DENOISING, ENCODING, UPDATE, Measurement
+
+LOADING = "loading"  # before anything is on the accelerator
+PREPARING = "preparing"  # prompts are encoded before the network is on the accelerator
+ALONE = (LOADING, PREPARING)  # phases in which nothing else is there
+OPTIMIZER_BLOCK = 256  # values that share a scale in the 8-bit states of bitsandbytes
+OPTIMIZER_SMALL = 4096  # bitsandbytes keeps 32-bit states of smaller tensors
+SETTINGS = {
+    "cache_prompt_embeds": "off",
+    "group_offload": None,
+    "group_offload_blocks": 1,
+    "group_offload_stream": False,
+    "decode_batch_size": None,
+    "vae_slicing": False,
+    "vae_tiling": False,
+}
+WEIGHT_BLOCK = 64  # values that share a scale in the 4-bit weights of bitsandbytes
+
+
+@dataclass
+class Memory:
+    """Bytes of one kind on one process.
+
+    Attributes:
+        name: the kind.
+        accelerator, cpu: bytes on the accelerator and in CPU memory.
+        basis: where the numbers come from.
+        phase: when they are there; "" for always.
+    """
+
+    name: str
+    accelerator: int = 0
+    cpu: int = 0
+    basis: str = ""
+    phase: str = ""
+
+
+def add_up(memory: list[Memory]) -> Memory:
+    """Return the most bytes there are at a time: all kinds that are always there, and the largest phase.
+
+    The phase of the result is the one in which the accelerator holds most.
+    """
+    phases = dict.fromkeys(["", *(item.phase for item in memory)])
+    sums: dict[str, list[int]] = {"accelerator": [], "cpu": []}
+    for where, found in sums.items():
+        for phase in phases:
+            there = [i for i in memory if i.phase == phase or (not i.phase and phase not in ALONE)]
+            found.append(sum(getattr(item, where) for item in there))
+    most = max(sums["accelerator"])
+    return Memory("most at a time", most, max(sums["cpu"]), phase=list(phases)[sums["accelerator"].index(most)])
+
+
+@dataclass
+class Parts:
+    """What a pipeline is made of, with fake tensors for weights.
+
+    Attributes:
+        model: the model as prepared for training.
+        networks: the trained networks.
+        others: the other networks, by name.
+        specs: how each network is quantised, by name; see `choose_specs`.
+        moved: names of the others that `offload_frozen` moves.
+        decodes: names of the others that run after the trained networks.
+    """
+
+    model: nn.Module
+    networks: dict[str, nn.Module]
+    others: dict[str, nn.Module] = field(default_factory=dict)
+    specs: dict[str, Any] = field(default_factory=dict)
+    moved: tuple[str, ...] = ()
+    decodes: tuple[str, ...] = ()
+
+    def weigh_others(self, names: Iterable[str]) -> int:
+        """Return the bytes of some of the other networks."""
+        return sum(weigh(self.others[name], self.specs.get(name)) for name in names)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that are trained."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def frozen(self) -> int:
+        """Bytes of the weights of the trained networks that are not trained themselves."""
+        return sum(weigh(network, self.specs.get(name), is_frozen=True) for name, network in self.networks.items())
+
+
+def estimate_memory(
+    parts: Parts,
+    args: DiffusionGRPOConfig,
+    peft_config: PeftConfig | None,
+    sharding: Sharding,
+    counted: Measurement | None,
+    batches: Batches,
+) -> list[Memory]:
+    """Estimate the bytes on one process, by kind.
+
+    Args:
+        parts: of the pipeline.
+        args, peft_config: settings of the run.
+        sharding: how the training state is divided.
+        counted: measurement on the pipeline without weights. None leaves out the trajectory and all phases.
+        batches: counts of the run.
+    """
+    found = [*_list_state(parts, args, sharding), *_list_copies(parts, args, peft_config, sharding)]
+    found += _list_frozen(parts, args)
+    whole = parts.frozen + count_bytes(parts.trained) + parts.weigh_others(parts.others)
+    found.append(Memory("pipeline as it is loaded", 0, whole, "before it moves to the accelerator", LOADING))
+    if counted is None:
+        return found
+    trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)
+    found.append(_place("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
+    return found + _list_phases(parts, args, counted, batches)
+
+
+def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> list[Memory]:
+    """List weights, gradients and the optimizer's states, as the processes share them."""
+    trained = parts.trained
+    own, grads, states = count_bytes(trained), count_bytes(trained), count_optimizer_bytes(trained, args)
+    whole = own + parts.frozen
+    masters = 0
+    if sharding.keeps_masters:
+        masters = 4 * sum(p.numel() for p in trained)  # whatever the dtype of the weights
+        if (args.bf16 or args.fp16) and not parts.specs:
+            every = parts.model.parameters()
+            whole = sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in every)
+        grads = masters // 2 if args.bf16 or args.fp16 else grads
+    engine, away, away_optimizer = sharding.basis, sharding.offload_parameters, sharding.offload_optimizer
+    found = [
+        _place("parameters", sharding.share(whole, sharding.parameters), away, engine),
+        _place("gradients", sharding.share(grads, sharding.gradients), away_optimizer, engine),
+        _place("optimizer", sharding.share(states + masters, sharding.optimizer), away_optimizer, engine),
+    ]
+    if read_setting(args, "group_offload") is not None:
+        present = own + sum(measure_groups(network, args) for network in parts.networks.values())
+        found[0] = Memory("parameters", min(present, whole), parts.frozen, "the blocks that work, and what is trained")
+    if sharding.copies_gradients:
+        found.append(Memory("gradient buckets", grads, basis="DDP's copies for the all-reduce"))
+    if sharding.parameters and sharding.processes > 1:
+        block = measure_largest_block(parts.model)
+        found.append(Memory("gathered block", block, basis="the largest block, while it is used"))
+    quantised = [network for name, network in parts.networks.items() if name in parts.specs]
+    if quantised:
+        largest = max(map(_weigh_dense, quantised))
+        found.append(Memory("restored layer", largest, basis="the largest quantised layer, while it is used"))
+    return found
+
+
+def _list_copies(
+    parts: Parts, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, sharding: Sharding
+) -> list[Memory]:
+    """List copies of the weights: the reference, the moving average, the old policy."""
+    found = []
+    own = sharding.share(count_bytes(parts.trained), sharding.parameters)
+    if args.needs_reference and peft_config is None:
+        whole = count_bytes(parts.model.parameters())
+        if sharding.keeps_masters and (args.bf16 or args.fp16):
+            whole = sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
+        found.append(_place("reference", whole, args.offload_ref_model, "a copy of the network"))
+    if args.ema_decay is not None:
+        found.append(Memory("moving average", own, basis=sharding.basis))
+    if has_old_policy(args):
+        found.append(Memory("old policy", own, basis=sharding.basis))
+    return found
+
+
+def _list_frozen(parts: Parts, args: DiffusionGRPOConfig) -> list[Memory]:
+    """List the frozen parts; those that are moved are on the accelerator in their phase only."""
+    there = [name for name in parts.others if not (_are_prompts_cached(args) and is_text_encoder(name))]
+    moved = [name for name in there if name in parts.moved and args.offload_frozen is not None]
+    stay = parts.weigh_others(name for name in there if name not in moved)
+    return [Memory("frozen parts", stay, parts.weigh_others(moved), "text encoders, VAE and the like")]
+
+
+def _list_phases(parts: Parts, args: DiffusionGRPOConfig, counted: Measurement, batches: Batches) -> list[Memory]:
+    """List what comes and goes: one row for each phase that was measured."""
+    moved = parts.moved if args.offload_frozen is not None else ()
+    cached, found = _are_prompts_cached(args), []
+    for phase, name, basis in (
+        (ENCODING, "encoding prompts", "the most at a time, for one call of a rollout"),
+        (DENOISING, "denoising", "the most at a time, for one call of a rollout"),
+        (DECODING, "decoding", "the most at a time, for one call of a rollout"),
+        (UPDATE, "activations", "the most at a time in one micro-batch's forward and backward pass"),
+    ):
+        if phase not in counted.peaks:
+            continue
+        count = counted.peaks[phase]
+        if phase == ENCODING:
+            encoders = parts.others if cached else moved
+            count += parts.weigh_others(n for n in encoders if n in parts.others and n not in parts.decodes)
+        if phase == DECODING:
+            count += parts.weigh_others(n for n in moved if n in parts.decodes)
+        if phase == ENCODING and cached:
+            found.append(Memory(name, count, 0, "text encoders at work, before the network is loaded", PREPARING))
+        else:
+            found.append(Memory(name, count, 0, basis, phase))
+    if read_setting(args, "cache_prompt_embeds") == "memory":
+        prompts = counted.prompt_bytes * (batches.prompts or 0)
+        found.append(Memory("prompt embeddings", 0, prompts, "at most, of all prompts"))
+    return found
+
+
+def _are_prompts_cached(args: DiffusionGRPOConfig) -> bool:
+    return read_setting(args, "cache_prompt_embeds") != "off"
+
+
+def is_text_encoder(name: str) -> bool:
+    """Return whether a component is a text encoder, which `cache_prompt_embeds` releases."""
+    return name.startswith("text_encoder")
+
+
+def _place(name: str, count: int, is_on_cpu: bool, basis: str) -> Memory:
+    return Memory(name, 0 if is_on_cpu else count, count if is_on_cpu else 0, basis)
+
+
+def read_setting(args: DiffusionGRPOConfig, name: str) -> Any:
+    """Return a setting, or its default."""
+    return getattr(args, name, SETTINGS[name])
+
+
+def has_old_policy(args: DiffusionGRPOConfig) -> bool:
+    """Whether the algorithm keeps an old policy."""
+    if not args.traits.is_renoised:
+        return False
+    is_first_replay = args.batch_sizes.updates_per_rollout == 1
+    algorithm = load_algorithm(args.loss_type, args.loss_kwargs, is_first_replay=is_first_replay)
+    return algorithm.old_decay is not None
+
+
+# Quantised weights
+
+
+def weigh(network: nn.Module, spec: Any = None, is_frozen: bool = False) -> int:
+    """Return the bytes of a network's weights.
+
+    Args:
+        network: with fake tensors or real ones.
+        spec: how it is quantised: the weights of its linear layers that are not trained.
+        is_frozen: whether weights that are trained are left out.
+    """
+    quantised = {} if spec is None else {id(x): x for x in list_linear_weights(network)}
+    left = [p for p in network.parameters() if id(p) not in quantised and not (is_frozen and p.requires_grad)]
+    return count_bytes(left) + sum(count_quantised_bytes(weight, spec) for weight in quantised.values())
+
+
+def list_linear_weights(network: nn.Module) -> list[nn.Parameter]:
+    """Return the frozen weights of linear layers, which every backend of `quantization` compresses."""
+    layers = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    return [layer.weight for layer in layers if not layer.weight.requires_grad]
+
+
+def count_quantised_bytes(weight: Tensor, spec: Any) -> int:
+    """Return the bytes of a weight as a backend keeps it, with its scales.
+
+    Args:
+        weight: (out, in) of a linear layer.
+        spec: a `QuantizationSpec`, or a configuration object of diffusers, of which 8 bits are assumed where it does
+            not say that it loads in 4.
+    """
+    backend, options = getattr(spec, "backend", ""), getattr(spec, "options", {})
+    if backend == "bitsandbytes_4bit" or getattr(spec, "load_in_4bit", False):
+        blocks = math.ceil(weight.numel() / WEIGHT_BLOCK)
+        is_nested = options.get("bnb_4bit_use_double_quant") or getattr(spec, "bnb_4bit_use_double_quant", False)
+        scales = blocks + 4 * math.ceil(blocks / OPTIMIZER_BLOCK) if is_nested else 4 * blocks
+        return math.ceil(weight.numel() / 2) + scales
+    bits = {"int4": 4, "int2": 2}.get(options.get("weights_dtype"), 8)  # of quanto
+    return math.ceil(weight.numel() * bits / 8) + 4 * len(weight)  # a scale per row
+
+
+def _weigh_dense(network: nn.Module) -> int:
+    """Return the bytes of the largest linear layer, as it is restored for a multiplication."""
+    return max((weight.nbytes for weight in list_linear_weights(network)), default=0)
+
+
+# Blocks
+
+
+def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
+    """Return the bytes of frozen weights that are on the accelerator at a time with `group_offload`.
+
+    These are the weights outside of the blocks, which stay for a pass, and the largest group: two of them where the
+    next one is fetched early. See diffusers' `apply_group_offloading`.
+    """
+    is_ahead, per_group = read_setting(args, "group_offload_stream"), read_setting(args, "group_offload_blocks")
+    turns = 2 if is_ahead else 1
+    if read_setting(args, "group_offload") == "leaf_level":
+        leaves = [module for module in network.modules() if not any(module.children())]
+        return turns * max((_count_frozen(leaf) for leaf in leaves), default=0)
+    per_group = 1 if is_ahead else per_group
+    lists = [child for child in network.children() if isinstance(child, (nn.ModuleList, nn.Sequential))]
+    groups = [
+        sum(map(_count_frozen, blocks[start : start + per_group]))
+        for blocks in map(list, lists)
+        for start in range(0, len(blocks), per_group)
+    ]
+    outside = _count_frozen(network) - sum(map(_count_frozen, lists))
+    return outside + turns * max(groups, default=0)
+
+
+def _count_frozen(module: nn.Module) -> int:
+    return count_bytes(p for p in module.parameters() if not p.requires_grad)
+
+
+def measure_largest_block(model: nn.Module) -> int:
+    """Return the bytes of the largest repeated block of the network."""
+    lists = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
+    return max((count_bytes(block.parameters()) for block in lists), default=0)
+
+
+def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> int:
+    """Count the bytes that the configured optimizer keeps after a step.
+
+    The optimizer's own class takes one step on tensors without values. The 8-bit optimizers of bitsandbytes need a GPU
+    for a step, so their bytes are computed here: one per value and a float32 per block of 256.
+    """
+    name = OptimizerNames(args.optim).value
+    if "8bit" in name:
+        count = 1 if "lion" in name else 2
+        sizes = [p.numel() for p in trained]
+        small = sum(4 * size for size in sizes if size < OPTIMIZER_SMALL)
+        large = sum(size + 4 * math.ceil(size / OPTIMIZER_BLOCK) for size in sizes if size >= OPTIMIZER_SMALL)
+        return count * (small + large)
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    copies = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in trained]
+    kwargs = {name: value for name, value in kwargs.items() if name != "fused"}  # fused kernels need a device
+    optimizer = cls(copies, **kwargs | {"lr": kwargs["lr"] or 0.0})
+    for copy in copies:
+        copy.grad = torch.empty_like(copy)
+    optimizer.step()
+    return count_bytes(
+        value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+    )
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of tensors, each tensor once."""
+    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
