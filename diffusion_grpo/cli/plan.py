@@ -10,6 +10,7 @@ from .inputs import call_or_refuse, check_model_name
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..config.arguments import LaunchArguments
     from ..planning.memory import Memory
     from ..planning.plan import Plan
 
@@ -40,7 +41,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `plan`. The settings of `train` are read separately."""
     command.add_argument("config", help="YAML file of settings, as for train")
     command.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    command.usage = "diffusion-grpo plan config.yaml [--key value ...] [--json]"
+    command.add_argument("--device-memory", metavar="SIZE", help="say whether the run fits into it, e.g. 24GiB")
+    command.add_argument(
+        "--fit", metavar="SIZE", help="print the cheapest settings with which the run fits, as YAML to paste"
+    )
+    command.usage = "diffusion-grpo plan config.yaml [--key value ...] [--device-memory 24GiB | --fit 24GiB] [--json]"
     command.epilog = (
         "Any setting of train can be given as --key value, e.g. --model FOLDER, --accelerate_config or\n"
         "--num_processes. No weights are loaded. The configuration files of a Hub id are downloaded if needed."
@@ -59,8 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     call_or_refuse(check_values, values, launch_settings.get("num_processes", launch_settings["num_machines"]))
     call_or_refuse(check_model_name, str(values["model"]))
 
+    if arguments.fit:
+        return print_fit(arguments, overrides, launch)
     from ..planning.plan import plan
 
+    size = call_or_refuse(parse_size, arguments.device_memory) if arguments.device_memory else None
     made = call_or_refuse(plan, arguments.config, overrides, launch)
     if arguments.json:
         print(json.dumps(made.to_dict(), indent=2))
@@ -70,9 +78,68 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     for table in make_tables(made):
         console.print(table)
-    for note in made.notes:
+    for note in [*describe_memory(made, size), *made.notes]:
         console.print(note, highlight=False, soft_wrap=True)
     return 0
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 24GiB, 80GB or 500MiB.
+
+    Raises:
+        ValueError: it is written in another way.
+    """
+    from accelerate.utils.modeling import convert_file_size_to_int
+
+    try:
+        return convert_file_size_to_int(text)
+    except ValueError as error:
+        raise ValueError(f"{text} is no size of memory; write 24GiB, 80GB or the like.") from error
+
+
+def describe_memory(made: "Plan", size: int | None) -> list[str]:
+    """Say in sentences whether the run fits, and what the processes of one machine take together."""
+    from ..planning.fit import count_usable, format_size
+
+    if not made.memory:
+        return []
+    found = []
+    if size is not None:
+        usable, most = count_usable(size), made.total.accelerator
+        verdict = "fits into" if most <= usable else "does not fit into"
+        found.append(
+            f"At most {format_size(most)} {verdict} the {format_size(usable)} of {format_size(size)} that CUDA, "
+            "kernels and fragmentation leave." + ("" if most <= usable else " Add --fit to see what to change.")
+        )
+    if made.processes_per_machine > 1:
+        found.append(
+            f"The {made.processes_per_machine} processes of a machine take {format_size(made.cpu_per_machine)} of CPU "
+            "memory at most."
+        )
+    return found
+
+
+def print_fit(arguments: argparse.Namespace, overrides: list[str], launch: "LaunchArguments") -> int:
+    """Print what makes the run fit; return 1 if nothing does."""
+    from ..planning.fit import fit, format_size
+
+    size = call_or_refuse(parse_size, arguments.fit)
+    found = call_or_refuse(fit, arguments.config, overrides, size, launch)
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0 if found.fits else 1
+    where = f"the {format_size(found.usable)} of {format_size(size)} that CUDA, kernels and fragmentation leave"
+    before, after = format_size(found.before.accelerator), format_size(found.after.accelerator)
+    if not found.choices:
+        print(f"# At most {before}: {'it fits' if found.fits else 'nothing here makes it fit'} into {where}.")
+    elif found.fits:
+        print(f"# At most {after} instead of {before}: with these settings it fits into {where}.")
+    else:
+        print(f"# Nothing here makes it fit into {where}. The smallest found is {after} instead of {before}:")
+    print(found.to_yaml(), end="\n" if found.choices else "")
+    for note in found.notes:
+        print(f"# {note}")
+    return 0 if found.fits else 1
 
 
 def make_tables(made: "Plan") -> "list[Table]":

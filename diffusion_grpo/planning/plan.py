@@ -7,6 +7,7 @@ divide it as they document.
 
 import contextlib
 import copy
+import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,6 +37,14 @@ from .weightless import build_weightless_pipeline, find_configuration, move_to_c
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+COMPUTED = {  # settings whose effect is computed from what was built without them
+    *("gradient_accumulation_steps", "steps_per_generation", "optim", "optim_args", "offload_frozen"),
+    *("offload_trajectories", "offload_ref_model", "cache_prompt_embeds", "prompt_embeds_dir", "torch_compile"),
+    *("group_offload", "group_offload_blocks", "group_offload_stream", "load_in_4bit", "load_in_8bit"),
+    *("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "quantization", "ema_decay"),
+}
 
 
 def make_planned_config(processes: int) -> type[DiffusionGRPOConfig]:
@@ -77,6 +86,7 @@ class Plan:
         evaluations: forward passes of the network per sample, by purpose.
         memory: bytes per process, by kind; empty if the model's configuration files are not found.
         notes: sentences about what could not be planned.
+        processes_per_machine: those that share the CPU memory of one machine.
     """
 
     batches: Batches
@@ -85,37 +95,65 @@ class Plan:
     evaluations: dict[str, float] = field(default_factory=dict)
     memory: list[Memory] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    processes_per_machine: int = 1
 
     @property
     def total(self) -> Memory:
         """The most bytes there are at a time."""
         return add_up(self.memory)
 
+    @property
+    def cpu_per_machine(self) -> int:
+        """Bytes of CPU memory that the processes of one machine take together."""
+        return self.total.cpu * self.processes_per_machine
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a dictionary for JSON."""
-        return asdict(self) | {"total": asdict(self.total)}
+        return asdict(self) | {"total": asdict(self.total), "cpu_per_machine": self.cpu_per_machine}
 
 
-def plan(config_file: str | None, overrides: list[str], launch: LaunchArguments | None = None) -> Plan:
+Run = tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]
+Built = dict[str, tuple[Parts, Measurement | None, dict[str, Any], list[str]]]
+
+
+def read_run(
+    config_file: str | None, overrides: list[str], launch: LaunchArguments | None = None
+) -> tuple[Run, dict[str, Any], list[str]]:
+    """Read the settings of a run on another machine; see [`plan`].
+
+    Returns:
+        its settings; those of its processes; and notes on what is assumed.
+    """
+    launch_settings, notes = read_settings(launch or LaunchArguments()), []
+    if "num_processes" not in launch_settings and launch_settings["distributed_type"] != "NO":
+        notes.append("num_processes is not given, so one process per machine is planned; add --num_processes N.")
+    launch_settings.setdefault("num_processes", launch_settings["num_machines"])
+    check_processes(launch_settings)
+    planned = make_planned_config(launch_settings["num_processes"])
+    return parse_train_arguments(config_file, overrides, planned), launch_settings, notes
+
+
+def plan(
+    config_file: str | None,
+    overrides: list[str],
+    launch: LaunchArguments | None = None,
+    built: Built | None = None,
+) -> Plan:
     """Plan the run that a YAML file and overrides describe.
 
     Args:
         config_file: YAML file, as for `diffusion-grpo train`.
         overrides: words `--key value` that override the file.
         launch: processes to plan for, by default one. The hardware of this machine does not matter.
+        built: filled with what was built and measured, for other plans of the same model.
 
     Raises:
         ValueError: the run would refuse these settings too.
     """
-    launch_settings = read_settings(launch or LaunchArguments())
-    is_counted = "num_processes" in launch_settings
-    launch_settings.setdefault("num_processes", launch_settings["num_machines"])
-    check_processes(launch_settings)
+    (script, lora, args), launch_settings, notes = read_run(config_file, overrides, launch)
     sharding = Sharding.of(launch_settings)
-    script, lora, args = parse_train_arguments(config_file, overrides, make_planned_config(sharding.processes))
-    made = Plan(Batches.of(args, None), sharding)
-    if not is_counted and launch_settings["distributed_type"] != "NO":
-        made.notes.append("num_processes is not given, so one process per machine is planned; add --num_processes N.")
+    made = Plan(Batches.of(args, None), sharding, notes=notes)
+    made.processes_per_machine = max(1, sharding.processes // launch_settings["num_machines"])
     rows = _load_rows(script, made.notes)
     made.batches = Batches.of(args, None if rows is None else len(rows))
     try:
@@ -129,7 +167,7 @@ def plan(config_file: str | None, overrides: list[str], launch: LaunchArguments 
         made.evaluations = count_evaluations(args, made.batches, None)
         return made
     with torch.random.fork_rng(devices=[]):
-        _plan_model(made, folder, args, lora, rows)
+        _plan_model(made, folder, args, lora, rows, {} if built is None else built)
     return made
 
 
@@ -144,7 +182,7 @@ def _load_rows(script: ScriptArguments, notes: list[str]) -> "Dataset | None":
 
 
 def _plan_model(
-    made: Plan, folder: Any, args: DiffusionGRPOConfig, lora: LoraArguments, rows: "Dataset | None"
+    made: Plan, folder: Any, args: DiffusionGRPOConfig, lora: LoraArguments, rows: "Dataset | None", built: Built
 ) -> None:
     if "quantization_config" in (args.model_init_kwargs or {}):
         made.notes.append("model_init_kwargs: quantization_config is not planned; memory is left out.")
@@ -153,7 +191,12 @@ def _plan_model(
     if args.lora_path is not None:  # a new adapter of the same rank is as large
         peft_config, args.lora_path = adapters.read_config(args.lora_path), None
     check_peft_config(peft_config, args.needs_reference)
-    parts, counted = _build_and_measure(made, folder, args, peft_config, rows)
+    key = _describe_build(args, peft_config)
+    if key not in built:
+        built[key] = _build_and_measure(folder, args, peft_config, rows)
+    parts, counted, about, notes = built[key]
+    made.model |= about
+    made.notes += notes
     if counted is not None and counted.tokens:
         made.batches.trained_steps, made.batches.trained_tokens = 1, counted.tokens
     made.model |= {
@@ -165,13 +208,15 @@ def _plan_model(
     made.memory = estimate_memory(parts, args, peft_config, made.sharding, counted, made.batches)
 
 
+def _describe_build(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str:
+    """Return what two plans must have in common to share what was built and measured."""
+    settings = {name: value for name, value in args.to_dict().items() if name not in COMPUTED}
+    return json.dumps([settings, peft_config and peft_config.to_dict()], default=str, sort_keys=True)
+
+
 def _build_and_measure(
-    made: Plan,
-    folder: Any,
-    args: DiffusionGRPOConfig,
-    peft_config: PeftConfig | None,
-    rows: "Dataset | None",
-) -> tuple[Parts, Measurement | None]:
+    folder: Any, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, rows: "Dataset | None"
+) -> tuple[Parts, Measurement | None, dict[str, Any], list[str]]:
     """Build the pipeline without weights, whole and in place: what is moved or compressed is computed from it."""
     simple = copy.copy(args)
     simple.torch_compile, simple.group_offload = False, None
@@ -182,23 +227,24 @@ def _build_and_measure(
         pipe.vae.enable_slicing()
     if read_setting(args, "vae_tiling"):
         pipe.vae.enable_tiling()
-    counted = _measure_or_note(made, pipe, mode, component, simple, rows)
+    notes: list[str] = []
+    counted = _measure_or_note(notes, pipe, mode, component, simple, rows)
     every = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     order = (pipe.model_cpu_offload_seq or "").split("->")
     movable = [name for name in order if name in every and name not in pipe._exclude_from_cpu_offload]
     places = [order.index(name) for name in component if name in order]
-    made.model["pipeline"] = type(pipe).__name__
-    return Parts(
+    parts = Parts(
         model=model,
         networks={name: every[name] for name in component},
         others={name: part for name, part in every.items() if name not in component},
         moved=tuple(name for name in movable if name not in component),
         decodes=tuple(name for name in movable if places and order.index(name) > max(places)),
-    ), counted
+    )
+    return parts, counted, {"pipeline": type(pipe).__name__}, notes
 
 
 def _measure_or_note(
-    made: Plan,
+    notes: list[str],
     pipe: Any,
     mode: FakeTensorMode,
     component: tuple[str, ...],
@@ -214,7 +260,7 @@ def _measure_or_note(
         with CountedMasks():
             return _measure_in_some_form(policy, mode, inputs, row, args)
     except Exception as error:  # a pipeline may fail in any way on tensors without values
-        made.notes.append(
+        notes.append(
             f"{type(pipe).__name__} does not run without weights, so what comes and goes is not planned "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
         )

@@ -1,0 +1,95 @@
+"""The settings that are proposed make the run fit, and each is needed."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from planned_runs import write_run
+from tiny_runs import brightness  # noqa: F401  named by its dotted path below
+
+from diffusion_grpo.planning import fit as fitting
+from diffusion_grpo.planning.fit import count_usable, fit, write_words
+from diffusion_grpo.planning.plan import plan
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A run whose activations are larger than its weights."""
+    sizes = {"height": 96, "width": 96, "per_device_train_batch_size": 4, "num_generations": 4}
+    return write_run(tmp_path_factory.mktemp("run"), "flux", **sizes)
+
+
+def most(config, settings):
+    return plan(config, write_words(settings)).total.accelerator
+
+
+def test_the_cheapest_settings_that_fit_are_found_and_none_of_them_is_idle(config):
+    file, before = Path(config), most(config, {})
+    text = file.read_text()
+    size = int(0.4 * before / (1 - fitting.RESERVE))
+    found = fit(config, [], size)
+    assert found.fits and found.before.accelerator == before
+    assert file.read_text() == text  # nothing is changed behind the user's back
+    settings = yaml.safe_load(found.to_yaml())
+    assert settings == found.settings
+    assert {"per_device_train_batch_size", "gradient_accumulation_steps"} < settings.keys()
+    file.with_name("pasted.yaml").write_text(yaml.safe_dump(yaml.safe_load(text) | settings))
+    pasted = plan(str(file.with_name("pasted.yaml")), [])
+    assert pasted.total.accelerator == found.after.accelerator <= count_usable(size)
+    assert pasted.batches.samples_per_update == plan(config, []).batches.samples_per_update
+    assert pasted.batches.updates_per_rollout == plan(config, []).batches.updates_per_rollout
+    for choice in found.choices:
+        rest = fitting.merge([other for other in found.choices if other is not choice])
+        assert most(config, rest) == found.after.accelerator + choice.saved > count_usable(size)
+
+
+def test_a_run_that_fits_is_left_as_it_is(config):
+    found = fit(config, [], 2 * most(config, {}))
+    assert found.fits and not found.choices and found.to_yaml() == ""
+
+
+def test_what_cannot_fit_says_how_small_it_became(config, monkeypatch):
+    kept = ("smaller micro-batches", "recorded steps on the CPU")
+    monkeypatch.setattr(fitting, "STEPS", {name: fitting.STEPS[name] for name in kept})
+    found = fit(config, [], 1000)
+    assert not found.fits and [choice.name for choice in found.choices] == list(kept)
+    assert found.after.accelerator == most(config, found.settings) < found.before.accelerator
+
+
+def test_what_was_built_is_used_again(config, monkeypatch):
+    """Only what changes the passes of a micro-batch is measured anew."""
+    built = {}
+    for words in ([], ["--offload_frozen", "cpu"], ["--optim", "adamw_8bit"], ["--offload_trajectories", "true"]):
+        plan(config, words, None, built)
+    assert len(built) == 1
+    plan(config, ["--gradient_checkpointing", "true"], None, built)
+    assert len(built) == 2
+
+
+def test_a_run_whose_memory_is_unknown_is_not_fitted():
+    with pytest.raises(ValueError, match="cannot be planned, so nothing is fitted. The model .* is not here"):
+        fit("examples/sd35_ocr.yaml", [], 2**30)
+
+
+def test_what_is_set_already_is_not_proposed_again(config):
+    search = fitting.Search(config, [], None, 0)
+
+    def propose(name, settings):
+        return fitting.STEPS[name][0](search.read(settings))
+
+    assert propose("gradient checkpointing", {}) == {"gradient_checkpointing": True}
+    assert propose("gradient checkpointing", {"gradient_checkpointing": True}) is None
+    half = propose("smaller micro-batches", {})
+    assert half == {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 4,
+    }
+    assert propose("smaller micro-batches", half)["per_device_train_batch_size"] == 1
+    assert propose("smaller micro-batches", half | {"per_device_train_batch_size": 1}) is None
+    swap = propose("block swap", {})
+    assert swap["group_offload"] == "block_level" and propose("block swap", swap) is None
+
+
+def test_settings_that_refuse_each_other_are_no_candidates(config):
+    assert fitting.Search(config, ["--use_peft", "false"], None, 0).count({"group_offload": "block_level"}) is None
