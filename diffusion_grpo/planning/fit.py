@@ -146,12 +146,12 @@ def cache_prompts(args: DiffusionGRPOConfig) -> Settings | None:
 
 def decode_singly(args: DiffusionGRPOConfig) -> Settings | None:
     """Decode one sample at a time."""
-    return None if read_setting(args, "decode_batch_size") == 1 else {"decode_batch_size": 1}
+    return None if args.decode_batch_size == 1 else {"decode_batch_size": 1}
 
 
 def tile_decoding(args: DiffusionGRPOConfig) -> Settings | None:
     """Decode in tiles."""
-    return None if read_setting(args, "vae_tiling") else {"vae_tiling": True}
+    return None if args.vae_tiling else {"vae_tiling": True}
 
 
 def shrink_optimizer(args: DiffusionGRPOConfig) -> Settings | None:
@@ -165,7 +165,7 @@ def quantise(bits: int) -> Propose:
 
     def propose(args: DiffusionGRPOConfig) -> Settings | None:
         taken = getattr(args, "load_in_4bit", False) or getattr(args, "quantization", None)
-        if taken or read_setting(args, "group_offload") is not None:
+        if taken or args.group_offload is not None:
             return None
         if bits == 8:
             return None if getattr(args, "load_in_8bit", False) else {"load_in_8bit": True}
@@ -176,7 +176,7 @@ def quantise(bits: int) -> Propose:
 
 def swap_blocks(args: DiffusionGRPOConfig) -> Settings | None:
     """Keep the network's frozen weights in CPU memory, as they are; without checkpointing that would be slow."""
-    if read_setting(args, "group_offload") is not None:
+    if args.group_offload is not None:
         return None
     quantised = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(args, name, False)]
     swap = {"group_offload": "block_level", "group_offload_stream": True, "gradient_checkpointing": True}

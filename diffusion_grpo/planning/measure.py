@@ -71,7 +71,7 @@ def measure(
     if policy.draws_tokens:
         return measure_tokens(policy, mode, inputs, samples, args)
     settings = {"seeds": range(samples), "num_inference_steps": args.num_inference_steps, "steps": [[0]] * samples}
-    watch = PhaseWatch(policy, getattr(args, "decode_batch_size", None))
+    watch = PhaseWatch(policy)
     with watch.watching(), _draw_without_weights(policy, mode):
         try:
             _, trajectory = rollout(policy, inputs, **settings)
@@ -90,7 +90,6 @@ class PhaseWatch:
 
     Args:
         policy: of a pipeline without weights.
-        decode_batch_size: samples that are decoded at once; None for all.
 
     Attributes:
         live: counts the bytes of each phase.
@@ -98,8 +97,8 @@ class PhaseWatch:
         encoded: bytes that were alive as the first network ran: what prompts and conditions were encoded to.
     """
 
-    def __init__(self, policy: Policy, decode_batch_size: int | None = None):
-        self._policy, self._decode_batch_size = policy, decode_batch_size
+    def __init__(self, policy: Policy):
+        self._policy = policy
         self.live = LiveBytes(list_weights(policy.pipe), ENCODING)
         self.rows: list[int] = []
         self.encoded = 0
@@ -146,10 +145,10 @@ class PhaseWatch:
         decode = part.decode
 
         @functools.wraps(decode)
-        def run(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             self.live.begin(DECODING)
-            made = [decode(chunk, *args, **kwargs) for chunk in latents.split(self._decode_batch_size or len(latents))]
-            raise StepScored(len(made))  # what follows needs the values of pixels
+            decode(*args, **kwargs)
+            raise StepScored  # what follows needs the values of pixels
 
         return run
 

@@ -22,15 +22,7 @@ PREPARING = "preparing"  # prompts are encoded before the network is on the acce
 ALONE = (LOADING, PREPARING)  # phases in which nothing else is there
 OPTIMIZER_BLOCK = 256  # values that share a scale in the 8-bit states of bitsandbytes
 OPTIMIZER_SMALL = 4096  # bitsandbytes keeps 32-bit states of smaller tensors
-SETTINGS = {
-    "cache_prompt_embeds": "off",
-    "group_offload": None,
-    "group_offload_blocks": 1,
-    "group_offload_stream": False,
-    "decode_batch_size": None,
-    "vae_slicing": False,
-    "vae_tiling": False,
-}
+SETTINGS = {"cache_prompt_embeds": "off"}
 WEIGHT_BLOCK = 64  # values that share a scale in the 4-bit weights of bitsandbytes
 
 
@@ -148,7 +140,7 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
         _place("gradients", sharding.share(grads, sharding.gradients), away_optimizer, engine),
         _place("optimizer", sharding.share(states + masters, sharding.optimizer), away_optimizer, engine),
     ]
-    if read_setting(args, "group_offload") is not None:
+    if args.group_offload is not None:
         present = own + sum(measure_groups(network, args) for network in parts.networks.values())
         found[0] = Memory("parameters", min(present, whole), parts.frozen, "the blocks that work, and what is trained")
     if sharding.copies_gradients:
@@ -298,9 +290,9 @@ def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
     These are the weights outside of the blocks, which stay for a pass, and the largest group: two of them where the
     next one is fetched early. See diffusers' `apply_group_offloading`.
     """
-    is_ahead, per_group = read_setting(args, "group_offload_stream"), read_setting(args, "group_offload_blocks")
+    is_ahead, per_group = args.group_offload_stream, args.group_offload_blocks
     turns = 2 if is_ahead else 1
-    if read_setting(args, "group_offload") == "leaf_level":
+    if args.group_offload == "leaf_level":
         leaves = [module for module in network.modules() if not any(module.children())]
         return turns * max((_count_frozen(leaf) for leaf in leaves), default=0)
     per_group = 1 if is_ahead else per_group

@@ -32,7 +32,7 @@ from ..run import adapters
 from ..training.model import check_peft_config, prepare_model
 from .batches import Batches
 from .measure import CountedMasks, Measurement, measure, measure_renoised
-from .memory import Memory, Parts, add_up, estimate_memory, has_old_policy, read_setting
+from .memory import Memory, Parts, add_up, estimate_memory, has_old_policy
 from .weightless import build_weightless_pipeline, find_configuration, move_to_cpu
 
 if TYPE_CHECKING:
@@ -191,6 +191,11 @@ def _plan_model(
     if args.lora_path is not None:  # a new adapter of the same rank is as large
         peft_config, args.lora_path = adapters.read_config(args.lora_path), None
     check_peft_config(peft_config, args.needs_reference)
+    if args.group_offload is not None and (peft_config is None or made.sharding.name not in ("one process", "ddp")):
+        raise ValueError(
+            f"group_offload={args.group_offload!r} moves the frozen weights under a LoRA, on one process or with DDP; "
+            "leave it out."
+        )
     key = _describe_build(args, peft_config)
     if key not in built:
         built[key] = _build_and_measure(folder, args, peft_config, rows)
@@ -223,10 +228,6 @@ def _build_and_measure(
     pipe, mode = build_weightless_pipeline(folder, simple, peft_config is None)
     component, model = prepare_model(pipe, simple, peft_config)
     move_to_cpu(pipe, mode)
-    if read_setting(args, "vae_slicing"):
-        pipe.vae.enable_slicing()
-    if read_setting(args, "vae_tiling"):
-        pipe.vae.enable_tiling()
     notes: list[str] = []
     counted = _measure_or_note(notes, pipe, mode, component, simple, rows)
     every = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}

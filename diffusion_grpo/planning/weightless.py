@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config.settings import DiffusionGRPOConfig
-from ..training.model import choose_dtype, set_scheduler
+from ..training.model import choose_dtype, set_up_pipeline
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
 
@@ -56,7 +56,7 @@ def build_weightless_pipeline(
         own = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
         parts[name] = _build_part(folder / name, entry, own, mode)
     pipe = getattr(diffusers, index["_class_name"])(**parts)
-    return set_scheduler(pipe, args.scheduler_kwargs), mode
+    return set_up_pipeline(pipe, args), mode
 
 
 def _build_part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeTensorMode) -> Any:

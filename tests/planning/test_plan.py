@@ -16,7 +16,6 @@ from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.planning.batches import Batches
-from diffusion_grpo.planning.memory import count_optimizer_bytes
 from diffusion_grpo.planning.plan import count_evaluations, make_planned_config, plan
 
 
@@ -119,12 +118,6 @@ def test_offloads_move_bytes_to_the_cpu(tmp_path):
     here, away = ({item.name: item for item in plan(config, given).memory} for given in ([], words))
     for name in ("frozen parts", "reference", "trajectory"):
         assert (away[name].accelerator, away[name].cpu) == (0, here[name].accelerator) != (0, 0)
-
-
-def test_eight_bit_states_are_a_byte_a_value_and_a_scale_a_block():
-    _, _, args = parse_train_arguments(None, "--model a/b --dataset x --reward_funcs y --optim adamw_8bit".split())
-    large, small = torch.nn.Parameter(torch.empty(64, 100)), torch.nn.Parameter(torch.empty(10))
-    assert count_optimizer_bytes([large, small], args) == 2 * (6400 + 4 * 25) + 2 * 4 * 10
 
 
 # the processor of Qwen-Image-Edit can only be saved beside torchvision

@@ -1,0 +1,88 @@
+"""Bytes by kind: optimizer states, quantised weights, blocks that are swapped, and phases."""
+
+import pytest
+import torch
+from planned_runs import write_run
+from tiny_runs import brightness  # noqa: F401  named by its dotted path below
+
+from diffusion_grpo.cli.train import build_trainer
+from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo.planning.memory import Memory, add_up, count_optimizer_bytes, count_quantised_bytes, weigh
+from diffusion_grpo.planning.plan import plan
+from diffusion_grpo.training.block_swap import Group
+
+
+def test_eight_bit_states_are_a_byte_a_value_and_a_scale_a_block():
+    _, _, args = parse_train_arguments(None, "--model a/b --dataset x --reward_funcs y --optim adamw_8bit".split())
+    large, small = torch.nn.Parameter(torch.empty(64, 100)), torch.nn.Parameter(torch.empty(10))
+    assert count_optimizer_bytes([large, small], args) == 2 * (6400 + 4 * 25) + 2 * 4 * 10
+
+
+def test_only_the_largest_phase_counts_beside_what_is_always_there():
+    always, short = Memory("weights", 100, 10), Memory("decoding", 20, phase="decoding")
+    update, loading = Memory("activations", 50, 1, phase="update"), Memory("pipeline", 0, 90, phase="loading")
+    total = add_up([always, short, update, loading])
+    assert (total.accelerator, total.cpu, total.phase) == (150, 90, "update")
+    assert add_up([always, short]).phase == "decoding"
+    alone = Memory("encoding prompts", 120, phase="preparing")  # the weights are not there yet
+    assert add_up([always, alone]).accelerator == 120
+
+
+class Spec:
+    """How a quantised weight is described."""
+
+    def __init__(self, backend, **options):
+        self.backend, self.options = backend, options
+
+
+def test_quantised_weights_have_scales():
+    weight = torch.empty(64, 128)
+    assert count_quantised_bytes(weight, Spec("bitsandbytes_4bit")) == 64 * 128 // 2 + 4 * 128
+    nested = Spec("bitsandbytes_4bit", bnb_4bit_use_double_quant=True)
+    assert count_quantised_bytes(weight, nested) == 64 * 128 // 2 + 128 + 4
+    assert count_quantised_bytes(weight, Spec("bitsandbytes_8bit")) == 64 * 128 + 4 * 64
+    assert count_quantised_bytes(weight, Spec("quanto", weights_dtype="int4")) == 64 * 128 // 2 + 4 * 64
+
+
+def test_only_frozen_linear_layers_are_compressed():
+    network = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Conv2d(4, 4, 3), torch.nn.Linear(64, 8))
+    network[:2].requires_grad_(False)
+    left = [*network[1].parameters(), network[0].bias, *network[2].parameters()]
+    left = sum(p.nbytes for p in left)
+    assert weigh(network, Spec("bitsandbytes_8bit")) == left + 64 * 128 + 4 * 64
+    assert weigh(network, Spec("bitsandbytes_8bit"), is_frozen=True) == weigh(network, Spec("bitsandbytes_8bit")) - (
+        4 * (64 * 8 + 8)
+    )
+    assert weigh(network) == sum(p.nbytes for p in network.parameters())
+
+
+@pytest.mark.parametrize(("level", "blocks"), [("block_level", 1), ("block_level", 2), ("leaf_level", 1)])
+def test_swapped_blocks_take_what_the_largest_group_takes(level, blocks, tmp_path, monkeypatch):
+    config = write_run(tmp_path, "sd3", group_offload=level, group_offload_blocks=blocks)
+    planned = next(item for item in plan(config, []).memory if item.name == "parameters")
+    present, most, fetch = {}, [0], Group.fetch
+
+    def count(group):
+        fetch(group)
+        present[id(group)] = group
+        there = {id(x): x.nbytes for g in present.values() if g.is_present for x in g.tensors if x in parameters}
+        most[0] = max(most[0], sum(there.values()))
+
+    monkeypatch.setattr(Group, "fetch", count)
+    trainer = build_trainer(*parse_train_arguments(config, []))
+    network = trainer.policy.network
+    parameters = Parameters(network)
+    trainer.train()
+    own = sum(p.nbytes for p in network.parameters() if p.requires_grad)
+    assert planned.accelerator == own + most[0]
+    assert planned.cpu == sum(p.nbytes for p in network.parameters() if not p.requires_grad)
+
+
+class Parameters:
+    """Whether something is a parameter of a network, and not a buffer."""
+
+    def __init__(self, network):
+        self._known = {id(p) for p in network.parameters()}
+
+    def __contains__(self, tensor):
+        return id(tensor) in self._known
