@@ -25,11 +25,11 @@ from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
 from ..run import adapters
 from .block_swap import BlockSwap
+from .compiling import compile_blocks
 from .decoding import set_decoding
 from .scheduler_settings import change_scheduler
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-GRAPHS = 64  # that blocks of one class may be compiled to
 SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
 
 
@@ -270,7 +270,8 @@ def _prepare_network(
         cast = nn.Module.to if backend is None else backend.cast
         model = cast(network, torch.float32).requires_grad_(True)
     if args.torch_compile:
-        _compile_blocks(network, args)
+        compiles = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        compile_blocks(network, compiles, is_hooked=swap is not None)
     if swap is not None:
         swap.install(network)
     return model
@@ -338,24 +339,6 @@ def checkpoint_share(checkpoint: Callable, share: float, contexts: Callable | No
 
 def _is_chosen(place: int, share: float) -> bool:
     return math.floor((place + 1) * share + 0.5) > math.floor(place * share + 0.5)
-
-
-def _compile_blocks(network: nn.Module, args: DiffusionGRPOConfig) -> None:
-    """Compile the blocks that repeat, which share their graphs; the network around them stays replaceable."""
-    names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or []
-    blocks = [module for module in network.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise ValueError(f"{type(network).__name__} names no repeated blocks to compile; set torch_compile=False.")
-    # rollout and replay, first and last block, LoRA and reference, one shape and several: each pair has a graph of its
-    # own, and beyond the limit, 8 by default, torch goes on uncompiled without an error
-    dynamo = torch._dynamo.config
-    dynamo.cache_size_limit = max(dynamo.cache_size_limit, GRAPHS)
-    settings = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-    for block in blocks:
-        if args.group_offload is None:
-            block.compile(**settings)
-        else:  # inside the hooks that fetch its weights
-            block.forward = torch.compile(block.forward, **settings)
 
 
 def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:
