@@ -81,6 +81,11 @@ class BlockSwap:
         movers = {id(hook.group): hook.group for _, hook in hooked}
         groups = {key: Group(mover, self._addresses) for key, mover in movers.items()}
         self.groups = [group for group in groups.values() if group.tensors]
+        if len(self.groups) == 1:
+            raise ValueError(
+                f"group_offload={self._level!r} finds no list of blocks in {type(network).__name__}, and would move it "
+                "as a whole; use 'leaf_level'."
+            )
         for group in self.groups:
             self._group_of |= dict.fromkeys(map(id, group.tensors), group)
         for module, hook in hooked:

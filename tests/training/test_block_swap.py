@@ -271,6 +271,10 @@ def test_networks_that_cannot_be_swapped_are_refused(tmp_path):
         check_network(network, "block_level")
     with pytest.raises(ValueError, match="diffusers cannot offload DiTTransformer2DModel in groups"):
         check_network(tiny_pipelines.build("dit")[0].transformer, "block_level")
+    nested = torch.nn.Sequential()
+    nested.inner, nested._supports_group_offloading = torch.nn.Linear(1, 1).requires_grad_(False), True
+    with pytest.raises(ValueError, match="finds no list of blocks in Sequential.*use 'leaf_level'"):
+        BlockSwap(CPU, "block_level").install(nested)
     dora = LoraConfig(**LORA, use_dora=True)
     with pytest.raises(ValueError, match="DoRA reads it from outside; use 'block_level'"):
         trainer_for(tmp_path, peft_config=dora, group_offload="leaf_level")
