@@ -42,6 +42,7 @@ from .training.finite import NonFiniteError
 from .training.metrics import Metrics
 from .training.model import load_pipeline, prepare_model
 from .training.offload import place_pipeline
+from .training.out_of_memory import MicroBatchSearch, count_updates, explain_out_of_memory, weigh_run
 from .training.progress import UpdateProgress
 from .training.update import Place, PolicyUpdate
 
@@ -311,6 +312,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             UntrainedStepError: a step that is trained on passes none of the trained networks.
             NonFiniteError: a loss or gradient is not finite.
             RewardError: a reward function failed.
+            torch.OutOfMemoryError: with what takes how much, and what to change.
         """
         self.feed.reset()  # a second call starts with a rollout of its own
         self.metrics.reset()
@@ -325,10 +327,27 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 self.average.hide()  # a second training goes on from the policy
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
             held.enter_context(self.monitor.propagate_errors())
-            output = super().train(resume_from_checkpoint=point, **kwargs)
+            held.enter_context(
+                explain_out_of_memory(
+                    self.args,
+                    lambda: weigh_run(self.model, self.pipe, self.optimizer, self.feed),
+                    self.progress,
+                    lambda: self.state.global_step,
+                )
+            )
+            start = count_updates(point)
+            search = MicroBatchSearch(self.args, lambda: self.state.global_step - start, self._resize)
+            output = search.run(lambda: super(DiffusionGRPOTrainer, self).train(point, **kwargs))
         if self.average is not None:
             self.average.show()
         return output
+
+    def _resize(self) -> None:
+        """Take changed sizes of micro-batches to where they are needed."""
+        self._train_batch_size = self.args.train_batch_size
+        self.replays.batch_size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
+        self.feed.resize(self.args.batch_sizes)
+        self.metrics.reset()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`, with a group for the value model."""

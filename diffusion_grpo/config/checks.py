@@ -101,8 +101,11 @@ def _check_choices(args: Sizes) -> None:
         )
     if args.ignore_data_skip:
         raise ValueError("ignore_data_skip=True would pair resumed rollouts with other prompts; leave it False.")
-    if args.auto_find_batch_size:
-        raise ValueError("auto_find_batch_size=True would change the groups; set per_device_train_batch_size instead.")
+    if args.auto_find_batch_size and args.world_size > 1:
+        raise ValueError(
+            "auto_find_batch_size=True works with one process: with several, memory may run out in one while the "
+            "others wait. Set per_device_train_batch_size; `diffusion-grpo plan --fit` says what fits."
+        )
 
 
 def _check_loss(loss: Any) -> None:

@@ -49,6 +49,11 @@ class RolloutFeed:
         self.buffer: RolloutBuffer | None = None
         self._slot, self._update, self._micro_step = 0, -1, 0
 
+    def resize(self, sizes: BatchSizes) -> None:
+        """Cut rollouts into micro-batches of another size from now on, beginning with a new one."""
+        self._sizes = sizes
+        self.reset()
+
     def resume_from(self, checkpoint: Path) -> None:
         """Start from a checkpoint, which may lie within a rollout."""
         self.reset()

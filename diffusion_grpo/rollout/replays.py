@@ -29,6 +29,9 @@ class Replays:
         inputs: of the pipeline's calls.
         backend: keeps processes in step.
         batch_size: number of samples in one pipeline call of a rollout.
+
+    Attributes:
+        batch_size: as given.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Replays:
         batch_size: int,
     ):
         self._policy, self._reference, self._inputs = policy, reference, inputs
-        self._backend, self._batch_size = backend, batch_size
+        self._backend, self.batch_size = backend, batch_size
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
         """Return (batch, steps) log-probabilities of the recorded steps under the current policy."""
@@ -89,7 +92,7 @@ class Replays:
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
         """Return (samples, steps) KL divergence from the reference, in the batches of the rollout."""
         advantages = torch.zeros(len(rows))
-        buffer = RolloutBuffer(rows, samples, advantages, self._inputs, self._batch_size, seed=0)
+        buffer = RolloutBuffer(rows, samples, advantages, self._inputs, self.batch_size, seed=0)
         return torch.cat([self.divergences(buffer.part(chunk)) for chunk in buffer.chunks()])
 
     def _divergence(self, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> Tensor:

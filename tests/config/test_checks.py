@@ -113,7 +113,6 @@ REFUSED = [
         {"warmup_steps": 0.1, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
         "warmup_steps=0.1 has no effect.*use another schedule",
     ),
-    ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ({"fp16": True, "use_cpu": True}, "fp16=True has no effect on a CPU.*set fp16=False .bf16=True works"),
 ]
 

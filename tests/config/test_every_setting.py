@@ -325,7 +325,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
         "gradient@1 weights@2",
         FULL | {"gradient_checkpointing": True},
     ),
-    "auto_find_batch_size": Refused(True, "would change the groups"),
+    "auto_find_batch_size": Elsewhere(
+        "training/test_out_of_memory.py::test_the_size_that_fits_is_found_and_trains_what_it_would_have_trained"
+    ),
     "data_seed": Turned(7, "prompts@1 samples@1", NO_NOISE),
     "ddp_timeout": Elsewhere("distributed/test_failure.py::test_silence_is_death_and_any_sign_is_life"),
     "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),

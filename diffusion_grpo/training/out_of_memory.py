@@ -1,0 +1,205 @@
+"""Where memory runs out: the run starts again with smaller micro-batches, or ends in one clear message."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from ..config.settings import DiffusionGRPOConfig
+from ..rollout.feed import RolloutFeed
+from .progress import UpdateProgress
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+GIB, MIB = 2**30, 2**20
+PLACES = {"rollout": "in the rollout", "rewards": "in the rewards", "training": "in the update"}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the accelerator, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of tensors, each tensor once."""
+    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in list(tensors)}.values())
+
+
+def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: RolloutFeed) -> dict[str, int]:
+    """Return the bytes of a run by kind, under the names of `diffusion-grpo plan`, the largest first.
+
+    What is in CPU memory is left out where the model works on an accelerator.
+
+    Args:
+        model: as prepared for training.
+        pipe: the pipeline.
+        optimizer: with its states; None before there is one.
+        feed: with the current rollout.
+    """
+    device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
+    known = {id(p) for p in model.parameters()}
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    states = (getattr(optimizer, "state", None) or {}).values()
+    samples = [] if feed.buffer is None else feed.buffer.samples
+    found = {
+        "parameters": model.parameters(),
+        "gradients": (p.grad for p in model.parameters()),
+        "optimizer": (x for state in states for x in state.values() if torch.is_tensor(x)),
+        "frozen parts": (p for part in parts for p in part.parameters() if id(p) not in known),
+        "trajectory": (tensor for sample in samples for tensor in sample.tensors().values()),
+    }
+    counts = {
+        name: count_bytes(x for x in tensors if x is not None and x.device.type == device)
+        for name, tensors in found.items()
+    }
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def format_size(count: int) -> str:
+    """Write a number of bytes."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+
+
+def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
+    """Return what to change, the cheapest in time first.
+
+    Args:
+        args: settings of the run.
+        counts: of `weigh_run`.
+    """
+    found = []
+    size = args.per_device_train_batch_size
+    if size > 1:
+        factor = smallest_divisor(size)
+        found.append(
+            f"per_device_train_batch_size: {size // factor} with gradient_accumulation_steps: "
+            f"{args.gradient_accumulation_steps * factor} and steps_per_generation: "
+            f"{args.steps_per_generation * factor} (the same samples per update)"
+        )
+    elif (args.rollout_batch_size or 1) > 1:
+        found.append("rollout_batch_size: 1")
+    if not args.activation_checkpointing:
+        found.append("gradient_checkpointing: true")
+    if not args.offload_trajectories and counts.get("trajectory", 0) > sum(counts.values()) / 20:
+        found.append(f"offload_trajectories: true (frees {format_size(counts['trajectory'])})")
+    if args.offload_frozen is None:
+        found.append(f"offload_frozen: cpu (frees up to {format_size(counts['frozen parts'])})")
+    if args.decode_batch_size is None and not args.vae_slicing:
+        found.append("decode_batch_size: 1, if it happened while samples were decoded")
+    if args.group_offload is None and counts["parameters"] > 20 * counts["gradients"] > 0:
+        found.append(f"group_offload: block_level (frees most of {format_size(counts['parameters'])})")
+    return found
+
+
+def smallest_divisor(number: int) -> int:
+    """Return the smallest divisor above 1 of a number above 1."""
+    return next(divisor for divisor in range(2, number + 1) if number % divisor == 0)
+
+
+def describe_accelerator(device: torch.device) -> str:
+    """Return the size of an accelerator's memory for `plan --fit`; "24GiB" as an example where there is none."""
+    if device.type != "cuda":
+        return "24GiB"
+    return f"{torch.cuda.get_device_properties(device).total_memory // MIB}MiB"
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(
+    args: DiffusionGRPOConfig,
+    measure: Callable[[], dict[str, int]],
+    progress: UpdateProgress,
+    updates: Callable[[], int],
+) -> Iterator[None]:
+    """Make an out-of-memory error inside end in one message: what takes how much, and what to change.
+
+    Args:
+        args: settings of the run.
+        measure: returns the bytes by kind; see [`weigh_run`].
+        progress: of the run: whether it makes a rollout or an update.
+        updates: returns how many updates there are.
+
+    Raises:
+        torch.OutOfMemoryError: with that message.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        counts = measure()
+        sizes = ", ".join(f"{name} {format_size(count)}" for name, count in counts.items() if count)
+        changes = "; ".join(advise(args, counts)) or "use a card with more memory, or more processes with zero3"
+        place = f"{PLACES.get(progress.stage, 'in the run')} after {updates()} updates"
+        raise torch.OutOfMemoryError(
+            f"Out of memory {place}: {str(error).strip().splitlines()[0]} Always there are {sizes}; the rest comes and "
+            f"goes with each pass. Try one of these, the cheapest first: {changes}. `diffusion-grpo plan CONFIG --fit "
+            f"{describe_accelerator(args.device)}` says which of them are needed."
+        ) from error
+
+
+def count_updates(checkpoint: str | Path | None) -> int:
+    """Return after how many updates a checkpoint was written; 0 for None."""
+    return 0 if checkpoint is None else int(str(Path(checkpoint).name).rpartition("-")[2])
+
+
+class MicroBatchSearch:
+    """Starts a run again with smaller micro-batches until it fits (`auto_find_batch_size`).
+
+    An update trains on as many samples as before, in more micro-batches; prompts, groups and seeds are the same. It
+    ends with the first update: later the weights have moved, and memory that runs out then is an error.
+
+    Args:
+        args: settings of the run, which are changed.
+        updates: returns how many updates this run has made.
+        resize: takes the changed settings to where they are needed.
+    """
+
+    def __init__(self, args: DiffusionGRPOConfig, updates: Callable[[], int], resize: Callable[[], None]):
+        self._args, self._updates, self._resize = args, updates, resize
+
+    def run(self, train: Callable[[], Result]) -> Result:
+        """Return what `train` returns, once it does not run out of memory.
+
+        `Trainer` has a search of its own, which knows of no groups; it is switched off inside.
+        """
+        is_wanted, self._args.auto_find_batch_size = self._args.auto_find_batch_size, False
+        try:
+            while (result := self._try(train, is_wanted)) is None:
+                self._shrink()  # outside of the handler, whose error keeps tensors alive
+            return result
+        finally:
+            self._args.auto_find_batch_size = is_wanted
+
+    def _try(self, train: Callable[[], Result], is_wanted: bool) -> Result | None:
+        """Return None if memory ran out before the first update, and there is a smaller size."""
+        try:
+            return train()
+        except Exception as error:
+            is_smallest = max(self._args.per_device_train_batch_size, self._args.rollout_batch_size or 1) == 1
+            if not is_wanted or is_smallest or not is_out_of_memory(error) or self._updates() > 0:
+                raise
+        return None
+
+    def _shrink(self) -> None:
+        clear_device_cache(garbage_collection=True)
+        args = self._args
+        if args.per_device_train_batch_size > 1:
+            factor = smallest_divisor(args.per_device_train_batch_size)
+            args.per_device_train_batch_size //= factor
+            args.gradient_accumulation_steps *= factor
+            args.steps_per_generation *= factor
+        if (args.rollout_batch_size or 1) > 1:
+            args.rollout_batch_size = max(1, args.rollout_batch_size // 2)
+        self._resize()
+        logger.warning(
+            "Out of memory: the run starts again with per_device_train_batch_size=%d and "
+            "gradient_accumulation_steps=%d, as many samples per update as before.",
+            args.per_device_train_batch_size,
+            args.gradient_accumulation_steps,
+        )

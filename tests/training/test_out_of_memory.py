@@ -1,0 +1,92 @@
+"""Where memory runs out, a smaller micro-batch is found, or a message says what to change."""
+
+import pytest
+import torch
+from tiny_runs import logged, trained_weights, trainer_for
+
+from diffusion_grpo.training.out_of_memory import count_updates, smallest_divisor, weigh_run
+
+RUN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 2}
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def run_out(trainer, largest, begin=0):
+    """Let the network fail above a number of rows in a call, once there are `begin` updates."""
+    network = trainer.policy.network
+    forward, seen = network.forward, []
+
+    def run(hidden_states, *args, **kwargs):
+        if len(hidden_states) > largest and trainer.state.global_step >= begin:
+            raise torch.OutOfMemoryError(MESSAGE)
+        seen.append(len(hidden_states))
+        return forward(hidden_states, *args, **kwargs)
+
+    network.forward = run
+    return seen
+
+
+def test_the_size_that_fits_is_found_and_trains_what_it_would_have_trained(tmp_path, caplog):
+    """Guidance doubles the rows of a call, so 2 of them are one sample."""
+    found = trainer_for(tmp_path / "found", auto_find_batch_size=True, **RUN)
+    seen = run_out(found, largest=2)
+    found.train()
+    smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    chosen = trainer_for(tmp_path / "chosen", **RUN | smaller)
+    chosen.train()
+    assert set(seen) == {2}
+    assert found.args.batch_sizes == chosen.args.batch_sizes
+    assert found.args.batch_sizes.samples_per_update == 8 and found.state.global_step == 2
+    assert logged(found, "reward") == logged(chosen, "reward")
+    for name, weight in trained_weights(chosen).items():
+        assert torch.equal(trained_weights(found)[name], weight)
+    assert "per_device_train_batch_size=2 and gradient_accumulation_steps=4" in caplog.text
+    assert "per_device_train_batch_size=1 and gradient_accumulation_steps=8" in caplog.text
+
+
+def test_memory_that_runs_out_later_is_an_error_that_says_what_to_change(tmp_path):
+    trainer = trainer_for(tmp_path, auto_find_batch_size=True, gradient_checkpointing=False, **RUN)
+    run_out(trainer, largest=2, begin=1)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.train()
+    message = str(raised.value)
+    assert "\n" not in message
+    assert message.startswith(f"Out of memory in the rollout after 1 updates: {MESSAGE} Always there are ")
+    for name, count in weigh_run(trainer.model, trainer.pipe, trainer.optimizer, trainer.feed).items():
+        assert (f"{name} {count / 2**20:.1f} MiB" in message) == (count > 0)
+    cheapest = "per_device_train_batch_size: 2 with gradient_accumulation_steps: 4 and steps_per_generation: 4"
+    assert (
+        message.index(cheapest) < message.index("gradient_checkpointing: true") < message.index("offload_frozen: cpu")
+    )
+    assert "`diffusion-grpo plan CONFIG --fit 24GiB`" in message
+
+
+def test_without_the_search_or_a_smaller_size_the_message_comes_at_once(tmp_path):
+    trainer = trainer_for(tmp_path / "plain", **RUN)
+    run_out(trainer, largest=2)
+    with pytest.raises(torch.OutOfMemoryError, match="after 0 updates"):
+        trainer.train()
+    assert trainer.args.per_device_train_batch_size == 4
+    smallest = trainer_for(tmp_path / "smallest", auto_find_batch_size=True, **RUN)
+    run_out(smallest, largest=1)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        smallest.train()
+    assert smallest.args.per_device_train_batch_size == 1 and smallest.args.auto_find_batch_size
+    assert "per_device_train_batch_size" not in str(raised.value)
+
+
+def test_other_errors_pass(tmp_path):
+    trainer = trainer_for(tmp_path, auto_find_batch_size=True, **RUN)
+    trainer.policy.network.forward = lambda *args, **kwargs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+
+
+def test_several_processes_do_not_search():
+    with pytest.raises(ValueError, match="auto_find_batch_size=True works with one process"):
+        check_settings(EarlySettings({"output_dir": "run", "auto_find_batch_size": True}, 2))
+    check_settings(EarlySettings({"output_dir": "run", "auto_find_batch_size": True}, 1))
+
+
+def test_sizes_shrink_to_divisors_and_checkpoints_say_their_updates():
+    assert [smallest_divisor(number) for number in (2, 6, 9, 25, 7)] == [2, 2, 3, 5, 7]
+    assert count_updates(None) == 0 and count_updates("runs/checkpoint-12") == 12
