@@ -4,6 +4,8 @@ import pytest
 import torch
 from tiny_runs import logged, trained_weights, trainer_for
 
+from diffusion_grpo.config.checks import check_settings
+from diffusion_grpo.config.early_checks import EarlySettings
 from diffusion_grpo.training.out_of_memory import count_updates, smallest_divisor, weigh_run
 
 RUN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 2}
