@@ -124,7 +124,7 @@ def test_yaml_is_a_run(page, text, folder):
         (folder / "run.yaml").write_text(rest + part)
         (folder / "my_package").mkdir(exist_ok=True)
         (folder / "my_package" / "my_losses.py").write_text("def soft_clip(inputs, *, sharpness=1.0): ...")
-        script, _, _ = parse_train_arguments("run.yaml", [])
+        script, _, _ = parse_train_arguments("run.yaml", ["--use_cpu", "true"])
         load_rewards(script.reward_funcs)
         load_rewards(script.eval_reward_funcs)
         check_names({"reward_funcs": script.reward_funcs, "dataset": script.dataset})
