@@ -2,13 +2,19 @@
 
 import logging
 
-# Logger: text in the message. diffusers uses these processors in ways that do not need torchvision. A denoiser's LoRA
-# has no keys for text encoders. DeepSpeed logs the missing GPU although it is only looked up.
-MESSAGES = {
-    "transformers.utils.import_utils": "requires torchvision (not installed); falling back to",
-    "diffusers.loaders.lora_base": "No LoRA keys associated to",
-    "DeepSpeed": "Setting accelerator to CPU",
-}
+# Logger and text in the message. diffusers uses these processors in ways that do not need torchvision. A denoiser's
+# LoRA has no keys for text encoders. DeepSpeed logs the missing GPU although it is only looked up. torchao lacks the
+# kernels of GPUs that are not there, diffusers looks for tensors that newer versions of it no longer have, and its int8
+# works in float32 too.
+MESSAGES = (
+    ("transformers.utils.import_utils", "requires torchvision (not installed); falling back to"),
+    ("diffusers.loaders.lora_base", "No LoRA keys associated to"),
+    ("DeepSpeed", "Setting accelerator to CPU"),
+    ("torchao", "Failed to load"),
+    ("torch.utils._pytree", "is an Enum subclass and is now natively supported"),
+    ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import `torchao` Tensor objects"),
+    ("diffusers.quantizers.torchao.torchao_quantizer", "for integer quantization, but only bfloat16 is supported"),
+)
 
 
 class _DropText(logging.Filter):
@@ -24,5 +30,5 @@ class _DropText(logging.Filter):
 
 def quiet_imports() -> None:
     """Drop `MESSAGES`. Call this before importing the libraries that log them."""
-    for name, text in MESSAGES.items():
+    for name, text in MESSAGES:
         logging.getLogger(name).addFilter(_DropText(text))

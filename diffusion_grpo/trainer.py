@@ -116,7 +116,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             peft_config,
         )
         args, self.rewards, self.backend, self.run = given.args, given.rewards, given.backend, given.record
-        pipe = load_pipeline(given.model, args, given.is_full_training, self.backend)
+        pipe = load_pipeline(given.model, args, given.is_full_training, self.backend, given.quantized)
         set_seed(args.seed)  # a LoRA starts from random weights
         component, network = prepare_model(pipe, args, peft_config, self.backend)
         self.inputs = given.prepare_inputs(type(pipe))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..policy.log_prob_type import check_log_prob
 from .defaults import Sizes
+from .quantization import check_quantization
 from .source import (
     aggregation_names,
     config_fields,
@@ -44,6 +45,7 @@ def check_settings(args: Sizes) -> None:
     _check_context(args)
     _check_batches(args)
     _check_group_offload(args)
+    check_quantization(args)
 
 
 def _check_choices(args: Sizes) -> None:

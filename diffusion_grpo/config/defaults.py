@@ -8,7 +8,7 @@ import json
 from .algorithm_traits import AlgorithmTraits, find_traits
 from .batch_sizes import BatchSizes
 
-DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs")
+DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "loss_kwargs", "quantization")
 
 
 class Sizes:

@@ -21,6 +21,7 @@ from .algorithm_traits import AlgorithmTraits, find_traits
 from .checks import check_settings
 from .defaults import Sizes
 from .names import RENAMED
+from .quantization import QuantizationSettings
 from .run import RunSettings
 from .sampling import SamplingSettings
 from .update import UpdateSettings
@@ -29,7 +30,9 @@ WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # learning rates that f
 
 
 @dataclass
-class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, TrainingArguments):
+class DiffusionGRPOConfig(
+    Sizes, RunSettings, QuantizationSettings, UpdateSettings, SamplingSettings, TrainingArguments
+):
     r"""Settings of [`DiffusionGRPOTrainer`], beside everything in [`~transformers.TrainingArguments`].
 
     The fields that this library adds are in the base classes, one theme each; fields with only another default are in
@@ -55,6 +58,7 @@ class DiffusionGRPOConfig(Sizes, RunSettings, UpdateSettings, SamplingSettings, 
         "scheduler_kwargs",
         "model_init_kwargs",
         "loss_kwargs",
+        "quantization",
     ]
 
     # TrainingArguments with other defaults

@@ -76,6 +76,7 @@ def config_fields() -> dict[str, Setting]:
         ("sampling.py", "SamplingSettings"),
         ("update.py", "UpdateSettings"),
         ("run.py", "RunSettings"),
+        ("quantization.py", "QuantizationSettings"),
         ("settings.py", "DiffusionGRPOConfig"),
     ):
         settings = settings | read_fields(PACKAGE / "config" / file, name)

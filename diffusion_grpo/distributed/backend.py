@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..policy.network_gate import NetworkAccess
+from ..policy.quantized import list_quantized_weights
 from .collectives import gather_json
 from .context_parallel import ContextGroups
 from .forward_redirection import redirect
@@ -72,6 +73,17 @@ class DistributedBackend:
         """Whether the trained networks stay where they were loaded until an engine takes them."""
         return False
 
+    def check_quantization(self, methods: Collection[str]) -> None:
+        """Refuse a quantised network that these processes cannot train a LoRA on.
+
+        Args:
+            methods: how the trained networks are quantised; see
+                [`~diffusion_grpo.policy.quantized.find_quantization`].
+
+        Raises:
+            ValueError: one sentence with what to change.
+        """
+
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         """Refuse a run that these processes cannot train.
 
@@ -117,7 +129,13 @@ class DistributedBackend:
         return copy.deepcopy(model)
 
     def fill_config(self, model: nn.Module) -> None:
-        """Fill in what a configuration leaves open until the model is known."""
+        """Fill in what a configuration leaves open until the model is known.
+
+        DDP is told to leave quantised weights alone, which it could not send: each process has made the same ones.
+        """
+        skipped = list_quantized_weights(model)
+        if skipped:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, skipped)
 
     def network_access(self, model: nn.Module) -> NetworkAccess:
         """Say how the policy may call the networks of a model."""

@@ -38,6 +38,9 @@ LAYERED_TOKENS = (
 )
 
 
+TENSOR_SUBCLASSES = {"torchao", "quanto"}  # neither flattened nor swapped by DeepSpeed
+
+
 class DeepSpeedBackend(DistributedBackend):
     """DeepSpeed ZeRO.
 
@@ -72,6 +75,13 @@ class DeepSpeedBackend(DistributedBackend):
     @property
     def mode(self) -> dict[str, int]:
         return super().mode | {"zero_stage": self.stage}
+
+    def check_quantization(self, methods: Collection[str]) -> None:
+        for method in TENSOR_SUBCLASSES & set(methods):
+            raise ValueError(
+                f"DeepSpeed cannot move or send {method}'s weights, which are tensors of a class of their own; start "
+                "without it (DDP), or quantise with bitsandbytes (load_in_4bit, load_in_8bit)."
+            )
 
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:

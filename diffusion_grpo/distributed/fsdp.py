@@ -85,6 +85,13 @@ class FSDP2Backend(DistributedBackend):
         activate(accelerator, self._plugin_args)
         configure_plugin(accelerator.state.fsdp_plugin, networks)
 
+    def check_quantization(self, methods: Collection[str]) -> None:
+        for method in sorted({*methods} - {"bitsandbytes_4bit"}):
+            raise ValueError(
+                f"FSDP2 cannot shard {method}'s weights; set load_in_4bit and bnb_4bit_quant_storage: bfloat16, which "
+                "it can, or start without FSDP (DDP), where each process holds the quantised network."
+            )
+
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:
             raise ValueError(

@@ -18,11 +18,14 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft import set_peft_model_state_dict as set_state
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..distributed.late_weights import fill
 from ..policy.network_gate import replace_attribute
+from ..policy.quantized import find_quantization
+from .dequantize import show_plain_layers
 from .weights import ADAPTER_WEIGHTS, LORA_WEIGHTS, load_weights
 
 TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
@@ -261,6 +264,7 @@ def wrap_lora(network: nn.Module, peft_config: PeftConfig | None, name: str) -> 
         layer.set_adapter([*active, name])
     for parameter in network.parameters():
         parameter.requires_grad_(id(parameter) in trained)
+    model._hf_peft_config_loaded = True  # or Trainer takes a quantised network for one without a LoRA
     network.save_pretrained = functools.wraps(type(network).save_pretrained)(functools.partial(save_merged, network))
     return model
 
@@ -360,10 +364,15 @@ def reference_adapters(model: PeftModel) -> Iterator[None]:
 def save_merged(network: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Save a network as its own class does, with what its active adapters add merged into the weights.
 
-    diffusers would write the adapters' layers under names that `from_pretrained` does not know.
+    diffusers would write the adapters' layers under names that `from_pretrained` does not know. A quantised network is
+    saved with plain weights, to which the adapters' fit without rounding.
     """
     fill(network.parameters())
-    with merge_adapters(network), replace_attribute(network, "_hf_peft_config_loaded", False):
+    with contextlib.ExitStack() as stack:
+        if find_quantization(network) is not None:
+            stack.enter_context(show_plain_layers(network))
+        stack.enter_context(merge_adapters(network))
+        stack.enter_context(replace_attribute(network, "_hf_peft_config_loaded", False))
         type(network).save_pretrained(network, *args, **kwargs)
 
 
@@ -374,15 +383,18 @@ def merge_adapters(network: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, layer in layers:
             base = layer.get_base_layer()
+            *_, own = layer.parameters()  # of the adapter; a layer that was quantised is on the CPU
             for parameter in base.parameters():
                 stack.callback(setattr, parameter, "data", parameter.data)
-                parameter.data = parameter.data.clone()
-            layer.merge(adapter_names=[] if layer.disable_adapters else layer.active_adapters)
+                parameter.data = parameter.data.to(own.device, copy=True)
+            # of a quantised layer, whose own way would round again, `show_plain_layers` shows a plain one
+            merge = LoraLinear.merge if type(base) is nn.Linear else type(layer).merge
+            merge(layer, adapter_names=[] if layer.disable_adapters else layer.active_adapters)
             layer.merged_adapters.clear()
             for parameter in base.parameters():
                 parameter.data = parameter.data.cpu()  # one layer at a time is doubled on the accelerator
-            path, _, own = name.rpartition(".")
+            path, _, last = name.rpartition(".")
             parent = network.get_submodule(path)
-            stack.callback(setattr, parent, own, layer)
-            setattr(parent, own, base)
+            stack.callback(setattr, parent, last, layer)
+            setattr(parent, last, base)
         yield

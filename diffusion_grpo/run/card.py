@@ -57,6 +57,7 @@ def write_model_card(
         f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
         *_average_note(run["settings"]),
         *_adapters_note(run),
+        *_quantization_note(run),
         "## Rewards",
         _reward_table(run, history),
         *_show_samples(results, pairs),
@@ -145,6 +146,17 @@ def _adapters_note(run: dict[str, Any]) -> list[str]:
     if not kept:
         return []
     return [f"It was trained and measured beside adapters that this folder does not hold: {', '.join(kept)}."]
+
+
+def _quantization_note(run: dict[str, Any]) -> list[str]:
+    """Say what was quantised, where weights were."""
+    found = [f"{markdown.code(part)} ({method})" for part, method in run.get("quantized", {}).items()]
+    if not found:
+        return []
+    return [
+        f"It was trained on quantised weights: {', '.join(found)}. The code above loads the model unquantised, which "
+        "differs by rounding."
+    ]
 
 
 def _reward_table(run: dict[str, Any], history: list[dict[str, Any]]) -> str:

@@ -40,6 +40,9 @@ IDENTITY_SETTINGS = (
     "num_iterations",
     "best_of_n",
     "advantage_estimator",
+    "load_in_4bit",
+    "load_in_8bit",
+    "quantization",
 )
 # what a run leaves at its end, or `save_model` at any time
 RESULTS = ("summary.json", "model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")

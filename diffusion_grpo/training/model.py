@@ -18,6 +18,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import tiny
+from ..config.quantization import asks_for_quantization
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed import late_weights
 from ..distributed.backend import DistributedBackend
@@ -27,6 +28,7 @@ from ..run import adapters
 from .block_swap import BlockSwap
 from .compiling import compile_blocks
 from .decoding import set_decoding
+from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
 from .scheduler_settings import change_scheduler
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
@@ -103,24 +105,50 @@ def check_scheduler(
     change_scheduler(scheduler, args.scheduler_kwargs, pipeline)
 
 
+def plan_quantization(
+    model: str | DiffusionPipeline, args: DiffusionGRPOConfig, is_full_training: bool
+) -> QuantizedLoading | None:
+    """Say which components are quantised while the pipeline is loaded; check that they can be; None for none.
+
+    Raises:
+        ValueError, ImportError: see [`~diffusion_grpo.training.quantization.QuantizedLoading.check`]; or the pipeline
+            is loaded already.
+    """
+    if not asks_for_quantization(args):
+        return None
+    if isinstance(model, DiffusionPipeline):
+        raise ValueError(refuse_given_pipeline(args))
+    given = args.model_init_kwargs or {}
+    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
+    index = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **kwargs)
+    loading = plan_loading(args, index, args.train_component)
+    loading.check(is_full_training)
+    return loading
+
+
 def load_pipeline(
     model: str | DiffusionPipeline,
     args: DiffusionGRPOConfig,
     is_full_training: bool,
     backend: DistributedBackend | None = None,
+    quantized: QuantizedLoading | None = None,
 ) -> DiffusionPipeline:
     """Load a pipeline by its name, with `model_init_kwargs`; one that is given is returned.
 
     In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
     float32 weights, as the optimizer needs them. With a `backend` that shards weights, those of the trained networks
-    stay in their files until then.
+    stay in their files until then. What `quantized` names is quantised on the way.
     """
     if isinstance(model, DiffusionPipeline):
         return set_up_pipeline(model, args)
-    kwargs = dict(args.model_init_kwargs or {})
-    kwargs |= {"torch_dtype": dtype} if (dtype := choose_dtype(args, is_full_training)) is not None else {}
+    source, kwargs = tiny.PATH if model == "tiny" else model, dict(args.model_init_kwargs or {})
+    dtype = choose_dtype(args, is_full_training)
+    if quantized is not None:
+        dtype = dtype or torch.float32  # left open, torchao would take bfloat16 for its own part alone
+        kwargs |= quantized.keywords(source, dtype, {name: kwargs[name] for name in HUB_KWARGS if name in kwargs})
+    kwargs |= {"torch_dtype": dtype} if dtype is not None else {}
     with contextlib.nullcontext() if backend is None else backend.read_networks(name_networks(args)):
-        pipe = DiffusionPipeline.from_pretrained(tiny.PATH if model == "tiny" else model, **kwargs)
+        pipe = DiffusionPipeline.from_pretrained(source, **kwargs)
     return set_up_pipeline(pipe, args)
 
 
@@ -200,6 +228,9 @@ def prepare_model(
     """
     component = policy_component(pipe, args.train_component)
     _check_together(pipe, component)
+    for name in component:
+        is_full_training = peft_config is None and args.lora_path is None and args.lora_adapter is None
+        check_quantized_training(name, getattr(pipe, name), is_full_training)
     adapter = _find_adapter(pipe, component, args, peft_config)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):

@@ -54,6 +54,7 @@ from .callbacks import (
 from .evaluation import EvaluationSettings, Evaluator
 from .metrics import Metrics
 from .progress import UpdateProgress
+from .quantization import describe_quantization
 from .show_progress import replace_progress
 from .start import RunRewards
 from .trackers import replace_trackers
@@ -418,6 +419,7 @@ def describe_model(
         "loads_by": lora_loader(pipe, component[0]),
         "pipeline_tag": pipeline_tag(type(pipe), given),
     }
+    found |= {"quantized": methods} if (methods := describe_quantization(pipe)) else {}
     kept = list_kept_adapters(pipe, model, component)
     return found | ({"kept_adapters": kept} if kept else {})
 

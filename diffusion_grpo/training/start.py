@@ -31,7 +31,16 @@ from ..run.card_data import find_license
 from ..run.records import check_output_folder, make_record
 from ..run.reproduce import describe_script
 from ..tiny import default_settings
-from .model import check_args, check_model, check_peft_config, check_scheduler, name_model, pipeline_class
+from .model import (
+    check_args,
+    check_model,
+    check_peft_config,
+    check_scheduler,
+    name_model,
+    pipeline_class,
+    plan_quantization,
+)
+from .quantization import QuantizedLoading, list_trained_methods
 from .watched_rewards import load_watched_rewards
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # where the settings give none
@@ -75,6 +84,7 @@ class CheckedRun:
         record: what run.json says so far.
         datasets: those of the run, with the names that messages give them.
         inputs: of the pipeline's call; None for a pipeline whose code comes from elsewhere.
+        quantized: what is quantised while the model is loaded; None for nothing.
     """
 
     model: str | DiffusionPipeline
@@ -85,6 +95,7 @@ class CheckedRun:
     record: dict[str, Any]
     datasets: list[tuple[str, Dataset]]
     inputs: PipelineInputs | None
+    quantized: QuantizedLoading | None
 
     def prepare_inputs(self, pipeline: type[DiffusionPipeline]) -> PipelineInputs:
         """Return the inputs of the pipeline's call; check them, where that had to wait for the pipeline."""
@@ -117,10 +128,12 @@ def check_run(
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)
     check_scheduler(model, pipeline, args)
+    quantized = plan_quantization(model, args, is_full_training)
+    backend.check_quantization(list_trained_methods(model, args.train_component, quantized))
     inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all)
     record = describe_run(model, args, peft_config, rewards)
     check_output_folder(args.output_dir, record, bool(args.resume_from_checkpoint))
-    return CheckedRun(model, args, rewards, backend, is_full_training, record, datasets, inputs)
+    return CheckedRun(model, args, rewards, backend, is_full_training, record, datasets, inputs, quantized)
 
 
 def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | None) -> DiffusionGRPOConfig:

@@ -279,6 +279,12 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
         "transformer_2", "trained", "prompts@1", VIDEO | {"name": "wan_experts", "sde_window": [1, 2]}
     ),
     "model_init_kwargs": Turned({"torch_dtype": "bfloat16"}, "dtype", "prompts@1", {"name": "folder"}),
+    "load_in_4bit": Elsewhere("config/test_quantization.py::test_the_short_form"),
+    "load_in_8bit": Elsewhere("config/test_quantization.py::test_the_short_form"),
+    "bnb_4bit_quant_type": Elsewhere("config/test_quantization.py::test_the_short_form"),
+    "use_bnb_nested_quant": Elsewhere("config/test_quantization.py::test_the_short_form"),
+    "bnb_4bit_quant_storage": Elsewhere("config/test_quantization.py::test_the_short_form"),
+    "quantization": Turned({"transformer": "torchao"}, "samples@1 gradient@1", "prompts@1 passes", {"name": "folder"}),
     "selective_checkpointing": Turned(
         0.5, "block_calls", "gradient@2 weights@2 passes", {"gradient_checkpointing": True}
     ),

@@ -1,0 +1,90 @@
+"""A LoRA on a quantised base under several processes: it trains what one process trains, or is refused."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import quantized
+import ranks_server
+from safetensors.torch import load_file
+from torch import nn
+
+from diffusion_grpo.distributed.backend import DistributedBackend
+from diffusion_grpo.distributed.context_parallel import ContextGroups
+from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
+from diffusion_grpo.distributed.fsdp import FSDP2Backend
+from diffusion_grpo.training import start
+
+SETTINGS = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 4}
+SETTINGS |= {"num_inference_steps": 3, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
+
+
+def ran(folder, base, processes, **given):
+    ranks_server.succeed(folder / "processes", processes, quantized.train, folder, base, SETTINGS | given)
+    return json.loads((folder / "result.json").read_text()), load_file(folder / "weights.safetensors")
+
+
+def test_two_processes_train_what_one_trains_on_int8_weights(tmp_path):
+    base = quantized.save_pipeline(tmp_path / "base")
+    alone, weights = ran(tmp_path / "one", base, 1)
+    both, together = ran(tmp_path / "two", base, 2)
+    assert (alone["wrapper"], both["wrapper"]) == ("PeftModel", "DistributedDataParallel")
+    for log in (alone["log"], both["log"]):
+        assert [entry["ratio/max_error"] for entry in log if "ratio/max_error" in entry] == [0.0, 0.0]
+    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
+    assert max(value.abs().max() for name, value in weights.items() if "lora_B" in name) > 1e-4  # from 0
+
+
+def test_ddp_is_told_which_weights_it_cannot_send():
+    network = nn.Linear(2, 2)
+    network.register_parameter("bytes", nn.Parameter(network.weight.data.byte(), requires_grad=False))
+    backend = DistributedBackend(None, ContextGroups())
+    backend.fill_config(network)
+    assert not hasattr(network, "_ddp_params_and_buffers_to_ignore")
+    config = SimpleNamespace(quant_method="gguf")
+    network.hf_quantizer = SimpleNamespace(quantization_config=config)
+    backend.fill_config(network)
+    assert network._ddp_params_and_buffers_to_ignore == ["bytes"]
+
+
+def made(cls):
+    """A backend as it is before its engine; what it refuses needs nothing else."""
+    return cls.__new__(cls)
+
+
+@pytest.mark.parametrize(
+    ("backend", "works", "refused", "match"),
+    [
+        (DistributedBackend, "bitsandbytes_4bit bitsandbytes_8bit torchao gguf quanto", "", ""),
+        (DeepSpeedBackend, "bitsandbytes_4bit bitsandbytes_8bit gguf", "torchao quanto", "DeepSpeed cannot move or"),
+        (FSDP2Backend, "bitsandbytes_4bit", "bitsandbytes_8bit torchao gguf quanto", "FSDP2 cannot shard"),
+    ],
+)
+def test_what_an_engine_cannot_shard_is_refused(backend, works, refused, match):
+    made(backend).check_quantization({*works.split()})
+    for method in refused.split():
+        with pytest.raises(ValueError, match=f"{match}.*{method}.*bitsandbytes|{match} {method}.*load_in_4bit"):
+            made(backend).check_quantization({method})
+
+
+def test_it_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    base = quantized.save_pipeline(tmp_path / "base")
+    monkeypatch.setattr(start, "choose_backend", lambda args: made(FSDP2Backend))
+    monkeypatch.setattr("diffusers.DiffusionPipeline.from_pretrained", None)
+    with pytest.raises(ValueError, match="FSDP2 cannot shard torchao's weights; set load_in_4bit"):
+        quantized.trainer_of(base, tmp_path / "run", quantization={"transformer": "torchao"})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp2"])
+def test_four_bits_are_sharded_and_train_what_one_process_trains(tmp_path, mode):
+    pytest.importorskip("bitsandbytes")
+    base, backend = quantized.save_pipeline(tmp_path / "base"), "bitsandbytes_4bit"
+    results = []
+    for processes, own in ((1, {}), (2, quantized.engine_settings(mode))):
+        folder = tmp_path / str(processes)
+        args = (folder, base, SETTINGS | own, backend)
+        ranks_server.succeed(folder / "processes", processes, quantized.train, *args)
+        results.append(load_file(folder / "weights.safetensors"))
+    weights, together = results
+    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
