@@ -4,8 +4,7 @@ import logging
 
 # Logger and text in the message. diffusers uses these processors in ways that do not need torchvision. A denoiser's
 # LoRA has no keys for text encoders. DeepSpeed logs the missing GPU although it is only looked up. torchao lacks the
-# kernels of GPUs that are not there, diffusers looks for tensors that newer versions of it no longer have, and its int8
-# works in float32 too.
+# kernels of GPUs that are not there, diffusers looks for tensors that it no longer has, and its int8 works in float32.
 MESSAGES = (
     ("transformers.utils.import_utils", "requires torchvision (not installed); falling back to"),
     ("diffusers.loaders.lora_base", "No LoRA keys associated to"),

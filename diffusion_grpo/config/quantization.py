@@ -25,6 +25,7 @@ COMPANIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_sto
 class QuantizationSettings:
     """How the weights of frozen networks are compressed when the pipeline is loaded."""
 
+    # Quantised base
     load_in_4bit: bool = field(
         default=False,
         metadata={

@@ -84,6 +84,16 @@ class DistributedBackend:
             ValueError: one sentence with what to change.
         """
 
+    def check_optimizer(self, name: str) -> None:
+        """Refuse an optimizer that cannot step weights as these processes hold them.
+
+        Args:
+            name: the setting `optim`.
+
+        Raises:
+            ValueError: one sentence with what to change.
+        """
+
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         """Refuse a run that these processes cannot train.
 

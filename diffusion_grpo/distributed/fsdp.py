@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
+from ..config.optimizers import BITSANDBYTES
 from ..policy.network_gate import NetworkAccess, replace_attribute
 from . import late_weights
 from .backend import DistributedBackend
@@ -90,6 +91,13 @@ class FSDP2Backend(DistributedBackend):
             raise ValueError(
                 f"FSDP2 cannot shard {method}'s weights; set load_in_4bit and bnb_4bit_quant_storage: bfloat16, which "
                 "it can, or start without FSDP (DDP), where each process holds the quantised network."
+            )
+
+    def check_optimizer(self, name: str) -> None:
+        if name in BITSANDBYTES:
+            raise ValueError(
+                f"optim={name!r} is of bitsandbytes, which cannot step FSDP2's sharded tensors; use adamw_torch_8bit "
+                "or adamw_torch_4bit, or DeepSpeed."
             )
 
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:

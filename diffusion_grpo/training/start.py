@@ -9,6 +9,7 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
+from ..config.optimizers import check_optimizer
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs, prepare_inputs
 from ..data.prompts import check_dataset, name_datasets
@@ -124,6 +125,9 @@ def check_run(
     is_full_training = prepare_training(args, peft_config)
     check_datasets(rewards, args, train_dataset, eval_dataset)
     backend = choose_backend(args)
+    optimizer = getattr(args.optim, "value", args.optim)
+    check_optimizer(optimizer, torch.accelerator.is_available())
+    backend.check_optimizer(optimizer)
     check_block_swap(args, backend, is_full_training)
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)

@@ -1,0 +1,33 @@
+"""Optimizers with compressed states, by transformers' names: what they need."""
+
+import importlib.util
+
+TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
+# with 32 or 8 bits per value; paged ones move states between GPU and CPU memory
+BITSANDBYTES = (
+    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    *("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"),
+    *("lion_32bit", "lion_8bit", "paged_lion_8bit", "paged_lion_32bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
+
+
+def check_optimizer(name: str, has_gpu: bool) -> None:
+    """Refuse an optimizer whose package or GPU is missing; transformers would only say so once a model is loaded.
+
+    Args:
+        name: the setting `optim`.
+        has_gpu: whether there is one.
+
+    Raises:
+        ValueError: it is paged, and there is no GPU.
+        ImportError: its package is not installed.
+    """
+    package = "torchao" if name in TORCHAO else "bitsandbytes" if name in BITSANDBYTES else None
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ImportError(f"optim={name!r} needs the package {package}: pip install {package}.")
+    if package == "bitsandbytes" and name.startswith("paged_") and not has_gpu:
+        raise ValueError(
+            f"optim={name!r} keeps its states in memory that a GPU and the CPU share, and there is no GPU; use "
+            f"{name.removeprefix('paged_')!r} or 'adamw_torch_8bit'."
+        )

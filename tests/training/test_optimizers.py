@@ -1,0 +1,51 @@
+"""8-bit and 4-bit AdamW by transformers' names: compressed states, checkpointed and resumed bit for bit."""
+
+import shutil
+
+import pytest
+import torch
+from tiny_runs import trained_weights, trainer_for
+
+from diffusion_grpo.distributed.fsdp import FSDP2Backend
+from diffusion_grpo.training import start
+
+FULL = {"lora": False, "learning_rate": 1e-3, "num_inference_steps": 2, "gradient_accumulation_steps": 1}
+FULL |= {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """torchao compiles its step, which takes longer than all else here."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize(
+    ("optim", "kind"), [("adamw_torch_8bit", "OptimState8bit"), ("adamw_torch_4bit", "OptimState4bit"), ("adamw_8bit", "")]
+)
+def test_compressed_states_are_saved_and_resumed(tmp_path, optim, kind):
+    if not kind:
+        pytest.importorskip("bitsandbytes")
+    trainer = trainer_for(tmp_path / "whole", optim=optim, **FULL)
+    before = trained_weights(trainer)
+    trainer.train()
+    states = [value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    compressed = [value for value in states if type(value).__name__ == kind or value.dtype == torch.uint8]
+    assert compressed and all(value.numel() >= 4096 for value in compressed)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "again" / "checkpoint-1")
+    again = trainer_for(tmp_path / "again", optim=optim, **FULL)
+    again.train(resume_from_checkpoint=True)
+    weights, resumed = trained_weights(trainer), trained_weights(again)
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    assert any(not torch.equal(weights[name], before[name]) for name in weights)
+
+
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="optim='paged_lion_8bit' keeps its states in memory that a GPU") as refused:
+        monkeypatch.setattr("diffusion_grpo.config.optimizers.importlib.util.find_spec", lambda name: name)
+        trainer_for(tmp_path, optim="paged_lion_8bit")
+    assert "use 'lion_8bit'" in str(refused.value)
+    monkeypatch.setattr(start, "choose_backend", lambda args: FSDP2Backend.__new__(FSDP2Backend))
+    with pytest.raises(ValueError, match="optim='lion_8bit'.*FSDP2.*use adamw_torch_8bit"):
+        trainer_for(tmp_path, optim="lion_8bit")
