@@ -39,7 +39,7 @@ def test_every_own_setting_is_in_a_group(build):
     own = {name for _, names in build.group_fields(build.DiffusionGRPOConfig) for name in names}
     bases = [base for base in build.DiffusionGRPOConfig.__mro__ if base.__module__.startswith("diffusion_grpo.")]
     declared = {name for base in bases for name in vars(base).get("__annotations__", {})}
-    assert len(bases) == 5 and declared - {"_VALID_DICT_FIELDS"} == own
+    assert len(bases) == 6 and declared - {"_VALID_DICT_FIELDS"} == own
 
 
 def test_links_lead_somewhere(build):

@@ -75,6 +75,10 @@ USED = {
     "_use_default_values": ("diffusers:ConfigMixin", "settings left at their defaults pass to another scheduler"),
     "_active_adapter": ("peft.tuners.tuners_utils:BaseTunerLayer", "the reference runs with the loaded LoRAs alone"),
     "_hf_peft_config_loaded": ("diffusers.loaders:PeftAdapterMixin", "merged weights are saved without adapters"),
+    "_set_params_and_buffers_to_ignore_for_model": (
+        "torch.nn.parallel:DistributedDataParallel",
+        "DDP leaves quantised weights alone",
+    ),
     "_get_default_store": ("torch.distributed.distributed_c10d", "processes learn of each other's failures"),
 }
 # methods of transformers' Trainer and TrainingArguments that are overridden or called

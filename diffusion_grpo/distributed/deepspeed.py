@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from trl.models.utils import add_hooks, remove_hooks
 
+from ..config.optimizers import TORCHAO
 from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
 from . import late_weights
 from .backend import DistributedBackend
@@ -81,6 +82,13 @@ class DeepSpeedBackend(DistributedBackend):
             raise ValueError(
                 f"DeepSpeed cannot move or send {method}'s weights, which are tensors of a class of their own; start "
                 "without it (DDP), or quantise with bitsandbytes (load_in_4bit, load_in_8bit)."
+            )
+
+    def check_optimizer(self, name: str) -> None:
+        if name in TORCHAO:
+            raise ValueError(
+                f"optim={name!r} compresses pieces of whole blocks only, and DeepSpeed cuts the weights into others, so "
+                "that nearly all states would keep 32 bits; use adamw_8bit, or DDP."
             )
 
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from ..config.optimizers import BITSANDBYTES
+from ..config.optimizers import BITSANDBYTES, TORCHAO
 from ..policy.network_gate import NetworkAccess, replace_attribute
 from . import late_weights
 from .backend import DistributedBackend
@@ -94,11 +94,10 @@ class FSDP2Backend(DistributedBackend):
             )
 
     def check_optimizer(self, name: str) -> None:
-        if name in BITSANDBYTES:
-            raise ValueError(
-                f"optim={name!r} is of bitsandbytes, which cannot step FSDP2's sharded tensors; use adamw_torch_8bit "
-                "or adamw_torch_4bit, or DeepSpeed."
-            )
+        reason = "bitsandbytes cannot step FSDP2's sharded tensors" if name in BITSANDBYTES else None
+        reason = "FSDP2's checkpoints cannot hold torchao's compressed states" if name in TORCHAO else reason
+        if reason is not None:
+            raise ValueError(f"optim={name!r}: {reason}; use adamw_torch, or DeepSpeed with adamw_8bit.")
 
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:

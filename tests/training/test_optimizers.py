@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_runs import trained_weights, trainer_for
 
+from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
 from diffusion_grpo.distributed.fsdp import FSDP2Backend
 from diffusion_grpo.training import start
 
@@ -22,7 +23,8 @@ def eager():
 
 
 @pytest.mark.parametrize(
-    ("optim", "kind"), [("adamw_torch_8bit", "OptimState8bit"), ("adamw_torch_4bit", "OptimState4bit"), ("adamw_8bit", "")]
+    ("optim", "kind"),
+    [("adamw_torch_8bit", "OptimState8bit"), ("adamw_torch_4bit", "OptimState4bit"), ("adamw_8bit", "")],
 )
 def test_compressed_states_are_saved_and_resumed(tmp_path, optim, kind):
     if not kind:
@@ -30,7 +32,9 @@ def test_compressed_states_are_saved_and_resumed(tmp_path, optim, kind):
     trainer = trainer_for(tmp_path / "whole", optim=optim, **FULL)
     before = trained_weights(trainer)
     trainer.train()
-    states = [value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    states = [
+        value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+    ]
     compressed = [value for value in states if type(value).__name__ == kind or value.dtype == torch.uint8]
     assert compressed and all(value.numel() >= 4096 for value in compressed)
     shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "again" / "checkpoint-1")
@@ -47,5 +51,14 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypa
         trainer_for(tmp_path, optim="paged_lion_8bit")
     assert "use 'lion_8bit'" in str(refused.value)
     monkeypatch.setattr(start, "choose_backend", lambda args: FSDP2Backend.__new__(FSDP2Backend))
-    with pytest.raises(ValueError, match="optim='lion_8bit'.*FSDP2.*use adamw_torch_8bit"):
+    with pytest.raises(ValueError, match="optim='lion_8bit': bitsandbytes cannot step FSDP2's.*use adamw_torch"):
         trainer_for(tmp_path, optim="lion_8bit")
+    with pytest.raises(ValueError, match="optim='adamw_torch_4bit': FSDP2's checkpoints cannot hold"):
+        trainer_for(tmp_path, optim="adamw_torch_4bit")
+
+
+def test_deepspeed_refuses_torchaos_whose_blocks_it_would_cut():
+    backend = DeepSpeedBackend.__new__(DeepSpeedBackend)
+    backend.check_optimizer("adamw_8bit")
+    with pytest.raises(ValueError, match="optim='adamw_torch_8bit' compresses.*use adamw_8bit, or DDP"):
+        backend.check_optimizer("adamw_torch_8bit")
