@@ -47,7 +47,7 @@ USED = {
     "_execution_engine": ("torch.autograd:Variable", "swapped blocks leave when a backward pass ends"),
     "_set_params_and_buffers_to_ignore_for_model": (
         "torch.nn.parallel:DistributedDataParallel",
-        "DDP passes over frozen weights in CPU memory",
+        "DDP passes over frozen weights in CPU memory and over quantised ones",
     ),
     "_dynamo": ("torch", "compiled blocks have as many graphs as they need"),
     "_execution_device": ("diffusers:DiffusionPipeline", "seeds are drawn on the device that the pipeline uses"),
@@ -74,11 +74,8 @@ USED = {
     "_alpha_cumprod": ("diffusers:DDPMWuerstchenScheduler", "Stable Cascade's steps follow its schedule"),
     "_use_default_values": ("diffusers:ConfigMixin", "settings left at their defaults pass to another scheduler"),
     "_active_adapter": ("peft.tuners.tuners_utils:BaseTunerLayer", "the reference runs with the loaded LoRAs alone"),
+    "_internal_dict": ("diffusers:ConfigMixin", "a quantised network is saved with a config of plain weights"),
     "_hf_peft_config_loaded": ("diffusers.loaders:PeftAdapterMixin", "merged weights are saved without adapters"),
-    "_set_params_and_buffers_to_ignore_for_model": (
-        "torch.nn.parallel:DistributedDataParallel",
-        "DDP leaves quantised weights alone",
-    ),
     "_get_default_store": ("torch.distributed.distributed_c10d", "processes learn of each other's failures"),
 }
 # methods of transformers' Trainer and TrainingArguments that are overridden or called

@@ -87,7 +87,7 @@ class DeepSpeedBackend(DistributedBackend):
     def check_optimizer(self, name: str) -> None:
         if name in TORCHAO:
             raise ValueError(
-                f"optim={name!r} compresses pieces of whole blocks only, and DeepSpeed cuts the weights into others, so "
+                f"optim={name!r} compresses pieces of whole blocks only, and DeepSpeed cuts the weights elsewhere, so "
                 "that nearly all states would keep 32 bits; use adamw_8bit, or DDP."
             )
 

@@ -208,8 +208,8 @@ def test_the_objects_that_diffusers_and_transformers_get():
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
 def test_bitsandbytes_gets_the_settings_and_the_dtype_of_the_run(monkeypatch, library):
     """With a stand-in for the class, which asks for the package when it is made."""
-    home = {"diffusers": diffusers, "transformers": transformers}[library]
-    monkeypatch.setattr(home, "BitsAndBytesConfig", lambda **kwargs: kwargs, raising=False)
+    stand_in = SimpleNamespace(BitsAndBytesConfig=lambda **kwargs: kwargs)
+    monkeypatch.setattr(quantization, library, stand_in)
     four = QuantizationSpec("bitsandbytes_4bit", {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True})
     assert make_config(four, library, torch.bfloat16) == {
         "load_in_4bit": True,
