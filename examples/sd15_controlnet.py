@@ -21,7 +21,7 @@ pipe = StableDiffusionControlNetPipeline.from_pretrained(
     "stable-diffusion-v1-5/stable-diffusion-v1-5",
     controlnet=ControlNetModel.from_pretrained("lllyasviel/control_v11p_sd15_canny"),
 )
-dataset = load_prompts("examples/data/edits.jsonl").map(find_edges)
+dataset, held_out = (load_prompts(f"examples/data/{name}.jsonl").map(find_edges) for name in ("edits", "edits_test"))
 trainer = DiffusionGRPOTrainer(
     model=pipe,
     reward_funcs={"colorfulness": 0.02, "sharpness": 1.0},
@@ -44,7 +44,7 @@ trainer = DiffusionGRPOTrainer(
         save_steps=40,
     ),
     train_dataset=dataset,
-    eval_dataset=dataset.select(range(2)),
+    eval_dataset=held_out.select(range(2)),
     peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=["to_q", "to_k", "to_v", "to_out.0"]),
 )
 trainer.train()

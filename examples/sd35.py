@@ -1,9 +1,19 @@
-"""Stable Diffusion 3.5 Medium learns to write: sd35_ocr.yaml in Python."""
+"""Stable Diffusion 3.5 Medium learns to write: sd35_ocr.yaml in Python, with a reward function of its own.
+
+`contrast` is only evaluated: a policy that is paid for legible words alone may learn to paint black on white.
+"""
 
 from peft import LoraConfig
+from PIL import Image, ImageStat
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.prompts import load_prompts
+
+
+def contrast(images: list[Image.Image], **columns) -> list[float]:
+    """Return the standard deviation of each image's grey values, in [0, 0.5]."""
+    return [ImageStat.Stat(image.convert("L")).stddev[0] / 255 for image in images]
+
 
 args = DiffusionGRPOConfig(
     output_dir="outputs/sd35-ocr",
@@ -38,9 +48,10 @@ args = DiffusionGRPOConfig(
 trainer = DiffusionGRPOTrainer(
     model="stabilityai/stable-diffusion-3.5-medium",
     reward_funcs=[{"text": {"scene": True, "match": "contains", "ignore_case": True, "ignore_spaces": True}}],
+    eval_reward_funcs=[contrast],
     args=args,
     train_dataset=load_prompts("examples/data/ocr.txt"),
-    eval_dataset=load_prompts("examples/data/ocr.txt"),
+    eval_dataset=load_prompts("examples/data/ocr_test.txt"),
     peft_config=LoraConfig(
         r=32,
         lora_alpha=64,

@@ -1,6 +1,12 @@
-"""Stable Diffusion XL with DDIM and noise: sdxl.yaml in Python."""
+"""Stable Diffusion XL with DDIM and noise: sdxl.yaml in Python, started again by the same command after a break.
+
+Then the trained pipeline is used as it is, without loading anything: `trainer.pipe` holds the LoRA.
+"""
+
+from pathlib import Path
 
 from peft import LoraConfig
+from transformers.trainer_utils import get_last_checkpoint
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.prompts import load_prompts
@@ -33,12 +39,16 @@ trainer = DiffusionGRPOTrainer(
     reward_funcs={"colorfulness": 0.02, "jpeg_incompressibility": 1.0},
     args=args,
     train_dataset=load_prompts("examples/data/photos.txt"),
-    eval_dataset=load_prompts("examples/data/photos.txt"),
+    eval_dataset=load_prompts("examples/data/photos_test.txt"),
     peft_config=LoraConfig(
         r=16,
         lora_alpha=32,
         target_modules=["to_q", "to_k", "to_v", "to_out.0"],
     ),
 )
-trainer.train()
+output = Path(args.output_dir)
+trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if output.is_dir() else None)
 trainer.save_model()
+if trainer.is_world_process_zero():
+    [image] = trainer.pipe("A lighthouse keeper at breakfast", num_inference_steps=30, guidance_scale=5.0).images
+    image.save(output / "after.png")

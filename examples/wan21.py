@@ -1,9 +1,25 @@
-"""Wan 2.1 learns to write in videos: wan21_ocr.yaml in Python."""
+"""Wan 2.1 learns to write in videos: wan21_ocr.yaml in Python, with a callback that ends the run in time.
+
+Videos are expensive. Callbacks are those of `transformers.Trainer`, so they see each evaluation and may stop the run.
+"""
 
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.prompts import load_prompts
+
+
+class StopWhenLearned(TrainerCallback):
+    """Stops the run once held-out videos reach a reward, after saving a checkpoint."""
+
+    def __init__(self, reward: float):
+        self.reward = reward
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        if metrics["eval_reward"] >= self.reward:
+            control.should_save = control.should_training_stop = True
+
 
 args = DiffusionGRPOConfig(
     output_dir="outputs/wan21-ocr",
@@ -38,8 +54,9 @@ trainer = DiffusionGRPOTrainer(
     model="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     reward_funcs=[{"text": {"scene": True, "match": "contains", "frames": 4, "ignore_case": True}}],
     args=args,
+    callbacks=[StopWhenLearned(0.95)],
     train_dataset=load_prompts("examples/data/video_ocr.txt"),
-    eval_dataset=load_prompts("examples/data/video_ocr.txt").select(range(4)),
+    eval_dataset=load_prompts("examples/data/video_ocr_test.txt").select(range(4)),
     peft_config=LoraConfig(
         r=32,
         lora_alpha=64,

@@ -1,38 +1,131 @@
-"""The examples are run as they are written, shortened only in how long they train."""
+"""The examples: files of settings, scripts and prompts that belong together and do not repeat each other.
 
+`test_systems.py` runs those of large models on tiny pipelines of the same classes.
+"""
+
+import difflib
+import itertools
+import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
+from tiny_runs import trainer_for
 
-from diffusion_grpo import DiffusionGRPOTrainer
-from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo import DiffusionGRPOTrainer, tiny
+from diffusion_grpo.config.parse import parse_train_arguments, read_yaml
+from diffusion_grpo.data.held_out import count_prompts
+from diffusion_grpo.data.prompts import load_prompts
+from diffusion_grpo.rewards import REWARDS, load_rewards
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 
-def test_demo_in_python_is_the_demo(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # its output_dir is relative
-    monkeypatch.setattr(DiffusionGRPOTrainer, "train", lambda trainer: None)
-    trainer = runpy.run_path(str(EXAMPLES / "demo.py"))["trainer"]
-    script, lora, args = parse_train_arguments(str(EXAMPLES / "demo.yaml"), ["--output_dir", args_dir(trainer)])
+def test_the_script_that_reads_any_file_is_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(DiffusionGRPOTrainer, "train", lambda trainer, **arguments: None)
+    words = [str(EXAMPLES / "demo.yaml"), "--output_dir", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    trainer = runpy.run_path(str(EXAMPLES / "train.py"))["trainer"]
+    script, lora, args = parse_train_arguments(words[0], words[1:])
     assert trainer.args.to_dict() == args.to_dict()
     assert trainer.run["reward_funcs"] == script.reward_funcs and trainer.run["trains_by"] == "LoRA rank 16"
-    assert len(trainer.eval_dataset) == script.eval_max_prompts
-    assert (tmp_path / "outputs" / "demo-py" / "pytorch_lora_weights.safetensors").is_file()
+    assert trainer.run["eval_reward_funcs"] == script.eval_reward_funcs
+    assert trainer.eval_dataset["prompt"] == tiny.prompts("test")["prompt"][: script.eval_max_prompts]
+    assert (tmp_path / "run" / "pytorch_lora_weights.safetensors").is_file()
     trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     assert all(any(module in name for name in trained) for module in lora.lora_target_modules)
+    lines = (EXAMPLES / "train.py").read_text().splitlines()
+    assert len([line for line in lines if line]) <= 25
 
 
-def args_dir(trainer: DiffusionGRPOTrainer) -> str:
-    assert trainer.args.output_dir == "outputs/demo-py"
-    return trainer.args.output_dir
-
-
-@pytest.mark.parametrize("file", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
-def test_every_file_of_settings_is_accepted(file, tmp_path):
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_of_settings_is_accepted(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     on_cpu = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--fp16", "false"]
     script, _, args = parse_train_arguments(str(EXAMPLES / file), on_cpu)
     assert script.reward_funcs and args.num_generations >= 1
     if args.warmup_steps:
         assert args.lr_scheduler_type != "constant"  # which has no warm-up
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_examples_are_evaluated_on_prompts_that_they_are_not_trained_on(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    values = read_yaml(f"examples/{file}")
+    train = load_prompts(values["dataset"], "train")
+    held_out = load_prompts(values["eval_dataset"], "test")
+    assert count_prompts(train, held_out)["eval_in_train"] == 0, file
+    assert len(set(held_out["prompt"])) >= 3
+    for column in {"image", "target"} & set(train.column_names):  # what is edited is new too
+        assert not set(train[column]) & set(held_out[column]), file
+    assert set(train.column_names) == set(held_out.column_names)
+
+
+def test_scripts_are_evaluated_on_held_out_prompts():
+    for path in EXAMPLES.glob("*.py"):
+        [*trained], [*held_out] = (
+            [line for line in path.read_text().splitlines() if f"{name}_dataset=" in line]
+            for name in ("train", "eval")
+        )
+        for mine, others in zip(trained, held_out, strict=True):
+            assert mine.split("=", 1)[1] != others.split("=", 1)[1] and ("data/" not in others or "_test" in others)
+
+
+def test_no_script_is_a_copy_of_another():
+    texts = {path.name: path.read_text().splitlines() for path in EXAMPLES.glob("*.py")}
+    for (name, one), (other, two) in itertools.combinations(texts.items(), 2):
+        same = difflib.SequenceMatcher(None, one, two, autojunk=False).ratio()
+        assert same < 0.6, f"{name} and {other}: {same:.2f}"
+
+
+def test_the_algorithm_of_ones_own_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = {key: read_yaml("examples/own_algorithm.yaml")[key] for key in ("loss_type", "loss_kwargs")}
+    trainer = trainer_for(tmp_path, **settings, max_steps=2)
+    before = {name: value.clone() for name, value in trainer.model.named_parameters() if value.requires_grad}
+    trainer.train()
+    updates = [entry for entry in trainer.state.log_history if "reinforce/drift" in entry]
+    assert len(updates) == 2 and all(entry["reinforce/drift"] == 0.0 for entry in updates)
+    assert any((value != before[name]).any() for name, value in trainer.model.named_parameters() if name in before)
+
+
+def test_rewards_on_servers_are_what_the_files_say():
+    remote, color = load_rewards(read_yaml(str(EXAMPLES / "remote_reward.yaml"))["reward_funcs"])
+    assert (remote.name, remote.weight, color.name) == ("text", 0.7, "color")
+    assert isinstance(remote.function, REWARDS["remote"]) and remote.function.reward == "text"
+    judge, colorfulness = load_rewards(read_yaml(str(EXAMPLES / "vlm_judge.yaml"))["reward_funcs"])
+    assert isinstance(judge.function, REWARDS["vlm_judge"]) and colorfulness.weight == 0.005
+
+
+@pytest.mark.plots
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    small = {
+        "UPDATES = 12": "UPDATES = 2",
+        "n=12": "n=2",
+        "num_generations=8": "num_generations=2",
+        "per_device_train_batch_size=16": "per_device_train_batch_size=2",
+    }
+    assert all(any(old in source for source in code) for old in small)
+    names: dict = {}
+    for source in code:
+        for old, new in small.items():
+            source = source.replace(old, new)
+        exec(compile(source, "quickstart.ipynb", "exec"), names)
+    assert [entry["step"] for entry in names["evaluations"]] == [0, 1, 2]
+    assert names["sample"](names["fresh"]).tobytes() == names["after"].tobytes() != names["before"].tobytes()
+    assert (tmp_path / "outputs" / "quickstart" / "report.html").is_file()
+
+
+def test_the_notebook_shows_its_outputs():
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    shown = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
+    assert not [output for output in shown if output["output_type"] == "error"]
+    assert sum("image/png" in output.get("data", {}) for output in shown) >= 2
+    text = "".join(line for output in shown for line in output.get("text", []))
+    assert "/tmp" not in text and "12 updates: warmth" in text

@@ -54,9 +54,9 @@ def test_formulas_are_mathml(site):
 
 def test_a_link_to_a_file_of_the_repository_shows_the_file(site):
     page = (site / "quickstart.html").read_text()
-    assert 'href="source/examples/demo.py.html"' in page
-    shown = html.unescape(re.sub(r"<[^>]+>", "", (site / "source" / "examples" / "demo.py.html").read_text()))
-    assert (ROOT / "examples" / "demo.py").read_text().splitlines()[0] in shown
+    assert 'href="source/examples/train.py.html"' in page
+    shown = html.unescape(re.sub(r"<[^>]+>", "", (site / "source" / "examples" / "train.py.html").read_text()))
+    assert (ROOT / "examples" / "train.py").read_text().splitlines()[0] in shown
 
 
 BROKEN = ("gone.md", "#gone", "../gone.py", "diffusion_grpo.gone", "diffusion_grpo.lost")

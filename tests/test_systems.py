@@ -29,6 +29,7 @@ import diffusion_grpo
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, cli
 from diffusion_grpo import cli as commands
 from diffusion_grpo.config.parse import parse_train_arguments, read_yaml
+from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.pipelines import family_of
 from diffusion_grpo.rewards import REWARDS, RemoteReward
 from diffusion_grpo.rewards.models.hpsv3 import HPSv3
@@ -37,10 +38,7 @@ from diffusion_grpo.run.weights import LORA_WEIGHTS
 
 ROOT = Path(__file__).parent.parent
 PYTHON = {  # script: the file that says the same
-    "flux": "flux",
-    "glm_image": "glm_image_ar",
-    "hunyuan_video": "hunyuan_video",
-    "qwen_image": "qwen_image",
+    "flux_kontext": "flux_kontext",
     "sd35": "sd35_ocr",
     "sdxl": "sdxl",
     "wan21": "wan21_ocr",
@@ -233,6 +231,10 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
         given["trainer"] = DiffusionGRPOTrainer(**arguments | {"model": pipe, "peft_config": _small_lora(arguments)})
         return given["trainer"]
 
+    def load_small(source, split="train"):
+        return load_prompts(shrunk(tmp_path / "data", source, 32), split)
+
+    monkeypatch.setattr("diffusion_grpo.data.prompts.load_prompts", load_small)
     monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOConfig", config)
     monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOTrainer", trainer)
     runpy.run_path(f"examples/{script}.py", run_name="__main__")
@@ -245,6 +247,9 @@ def test_the_python_form_says_and_does_the_same(script, tmp_path, at_root, monke
         given["train_dataset"].to_dict()
         == commands.inputs.load_checked(arguments.dataset, "train", "dataset").to_dict()
     )
+    held_out = commands.inputs.load_checked(arguments.eval_dataset, "test", "eval_dataset").to_dict()
+    held_out = {key: values[: arguments.eval_max_prompts] for key, values in held_out.items()}
+    assert given["eval_dataset"].to_dict() == held_out
     if lora.use_peft:
         mine, theirs = given["peft_config"], lora.peft_config()
         names = ("r", "lora_alpha", "target_modules", "init_lora_weights")

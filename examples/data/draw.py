@@ -29,6 +29,10 @@ if __name__ == "__main__":
     draw_scene("skyblue", "olivedrab", "linen", "house").save(FOLDER / "house.png", optimize=True)
     draw_scene("lightyellow", "sandybrown", "crimson", "ball").save(FOLDER / "ball.png", optimize=True)
     draw_scene("lightsteelblue", "darkseagreen", "forestgreen", "tree").save(FOLDER / "tree.png", optimize=True)
+    # of the held-out prompts
+    draw_scene("lightpink", "khaki", "sienna", "house").save(FOLDER / "barn.png", optimize=True)
+    draw_scene("lightcyan", "darkkhaki", "mediumpurple", "ball").save(FOLDER / "balloon.png", optimize=True)
+    draw_scene("thistle", "tan", "goldenrod", "tree").save(FOLDER / "willow.png", optimize=True)
     mask = Image.new("L", (SIZE, SIZE), 0)
     ImageDraw.Draw(mask).rectangle([140, 110, 372, 400], fill=255)
     mask.save(FOLDER / "mask.png", optimize=True)

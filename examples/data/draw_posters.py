@@ -1,4 +1,4 @@
-"""Draw the posters that posters.jsonl uses, with and without their words, so that they need no licence."""
+"""Draw the posters of posters.jsonl and posters_test.jsonl, with and without words, so that they need no licence."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ from PIL import Image, ImageDraw, ImageFont
 FOLDER = Path(__file__).with_name("pictures")
 SIZE = 512
 POSTERS = {"open": ("OPEN", "darkgreen", "ivory"), "sale": ("SALE", "crimson", "gold"), "tea": ("TEA", "navy", "pink")}
+POSTERS |= {"cafe": ("CAFE", "saddlebrown", "white"), "exit": ("EXIT", "teal", "orange")}  # of posters_test.jsonl
+POSTERS |= {"jam": ("JAM", "purple", "yellow")}
 
 
 def draw_poster(word: str, ground: str, ink: str) -> Image.Image:

@@ -1,0 +1,40 @@
+"""An algorithm of your own: REINFORCE (Williams, 1992) on every recorded step, without a ratio.
+
+own_algorithm.yaml trains the embedded model with it: `diffusion-grpo train examples/own_algorithm.yaml`. What a part,
+a step and a pass are is in docs/algorithms/own.md.
+"""
+
+from diffusion_grpo.algorithms.base import Algorithm, PassOutput, Reference
+from diffusion_grpo.algorithms.batch import MicroBatch, Part
+from diffusion_grpo.policy.base import Policy
+
+
+class Reinforce(Algorithm):
+    """Raises log-probabilities in proportion to the advantages.
+
+    Args:
+        beta: the run's setting, weight of the squared distance to the reference.
+        temperature: a setting of its own, in `loss_kwargs`; advantages are divided by it.
+    """
+
+    def __init__(self, *, beta: float, temperature: float = 1.0):
+        self.beta, self.temperature = beta, temperature
+
+    def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
+        """Train every sample on each of its recorded steps."""
+        steps = sorted({step for part in batch.parts for step in part.trajectory.steps.flatten().tolist()})
+        return [[(part.at_step(step), step) for part in batch.parts for step in steps]]
+
+    def loss(self, policy: Policy, reference: Reference | None, part: Part, step: int) -> PassOutput:
+        """Compute one pass; the drift is the distance of the replay from what the rollout recorded."""
+        now = policy.replay(part.inputs, part.trajectory, step)
+        loss = -(part.advantage(step).to(now.log_prob) / self.temperature * now.log_prob).sum()
+        if self.beta > 0:
+            other = reference.replay(part.inputs, part.trajectory, step)
+            loss = loss + self.beta * ((now.mean - other.mean) ** 2).sum()
+        drift = (now.log_prob.detach() - part.recorded_log_prob(step).to(now.log_prob)).abs().max()
+        return PassOutput(loss, {"reinforce/log_prob": now.log_prob.mean().item()}, float(drift))
+
+    def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
+        """Log how far the replay right after a rollout is from it: exactly 0 in float32."""
+        return {"reinforce/drift": drift}
