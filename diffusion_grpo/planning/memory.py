@@ -113,13 +113,21 @@ def estimate_memory(
     """
     found = [*_list_state(parts, args, sharding), *_list_copies(parts, args, peft_config, sharding)]
     found += _list_frozen(parts, args)
-    whole = parts.frozen + count_bytes(parts.trained) + parts.weigh_others(parts.others)
-    found.append(Memory("pipeline as it is loaded", 0, whole, "before it moves to the accelerator", LOADING))
+    found.append(_plan_loading(parts, sharding))
     if counted is None:
         return found
     trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)
     found.append(_place("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
     return found + _list_phases(parts, args, counted, batches)
+
+
+def _plan_loading(parts: Parts, sharding: Sharding) -> Memory:
+    """Return what a process holds in CPU memory while it loads; networks that are sharded stay in their files."""
+    loaded, basis = parts.weigh_others(parts.others), "networks are read as they are sharded"
+    if not sharding.parameters:
+        loaded += parts.frozen + count_bytes(parts.trained)
+        basis = "before it moves to the accelerator"
+    return Memory("pipeline as it is loaded", 0, loaded, basis, LOADING)
 
 
 def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> list[Memory]:

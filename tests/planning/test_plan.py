@@ -110,6 +110,9 @@ def test_each_mode_divides_what_it_says(tmp_path):
         assert {name: getattr(shared[name], where) for name in expected} == expected
         assert ("gradient buckets" in shared) == (mode == "multi_gpu")
         assert ("gathered block" in shared) == (parameters > 1)
+        networks = alone["parameters"].accelerator if parameters == 1 else 0  # those that are sharded stay in files
+        loaded = shared["pipeline as it is loaded"].cpu
+        assert loaded == alone["frozen parts"].accelerator + networks
 
 
 def test_offloads_move_bytes_to_the_cpu(tmp_path):
