@@ -164,21 +164,21 @@ def quantise(bits: int) -> Propose:
     """Return what loads the network and the large text encoders in 8 or 4 bit."""
 
     def propose(args: DiffusionGRPOConfig) -> Settings | None:
-        taken = getattr(args, "load_in_4bit", False) or getattr(args, "quantization", None)
+        taken = args.load_in_4bit or args.quantization
         if taken or args.group_offload is not None:
             return None
         if bits == 8:
-            return None if getattr(args, "load_in_8bit", False) else {"load_in_8bit": True}
-        return {"load_in_4bit": True} | ({"load_in_8bit": False} if getattr(args, "load_in_8bit", False) else {})
+            return None if args.load_in_8bit else {"load_in_8bit": True}
+        return {"load_in_4bit": True} | ({"load_in_8bit": False} if args.load_in_8bit else {})
 
     return propose
 
 
 def swap_blocks(args: DiffusionGRPOConfig) -> Settings | None:
     """Keep the network's frozen weights in CPU memory, as they are; without checkpointing that would be slow."""
-    if args.group_offload is not None:
+    if args.group_offload is not None or args.quantization:
         return None
-    quantised = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(args, name, False)]
+    quantised = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(args, name)]
     swap = {"group_offload": "block_level", "group_offload_stream": True, "gradient_checkpointing": True}
     return swap | dict.fromkeys(quantised, False)
 

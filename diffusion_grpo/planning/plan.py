@@ -7,8 +7,10 @@ divide it as they document.
 
 import contextlib
 import copy
+import dataclasses
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import tiny
 from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
 from ..config.parse import parse_train_arguments
+from ..config.quantization import choose_specs
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings
@@ -200,6 +203,7 @@ def _plan_model(
     if key not in built:
         built[key] = _build_and_measure(folder, args, peft_config, rows)
     parts, counted, about, notes = built[key]
+    parts = dataclasses.replace(parts, specs=_find_specs(folder, args, parts, peft_config is None))
     made.model |= about
     made.notes += notes
     if counted is not None and counted.tokens:
@@ -211,6 +215,21 @@ def _plan_model(
     }
     made.evaluations = count_evaluations(args, made.batches, counted)
     made.memory = estimate_memory(parts, args, peft_config, made.sharding, counted, made.batches)
+
+
+def _find_specs(folder: Path, args: DiffusionGRPOConfig, parts: Parts, is_full_training: bool) -> dict[str, Any]:
+    """Say how each network is quantised; packages and the GPU that it takes are the target's affair.
+
+    Raises:
+        ValueError: `quantization` names no network of the pipeline, or all weights of a quantised one are trained.
+    """
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    components = {name: tuple(entry) for name, entry in index.items() if isinstance(entry, list) and None not in entry}
+    specs = choose_specs(args, components, tuple(parts.networks))
+    trained = [name for name in specs if name in parts.networks]
+    if trained and is_full_training:
+        raise ValueError(f"{', '.join(trained)} is quantised, and only a LoRA can be trained on that; set use_peft.")
+    return specs
 
 
 def _describe_build(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str:
@@ -225,6 +244,7 @@ def _build_and_measure(
     """Build the pipeline without weights, whole and in place: what is moved or compressed is computed from it."""
     simple = copy.copy(args)
     simple.torch_compile, simple.group_offload = False, None
+    simple.load_in_4bit, simple.load_in_8bit, simple.quantization = False, False, None
     pipe, mode = build_weightless_pipeline(folder, simple, peft_config is None)
     component, model = prepare_model(pipe, simple, peft_config)
     move_to_cpu(pipe, mode)

@@ -93,3 +93,20 @@ def test_what_is_set_already_is_not_proposed_again(config):
 
 def test_settings_that_refuse_each_other_are_no_candidates(config):
     assert fitting.Search(config, ["--use_peft", "false"], None, 0).count({"group_offload": "block_level"}) is None
+
+
+def test_quantised_weights_come_before_block_swap_and_not_with_it(config):
+    search = fitting.Search(config, [], None, 0)
+
+    def propose(name, settings):
+        return fitting.STEPS[name][0](search.read(settings))
+
+    eight = propose("8-bit weights", {})
+    assert eight == {"load_in_8bit": True} and propose("8-bit weights", eight) is None
+    four = propose("4-bit weights", eight)
+    assert four == {"load_in_4bit": True, "load_in_8bit": False}
+    assert propose("8-bit weights", eight | four) is None
+    swap = propose("block swap", eight | four)
+    assert not swap["load_in_4bit"] and swap["group_offload"]
+    assert propose("4-bit weights", eight | four | swap) is None
+    assert search.count({"load_in_4bit": True}) < search.count({"load_in_8bit": True}) < search.count({})
