@@ -32,6 +32,8 @@ PIPELINES = {
     "stable-diffusion-v1-5/stable-diffusion-v1-5": "sd15",
 }
 TINY = {**SETTINGS, "num_generations": 2, "num_inference_steps": 3, "max_steps": 1}
+SHORT = {"num_generations": 4, "gradient_accumulation_steps": 1, "max_steps": 1, "eval_strategy": "no"}
+SHORT |= {"eval_on_start": False, "disable_tqdm": True}
 RUN_ELSEWHERE = {"docs/data.md"}
 COMPILED_ONLY = {"docs/models/glm_image.md"}  # reads the folders of two runs, as tests/run/test_adapters.py does
 PROMPTS = 'the word "TEA" in red\nthe word "SUN" in blue\n'
@@ -98,12 +100,13 @@ def test_python_runs(page, code, names, folder, monkeypatch):
         return made[-1]
 
     def build_settings(output_dir, **settings):
+        if "tiny" in code:
+            return DiffusionGRPOConfig(output_dir, **{**settings, **SHORT})
         settings = {name: value for name, value in settings.items() if name not in ("height", "width")}
         return DiffusionGRPOConfig(output_dir, **{**settings, **TINY})
 
     monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOTrainer", build_trainer)
-    if "tiny" not in code:
-        monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOConfig", build_settings)
+    monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOConfig", build_settings)
     monkeypatch.setattr("diffusion_grpo.policy.processes.PROCESSES", dict(PROCESSES))
     if page == "docs/quickstart.md" and "check_pipeline" in code:
         code = code.replace("512", "32")  # what the embedded model can make on a CPU
