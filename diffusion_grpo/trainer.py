@@ -40,10 +40,11 @@ from .training.base import DiffusersTrainer
 from .training.checkpoints import Checkpointer
 from .training.finite import NonFiniteError
 from .training.metrics import Metrics
-from .training.model import load_pipeline, prepare_model
+from .training.model import load_pipeline, prepare_model, stand_in_for_encoders
 from .training.offload import place_pipeline
 from .training.out_of_memory import MicroBatchSearch, count_updates, explain_out_of_memory, weigh_run
 from .training.progress import UpdateProgress
+from .training.prompt_embeds import make_prompt_embeds
 from .training.update import Place, PolicyUpdate
 
 Scores = Sequence[float | None] | torch.Tensor
@@ -116,7 +117,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             peft_config,
         )
         args, self.rewards, self.backend, self.run = given.args, given.rewards, given.backend, given.record
-        pipe = load_pipeline(given.model, args, given.is_full_training, self.backend, given.quantized)
+        encoders = stand_in_for_encoders(given.model, args)
+        pipe = load_pipeline(given.model, args, given.is_full_training, self.backend, given.quantized, encoders)
         set_seed(args.seed)  # a LoRA starts from random weights
         component, network = prepare_model(pipe, args, peft_config, self.backend)
         self.inputs = given.prepare_inputs(type(pipe))
@@ -129,6 +131,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             log_prob_type=args.log_prob_type,
         )
         setup.check_policy(args, self.policy, self.rewards)
+        self.embeds = make_prompt_embeds(args, given, self.policy, self.inputs)
         super().__init__(
             backend=self.backend,
             networks=self.policy.networks,
@@ -140,6 +143,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        if self.embeds is not None:
+            self.embeds.share(self.accelerator)
         self._make_policy_objects(given.is_full_training)
         self._make_rollout_objects()
         self._make_keeping_objects()
@@ -438,6 +443,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             check_dataset(part, name)
             self.inputs.columns(part).check(name)
         self.model.eval()
+        if self.embeds is not None:
+            self.embeds.prepare(self.accelerator, list(datasets.values()), [], **(pipeline_kwargs or {}))
         try:
             with self.monitor.propagate_errors():
                 metrics = self.evaluator.evaluate(

@@ -46,6 +46,21 @@ def check_settings(args: Sizes) -> None:
     _check_batches(args)
     _check_group_offload(args)
     check_quantization(args)
+    _check_prompt_embeds(args)
+
+
+def _check_prompt_embeds(args: Sizes) -> None:
+    if args.prompt_embeds_dir is not None and args.cache_prompt_embeds != "disk":
+        raise ValueError(
+            f"prompt_embeds_dir has no effect with cache_prompt_embeds={args.cache_prompt_embeds!r}; set it to "
+            "'disk', or leave the folder out."
+        )
+    trained = str(args.train_component or "").replace(" ", "").split(",")
+    if args.cache_prompt_embeds != "off" and any(name.startswith("text_encoder") for name in trained):
+        raise ValueError(
+            f"cache_prompt_embeds={args.cache_prompt_embeds!r} keeps what frozen text encoders return, and "
+            f"train_component={args.train_component!r} trains one; leave cache_prompt_embeds out."
+        )
 
 
 def _check_choices(args: Sizes) -> None:
@@ -61,6 +76,7 @@ def _check_choices(args: Sizes) -> None:
         "importance_sampling_level": ["token", "sequence"],
         "context_parallel_type": ["ulysses", "ring"],
         "sde_window_order": ["random", "per_prompt", "sliding"],
+        "cache_prompt_embeds": ["off", "memory", "disk"],
     }
     optional = {"offload_frozen": ["cpu"], "offload_rewards": ["cpu"], "group_offload": ["block_level", "leaf_level"]}
     choices |= {name: known for name, known in optional.items() if getattr(args, name) is not None}

@@ -41,6 +41,21 @@ class RunSettings:
             "frozen weights of the network and accelerator memory for one more block, and spares the way back."
         },
     )
+    cache_prompt_embeds: str = field(
+        default="off",
+        metadata={
+            "help": "memory or disk: encode all prompts of the run (train, eval and validation) and the negative "
+            "prompt once, before it begins, and let the text encoders leave memory. disk keeps the embeddings for "
+            "later runs, which then do not load the text encoders at all; memory keeps them for this run."
+        },
+    )
+    prompt_embeds_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of cache_prompt_embeds: disk. By default one that all runs share, "
+            "diffusion_grpo/prompt_embeds in the Hugging Face cache."
+        },
+    )
     context_parallel_size: int = field(
         default=1,
         metadata={

@@ -1,12 +1,13 @@
 """Which dataset rows may share a pipeline call, and the keyword arguments of such a call."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from .prompts import EMBEDDED
+from .embeddings import find_replaced_texts
 
 NUMBERS_OF_SAMPLES = ("class_labels",)  # one per sample, as prompts are; other numbers are one per call
 
@@ -54,20 +55,15 @@ def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: boo
     return inputs
 
 
-def find_replaced_texts(row: dict[str, Any], accepted: set[str]) -> set[str]:
-    """Return the text arguments that a row's embeddings replace; pipelines do not take both."""
-    found: set[str] = set()
-    for prefix in ("", "negative_"):
-        if f"{prefix}{EMBEDDED}" in accepted and row.get(f"{prefix}{EMBEDDED}") is not None:
-            found |= {f"{prefix}prompt", f"{prefix}prompt_2", f"{prefix}prompt_3"}
-    return found
-
-
-def group_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list[int]]:
+def group_by_shape(
+    rows: list[dict[str, Any]],
+    accepted: set[str],
+    describe_prompt: Callable[[dict[str, Any]], Any] | None = None,
+) -> list[list[int]]:
     """Return the indices of rows that may share a pipeline call, group by group, in their order.
 
     They agree in every accepted column: numbers and None by value, images by size and mode, videos also by length,
-    tensors and arrays by shape. Text does not count.
+    tensors and arrays by shape. Text counts by what `describe_prompt` returns for a row, if it is given.
     """
     groups: dict[tuple, list[int]] = {}
     for index, row in enumerate(rows):
@@ -76,7 +72,8 @@ def group_by_shape(rows: list[dict[str, Any]], accepted: set[str]) -> list[list[
             for name, value in row.items()
             if name in accepted
         )
-        groups.setdefault(key, []).append(index)
+        own = None if describe_prompt is None else describe_prompt(row)
+        groups.setdefault((key, own), []).append(index)
     return list(groups.values())
 
 

@@ -20,6 +20,7 @@ from datasets.utils.file_utils import is_remote_url, xopen
 from PIL import Image
 
 from ..media import files as media
+from .embeddings import is_embedding
 
 Media = datasets.Image | datasets.Video | datasets.Audio
 KINDS = {"image": datasets.Image(mode="RGB"), "video": datasets.Video(), "audio": datasets.Audio()}
@@ -130,9 +131,8 @@ def make_paths_absolute(dataset: datasets.Dataset, folder: Path) -> datasets.Dat
 
 def _is_tensor(name: str, feature: Any) -> bool:
     """Return whether a column holds embeddings of prompts, or the mask of their tokens."""
-    is_embedding = "prompt" in name and ("embed" in name or "mask" in name)
     if isinstance(feature, (datasets.List, datasets.LargeList, datasets.Array2D, datasets.Array3D)):
-        return is_embedding and "string" not in str(feature)
+        return is_embedding(name) and "string" not in str(feature)
     return False
 
 

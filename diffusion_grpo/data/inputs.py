@@ -7,6 +7,7 @@ never share a call.
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from ..media.serialize import pack_samples, unpack_samples
 from ..policy.batching import BATCHED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
 from ..rewards.contract import Reward, list_columns
-from .calls import build_arguments, find_replaced_texts, group_by_shape
+from .calls import build_arguments, group_by_shape
 from .columns import Columns, is_media
-from .prompts import EMBEDDED
+from .embeddings import check_embeddings, find_replaced_texts, is_embedding
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 logger = logging.getLogger(__name__)
@@ -56,19 +57,23 @@ class PipelineInputs:
             )
         self._columns: dict[int, tuple[Dataset, Columns]] = {}
         self.forms: dict[frozenset[str], Form] = {}  # by the columns that a row has
+        self.describe_prompt: Callable[[dict[str, Any]], Any] | None = None  # what prompts of a call have in common
 
     def __call__(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
         """Return the keyword arguments for these rows; columns win over settings, `overrides` over both."""
         form = self.forms.get(self._find_given(rows[0]), Form(BATCHED))
-        return self._arguments(rows, form.name) | overrides
+        return self.arguments(rows, form.name) | overrides
 
-    def _arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
+    def arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
+        """Return the keyword arguments for these rows in one form; see [`~diffusion_grpo.policy.batching.Form`]."""
         replaced = find_replaced_texts(rows[0], self.accepted)
         fixed = {name: value for name, value in self.fixed.items() if name not in replaced}
         if form != SINGLE:  # one negative prompt per sample: not every pipeline repeats a single one
             texts = {name: value for name, value in fixed.items() if isinstance(value, str) and "prompt" in name}
             fixed = fixed | {name: [value] * len(rows) for name, value in texts.items()}
-        return {**fixed, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
+        # a text that is not None unless given would stand beside the embeddings
+        unset = {name: None for name in replaced & self.accepted if self.parameters[name].default is not None}
+        return {**fixed, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
 
     def _find_given(self, row: dict[str, Any]) -> frozenset[str]:
         return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
@@ -94,10 +99,11 @@ class PipelineInputs:
         Raises:
             ValueError: see [`~diffusion_grpo.data.columns.Columns.check`].
         """
-        if "prompt" not in dataset.column_names and EMBEDDED not in self.accepted:
+        if "prompt" not in dataset.column_names and not any(map(is_embedding, self.accepted)):
             raise ValueError(
-                f"{name} has no column 'prompt', and {self.pipeline.__name__} takes no {EMBEDDED}; add the prompts."
+                f"{name} has no column 'prompt', and {self.pipeline.__name__} takes no prompt_embeds; add the prompts."
             )
+        check_embeddings(dataset, self.accepted, name, self.pipeline.__name__)
         self.columns(dataset).check(name)
         idle = [c for c, f in dataset.features.items() if is_media(f) and c not in self.accepted | asked]
         if idle:
@@ -153,7 +159,7 @@ class PipelineInputs:
         form = find_form(
             policy,
             row,
-            self._arguments,
+            self.arguments,
             count,
             num_inference_steps=args.num_inference_steps,
             steps=list(range(start, min(start + 2, stop, last))),
@@ -170,7 +176,7 @@ class PipelineInputs:
     def parts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         """Return the indices of rows that share a call: those equal in all numbers and shapes, or each row alone."""
         parts = []
-        for part in group_by_shape(rows, self.accepted):
+        for part in group_by_shape(rows, self.accepted, self.describe_prompt):
             is_batched = self.forms.get(self._find_given(rows[part[0]]), Form(BATCHED)).name == BATCHED
             parts += [part] if is_batched else [[index] for index in part]
         return parts

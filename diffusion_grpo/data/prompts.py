@@ -7,6 +7,7 @@ import datasets
 
 from ..config.names import check_name
 from .columns import make_paths_absolute
+from .embeddings import EMBEDDED, is_embedding
 
 READERS = {
     ".txt": lambda path: datasets.Dataset.from_dict({"prompt": read_lines(path)}),
@@ -16,7 +17,6 @@ READERS = {
     ".csv": lambda path: datasets.Dataset.from_csv(str(path)),
 }
 SPLITS = ("train", "validation", "val", "test")  # names of files that hold one
-EMBEDDED = "prompt_embeds"  # what most pipelines call prompts that are already encoded
 
 
 def read_lines(path: Path) -> list[str]:
@@ -116,7 +116,7 @@ def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> Non
     """
     if not isinstance(dataset, datasets.Dataset):
         raise ValueError(f"{name} must be a datasets.Dataset with a column 'prompt', not a {type(dataset).__name__}.")
-    if not {"prompt", EMBEDDED} & set(dataset.column_names):
+    if "prompt" not in dataset.column_names and not any(map(is_embedding, dataset.column_names)):
         raise ValueError(
             f"{name} has no column 'prompt', only {dataset.column_names}; rename the one that holds the prompts "
             f"with rename_column, or give embeddings as '{EMBEDDED}'."

@@ -88,7 +88,9 @@ class _Probe:
         self.policy, self.row, self.arguments, self.count = policy, row, arguments, count
         self.steps = settings.pop("steps")
         self.settings = settings
-        self.changed = {name: other for name, value in row.items() if (other := _change(value)) is not None}
+        # prompts that are encoded one by one and kept cannot affect each other, and no other texts are at hand
+        tried = {k: v for k, v in row.items() if not (policy.prompts.keeps_prompts and "prompt" in k)}
+        self.changed = {name: other for name, value in tried.items() if (other := _change(value)) is not None}
         self.idle: list[str] = []  # inputs of the last sample of a batch that change nothing there
 
     def why_not(self, form: str) -> str | None:

@@ -8,14 +8,14 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from diffusers import DiffusionPipeline
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..media.files import extract_samples
-from .base import Policy
+from .base import POLICY_COMPONENTS, Policy
 from .drivers import (
     BranchRecorder,
     Denoiser,
@@ -279,6 +279,50 @@ class DenoisingPolicy(Policy):
         arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
         with self.acting(driver, forwards), contextlib.suppress(StepScored):
             self.undecorated(self.pipe, **arguments)
+
+    def encode_prompts(self, inputs: dict[str, Any], num_inference_steps: int, calls: int | None = None) -> int:
+        """Call the pipeline up to its first network, so that its prompts are encoded and kept.
+
+        What else goes wrong once they are encoded is left to the rollout, which has other batches.
+
+        Args:
+            inputs: keyword arguments of the pipeline's `__call__`.
+            num_inference_steps: length of the loop.
+            calls: of `encode_prompt` after which nothing more is needed, where that is known.
+
+        Returns:
+            how often `encode_prompt` was called.
+        """
+        pipe, made = self.pipe, 0
+        names = {*self.component, *POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS)}
+        networks = [part for name, part in pipe.components.items() if name in names and isinstance(part, nn.Module)]
+        seeds = torch.zeros(1, dtype=torch.int64)
+
+        def stop(*args: Any, **kwargs: Any) -> NoReturn:
+            raise StepScored
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal made
+            result, made = answer(*args, **kwargs), made + 1
+            return stop() if made == calls else result
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.prompts.serve(pipe))
+            answer = pipe.encode_prompt
+            stack.enter_context(replace_attribute(pipe, "encode_prompt", count))
+            stack.enter_context(replace_attribute(pipe, "_progress_bar_config", {"disable": True}))
+            stack.enter_context(self._seeded(seeds))
+            for network in networks:
+                stack.enter_context(replace_attribute(network, "forward", stop))
+            stack.enter_context(contextlib.suppress(StepScored))
+            try:
+                pipe(**self.call_arguments(inputs, num_inference_steps, seeds))
+            except (UnsupportedPipeline, torch.OutOfMemoryError):
+                raise
+            except Exception:
+                if not made:
+                    raise
+        return made
 
     @contextlib.contextmanager
     def acting(

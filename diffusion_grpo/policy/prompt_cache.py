@@ -19,7 +19,13 @@ Prompts = tuple[str, ...]  # of one sample: `prompt`, and what else the pipeline
 
 
 class PromptCache:
-    """Remembers results of a pipeline's `encode_prompt` between calls of the pipeline."""
+    """Remembers results of a pipeline's `encode_prompt` between calls of the pipeline.
+
+    Attributes:
+        keeps_prompts: whether prompts stay between rollouts; see [`~diffusion_grpo.policy.prompt_store.PromptStore`].
+    """
+
+    keeps_prompts = False
 
     def __init__(self):
         self.calls: dict[Any, Any] = {}  # whole calls, by all their arguments

@@ -5,6 +5,7 @@ that is trained: its network, or a LoRA around it.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from .compiling import compile_blocks
 from .decoding import set_decoding
 from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
 from .scheduler_settings import change_scheduler
+from .text_encoders import StandIn, make_stand_ins
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
@@ -132,8 +134,16 @@ def load_pipeline(
     is_full_training: bool,
     backend: DistributedBackend | None = None,
     quantized: QuantizedLoading | None = None,
+    parts: dict[str, Any] | None = None,
 ) -> DiffusionPipeline:
     """Load a pipeline by its name, with `model_init_kwargs`; one that is given is returned.
+
+    Args:
+        model: as the user gave it.
+        args: of the run.
+        is_full_training: whether all weights of the network are trained.
+        backend: which may leave weights of the trained networks in their files; None loads all.
+        parts: components that are taken as they are and not loaded.
 
     In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
     float32 weights, as the optimizer needs them. With a `backend` that shards weights, those of the trained networks
@@ -141,21 +151,64 @@ def load_pipeline(
     """
     if isinstance(model, DiffusionPipeline):
         return set_up_pipeline(model, args)
+    return set_up_pipeline(_load_parts(model, args, is_full_training, backend, quantized, parts or {}), args)
+
+
+def _load_parts(
+    model: str,
+    args: DiffusionGRPOConfig,
+    is_full_training: bool,
+    backend: DistributedBackend | None,
+    quantized: QuantizedLoading | None,
+    parts: dict[str, Any],
+) -> DiffusionPipeline:
     source, kwargs = tiny.PATH if model == "tiny" else model, dict(args.model_init_kwargs or {})
     dtype = choose_dtype(args, is_full_training)
     if quantized is not None:
         dtype = dtype or torch.float32  # left open, torchao would take bfloat16 for its own part alone
-        kwargs |= quantized.keywords(source, dtype, {name: kwargs[name] for name in HUB_KWARGS if name in kwargs})
+        own = dataclasses.replace(quantized, specs={k: v for k, v in quantized.specs.items() if k not in parts})
+        kwargs |= own.keywords(source, dtype, {name: kwargs[name] for name in HUB_KWARGS if name in kwargs})
     kwargs |= {"torch_dtype": dtype} if dtype is not None else {}
     with contextlib.nullcontext() if backend is None else backend.read_networks(name_networks(args)):
-        pipe = DiffusionPipeline.from_pretrained(source, **kwargs)
-    return set_up_pipeline(pipe, args)
+        return DiffusionPipeline.from_pretrained(source, **kwargs | parts)
 
 
 def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> DiffusionPipeline:
     """Apply the settings of the scheduler and of decoding."""
     pipe = set_scheduler(pipe, args.scheduler_kwargs)
     return set_decoding(pipe, args.vae_slicing, args.vae_tiling, args.decode_batch_size)
+
+
+def loads_encoders_late(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> bool:
+    """Return whether text encoders are loaded only if a prompt is not in the cache.
+
+    A LoRA that is loaded first may have layers in them.
+    """
+    return isinstance(model, str) and args.cache_prompt_embeds != "off" and args.lora_path is None
+
+
+def stand_in_for_encoders(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> dict[str, StandIn]:
+    """Return what stands for the text encoders of a named model until they are needed; nothing if they are loaded."""
+    given = args.model_init_kwargs or {}
+    if not loads_encoders_late(model, args) or "custom_pipeline" in given:
+        return {}
+    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
+    dtype = choose_dtype(args, is_full_training=False)
+    found = make_stand_ins(tiny.PATH if model == "tiny" else model, dtype, **kwargs)
+    return {name: part for name, part in found.items() if name not in given}
+
+
+def load_encoder(
+    model: str,
+    args: DiffusionGRPOConfig,
+    is_full_training: bool,
+    quantized: QuantizedLoading | None,
+    pipe: DiffusionPipeline,
+    name: str,
+) -> nn.Module:
+    """Load one component of a named model as `load_pipeline` would; the others are those of `pipe`."""
+    parts = {key: part for key, part in pipe.components.items() if key != name}
+    return getattr(_load_parts(model, args, is_full_training, None, quantized, parts), name)
 
 
 def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:

@@ -17,6 +17,7 @@ from ..distributed.backend import DistributedBackend
 from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
 from ..distributed.deepspeed import set_learning_rate
+from ..policy.prompt_calls import check_encode_prompt
 from ..rewards import (
     Reward,
     check_columns,
@@ -132,6 +133,8 @@ def check_run(
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)
     check_scheduler(model, pipeline, args)
+    if args.cache_prompt_embeds != "off" and pipeline is not None:
+        check_encode_prompt(pipeline)
     quantized = plan_quantization(model, args, is_full_training)
     backend.check_quantization(list_trained_methods(model, args.train_component, quantized))
     inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all)

@@ -39,6 +39,12 @@ REFUSED = [
     (BRANCHED | {"same_initial_noise": True}, "one initial latent, and branches=4 gives it 4; leave one of them out"),
     (BRANCHED | {"advantage_estimator": "gae"}, "conditions of each sample.*leave one of them out"),
     ({"loss_type": "gropo"}, "Did you mean 'grpo'"),
+    ({"cache_prompt_embeds": "dsik"}, "cache_prompt_embeds='dsik' is unknown.*Did you mean 'disk'"),
+    ({"prompt_embeds_dir": "a"}, "prompt_embeds_dir has no effect with cache_prompt_embeds='off'; set it to 'disk'"),
+    (
+        {"cache_prompt_embeds": "disk", "train_component": "transformer, text_encoder"},
+        "keeps what frozen text encoders return, and train_component='transformer, text_encoder' trains one",
+    ),
     ({"sde_type": "flow"}, "choose one of auto, flow_sde, dance_sde, wan_sde, cps, precise, ddim"),
     ({"scale_rewards": "groups"}, "Did you mean 'group'"),
     ({"old_log_prob": "rolout"}, "auto, rollout, replay"),

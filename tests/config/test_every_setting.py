@@ -266,6 +266,8 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
         "training/test_block_swap.py::test_experts_that_take_turns_are_swapped_each_by_itself"
     ),
     "group_offload_stream": Elsewhere("training/test_block_swap.py::test_blocks_are_fetched_ahead_in_both_directions"),
+    "cache_prompt_embeds": Elsewhere("training/test_prompt_embeds.py::test_a_run_trains_the_same_weights"),
+    "prompt_embeds_dir": Elsewhere("training/test_prompt_embeds.py::test_a_later_run_does_not_even_load_the_encoders"),
     "context_parallel_size": Elsewhere(
         "distributed/test_context_parallel.py::test_a_group_trains_what_one_process_trains"
     ),

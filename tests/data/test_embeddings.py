@@ -1,14 +1,22 @@
 """Prompts that are encoded already: a dataset of embeddings trains as the prompts they come from."""
 
+import functools
+import inspect
+
+import diffusers
+import embedding_runs
 import pyarrow.parquet
 import pytest
+import tiny_pipelines
 import torch
-from datasets import Dataset
+from datasets import Array2D, Dataset, Features, List, Value
 from peft import LoraConfig
 from tiny_pipelines import build
 from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, logged, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.data.embeddings import check_embeddings, find_replaced_texts, is_embedding, list_companions
+from diffusion_grpo.rewards import takes_latents
 
 SIZES = {"height": 16, "width": 16, "guidance_scale": 4.0, "pipeline_kwargs": {"max_sequence_length": 8}}
 NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
@@ -78,3 +86,146 @@ def test_what_embeddings_cannot_do_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no column 'prompt', and DiTPipeline takes no prompt_embeds"):
         args = DiffusionGRPOConfig(str(tmp_path / "b"), **SETTINGS)
         DiffusionGRPOTrainer(model=pipe, reward_funcs=brightness, args=args, train_dataset=dataset)
+
+
+# Embeddings of other families, beside the prompts that rewards read
+
+
+def encode(name, tmp_path):
+    """Columns with what a tiny pipeline encodes each prompt to, named as its parameters."""
+    policy, inputs = embedding_runs.case(name, tmp_path)
+    pipe, found = policy.pipe, []
+    real = pipe.encode_prompt
+
+    @functools.wraps(real)
+    def keeping(*args, **kwargs):
+        found.append(real(*args, **kwargs))
+        return found[-1]
+
+    columns = {column: [] for column in FAMILIES[name]}
+    for text in PROMPTS:
+        found.clear()
+        policy.prompts.clear()
+        pipe.encode_prompt = keeping  # until the call has ended
+        policy.encode_prompts(inputs([{"prompt": text}]), 4)
+        results = [leaf for result in found for leaf in result]
+        for column, place in FAMILIES[name].items():
+            columns[column].append(results[place][0].tolist())
+    return inputs.fixed, columns
+
+
+# columns, and which of the results of `encode_prompt` they hold
+FAMILIES = {
+    "sd15": {"prompt_embeds": 0, "negative_prompt_embeds": 1},
+    "sdxl": {name: place for place, name in enumerate(NAMES)},
+    "flux": {"prompt_embeds": 0, "pooled_prompt_embeds": 1},
+    "wan": {"prompt_embeds": 0, "negative_prompt_embeds": 1},
+    "pixart": {
+        "prompt_embeds": 0,
+        "prompt_attention_mask": 1,
+        "negative_prompt_embeds": 2,
+        "negative_prompt_attention_mask": 3,
+    },
+    "qwen_image": {"prompt_embeds": 0, "negative_prompt_embeds": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        *((name, "off") for name in ("sd15", "flux", "pixart")),
+        *((name, "memory") for name in ("sdxl", "wan", "pixart")),
+    ]
+    + [("qwen_image", "off")],
+)
+def test_embeddings_of_each_family_train_as_their_prompts(name, cache, tmp_path):
+    seen = []
+
+    @takes_latents
+    def mean(latents, prompts, **columns):
+        seen.extend(prompts)
+        return latents.flatten(1).mean(1)
+
+    fixed, columns = encode(name, tmp_path)
+    settings = SETTINGS | {"max_steps": 1, "watch_rewards": None, "cache_prompt_embeds": cache}
+    runs = []
+    for run, extra in (("texts", {}), ("encoded", columns)):
+        trainer = DiffusionGRPOTrainer(
+            model=tiny_pipelines.build(name)[0],
+            reward_funcs=mean,
+            args=DiffusionGRPOConfig(str(tmp_path / run), **settings, pipeline_kwargs=fixed),
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS, **extra}),
+            peft_config=LoraConfig(**LORA),
+        )
+        trainer.train()
+        runs.append(trained_weights(trainer))
+    assert max(float((runs[0][key] - runs[1][key]).abs().max()) for key in runs[0]) < 1e-6
+    assert seen and set(seen) <= set(PROMPTS)
+
+
+REFUSED = {
+    "no companion": ({"prompt_embeds": [[[0.0]]]}, "has the column 'prompt_embeds' but not 'pooled_prompt_embeds'"),
+    "pooled alone": (
+        {"pooled_prompt_embeds": [[0.0]]},
+        "'pooled_prompt_embeds' but not 'prompt_embeds'",
+    ),
+    "negative": (
+        {"prompt_embeds": [[[0.0]]], "pooled_prompt_embeds": [[0.0]], "negative_prompt_embeds": [[[0.0]]]},
+        "has the column 'negative_prompt_embeds' but not 'negative_pooled_prompt_embeds'",
+    ),
+    "some rows": (
+        {"prompt_embeds": [[[0.0]], [[0.0]]], "pooled_prompt_embeds": [[0.0], None]},
+        r"row 1 \(the first is row 0\): only one of 'pooled_prompt_embeds' and 'prompt_embeds' is given",
+    ),
+    "batch": (
+        {"prompt_embeds": [[[[0.0, 1.0], [2.0, 3.0]]]], "pooled_prompt_embeds": [[0.0]]},
+        r"must have the shape \(tokens, width\); leave out the dimension of the batch",
+    ),
+    "flat": (
+        {"prompt_embeds": [[0.0]], "pooled_prompt_embeds": [[0.0]]},
+        r"must hold numbers of shape \(tokens, width\)",
+    ),
+    "text": ({"prompt_embeds": ["a"], "pooled_prompt_embeds": [[0.0]]}, "must hold numbers of shape"),
+    "widths": (
+        {"prompt_embeds": [[[0.0]], [[0.0, 1.0]]], "pooled_prompt_embeds": [[0.0]] * 2},
+        "must all have the same width, but 1 and 2 were found",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_embeddings_that_do_not_fit_are_refused_before_a_model_is_loaded(case):
+    columns, match = REFUSED[case]
+    accepted = set(inspect.signature(diffusers.StableDiffusion3Pipeline.__call__).parameters)
+    with pytest.raises(ValueError, match=match):
+        check_embeddings(Dataset.from_dict(columns), accepted, "train_dataset", "StableDiffusion3Pipeline")
+
+
+def test_masks_and_negatives_have_the_sizes_of_their_embeddings():
+    accepted = set(inspect.signature(diffusers.PixArtAlphaPipeline.__call__).parameters)
+    good = {"prompt_embeds": torch.zeros(2, 3, 4).tolist(), "prompt_attention_mask": [[1, 1, 0]] * 2}
+    check_embeddings(Dataset.from_dict(good), accepted, "train_dataset", "P")
+    features = Features({"prompt_embeds": Array2D((3, 4), "float32"), "prompt_attention_mask": List(Value("int64"))})
+    check_embeddings(Dataset.from_dict(good, features=features), accepted, "train_dataset", "P")
+    bad = good | {"prompt_attention_mask": [[1, 1, 0], [1, 1]]}
+    with pytest.raises(ValueError, match="row 1 .*mask' has 2 numbers, and 'prompt_embeds' has 3 tokens"):
+        check_embeddings(Dataset.from_dict(bad), accepted, "train_dataset", "P")
+    wide = {"negative_prompt_embeds": torch.zeros(2, 3, 5).tolist(), "negative_prompt_attention_mask": [[1] * 3] * 2}
+    with pytest.raises(ValueError, match="'negative_prompt_embeds' has the width 5 and 'prompt_embeds' has 4"):
+        check_embeddings(Dataset.from_dict(good | wide), accepted, "train_dataset", "P")
+    qwen = set(inspect.signature(diffusers.QwenImagePipeline.__call__).parameters)
+    check_embeddings(Dataset.from_dict({"prompt_embeds": good["prompt_embeds"]}), qwen, "train_dataset", "P")
+
+
+def test_names_of_embeddings_and_the_texts_they_replace():
+    assert all(map(is_embedding, ("prompt_embeds_t5", "negative_prompt_embeds_mask_2", "prompt_embeds_pooled")))
+    assert not any(map(is_embedding, ("prompt", "prompt_embeds_scale", "image_embeds", "mask")))
+    accepted = {"prompt", "prompt_4", "prompt_embeds_t5", "negative_prompt", "negative_prompt_embeds"}
+    assert find_replaced_texts({"prompt": "a"}, accepted) == set()
+    found = find_replaced_texts({"prompt": "a", "prompt_embeds_t5": 1}, accepted)
+    assert {"prompt", "prompt_4"} <= found and "negative_prompt" not in found
+    assert "negative_prompt" in find_replaced_texts({"negative_prompt_embeds": 1}, accepted)
+    hidream = set(inspect.signature(diffusers.HiDreamImagePipeline.__call__).parameters)
+    assert list_companions(hidream, "") == ["pooled_prompt_embeds", "prompt_embeds_llama3", "prompt_embeds_t5"]
+    sana = set(inspect.signature(diffusers.SanaPipeline.__call__).parameters)
+    assert list_companions(sana, "negative_") == ["negative_prompt_embeds", "negative_prompt_attention_mask"]

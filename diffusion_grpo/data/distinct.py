@@ -1,0 +1,65 @@
+"""The rows of a dataset that differ in what a pipeline encodes: texts, and the numbers that may change how."""
+
+from typing import Any
+
+import pyarrow as pa
+import torch
+from datasets import Dataset
+
+from .columns import Columns
+from .inputs import PipelineInputs
+
+Key = tuple[tuple[str, Any], ...]
+
+
+def find_distinct(dataset: Dataset, inputs: PipelineInputs) -> dict[Key, int]:
+    """Return the first row of each kind: equal ones have equal texts and numbers, and files in the same columns.
+
+    Rows with embeddings of prompts are all different.
+
+    Args:
+        dataset: the user's.
+        inputs: of the pipeline's calls, which knows the columns it takes.
+    """
+    columns = inputs.columns(dataset)
+    names = [name for name in dataset.column_names if name in inputs.accepted]
+    if dataset.format["type"] is not None:  # its own format decides what a row holds
+        rows = (columns.rows([index])[0] for index in range(len(dataset)))
+        keys = [tuple((name, _reduce(row[name], index)) for name in names) for index, row in enumerate(rows)]
+    else:
+        values = [_read_column(columns, name) for name in names]
+        keys = [tuple(zip(names, row, strict=True)) for row in zip(*values, strict=True)] or [()] * len(dataset)
+    found: dict[Key, int] = {}
+    for index, key in enumerate(keys):
+        found.setdefault(key, index)
+    return found
+
+
+def _read_column(columns: Columns, name: str) -> list[Any]:
+    """Return what counts of each row's value: a text or number itself, of anything else whether it is there."""
+    table = columns.dataset.select_columns([name]).with_format("arrow")
+    values: list[Any] = []
+    for batch in table.iter(1000):
+        column = batch[name]
+        kind = column.type
+        if name not in columns.files and (pa.types.is_primitive(kind) or pa.types.is_string(kind)):
+            values += column.to_pylist()
+        elif name in columns.files or "prompt" not in name:
+            values += [bool(valid) for valid in column.is_valid().to_pylist()]
+        else:
+            start = len(values)
+            values += [start + i if valid else None for i, valid in enumerate(column.is_valid().to_pylist())]
+    return values
+
+
+def _reduce(value: Any, index: int) -> Any:
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if torch.is_tensor(value) and value.ndim == 0:
+        return value.item()
+    return index if torch.is_tensor(value) else True
+
+
+def describe_text(row: dict[str, Any], accepted: set[str]) -> Key:
+    """Return what a row says in words and numbers; equal rows have equal prompts."""
+    return tuple((k, v) for k, v in row.items() if k in accepted and isinstance(v, str | int | float | bool))

@@ -1,0 +1,355 @@
+"""Text encoders that leave memory once all prompts are encoded, and come back where something calls them.
+
+In their place the pipeline holds a `StandIn`. It has the encoder's class, configuration, dtype and device, which
+pipelines ask for, and no weights. A call of it, or of one of its methods (`save_pretrained`), brings the encoder back.
+"""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+
+from .. import tiny
+from ..config.settings import DiffusionGRPOConfig, describe
+
+logger = logging.getLogger(__name__)
+
+CHILDREN = ("model", "text_model", "encoder", "language_model", "generation_config")  # of encoders, that pipelines use
+QUANTIZED = ("quantization", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
+REMEMBERED = 8  # calls of an encoder: the negative prompt comes back with every prompt
+SMALL = 2**20  # bytes of a file whose content is read to tell it from another; a larger one is known by size and time
+
+
+def list_text_encoders(names: Any) -> list[str]:
+    """Return those names of a pipeline's components that are text encoders, which `cache_prompt_embeds` releases."""
+    return [name for name in names if name.startswith("text_encoder")]
+
+
+class StandIn(nn.Module):
+    """Stands where a text encoder was.
+
+    Args:
+        kind: the encoder's class, which `isinstance` and diffusers see.
+        config: of the encoder.
+        dtype, device: as the encoder would say.
+        wake: puts the encoder back into the pipeline and returns it.
+    """
+
+    def __init__(
+        self,
+        kind: type[nn.Module],
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        wake: Callable[[], nn.Module],
+    ):
+        super().__init__()
+        self.__dict__.update(_kind=kind, _wake=wake)
+        self.register_buffer("_place", torch.empty(0, dtype=torch.uint8, device=device), persistent=False)
+        self.__dict__.update(config=config, dtype=dtype, __module__=kind.__module__)
+
+    @property
+    def __class__(self) -> type[nn.Module]:
+        return self._kind
+
+    @property
+    def device(self) -> torch.device:
+        """Where the encoder would be."""
+        return self._place.device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Bring the encoder back and call it."""
+        return self._wake()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not (hasattr(self._kind, name) or name in CHILDREN):
+            return super().__getattr__(name)
+        return getattr(self._wake(), name)
+
+
+class TextEncoders:
+    """The text encoders of a pipeline, which come and go.
+
+    Args:
+        pipe: the pipeline; encoders that were never loaded are stand-ins in it.
+        reload: returns a fresh encoder by its name, as the pipeline was loaded; None for a pipeline of the user's,
+            whose encoders are written to a file and read back.
+        folder: where such files lie while they are needed.
+        device: where they work.
+
+    Attributes:
+        names: of the encoders.
+        loads: how often encoders came back.
+    """
+
+    def __init__(
+        self,
+        pipe: DiffusionPipeline,
+        reload: Callable[[str], nn.Module] | None,
+        folder: Path,
+        device: torch.device,
+    ):
+        self._pipe, self._reload, self._folder, self._device = pipe, reload, folder, device
+        self.names = [name for name in list_text_encoders(pipe.components) if isinstance(self._get(name), nn.Module)]
+        self.loads = 0
+        self._is_working, self._is_encoding = False, False
+        self._used_elsewhere: set[str] = set()  # called outside encode_prompt too
+        self._hooks: list[Any] = []
+        self._spilled: tempfile.TemporaryDirectory | None = None
+        for name in self.released:
+            self._get(name).to(device).__dict__["_wake"] = functools.partial(self._load_again, name)
+
+    @property
+    def released(self) -> list[str]:
+        """Names of the encoders that are not in memory."""
+        return [name for name in self.names if isinstance(self._get(name), StandIn)]
+
+    def _get(self, name: str) -> nn.Module:
+        return getattr(self._pipe, name)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[list[bool]]:
+        """Yield a list whose first item says, once left, whether an encoder has run inside."""
+        parts = {id(part) for name in self.names for part in self._get(name).modules()}
+        loads, has_run = self.loads, [False]
+
+        def note(module: nn.Module, _: Any) -> None:
+            has_run[0] |= id(module) in parts
+
+        self._is_encoding = True
+        handle = register_module_forward_pre_hook(note)
+        try:
+            yield has_run
+        finally:
+            handle.remove()
+            self._is_encoding = False
+            has_run[0] |= self.loads > loads
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Keep encoders that are called inside, remember their last calls, and release them at the end."""
+        self._is_working = True
+        for name in set(self.names) - set(self.released):
+            self._begin_work(name)
+        try:
+            yield
+        finally:
+            self._is_working = False
+            self.release()
+
+    def release(self) -> None:
+        """Let the encoders leave memory."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for name in set(self.names) - set(self.released):
+            part = self._get(name)
+            part.__dict__.pop("forward", None)
+            if name not in self._used_elsewhere:
+                self._replace(name, part)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _begin_work(self, name: str) -> None:
+        part = self._get(name)
+        if is_plain(part):
+            part.to(self._device)
+        part.__dict__["forward"] = remember_calls(part.forward)
+
+        def note(*_: Any) -> None:
+            if not self._is_encoding:
+                self._used_elsewhere.add(name)
+
+        self._hooks.append(part.register_forward_pre_hook(note))
+
+    def _replace(self, name: str, part: nn.Module) -> None:
+        if self._reload is not None:
+            wake = functools.partial(self._load_again, name)
+        elif is_plain(part):
+            wake = self._spill(name, part)
+        else:
+            logger.warning(
+                "cache_prompt_embeds: %s of the given pipeline is quantised and stays in memory; give the model by "
+                "its name, so that it can be loaded again.",
+                name,
+            )
+            return
+        setattr(self._pipe, name, StandIn(type(part), part.config, part.dtype, self._device, wake))
+
+    def _spill(self, name: str, part: nn.Module) -> Callable[[], nn.Module]:
+        """Write the weights of an encoder to a file and free them; return what reads them back."""
+        if self._spilled is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._spilled = tempfile.TemporaryDirectory(prefix="waiting-", dir=self._folder)
+        path = Path(self._spilled.name) / f"{name}.safetensors"
+        parameters = dict(part.named_parameters())
+        if not path.is_file():
+            save_file({key: weights.detach().cpu().contiguous() for key, weights in parameters.items()}, path)
+        for weights in parameters.values():
+            weights.data = weights.data.new_empty(0)
+
+        def read() -> nn.Module:
+            for key, weights in load_file(path).items():
+                parameters[key].data = weights
+            return self._wake(name, part)
+
+        return read
+
+    def _load_again(self, name: str) -> nn.Module:
+        return self._wake(name, self._reload(name).requires_grad_(False).eval())
+
+    def _wake(self, name: str, part: nn.Module) -> nn.Module:
+        logger.info("%s is loaded again, because something calls it.", name)
+        self.loads += 1
+        device = self._get(name).device
+        setattr(self._pipe, name, part)
+        if self._is_working:
+            self._begin_work(name)
+        elif is_plain(part):
+            part.to(device)
+        return part
+
+
+def is_plain(part: nn.Module) -> bool:
+    """Return whether all weights of a module are ordinary tensors, not quantised ones."""
+    return all(type(weights) is nn.Parameter and type(weights.data) is Tensor for weights in part.parameters())
+
+
+def remember_calls(forward: Callable) -> Callable:
+    """Return a forward that answers a call like one of its last ones with a copy of that result."""
+    results: OrderedDict[str, Any] = OrderedDict()
+
+    def remembering(*args: Any, **kwargs: Any) -> Any:
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        if not all(leaf is None or isinstance(leaf, (Tensor, str, int, float, bool)) for leaf in leaves):
+            return forward(*args, **kwargs)
+        key = _hash_all([str(form), *leaves])
+        if key not in results:
+            results[key] = forward(*args, **kwargs)
+        results.move_to_end(key)
+        if len(results) > REMEMBERED:
+            results.popitem(last=False)
+        return pytree.tree_map_only(Tensor, Tensor.clone, results[key])
+
+    return remembering
+
+
+def _hash_all(values: Iterable[Any]) -> str:
+    found = hashlib.sha256()
+    for value in values:
+        if isinstance(value, Tensor):
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            found.update(f"{value.dtype} {tuple(value.shape)}".encode() + content.numpy().tobytes())
+        else:
+            found.update(f"{type(value).__name__} {value!r}".encode())
+    return found.hexdigest()
+
+
+# Which model it is
+
+
+def identify_encoders(pipe: DiffusionPipeline, model: str | None, args: DiffusionGRPOConfig) -> str:
+    """Return the name of the folder with what these text encoders make of prompts: another model has another.
+
+    Args:
+        pipe: the pipeline.
+        model: name of the model whose encoders may not be loaded; None where those of `pipe` are looked at.
+        args: of the run.
+    """
+    if model is None:
+        found = identify_pipeline(pipe)
+    else:
+        kwargs = args.model_init_kwargs or {}
+        source = str(tiny.PATH) if model == "tiny" else model
+        quantized = [getattr(args, name) for name in QUANTIZED]
+        found = f"{identify_source(source, **kwargs)} {describe(kwargs)} {quantized}"
+    dtypes = [str(getattr(pipe, name).dtype) for name in list_text_encoders(pipe.components) if getattr(pipe, name)]
+    about = [type(pipe).__name__, found, *dtypes, args.device.type, *describe_versions()]
+    return f"{type(pipe).__name__}-{_hash_all(about)[:20]}"
+
+
+def identify_pipeline(pipe: DiffusionPipeline) -> str:
+    """Return what tells the text encoders and tokenizers of a pipeline from others: their contents."""
+    parts = {name: part for name, part in pipe.components.items() if is_part_of_encoding(name)}
+    found = [type(pipe).__name__]
+    for name, part in parts.items():
+        found.append(name)
+        if isinstance(part, nn.Module):
+            found += [value for pair in part.state_dict().items() for value in pair]
+        elif hasattr(part, "save_pretrained"):
+            with tempfile.TemporaryDirectory() as folder:
+                part.save_pretrained(folder)
+                found += [path.read_bytes().hex() for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    return _hash_all(found)
+
+
+def identify_source(source: str | Path, **kwargs: Any) -> str:
+    """Return what tells the text encoders and tokenizers of a named model from others, without loading them.
+
+    Args:
+        source: a folder, whose files are looked at; or a Hub id, of which the commit counts.
+        kwargs: of `from_pretrained`.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        names = {name: kwargs[name] for name in ("cache_dir", "revision") if name in kwargs}
+        path = try_to_load_from_cache(str(source), "model_index.json", **names)
+        return f"{source}@{Path(path).parent.name if isinstance(path, str) else kwargs.get('revision')}"
+    found = []
+    for path in sorted(folder.glob("*/**/*")):
+        if path.is_file() and is_part_of_encoding(path.relative_to(folder).parts[0]):
+            about, target = path.stat(), path.resolve()
+            is_small = about.st_size < SMALL
+            content = path.read_bytes().hex() if is_small else f"{about.st_size} {target.stat().st_mtime_ns}"
+            found += [str(path.relative_to(folder)), content]
+    return _hash_all(found)
+
+
+def is_part_of_encoding(name: str) -> bool:
+    """Return whether a component of this name takes part in encoding prompts."""
+    return any(word in name for word in ("text_encoder", "tokenizer", "processor"))
+
+
+def make_stand_ins(
+    source: str | Path, dtypes: torch.dtype | dict[str, torch.dtype] | None, **kwargs: Any
+) -> dict[str, StandIn]:
+    """Make stand-ins for the text encoders of a named model, to be passed to `from_pretrained` in their place.
+
+    Encoders of other libraries than transformers are left out.
+
+    Args:
+        source: folder or Hub id.
+        dtypes: as for `from_pretrained`.
+        kwargs: `revision` and the like.
+    """
+    made = {}
+    index = DiffusionPipeline.load_config(source, **kwargs)
+    for name in list_text_encoders(index):
+        library, kind = index[name]
+        if library != "transformers" or not hasattr(transformers, kind):
+            continue
+        kind = getattr(transformers, kind)
+        config = kind.config_class.from_pretrained(source, subfolder=name, **kwargs)
+        dtype = dtypes.get(name, dtypes.get("default")) if isinstance(dtypes, dict) else dtypes
+        made[name] = StandIn(kind, config, dtype or torch.float32, "cpu", lambda: None)
+    return made
+
+
+def describe_versions() -> list[str]:
+    """Return the versions of what encodes prompts: another one may give other bits."""
+    return [f"{module.__name__} {module.__version__}" for module in (torch, transformers, diffusers)]

@@ -1,0 +1,215 @@
+"""Prompts are encoded once, before a run; what is sampled and trained is the same, and no text encoder is needed."""
+
+import collections
+import json
+
+import embedding_runs
+import pytest
+import ranks_server
+import tiny_pipelines
+import torch
+from datasets import Dataset
+from embedding_runs import ALONE, counted, single
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean, logged, trained_weights, trainer_for
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
+from diffusion_grpo.policy.rollout import rollout
+from diffusion_grpo.policy.unguided import switch_guidance_off
+
+# every tiny pipeline with an `encode_prompt` that takes nothing but texts; images beside the prompt do no harm
+FAMILIES = ["sd3", "flux", "sdxl", "sd15", "wan", "cogvideox", "pixart", "sana", "sd15_pag", "sd2", "cascade_prior"]
+FAMILIES += ["ltx", "wan_experts", "wan_image", "hunyuan_video", "qwen_image", "flux2", "z_image", "wan_ti2v", "ltx2"]
+FAMILIES += [
+    "stable_audio",
+    "cosmos",
+    "cosmos2",
+    "deepfloyd",
+    "animatediff",
+    "glm_image",
+    "flux_kontext",
+]
+TEXTS = ["a cat", "a dog", "a much longer prompt that says more"]  # of two lengths
+ONE_UPDATE = {"max_steps": 1, "watch_rewards": None, "log_completions": False, "rewards": latent_mean}
+
+
+def sample(policy, inputs, texts):
+    """The latents after the first step of each text's sample, in the calls that a rollout makes."""
+    rows, found = [{"prompt": text} for text in texts], {}
+    for part in inputs.parts(rows):
+        given = inputs([rows[index] for index in part])
+        _, trajectory = rollout(
+            policy, given, seeds=[0] * len(part), steps=[[0]] * len(part), num_inference_steps=4, is_complete=False
+        )
+        found |= dict(zip(part, trajectory.next_latents[:, 0], strict=True))
+    return [found[index] for index in range(len(texts))]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_samples_are_the_same_and_encoders_leave(name, tmp_path):
+    plain, inputs = embedding_runs.case(name, tmp_path)
+    plainly = [sample(plain, inputs, [text])[0] for text in TEXTS]
+    policy, inputs = embedding_runs.case(name, tmp_path)
+    with counted(policy.pipe) as calls:
+        embeds = embedding_runs.embeds(policy, inputs, tmp_path)
+        embeds.prepare(ALONE, [Dataset.from_dict({"prompt": TEXTS[:2] * 2})], TEXTS[2:])
+        ahead = len(calls)
+        alone = [sample(policy, inputs, [text])[0] for text in TEXTS]
+        together = sample(policy, inputs, [*TEXTS, TEXTS[0]])
+    assert all(map(torch.equal, alone, plainly))
+    assert all(torch.allclose(*pair, atol=1e-3) for pair in zip(together, [*plainly, plainly[0]], strict=True))
+    assert 0 < ahead == len(calls)
+    assert max(collections.Counter(single(calls)).values()) == 1  # nothing was encoded twice
+    assert embeds.encoders.names == embeds.encoders.released and embeds.encoders.loads == 0
+    assert all(not list(getattr(policy.pipe, part).parameters()) for part in embeds.encoders.names)
+
+
+def test_prompts_of_different_lengths_never_share_a_call(tmp_path):
+    policy, inputs = embedding_runs.case("qwen_image", tmp_path)
+    embeds = embedding_runs.embeds(policy, inputs, tmp_path)
+    embeds.prepare(ALONE, [], TEXTS)
+    rows = [{"prompt": text} for text in [*TEXTS, TEXTS[0]]]
+    assert inputs.parts(rows) == [[0, 1, 3], [2]]
+    assert embedding_runs.case("qwen_image", tmp_path)[1].parts(rows) == [[0, 1, 2, 3]]
+
+
+def test_calls_without_guidance_are_encoded_too(tmp_path):
+    """Losses on re-noised samples roll out with guidance and train without it."""
+    policy, inputs = embedding_runs.case("sd3", tmp_path)
+    unguided = lambda arguments: switch_guidance_off(policy.pipe, policy.networks, arguments)  # noqa: E731
+    vary = lambda arguments: [arguments, unguided(arguments)]  # noqa: E731
+    with counted(policy.pipe) as calls:
+        embeds = embedding_runs.embeds(policy, inputs, tmp_path, vary=vary)
+        embeds.prepare(ALONE, [], TEXTS)
+        ahead = len(calls)
+        for arguments in vary(inputs([{"prompt": TEXTS[1]}])):
+            policy.encode_prompts(arguments, 4)
+    assert len(calls) == ahead and max(collections.Counter(single(calls)).values()) == 1
+
+
+def test_a_prompt_that_was_not_encoded_brings_the_encoders_back(tmp_path):
+    plain, inputs = embedding_runs.case("flux", tmp_path)
+    expected = sample(plain, inputs, ["another text"])
+    policy, inputs = embedding_runs.case("flux", tmp_path)
+    embeds = embedding_runs.embeds(policy, inputs, tmp_path)
+    embeds.prepare(ALONE, [], TEXTS)
+    assert embeds.encoders.released == ["text_encoder", "text_encoder_2"]
+    assert torch.allclose(sample(policy, inputs, ["another text"])[0], expected[0], atol=1e-5)
+    assert embeds.encoders.released == [] and embeds.encoders.loads == 2
+    embeds.prepare(ALONE, [], ["a third one"])
+    assert embeds.encoders.released == ["text_encoder", "text_encoder_2"] and embeds.encoders.loads == 2
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan"])
+@pytest.mark.parametrize("mode", ["memory", "disk"])
+def test_a_run_trains_the_same_weights(name, mode, tmp_path):
+    folder = {"prompt_embeds_dir": str(tmp_path / "embeds")} if mode == "disk" else {}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "validation_prompts": ["a lamp"], "validation_steps": 1}
+    settings = ONE_UPDATE | evaluated
+    plain = trainer_for(tmp_path / "plain", name, **settings)
+    plain.train()
+    pipe, _ = tiny_pipelines.build(name)
+    with counted(pipe) as calls:
+        kept = trainer_for(tmp_path / "kept", name, cache_prompt_embeds=mode, **folder, **settings)
+        ahead = len(calls)
+        kept.train()
+    assert 0 < ahead == len(calls)
+    one, other = trained_weights(plain), trained_weights(kept)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert logged(plain, "eval_reward") == logged(kept, "eval_reward") and logged(kept, "ratio/max_error") == [0.0]
+    plainly, kept_files = (sorted((tmp_path / run / "validation").rglob("0000.*")) for run in ("plain", "kept"))
+    assert plainly
+    assert [file.read_bytes() for file in plainly] == [file.read_bytes() for file in kept_files]
+
+
+def train_by_name(folder, source, lora=True, **settings):
+    """A trainer of a model named by its folder, after one update."""
+    trainer = DiffusionGRPOTrainer(
+        model=str(source),
+        reward_funcs=latent_mean,
+        args=DiffusionGRPOConfig(
+            str(folder),
+            **{**SETTINGS, "max_steps": 1, "watch_rewards": None, "height": 16, "width": 16, **settings},
+            pipeline_kwargs={"max_sequence_length": 8},
+        ),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        peft_config=LoraConfig(**LORA) if lora else None,
+    )
+    trainer.train()
+    return trainer
+
+
+def test_a_later_run_does_not_even_load_the_encoders(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    pipe.save_pretrained(tmp_path / "model")
+    plain = trained_weights(train_by_name(tmp_path / "plain", tmp_path / "model"))
+    settings = {"cache_prompt_embeds": "disk", "prompt_embeds_dir": str(tmp_path / "embeds")}
+    for run, loads in (("first", 3), ("second", 0)):
+        with counted(pipe) as calls:
+            trainer = train_by_name(tmp_path / run, tmp_path / "model", **settings)
+        assert bool(calls) == (run == "first") and trainer.embeds.encoders.loads == loads
+        assert trainer.embeds.encoders.released == ["text_encoder", "text_encoder_2", "text_encoder_3"]
+        found = trained_weights(trainer)
+        assert all(torch.equal(plain[name], found[name]) for name in plain)
+    with counted(pipe) as calls:  # another length of the prompts is another setting
+        args = settings | {"guidance_scale": 2.0}
+        trainer = train_by_name(tmp_path / "guided", tmp_path / "model", **args)
+    assert not calls  # the scale of guidance is none of the encoder's
+    # a user may call the pipeline at any time
+    image = trainer.pipe("a new prompt", num_inference_steps=2, height=16, width=16, max_sequence_length=8).images[0]
+    assert image.size == (16, 16) and trainer.embeds.encoders.released == []
+
+
+def test_a_whole_pipeline_is_saved_with_its_encoders(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    pipe.save_pretrained(tmp_path / "model")
+    trainer = train_by_name(tmp_path / "run", tmp_path / "model", lora=False, cache_prompt_embeds="memory")
+    trainer.save_model()
+    for part in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        saved = load_file(tmp_path / "run" / part / "model.safetensors")
+        there = load_file(tmp_path / "model" / part / "model.safetensors")
+        assert saved.keys() == there.keys() and all(torch.equal(saved[name], there[name]) for name in there)
+    assert json.loads((tmp_path / "run/model_index.json").read_text())["text_encoder"][1].startswith("CLIP")
+
+
+def test_a_resumed_run_is_the_unbroken_one(tmp_path):
+    settings = {"cache_prompt_embeds": "memory", "rewards": latent_mean, "watch_rewards": None}
+    settings |= {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    trainer_for(tmp_path / "broken", **settings | {"max_steps": 1}).train()
+    resumed = trainer_for(tmp_path / "broken", **settings, resume_from_checkpoint="True")
+    resumed.train()
+    one, other = trained_weights(whole), trained_weights(resumed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("mode", ["memory", "disk"])
+def test_each_of_two_processes_encodes_its_share(mode, tmp_path):
+    settings = {"cache_prompt_embeds": mode, "max_steps": 1, "per_device_train_batch_size": 2, "num_generations": 4}
+    settings |= {"gradient_accumulation_steps": 4}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        ranks_server.succeed(folder / "processes", processes, embedding_runs.run, folder, dict(settings))
+    one, other = (load_file(tmp_path / run / "weights.safetensors") for run in "12")
+    assert max((one[name] - other[name]).abs().max() for name in one) < 1e-6
+    shares = [json.loads((tmp_path / "2" / f"calls-{rank}.json").read_text()) for rank in (0, 1)]
+    alone = json.loads((tmp_path / "1" / "calls-0.json").read_text())
+    counts = [collections.Counter(map(tuple, share)) for share in (*shares, alone)]
+    assert all(max(count.values()) == 1 for count in counts)
+    assert counts[0].keys() | counts[1].keys() == counts[2].keys()
+    negative = counts[0].keys() & counts[1].keys()  # which is encoded beside the prompt
+    assert len(negative) == 3 and all(len(count) > len(negative) for count in counts[:2])  # by each of the encoders
+
+
+def test_what_cannot_be_encoded_ahead_is_refused(tmp_path):
+    settings = {"cache_prompt_embeds": "memory", "rewards": brightness}
+    with pytest.raises(UnsupportedPipeline, match="encode_prompt of QwenImageEditPipeline takes 'image' beside"):
+        trainer_for(tmp_path / "a", "qwen_image_edit", **settings)
+    with pytest.raises(UnsupportedPipeline, match="KandinskyV22PriorPipeline has no method encode_prompt"):
+        trainer_for(tmp_path / "b", "kandinsky_prior", **settings)
+    with pytest.raises(UnsupportedPipeline, match="GlmImagePipeline has no frozen text encoder"):
+        trainer_for(tmp_path / "c", "glm_image", lora=False, train_component="vision_language_encoder", **settings)
