@@ -66,7 +66,7 @@ def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device
     (https://huggingface.co/papers/2310.01889) passes keys and values on.
 
     Args:
-        networks: diffusers' models, as the pipeline calls them.
+        networks: diffusers' models, as the pipeline calls them; a `ModuleDict` of experts is taken apart.
         groups: of the run's processes; torch.distributed has been initialised.
         device: of this process.
 
@@ -74,6 +74,8 @@ def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device
         ValueError: a network that diffusers does not know how to split, or a number of heads that is no multiple.
     """
     size, is_ring = groups.size, groups.is_ring
+    parts = [network.values() if isinstance(network, nn.ModuleDict) else [network] for network in networks]
+    networks = [network for part in parts for network in part]
     for network in networks:
         check_context(network, size, is_ring, device)
     shape = (groups.count, size, 1) if is_ring else (groups.count, 1, size)
