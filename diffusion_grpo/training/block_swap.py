@@ -83,8 +83,8 @@ class BlockSwap:
         self.groups = [group for group in groups.values() if group.tensors]
         if len(self.groups) == 1:
             raise ValueError(
-                f"group_offload={self._level!r} finds no list of blocks in {type(network).__name__}, and would move it "
-                "as a whole; use 'leaf_level'."
+                f"group_offload={self._level!r} finds no list of blocks in {type(network).__name__}, and would move "
+                "it as a whole; use 'leaf_level'."
             )
         for group in self.groups:
             self._group_of |= dict.fromkeys(map(id, group.tensors), group)

@@ -138,8 +138,8 @@ def explain_out_of_memory(
         place = f"{PLACES.get(progress.stage, 'in the run')} after {updates()} updates"
         raise torch.OutOfMemoryError(
             f"Out of memory {place}: {str(error).strip().splitlines()[0]} Always there are {sizes}; the rest comes "
-            f"and goes with each pass. Try one of these, the cheapest first: {changes}. `diffusion-grpo plan CONFIG --fit "
-            f"{describe_accelerator(args.device)}` says which of them are needed."
+            f"and goes with each pass. Try one of these, the cheapest first: {changes}. `diffusion-grpo plan CONFIG "
+            f"--fit {describe_accelerator(args.device)}` says which of them are needed."
         ) from error
 
 
