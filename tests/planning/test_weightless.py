@@ -6,9 +6,9 @@ import diffusers
 import pytest
 import torch
 from planned_runs import write_run
-from real_sizes import write_model
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
 
+from benchmarks.real_sizes import write_model
 from diffusion_grpo.planning.plan import plan
 
 
