@@ -38,18 +38,19 @@ class BareLoop(TrainerCallback):
 
     Args:
         pipe: the trained pipeline; its networks' calls are recorded in the second update.
+        network: name of the trained one.
     """
 
-    def __init__(self, pipe: DiffusionPipeline):
+    def __init__(self, pipe: DiffusionPipeline, network: str = "transformer"):
         self.calls: list[Call] = []
         self.updates: list[float] = []
         self.bare: list[float] = []
         self.policy_alone: list[float] = []
         self.peak = 0.0
-        self.policy = pipe.transformer
+        self.policy = getattr(pipe, network)
         self._start = 0.0
-        self._spied = [(self.policy, "forward"), (pipe.vae, "decode")]
-        self._spied += [(encoder, "forward") for encoder in (pipe.text_encoder, pipe.text_encoder_2)]
+        parts = [part for name, part in pipe.components.items() if isinstance(part, nn.Module) and name != "vae"]
+        self._spied = [(pipe.vae, "decode"), *((part, "forward") for part in parts)]
 
     def _spy(self, module: nn.Module, method: str) -> None:
         real = getattr(module, method)
@@ -84,6 +85,45 @@ class BareLoop(TrainerCallback):
         if state.global_step > 2:
             self.policy_alone.append(policy_alone)
             self.bare.append(policy_alone + rest)
+
+
+class Stages(TrainerCallback):
+    """Seconds and peak memory of each update's rollout, rewards included, and of the update itself.
+
+    The update begins where the network is first called with gradient.
+
+    Args:
+        policy: the network.
+    """
+
+    def __init__(self, policy: nn.Module):
+        self.seconds: dict[str, list[float]] = {"rollout": [], "update": []}
+        self.memory: dict[str, list[float]] = {"rollout": [], "update": []}
+        self._stage: str | None = None
+        policy.register_forward_pre_hook(self._called)
+
+    def _called(self, *args) -> None:
+        if self._stage == "rollout" and torch.is_grad_enabled():
+            self._end()
+            self._begin("update")
+
+    def _begin(self, stage: str) -> None:
+        self._stage, self._start = stage, time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def _end(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[self._stage].append(time.perf_counter() - self._start)
+        self.memory[self._stage].append(peak_memory())
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._begin("rollout")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._end()
+        self._stage = None
 
 
 def run_bare(calls: list[Call]) -> float:

@@ -229,7 +229,7 @@ def _check_plugin(plugin_args: dict[str, Any], processes: int) -> None:
             "fsdp_activation_checkpointing renames the network's blocks, so that nothing else could load what is "
             "saved; leave it out and set gradient_checkpointing=True, which does the same."
         )
-    if processes == 1:
+    if processes == 1 and "LOCAL_RANK" not in os.environ:  # a launcher's only process has a group to itself
         raise ValueError(
             "FSDP was asked for, but there is one process, which has nobody to share with; raise num_processes, or "
             "leave FSDP out."
