@@ -1,4 +1,4 @@
-"""One case of `gpu_check.py`, in a process of its own: `python benchmarks/gpu_cases.py a/bf16 --values FILE --work DIR`.
+"""One case of `gpu_check.py` in its own process: `python benchmarks/gpu_cases.py a/bf16 --values FILE --work DIR`.
 
 Each case trains as a user would: settings as in a YAML file, a trainer, `train()`; what it found is written as JSON.
 """
@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -159,7 +160,7 @@ def collect_ratio(trainer: Any) -> dict[str, Any]:
 
 
 def write_ratio_model(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
-    """Save the model of sections a and b: SD3's classes, 113 M random weights; of the embedded model's size if tiny."""
+    """Save the model of sections a and b: 113 M random weights in SD3's classes, or the embedded model if tiny."""
     import torch
     from diffusers import DiffusionPipeline
 
@@ -274,9 +275,7 @@ def measure_demo(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
         settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_inference_steps": 3}
     trainer = train(settings, work)
     evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
-    names = [
-        key for key in evaluated[0] if key == "eval_reward" or (key.startswith("eval_rewards/") and "mean" in key)
-    ]
+    names = [key for key in evaluated[0] if key == "eval_reward" or re.fullmatch("eval_rewards/.*/mean", key)]
     found = {"updates": settings["max_steps"]}
     for key in names:
         found[key.removeprefix("eval_")] = f"{evaluated[0][key]:.3f} to {evaluated[-1][key]:.3f}"

@@ -6,10 +6,10 @@ What a GPU has to say, in one command of at most nine minutes: `make gpu-check`.
     c  seconds and peak memory at real sizes with random weights, beside the bare network and what `plan` said
     d  the demo at reduced length
 
-Each case runs in its own process with a time limit. Its line is printed and its result stored as it ends, so a run that
-is cut off leaves what it found: `results.jsonl` and `table.md` under `--out`. Cases that need the GPU for themselves,
-because they are timed, run one after the other; the others run side by side before them. What no longer fits into
-`--minutes` is listed as not run. The exit code is 1 if a case failed.
+Each case runs in its own process with a time limit. Its line is printed and its result stored as it ends, so a run
+that is cut off leaves what it found: `results.jsonl` and `table.md` under `--out`. Cases that are timed run one after
+the other; the others run side by side before them. What no longer fits into `--minutes` is listed as not run. The exit
+code is 1 if a case failed.
 
 `--tiny` runs every case with tiny networks on a CPU: whether it works, not what it takes. A machine whose packages are
 too old is prepared by `benchmarks/gpu_requirements.py`.
@@ -108,8 +108,7 @@ def list_cases() -> list[Case]:
         plain = f"b/one process {trains}"
         cases += [Case(plain, needs="a/model")] + [Case(f"b/{mode} {trains}", needs=plain) for mode in MODES]
     cases += [Case("d/demo", expected=60, limit=180)]
-    for name, seconds in SIZES:
-        cases.append(Case(f"c/plan {name}", limit=180))
+    cases += [Case(f"c/plan {name}", limit=180) for name, _ in SIZES]
     cases += [Case(f"c/{name}", seconds, f"c/plan {name}", True, limit=180) for name, seconds in SIZES]
     return cases
 
@@ -124,9 +123,7 @@ def select_cases(cases: list[Case], sections: str, names: list[str]) -> list[Cas
     known = {case.name: case for case in cases}
     unknown = [part for part in chosen if part not in SECTIONS] + [name for name in names if name not in known]
     if unknown:
-        raise ValueError(
-            f"there is no {unknown[0]!r}; sections are {', '.join(SECTIONS)}, and --list names the cases."
-        )
+        raise ValueError(f"there is no {unknown[0]!r}; sections are {', '.join(SECTIONS)}; --list names the cases.")
     wanted = {case.name for case in cases if (case.name in names if names else case.section in chosen)}
     while missing := {known[name].needs for name in wanted} - wanted - {None}:
         wanted |= missing
@@ -263,7 +260,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", default="", help="names, separated by commas, instead of sections")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all cases together; default: %(default)s")
     parser.add_argument(
-        "--jobs", type=int, help="cases side by side where time is not measured; default: by the cores"
+        "--jobs", type=int, help="cases that run side by side if they are not timed; default: by the cores"
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_check"), help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny networks, on a CPU too: whether it works")

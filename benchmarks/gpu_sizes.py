@@ -1,7 +1,7 @@
 """Section c of `gpu_check.py`: what published sizes take, and what `plan` said that they take.
 
-The whole pipeline is built on the GPU with random weights: network, VAE and text encoders at their real sizes. The same
-settings are planned from the same configuration files, in another process.
+The whole pipeline is built on the GPU with random weights: network, VAE and text encoders at their real sizes. The
+same settings are planned from the same configuration files, in another process.
 """
 
 import json
@@ -30,6 +30,7 @@ USUAL = {
     "learning_rate": 1e-5,
 }
 LORA = {"use_peft": True, "lora_r": 32, "lora_alpha": 64, "lora_target_modules": LORA_LAYERS}
+NF4 = {"quantization": {"transformer": "bitsandbytes_4bit"}}  # text encoders stay as they are
 TWO = {"num_generations": 2, "per_device_train_batch_size": 2}
 QWEN = {"pipeline_kwargs": {"true_cfg_scale": 4.0, "negative_prompt": " "}}
 WAN = {"height": 480, "width": 832, "num_frames": 33, "guidance_scale": 5.0, "sde_type": "wan_sde"}
@@ -41,11 +42,8 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sd35m-full": ("SD3.5-M", {"guidance_scale": 4.5}),
     "sdxl": ("SDXL", LORA | UNET_LAYERS | TWO | {"guidance_scale": 5.0, "height": 1024, "width": 1024}),
     "flux-bf16": ("FLUX.1-dev", LORA | TWO | {"guidance_scale": 3.5}),
-    "flux-nf4": (
-        "FLUX.1-dev",
-        LORA | TWO | {"guidance_scale": 3.5, "quantization": {"transformer": "bitsandbytes_4bit"}},
-    ),
-    "qwen-nf4": ("Qwen-Image", LORA | TWO | QWEN | {"quantization": {"transformer": "bitsandbytes_4bit"}}),
+    "flux-nf4": ("FLUX.1-dev", LORA | TWO | NF4 | {"guidance_scale": 3.5}),
+    "qwen-nf4": ("Qwen-Image", LORA | TWO | NF4 | QWEN),
     "wan21": ("Wan2.1-1.3B", LORA | UNET_LAYERS | ONE | WAN),
 }
 
@@ -97,7 +95,7 @@ def measure_size(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
     )
     # the pipeline is quantised already
     trainer = make_trainer({key: value for key, value in settings.items() if key != "quantization"}, folder, pipe)
-    bare, stages = BareLoop(trainer.pipe, network), Stages(bare.policy)
+    bare, stages = BareLoop(trainer.pipe, network), Stages(getattr(trainer.pipe, network))
     trainer.add_callback(stages)  # its end comes before the bare loop's
     trainer.add_callback(bare)
     trainer.train()
