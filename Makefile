@@ -13,7 +13,7 @@ QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench bench-distributed bench-gpu bench-rewards bench-recipes sweep docs tiny-model clean
+.PHONY: help setup demo test test-all gpu-check lint format bench bench-distributed bench-rewards bench-recipes sweep docs tiny-model clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ test: setup ## run the tests (ARGS="-k losses" selects some)
 test-all: setup ## run every test, including slow, demo and distributed ones
 	@$(PYTEST) -m "" $(ARGS)
 
+gpu-check: setup ## ask a GPU for ratios, modes, sizes and the demo, within nine minutes
+	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/gpu_check.py $(ARGS)
+
 lint: setup ## check style with ruff, and types with mypy
 	@$(BIN)/ruff check --quiet $(wildcard $(PATHS))
 	@$(BIN)/ruff format --quiet --check $(wildcard $(PATHS))
@@ -50,9 +53,6 @@ bench: setup ## time a GRPO step against the bare network, then two processes ag
 
 bench-distributed: setup ## time DDP, ZeRO-3 and FSDP2 on two CPU processes against one process
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/distributed.py $(ARGS)
-
-bench-gpu: setup ## time networks the size of SD3.5-M and FLUX with random weights on a GPU
-	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/gpu.py $(ARGS)
 
 bench-rewards: setup ## time each reward, and the demo's wait for its rewards
 	@$(OFFLINE) $(QUIET) $(BIN)/python benchmarks/rewards.py $(ARGS)

@@ -43,7 +43,16 @@ RATIO = {
     "max_steps": 2,
     "learning_rate": 1e-3,
 }
-SMALL_RATIO = {"num_inference_steps": 2, "sde_window": [0, 1], "height": 32, "width": 32}
+SMALL_RATIO = {
+    "num_inference_steps": 2,
+    "sde_window": [0, 1],
+    "height": 32,
+    "width": 32,
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
+    "guidance_scale": 1.0,
+    "pipeline_kwargs": {"max_sequence_length": 1},
+}
 # of section a, by what stands in the case's name beside the precision
 VARIANTS: dict[str, dict[str, Any]] = {
     "compile": {"torch_compile": True},
@@ -64,14 +73,8 @@ ATTENTION = {  # torch's back ends of scaled_dot_product_attention
     "sdpa-math": "MATH",
 }
 NEEDS_GPU = (
-    "nf4",
-    "int8",
-    "nf4-compile",
-    "nf4-group-offload",
-    "float32-tf32",
-    "bf16-sdpa-cudnn",
-    "bf16-sdpa-efficient",
-)
+    "nf4 int8 nf4-compile nf4-group-offload float32-tf32 fp16 fp16-compile bf16-sdpa-cudnn bf16-sdpa-efficient"
+).split()
 
 
 class NotRunError(Exception):
@@ -195,7 +198,8 @@ def measure_mode(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
     mode, trains = name.rsplit(" ", 1)
     settings = RATIO | (SMALL_RATIO if is_tiny else {}) | {"model": str(work / "model"), "max_steps": 1, "bf16": False}
     settings |= LORA | {"learning_rate": 1e-3} if trains == "lora" else {"learning_rate": 1e-5}
-    settings |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    samples = settings["num_generations"] // 2
+    settings |= {"per_device_train_batch_size": samples, "gradient_accumulation_steps": 2}
     if mode != "one process":
         enter_group(mode)
     if mode.startswith("ZeRO"):
@@ -272,7 +276,8 @@ def measure_demo(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
         settings |= {"reward_funcs": ["color"], "reward_weights": [1.0]}
     if is_tiny:
         settings |= {"max_steps": 1, "eval_steps": 1, "eval_max_prompts": 2, "num_generations": 2}
-        settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_inference_steps": 3}
+        settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+        settings |= {"num_inference_steps": 3, "sde_window": [0, 2]}
     trainer = train(settings, work)
     evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     names = [key for key in evaluated[0] if key == "eval_reward" or re.fullmatch("eval_rewards/.*/mean", key)]

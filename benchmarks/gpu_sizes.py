@@ -53,8 +53,10 @@ def choose_settings(name: str, folder: Path, is_tiny: bool) -> dict[str, Any]:
     model, own = TRAININGS[name]
     write_model(model, folder / "model", is_tiny)
     (folder / "prompts.txt").write_text("a red cat on a sofa\na blue dog in the snow\n")
-    small = {"height": 32, "width": 32, "num_inference_steps": 3} if is_tiny else {}
-    small |= {"num_frames": 5} if is_tiny and "num_frames" in own else {}
+    small: dict[str, Any] = {}
+    if is_tiny:
+        small = {"height": 32, "width": 32, "num_inference_steps": 2, "sde_window": [0, 1], "bf16": False, **ONE}
+        small |= {"num_frames": 5} if "num_frames" in own else {}
     where = {"model": str(folder / "model"), "dataset": str(folder / "prompts.txt")}
     return USUAL | own | small | where
 
@@ -88,7 +90,9 @@ def measure_size(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
             raise NotRunError("bitsandbytes is not installed") from error
     network = "unet" if (folder / "model" / "unet").is_dir() else "transformer"
     is_full = not settings.get("use_peft")
-    dtype = {"default": torch.bfloat16} | ({network: torch.float32} if is_full else {})
+    dtype = {"default": torch.bfloat16 if settings["bf16"] else torch.float32} | (
+        {network: torch.float32} if is_full else {}
+    )
     torch.manual_seed(0)
     pipe = build_pipeline(
         Path(settings["model"]), "cuda" if has_gpu else "cpu", dtype, [network] if is_quantized else ()

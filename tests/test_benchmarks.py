@@ -11,7 +11,6 @@ import ranks_server
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import distributed
-import gpu
 import recipe_results
 import recipe_run
 import recipe_settings
@@ -52,30 +51,6 @@ def test_ratios_are_those_to_one_process_and_to_ddp():
         ["0.50", "", "25% |"],
         ["1.25", "2.50", "25% |"],
     ]
-
-
-@pytest.mark.parametrize("training", gpu.TRAININGS)
-def test_each_run_for_a_gpu_runs_small_on_a_cpu(training):
-    options = gpu.parse(["--tiny", "--rounds=1", "--samples=2", "--micro_batch=2", "--steps=2", "--size=32"])
-    name, weights, kind, *measured = gpu.measure(training, options).strip("| ").split(" | ")
-    assert name in gpu.SMALL and kind.startswith("LoRA" if training.endswith("lora") else "all")
-    assert float(weights.removesuffix(" M")) < 100
-    assert [float(value.split()[0]) > 0 for value in measured] == [True] * 4
-
-
-def test_networks_of_full_size_are_not_started_without_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        gpu.parse(["sd35-lora"])
-    assert "--tiny" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "tokens"), [("SD3.5-M", 77 + 256), ("FLUX.1-dev", 512)])
-def test_networks_read_as_much_text_as_the_published_ones(name, tokens):
-    pipe = gpu.pipeline(name, True, "cpu")
-    texts = {"prompt": "a ship", "prompt_2": None, "num_images_per_prompt": 1}
-    texts |= {"prompt_3": None, "do_classifier_free_guidance": False} if name == "SD3.5-M" else {}
-    assert pipe.encode_prompt(**texts)[0].shape == (1, tokens, 4096)
 
 
 SMALL = {"per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 2}
