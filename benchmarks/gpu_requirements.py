@@ -27,7 +27,6 @@ UNUSED = (
     "torchao/*.so",
     "rapidocr/models/*_det_*.onnx",
     "rapidocr/models/*_cls_*.onnx",
-    "deepspeed/ops/csrc",
     "multiprocess/tests",
     "_multiprocess/tests",
     "dill/tests",

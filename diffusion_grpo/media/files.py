@@ -10,7 +10,6 @@ import wave
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import av
 import numpy as np
 import torch
 from PIL import Image
@@ -161,6 +160,8 @@ def write_video(
     Raises:
         ValueError: the frames differ in size, or there are none.
     """
+    import av
+
     sizes = sorted({frame.size for frame in frames})
     if len(sizes) != 1:
         raise ValueError(f"A video needs frames of one size, got {sizes or 'no frames'}.")
@@ -185,6 +186,8 @@ def write_video(
 
 def shrink_video(path: str | Path, widest: int) -> bytes:
     """Re-encode a video, with its sound, to at most `widest` pixels per side, for a page that holds many."""
+    import av
+
     with av.open(str(path)) as file:
         fps, is_silent = float(file.streams.video[0].average_rate), not file.streams.audio
     frames = read_video(path)
@@ -207,6 +210,8 @@ def compress_sound(path: str | Path) -> bytes:
 
 def _open_mp4(target: str | Path | BinaryIO) -> Any:
     """Open an MP4 for writing, if by path with the index at the start, so that browsers play it while it loads."""
+    import av
+
     if hasattr(target, "write"):
         return av.open(target, "w", format="mp4")
     return av.open(str(target), "w", format="mp4", options={"movflags": "faststart"})
@@ -214,6 +219,8 @@ def _open_mp4(target: str | Path | BinaryIO) -> Any:
 
 def _sound_stream(file: Any, video: VideoWithSound) -> Any:
     """Add an audio stream to an open MP4 and return an iterator over its packets."""
+    import av
+
     rates = av.codec.Codec("aac", "w").audio_rates
     rate = video.sampling_rate if video.sampling_rate in rates else 48000
     channels = video.sound[:2]  # as played: one or two
@@ -223,6 +230,8 @@ def _sound_stream(file: Any, video: VideoWithSound) -> Any:
 
 
 def _sound_packets(stream: Any, channels: np.ndarray, video: VideoWithSound, layout: str) -> Any:
+    import av
+
     frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout=layout)
     frame.sample_rate, frame.pts = video.sampling_rate, 0
     resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
@@ -237,6 +246,8 @@ def read_video(source: str | Path | BinaryIO) -> list[Image.Image]:
     Raises:
         ValueError: the file holds no video.
     """
+    import av
+
     with av.open(source if hasattr(source, "read") else str(source)) as file:
         if not file.streams.video:
             raise ValueError(f"{source} holds no video.")
@@ -273,6 +284,8 @@ def read_sound(
     Raises:
         ValueError: the file holds no sound.
     """
+    import av
+
     with av.open(source if hasattr(source, "read") else str(source)) as file:
         if not file.streams.audio:
             raise ValueError(f"{source} holds no sound.")
