@@ -106,7 +106,8 @@ def list_cases() -> list[Case]:
     cases = [Case("a/model", needs=None)] + [Case(f"a/{name}", needs="a/model") for name in RATIO]
     for trains in ("lora", "full"):
         plain = f"b/one process {trains}"
-        cases += [Case(plain, needs="a/model")] + [Case(f"b/{mode} {trains}", needs=plain) for mode in MODES]
+        cases += [Case(plain, needs="a/model")]
+        cases += [Case(f"b/{mode} {trains}", needs=plain, limit=240) for mode in MODES]  # on a CPU ZeRO is compiled
     cases += [Case("d/demo", expected=60, limit=180)]
     cases += [Case(f"c/plan {name}", limit=180) for name, _ in SIZES]
     cases += [Case(f"c/{name}", seconds, f"c/plan {name}", True, limit=180) for name, seconds in SIZES]
