@@ -132,7 +132,7 @@ def test_other_modes_in_a_group_of_one_make_it_too(trains, work, tmp_path):
         assert found[mode]["engine"] == engine and found[mode]["largest difference"] < 1e-4
 
 
-@pytest.mark.parametrize("name", ["sd35m-lora", "sdxl"])
+@pytest.mark.parametrize("name", ["sd35m-lora", pytest.param("sdxl", marks=pytest.mark.slow)])
 def test_each_size_runs_small_and_is_planned(name, tmp_path):
     planned = gpu_cases.run(f"c/plan {name}", tmp_path, True)
     found = gpu_cases.run(f"c/{name}", tmp_path, True)

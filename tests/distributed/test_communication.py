@@ -13,6 +13,7 @@ import communication
 from communication import Update, counted_run, ddp, gather_bytes, zero2, zero3
 
 
+@pytest.mark.distributed
 def test_ddp_sends_gradients_once_an_update_and_no_buffers(tmp_path):
     ranks_server.succeed(tmp_path, 2, communication.count, tmp_path, True)
     assert_ddp(json.loads((tmp_path / "counted.json").read_text()))

@@ -76,6 +76,7 @@ def test_an_error_in_the_update_ends_all_before_the_time_out(tmp_path, mode, whe
     assert ("this process ends too" in ended.logs[0]) or where == "bug"
 
 
+@pytest.mark.distributed
 def test_a_fragile_is_named_and_outlasts_the_time_out(tmp_path):
     ended = ranks_server.run(tmp_path, 2, rank_runs.fail, tmp_path / "run", SMALL | {"ddp_timeout": 4}, "slow")
     assert ended.codes == [0, 0], [log[-1500:] for log in ended.logs]

@@ -18,7 +18,7 @@ class Fake(Policy):
 
     def __init__(self, make_latents):
         self.make_latents, self.cleared = make_latents, 0
-        self.prompts = SimpleNamespace(clear=self.clear)
+        self.prompts = SimpleNamespace(clear=self.clear, keeps_prompts=True)
 
     def clear(self):
         self.cleared += 1

@@ -35,7 +35,13 @@ def held_out_gain(folder: Path, sign: float, micro_batches: int, *settings: str)
 
 
 # half the samples would gain too little to be told from chance, and lose 0.3
-@pytest.mark.parametrize(("sign", "micro_batches"), [(1.0, 4), (-1.0, 2)], ids=["learns", "sign flipped"])
+@pytest.mark.parametrize(
+    ("sign", "micro_batches"),
+    [
+        pytest.param(1.0, 4, id="learns"),
+        pytest.param(-1.0, 2, id="sign flipped", marks=pytest.mark.slow),
+    ],
+)
 def test_the_demo_at_a_reduced_size(tmp_path, sign, micro_batches):
     gain = held_out_gain(tmp_path, sign, micro_batches)
     assert gain * sign > MARGIN, gain
