@@ -99,7 +99,8 @@ def parse_size(text: str) -> int:
 
 def describe_memory(made: "Plan", size: int | None) -> list[str]:
     """Say in sentences whether the run fits, and what the processes of one machine take together."""
-    from ..planning.fit import count_usable, format_size
+    from ..planning.fit import count_usable
+    from ..training.memory import format_size
 
     if not made.memory:
         return []
@@ -121,7 +122,8 @@ def describe_memory(made: "Plan", size: int | None) -> list[str]:
 
 def print_fit(arguments: argparse.Namespace, overrides: list[str], launch: "LaunchArguments") -> int:
     """Print what makes the run fit; return 1 if nothing does."""
-    from ..planning.fit import fit, format_size
+    from ..planning.fit import fit
+    from ..training.memory import format_size
 
     size = call_or_refuse(parse_size, arguments.fit)
     found = call_or_refuse(fit, arguments.config, overrides, size, launch)

@@ -12,6 +12,7 @@ import yaml
 
 from ..config.arguments import LaunchArguments
 from ..config.settings import DiffusionGRPOConfig
+from ..training.memory import format_size
 from .measure import UPDATE
 from .memory import Memory, read_setting
 from .plan import Built, Plan, plan, read_run
@@ -86,14 +87,6 @@ class Fit:
 def merge(choices: list[Choice]) -> Settings:
     """Return the settings of several choices; later ones win."""
     return {name: value for choice in choices for name, value in choice.settings.items()}
-
-
-def format_size(count: int) -> str:
-    """Write a number of bytes."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count / 2**10:.1f} KiB"
 
 
 def count_usable(size: int) -> int:

@@ -14,6 +14,7 @@ from transformers.training_args import OptimizerNames
 from ..algorithms.choose import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.sharding import Sharding
+from ..training.memory import count_bytes
 from .batches import Batches
 from .measure import DECODING, DENOISING, ENCODING, UPDATE, Measurement
 
@@ -347,8 +348,3 @@ def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig
     return count_bytes(
         value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)
     )
-
-
-def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of tensors, each tensor once."""
-    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}.values())

@@ -1,8 +1,23 @@
-"""The most memory that this process has used so far."""
+"""Bytes: those of tensors, how a number of them is written, and the most that this process has used so far."""
 
 import sys
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of tensors, each tensor once."""
+    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in list(tensors)}.values())
+
+
+def format_size(count: int) -> str:
+    """Write a number of bytes in the largest unit of which there is at least one, e.g. "1.5 GiB"."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 2**10:.1f} KiB"
 
 
 def measure_peak_memory(device: torch.device | str) -> float:

@@ -2,33 +2,28 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from diffusers import DiffusionPipeline
-from torch import Tensor, nn
+from torch import nn
 
 from ..config.settings import DiffusionGRPOConfig
 from ..rollout.feed import RolloutFeed
+from .memory import count_bytes, format_size
 from .progress import UpdateProgress
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-GIB, MIB = 2**30, 2**20
 PLACES = {"rollout": "in the rollout", "rewards": "in the rewards", "training": "in the update"}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the accelerator, or the host, has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-
-
-def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of tensors, each tensor once."""
-    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in list(tensors)}.values())
 
 
 def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: RolloutFeed) -> dict[str, int]:
@@ -59,11 +54,6 @@ def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: R
         for name, tensors in found.items()
     }
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
-
-
-def format_size(count: int) -> str:
-    """Write a number of bytes."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
@@ -106,7 +96,7 @@ def describe_accelerator(device: torch.device) -> str:
     """Return the size of an accelerator's memory for `plan --fit`; "24GiB" as an example where there is none."""
     if device.type != "cuda":
         return "24GiB"
-    return f"{torch.cuda.get_device_properties(device).total_memory // MIB}MiB"
+    return f"{torch.cuda.get_device_properties(device).total_memory // 2**20}MiB"
 
 
 @contextlib.contextmanager

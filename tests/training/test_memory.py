@@ -1,4 +1,4 @@
-"""The peak of a process's memory."""
+"""Bytes of tensors, how they are written, and the peak of a process's memory."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_grpo.training.memory import measure_peak_memory
+from diffusion_grpo.training.memory import count_bytes, format_size, measure_peak_memory
 
 STATUS = Path("/proc/self/status")
 
@@ -18,3 +18,17 @@ def test_without_a_gpu_it_is_that_of_the_process_in_gib(device):
     np.ones(2**24).sum()
     kib = int(re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())[1])
     assert measure_peak_memory(device) == pytest.approx(kib / 2**20, rel=0.02)
+
+
+def test_each_tensor_counts_once_also_where_the_next_one_takes_its_place():
+    weight = torch.zeros(3, 5, dtype=torch.bfloat16)
+    assert count_bytes([weight, weight, torch.zeros(2)]) == 3 * 5 * 2 + 2 * 4
+    assert count_bytes(torch.zeros(2) for _ in range(10)) == 10 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0.0 KiB"), (2**20 - 2**10, "1023.0 KiB"), (2**20, "1.0 MiB"), (2**31 - 2**29, "1.5 GiB")],
+)
+def test_a_size_is_written_in_the_largest_unit_that_fits(count, text):
+    assert format_size(count) == text

@@ -6,6 +6,7 @@ from tiny_runs import logged, trained_weights, trainer_for
 
 from diffusion_grpo.config.checks import check_settings
 from diffusion_grpo.config.early_checks import EarlySettings
+from diffusion_grpo.training.memory import format_size
 from diffusion_grpo.training.out_of_memory import count_updates, smallest_divisor, weigh_run
 
 RUN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 2}
@@ -54,7 +55,7 @@ def test_memory_that_runs_out_later_is_an_error_that_says_what_to_change(tmp_pat
     assert "\n" not in message
     assert message.startswith(f"Out of memory in the rollout after 1 updates: {MESSAGE} Always there are ")
     for name, count in weigh_run(trainer.model, trainer.pipe, trainer.optimizer, trainer.feed).items():
-        assert (f"{name} {count / 2**20:.1f} MiB" in message) == (count > 0)
+        assert (f"{name} {format_size(count)}" in message) == (count > 0)
     cheapest = "per_device_train_batch_size: 2 with gradient_accumulation_steps: 4 and steps_per_generation: 4"
     assert (
         message.index(cheapest) < message.index("gradient_checkpointing: true") < message.index("offload_frozen: cpu")
