@@ -5,7 +5,8 @@ The second update of a real run records every call of a network (policy, decoder
 the first also asks what the pipeline can do. After each further update the same calls are made bare, in a loop, with a
 backward pass where the trainer made one, so that both sides see the same shapes and the same load of the machine. The
 overhead is (rollout + update) / bare, median over the rounds; the reward is timed by itself, since no network of ours
-works in it.
+works in it. Both sides are also measured in seconds of the processor, which other work on the machine moves less:
+`OMP_NUM_THREADS=1` gives the steadiest numbers.
 """
 
 import argparse
@@ -45,10 +46,11 @@ class BareLoop(TrainerCallback):
         self.calls: list[Call] = []
         self.updates: list[float] = []
         self.bare: list[float] = []
+        self.processor_ratios: list[float] = []
         self.policy_alone: list[float] = []
         self.peak = 0.0
         self.policy = getattr(pipe, network)
-        self._start = 0.0
+        self._start = self._processor_start = 0.0
         parts = [part for name, part in pipe.components.items() if isinstance(part, nn.Module) and name != "vae"]
         self._spied = [(pipe.vae, "decode"), *((part, "forward") for part in parts)]
 
@@ -65,11 +67,12 @@ class BareLoop(TrainerCallback):
         for module, method in self._spied if state.global_step == 1 else []:
             self._spy(module, method)
         _synchronize()
-        self._start = time.perf_counter()
+        self._start, self._processor_start = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs):
         _synchronize()
         elapsed = time.perf_counter() - self._start
+        processor_seconds = time.process_time() - self._processor_start
         if state.global_step == 1:  # warm-up
             return
         if state.global_step == 2:  # recorded
@@ -80,9 +83,12 @@ class BareLoop(TrainerCallback):
             self.updates.append(elapsed)
         policy_calls = [call for call in self.calls if getattr(call[0], "__self__", None) is self.policy]
         others = [call for call in self.calls if getattr(call[0], "__self__", None) is not self.policy]
+        processor_start = time.process_time()
         policy_alone, rest = run_bare(policy_calls), run_bare(others)
+        processor_bare = time.process_time() - processor_start
         kwargs["model"].zero_grad()
         if state.global_step > 2:
+            self.processor_ratios.append(processor_seconds / processor_bare)
             self.policy_alone.append(policy_alone)
             self.bare.append(policy_alone + rest)
 
@@ -261,8 +267,14 @@ def print_result(name: str, trainer: DiffusionGRPOTrainer, bare: BareLoop) -> No
         print(f"    {stage:<24} {seconds:7.2f} s")
     print(f"  same calls bare            {statistics.median(bare.bare):7.2f} s")
     print(f"    policy alone             {statistics.median(bare.policy_alone):7.2f} s")
-    print(f"  overhead without reward    {statistics.median(ratios):7.2f}   ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"  overhead without reward    {format_ratios(ratios)}")
+    print(f"    in processor seconds     {format_ratios(bare.processor_ratios)}, reward included")
     print(f"  peak memory                {bare.peak:7.2f} GiB", flush=True)
+
+
+def format_ratios(ratios: list[float]) -> str:
+    """Return the median of some ratios, and their range."""
+    return f"{statistics.median(ratios):7.2f}   ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> None:
