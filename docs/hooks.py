@@ -1,7 +1,7 @@
 """Hooks of mkdocs: formulas become MathML, and what a page links to outside docs/ becomes a page of its source.
 
 Both keep the site whole without a network: browsers draw MathML without JavaScript, and a link from a page to
-`examples/demo.yaml` leads somewhere on the site as it does in the repository.
+`examples/demo.yaml` leads somewhere on the site as it does in the repository. A notebook's page shows its outputs.
 """
 
 import ast
@@ -14,6 +14,8 @@ from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -30,7 +32,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = CODE.sub("", Path(page.abs_src_path).read_text(encoding="utf-8"))
         targets |= {find_source(page.src_uri, link[1]) for link in LINK.finditer(text)} - {None}
     for target in sorted(targets):
-        files.append(File.generated(config, name_source_page(target), content=format_source(target)))
+        if target.suffix == ".ipynb":
+            content, images = convert_notebook(target)
+        else:
+            content, images = format_source(target), {}
+        page = name_source_page(target)
+        files.append(File.generated(config, page, content=content))
+        for name, image in images.items():
+            files.append(File.generated(config, str(PurePosixPath(page).parent / name), content=image))
     return files
 
 
@@ -85,6 +94,13 @@ def format_source(target: Path) -> str:
         lines = [f"* `{module.relative_to(path).as_posix()}`: {read_first_line(module)}" for module in modules]
         return head + "\n".join(lines) + "\n"
     return f"{head}````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf-8')}\n````\n"
+
+
+def convert_notebook(target: Path) -> tuple[str, dict[str, bytes]]:
+    """Return the page of a notebook with its outputs, and its images by file name."""
+    exporter = MarkdownExporter(preprocessors=[CoalesceStreamsPreprocessor])
+    page, resources = exporter.from_filename(str(ROOT / target))
+    return page, {name: image for name, image in resources["outputs"].items() if name in page}
 
 
 def read_first_line(module: Path) -> str:
