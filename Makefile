@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PATHS  := diffusion_grpo tests examples benchmarks docs
 ARGS   ?=
 
-# Tests and the demo need only the package, never the network. Tests run in two processes with one thread each.
+# Tests and the demo need only the package, never the network. Tests run in three processes with one thread each, since some wait for others.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 QUIET   := TRANSFORMERS_VERBOSITY=error
 PYTEST  := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
@@ -30,7 +30,7 @@ demo: setup ## teach the embedded model to spell and colour on the CPU, and writ
 	@$(OFFLINE) $(QUIET) $(BIN)/diffusion-grpo train examples/demo.yaml $(ARGS)
 
 test: setup ## run the tests (ARGS="-k losses" selects some)
-	@$(PYTEST) -n 2 $(ARGS)
+	@$(PYTEST) -n 3 $(ARGS)
 
 test-all: setup ## run every test, including slow, demo and distributed ones
 	@$(PYTEST) -m "" $(ARGS)
