@@ -142,7 +142,7 @@ def format_command(name: str, command: argparse.ArgumentParser) -> str:
     ]
     for action in options:
         option = " ".join(filter(None, [", ".join(action.option_strings), name_value(action)]))
-        text = " ".join((action.help or "").split()).replace("|", "\\|")
+        text = " ".join(((action.help or "") % vars(action)).split()).replace("|", "\\|")
         lines.append(f"| `{option}` | {link_pages(text)} |")
     return "\n".join(lines) + "\n" + (TRAIN_KEYS if name.endswith(" train") else "")
 

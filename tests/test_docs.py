@@ -29,6 +29,13 @@ def test_settings_page_is_what_the_settings_say(build):
 
 def test_command_line_page_is_what_the_parser_says(build):
     assert build.CLI.read_text() == build.format_cli_page(), "run make docs"
+    assert "%(" not in build.CLI.read_text()  # argparse fills in the defaults that help texts name
+
+
+def test_the_page_on_your_own_algorithm_shows_the_example():
+    page = (ROOT / "docs" / "algorithms" / "own.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "own_algorithm.py").read_text(encoding="utf-8")
+    assert f"```python\n{example}```\n" in page
 
 
 def test_first_settings_are_at_most_fifteen(build):
