@@ -84,7 +84,7 @@ def names():
     """Return what pages take for given: a pipeline, and functions that they name without writing them."""
     pipe = DiffusionPipeline.from_pretrained(tiny.PATH)
     pipe.set_progress_bar_config(disable=True)
-    return {"pipe": pipe, "judge": lambda a, b, prompt: 0.5, "variance_of_laplacian": lambda image: 0.0}
+    return {"pipe": pipe, "judge": lambda a, b, prompt: 0.5}
 
 
 @pytest.mark.parametrize(("page", "code"), find_blocks("python"))
