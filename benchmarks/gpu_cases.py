@@ -247,7 +247,7 @@ def describe_mode(trainer: Any, file: Path, is_plain: bool) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file, save_file
 
-    with trainer.weights.show_whole():
+    with trainer.learner.weights.show_whole():
         named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
         weights = {name: p.detach().float().cpu().contiguous().clone() for name, p in named}
     found = {"engine": type(trainer.model_wrapped).__name__}

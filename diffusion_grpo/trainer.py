@@ -15,7 +15,7 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import PeftConfig
 from torch import Tensor, nn
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback
 
 from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
@@ -23,29 +23,22 @@ from .config.settings import DiffusionGRPOConfig
 from .data.held_out import warn_of_trained_prompts
 from .data.prompts import check_dataset
 from .data.sampler import GroupSampler
-from .distributed.context_parallel import spread_over_context
 from .distributed.failure import ProcessGroupMonitor
-from .distributed.generation import NetworkPasses
-from .policy.token import make_policy
 from .rewards import Reward, RewardError
-from .rollout.value_model import ValueModel
 from .run.card import write_model_card
 from .run.card_data import name_repository
 from .run.records import write_json
 from .run.report import write_curve
 from .run.resume_point import explain_interrupt
-from .run.weights import PolicyFiles
 from .training import setup, start
 from .training.base import DiffusersTrainer
-from .training.checkpoints import Checkpointer
 from .training.finite import NonFiniteError
+from .training.learner import make_learner
+from .training.loading import load_policy
 from .training.metrics import Metrics
-from .training.model import load_pipeline, prepare_model, stand_in_for_encoders
-from .training.offload import place_pipeline
 from .training.out_of_memory import MicroBatchSearch, count_updates, explain_out_of_memory, weigh_run
 from .training.progress import UpdateProgress
-from .training.prompt_embeds import make_prompt_embeds
-from .training.update import Place, PolicyUpdate
+from .training.update import Place
 
 Scores = Sequence[float | None] | torch.Tensor
 RewardFunc = str | Callable[..., Scores | Awaitable[Scores]] | dict[Any, Any]
@@ -116,27 +109,14 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             eval_dataset,
             peft_config,
         )
-        args, self.rewards, self.backend, self.run = given.args, given.rewards, given.backend, given.record
-        encoders = stand_in_for_encoders(given.model, args)
-        pipe = load_pipeline(given.model, args, given.is_full_training, self.backend, given.quantized, encoders)
-        set_seed(args.seed)  # a LoRA starts from random weights
-        component, network = prepare_model(pipe, args, peft_config, self.backend)
-        self.inputs = given.prepare_inputs(type(pipe))
-        self.policy = make_policy(
-            pipe,
-            component,
-            sde_type=args.sde_type,
-            sampling=args.token_sampling,
-            access=self.backend.network_access(network),
-            log_prob_type=args.log_prob_type,
-        )
-        setup.check_policy(args, self.policy, self.rewards)
-        self.embeds = make_prompt_embeds(args, given, self.policy, self.inputs)
+        self.rewards, self.backend, self.run = given.rewards, given.backend, given.record
+        loaded = load_policy(given, peft_config)
+        self.policy, self.inputs, self.embeds = loaded.policy, loaded.inputs, loaded.embeds
         super().__init__(
             backend=self.backend,
             networks=self.policy.networks,
-            model=network,
-            args=args,
+            model=loaded.model,
+            args=given.args,
             data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -145,127 +125,57 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         )
         if self.embeds is not None:
             self.embeds.share(self.accelerator)
-        self._make_policy_objects(given.is_full_training)
-        self._make_rollout_objects()
-        self._make_keeping_objects()
-
-    def _make_policy_objects(self, is_full_training: bool) -> None:
-        """Make what an update needs: the trained weights, the reference, the algorithm and what they pass through."""
-        args, backend, policy = self.args, self.backend, self.policy
-        has_values = args.advantage_estimator == "gae"
-        backend.check_run(policy.component, args.trains_own_steps, policy.draws_tokens, has_values)
-        self.weights = backend.trained_weights(self.model, take_turns=len(policy.component) > 1)
         self.monitor = ProcessGroupMonitor(
-            self.accelerator, args.ddp_timeout, (RewardError, RatioError, NonFiniteError)
+            self.accelerator, self.args.ddp_timeout, (RewardError, RatioError, NonFiniteError)
         )
-        self.reference = setup.make_reference(args, policy, self.model, backend, is_full_training)
-        if backend.groups.size > 1:
-            copy = self._reference_module()
-            spread_over_context([*policy.networks, *([] if copy is None else [copy])], backend.groups, args.device)
-        swaps_blocks = args.group_offload is not None
-        self.offload = place_pipeline(
-            self.pipe,
-            policy.networks,
-            args.device,
-            args.offload_frozen,
-            leaves_networks=swaps_blocks or backend.leaves_networks_in_place,
-        )
-        if swaps_blocks:
-            backend.leave_frozen_weights(self.model)
-        self.values = ValueModel(args.seed).to(args.device) if has_values else None
         self.metrics, self.progress = Metrics(), UpdateProgress()
-        self.average = setup.make_average(args, self.weights, backend, self.metrics)
-        self.algorithm = setup.make_algorithm(args, policy.networks, self.rewards.weights)
-        self.old_policy = setup.make_old_policy(args, self.weights, self.algorithm)
-        self.run_passes = NetworkPasses(backend, self.monitor, policy.networks, self._reference_module)
-        self.update = PolicyUpdate(
-            algorithm=self.algorithm,
-            policy=policy,
-            reference=self.reference,
-            weights=self.weights,
-            values=self.values,
-            value_clip=args.value_clip,
+        self._make_collaborators(given.is_full_training)
+
+    def _make_collaborators(self, is_full_training: bool) -> None:
+        """Make what trains, then what samples and scores, then what keeps the run."""
+        args, policy, backend, monitor, metrics = self.args, self.policy, self.backend, self.monitor, self.metrics
+        self.learner = make_learner(
+            args,
+            policy,
+            self.model,
             backend=backend,
-            monitor=self.monitor,
-            metrics=self.metrics,
-            progress=self.progress,
-            device=args.device,
-            output_dir=args.output_dir,
+            monitor=monitor,
+            metrics=metrics,
+            reward_weights=self.rewards.weights,
+            is_full_training=is_full_training,
         )
-
-    def _make_rollout_objects(self) -> None:
-        """Make what samples and scores, in rollouts and in evaluations."""
-        args, shared = self.args, {"policy": self.policy, "backend": self.backend, "monitor": self.monitor}
-        self.scorer = setup.make_scorer(args, self.rewards, state=lambda: self.state, **shared)
-        shared |= {"inputs": self.inputs}
-        self.replays = setup.make_replays(args, self.policy, self.reference, self.inputs, self.backend)
-        generator = setup.make_generator(
+        build = setup.RunBuilder(
             args,
             self.rewards,
-            algorithm=self.algorithm,
-            old_policy=self.old_policy,
-            read_rows=lambda indices: self.inputs.rows(self.train_dataset, indices),
-            scorer=self.scorer,
-            values=self.values,
-            replays=self.replays,
-            run_passes=self.run_passes,
-            metrics=self.metrics,
+            self.learner,
+            policy=policy,
+            inputs=self.inputs,
+            backend=backend,
+            monitor=monitor,
+            metrics=metrics,
             progress=self.progress,
-            **shared,
         )
-        self.feed = setup.make_feed(args, generator, self.backend)
-        self.evaluator = setup.make_evaluator(
-            args,
-            self.rewards,
-            scorer=self.scorer,
-            generator=generator,
-            feed=self.feed,
-            replays=self.replays,
-            reference=self.reference,
-            average=self.average,
-            run_passes=self.run_passes,
-            **shared,
+        self.update = build.make_update()
+        self.replays = build.make_replays()
+        scorer = build.make_scorer(lambda: self.state)
+        generator = build.make_generator(
+            scorer, self.replays, lambda indices: self.inputs.rows(self.train_dataset, indices)
         )
-
-    def _make_keeping_objects(self) -> None:
-        """Make what writes checkpoints, tells of the run and acts between updates."""
-        args, component = self.args, self.policy.component
-        self.use_checkpointer(
-            Checkpointer(
-                model=self.model,
-                files=PolicyFiles(self.pipe, component),
-                weights=self.weights,
-                average=self.average,
-                old_policy=self.old_policy,
-                reference=self.reference if args.sync_ref_model else None,
-                values=self.values,
-                feed=self.feed,
-                is_writer=args.should_save,
-                pushes_samples=args.push_samples,
-            )
-        )
-        self.run |= setup.describe_model(
-            self.pipe, self.model, component, self.inputs, self.train_dataset, self.eval_dataset
-        )
+        self.feed = build.make_feed(generator)
+        self.evaluator = build.make_evaluator(scorer, generator, self.feed, self.replays)
+        self.use_checkpointer(build.make_checkpointer(self.model, self.feed))
+        self.run |= setup.describe_model(policy, self.model, self.inputs, self.train_dataset, self.eval_dataset)
         if self.is_world_process_zero():
             warn_of_trained_prompts(self.run["prompts"])
         setup.add_callbacks(
             self.callback_handler,
             args,
-            values=self.values,
-            average=self.average,
-            old_policy=self.old_policy,
-            weights=self.weights,
-            reference=self.reference,
+            self.learner,
             accelerator=self.accelerator,
             progress=self.progress,
             prompts=self.run["prompts"],
             write_validation=self._write_validation,
         )
-
-    def _reference_module(self) -> nn.Module | None:
-        """Return the reference's own copy of the network, or the engine around it; None where there is none."""
-        return None if self.reference is None else self.reference.module
 
     @property
     def pipe(self) -> DiffusionPipeline:
@@ -328,8 +238,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             )
             if self.args.should_save:
                 write_json(folder / "run.json", self.run)
-            if self.average is not None:
-                self.average.hide()  # a second training goes on from the policy
+            self.learner.show_policy()  # from which a second training goes on
             held.enter_context(explain_interrupt(folder, lambda: self.state.global_step))
             held.enter_context(self.monitor.propagate_errors())
             held.enter_context(
@@ -343,8 +252,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             start = count_updates(point)
             search = MicroBatchSearch(self.args, lambda: self.state.global_step - start, self._resize)
             output = search.run(lambda: super(DiffusionGRPOTrainer, self).train(point, **kwargs))
-        if self.average is not None:
-            self.average.show()
+        self.learner.show_average()
         return output
 
     def _resize(self) -> None:
@@ -357,14 +265,12 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`, with a group for the value model."""
         optimizer = super().create_optimizer(model)
-        if self.values is not None:
-            setup.add_value_parameters(optimizer, self.values, self.args.value_learning_rate)
+        self.learner.add_value_parameters(optimizer, self.args.value_learning_rate)
         return optimizer
 
     def on_engine_ready(self) -> None:
         """Spread the reference over the processes, as the policy is."""
-        if self.reference is not None:
-            self.reference.shard()
+        self.learner.shard_reference()
 
     def training_step(self, model: nn.Module, inputs: list[int], num_items_in_batch: Any = None) -> Tensor:
         """Train on one micro-batch: one pass and one backward pass per part and trained step.
@@ -396,7 +302,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self._save_before_stopping()
             raise
         if self.args.importance_sampling_level == "sequence" and not batch.is_on_policy:  # on policy all ratios are 1
-            batch.log_ratio = self.run_passes(self.replays.sequence_log_ratio, batch)
+            batch.log_ratio = self.learner.run_passes(self.replays.sequence_log_ratio, batch)
         return batch
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

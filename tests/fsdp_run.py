@@ -53,7 +53,7 @@ def run(folder: Path, settings: dict) -> None:
         "kl": [entry["kl"] for entry in logs if "kl" in entry],
     }
     is_first = trainer.is_world_process_zero()
-    with trainer.weights.show_whole(is_kept=is_first):
+    with trainer.learner.weights.show_whole(is_kept=is_first):
         if is_first:
             save_file(trained_weights(trainer), folder / "weights.safetensors")
     if is_first:

@@ -74,7 +74,7 @@ def train(folder: Path, base: Path, settings: dict, backend: str = "torchao") ->
     if trainer.is_world_process_zero():
         report = {"wrapper": type(trainer.model_wrapped).__name__, "log": trainer.state.log_history}
         (folder / "result.json").write_text(json.dumps(report))
-    with trainer.weights.show_whole(is_kept=trainer.is_world_process_zero()):
+    with trainer.learner.weights.show_whole(is_kept=trainer.is_world_process_zero()):
         if trainer.is_world_process_zero():
             save_file(trained_weights(trainer), folder / "weights.safetensors")
     if torch.distributed.is_initialized():

@@ -144,7 +144,7 @@ def train(folder, settings, rewards="brightness", resume=None):
     if own.is_world_process_zero():
         report = {"wrapper": type(own.model_wrapped).__name__, "log": own.state.log_history}
         (Path(folder) / "result.json").write_text(json.dumps(report))
-    with own.weights.show_whole(is_kept=own.is_world_process_zero()):
+    with own.learner.weights.show_whole(is_kept=own.is_world_process_zero()):
         if own.is_world_process_zero():
             save_file(trained_weights(own), Path(folder) / "weights.safetensors")
     if torch.distributed.is_initialized():
@@ -220,7 +220,7 @@ def fail(folder, settings, where):
         wait = failure.ProcessGroupMonitor.wait_for_all
         failure.ProcessGroupMonitor.wait_for_all = lambda *args: (wait(*args), time.sleep(5))
     own = built(folder, settings, fragile)
-    real_loss, own.algorithm.loss = own.algorithm.loss, loss
+    real_loss, own.learner.algorithm.loss = own.learner.algorithm.loss, loss
     try:
         own.train()
     except ZeroDivisionError:
@@ -294,14 +294,14 @@ def train_from_files(folder, runs):
                 stack.enter_context(network_gate.replace_attribute(late_weights, "read_late", contextlib.nullcontext))
                 stack.enter_context(network_gate.replace_attribute(late_weights, "hold", torch.nn.Module.to))
             own = built(folder / name, settings)
-            copy = None if own.reference is None else own.reference.module
+            copy = None if own.learner.reference is None else own.learner.reference.module
             before = [held_back(model) for model in (own.model, copy) if model is not None]
             own.train(resume_from_checkpoint=resume and str(folder / resume / "checkpoint-1"))
             own.save_model()
         own.accelerator.wait_for_everyone()
         report = {"before": before, "after": held_back(own.model), "log": own.state.log_history}
         (folder / name / f"result-{rank()}.json").write_text(json.dumps(report))
-        with own.weights.show_whole(is_kept=own.is_world_process_zero()):
+        with own.learner.weights.show_whole(is_kept=own.is_world_process_zero()):
             if own.is_world_process_zero():
                 save_file(trained_weights(own), folder / name / "weights.safetensors")
     torch.distributed.destroy_process_group()

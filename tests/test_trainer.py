@@ -245,7 +245,7 @@ def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
     """Samples and steps are told by what the loss gets as old log-probabilities, none of which is there twice."""
     settings = {"num_inference_steps": 3, "scale_rewards": "none", "old_log_prob": "rollout", **settings}
     trainer = trainer_for(tmp_path, **settings)
-    passes, updates, loss = [], [], trainer.algorithm.step_loss
+    passes, updates, loss = [], [], trainer.learner.algorithm.step_loss
 
     def watched(inputs):
         passes.extend(zip(inputs.old_log_prob.tolist(), inputs.advantages.tolist(), strict=True))
@@ -265,7 +265,7 @@ def test_each_pass_has_the_advantages_of_its_own_samples(tmp_path, settings):
             updates.append(list(passes))
             passes.clear()
 
-    trainer.algorithm.step_loss = watched
+    trainer.learner.algorithm.step_loss = watched
     trainer.add_callback(Compare)
     trainer.train()
     assert len(updates) == trainer.args.max_steps
@@ -323,8 +323,8 @@ def test_what_rounding_does_not_explain_stops_the_run_in_half_precision(tmp_path
 
 def test_half_precision_is_seen_in_the_weights_too(tmp_path):
     pipe, _ = tiny_pipelines.build("sd3")
-    assert not trainer_for(tmp_path / "a").algorithm.is_half_precision
-    assert trainer_for(tmp_path / "b", model=pipe.to(dtype=torch.bfloat16)).algorithm.is_half_precision
+    assert not trainer_for(tmp_path / "a").learner.algorithm.is_half_precision
+    assert trainer_for(tmp_path / "b", model=pipe.to(dtype=torch.bfloat16)).learner.algorithm.is_half_precision
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -344,7 +344,7 @@ def test_what_is_not_finite_stops_before_the_weights_are_touched(tmp_path, poiso
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path):
     trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1, max_steps=3)
-    loss, before = trainer.algorithm.step_loss, {}
+    loss, before = trainer.learner.algorithm.step_loss, {}
 
     def poisoned(inputs):
         output = loss(inputs)
@@ -353,7 +353,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_are_touched(tmp_path
             return dataclasses.replace(output, loss=output.loss * float("nan"))
         return output
 
-    trainer.algorithm.step_loss = poisoned
+    trainer.learner.algorithm.step_loss = poisoned
     with pytest.raises(NonFiniteError, match="loss of update 2.*checkpoint-1"):
         trainer.train()
     assert all(torch.equal(before[name], value) for name, value in trained_weights(trainer).items())
@@ -545,7 +545,7 @@ def test_a_divergence_in_the_reward(tmp_path):
 def test_a_divergence_in_the_reward_of_full_training_has_a_reference_copy(tmp_path):
     trainer = trainer_for(tmp_path, kl_reward=0.5, lora=False, offload_ref_model=True)
     trainer.train()
-    assert trainer.reference.module is not None and trainer.args.beta == 0
+    assert trainer.learner.reference.module is not None and trainer.args.beta == 0
     divergence = logged(trainer, "kl/rollout")
     assert divergence[0] == 0.0 and divergence[1] > 0 and max(logged(trainer, "ratio/max_error")) == 0.0
 

@@ -132,5 +132,6 @@ def trained_weights(trainer: DiffusionGRPOTrainer) -> dict:
 
 def policy_weights(trainer: DiffusionGRPOTrainer) -> dict:
     """The policy's own, also where the pipeline has those of its moving average."""
-    with contextlib.nullcontext() if trainer.average is None else trainer.average.place(is_shown=False):
+    average = trainer.learner.average
+    with contextlib.nullcontext() if average is None else average.place(is_shown=False):
         return trained_weights(trainer)

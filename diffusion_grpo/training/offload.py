@@ -11,26 +11,38 @@ from accelerate.hooks import CpuOffload, add_hook_to_module
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from ..distributed.backend import DistributedBackend
+
 
 def place_pipeline(
     pipe: DiffusionPipeline,
+    model: nn.Module,
     networks: list[nn.Module],
+    backend: DistributedBackend,
+    *,
     device: torch.device,
     offload_frozen: str | None,
-    leaves_networks: bool,
+    swaps_blocks: bool,
 ) -> "FrozenOffload | None":
-    """Move the pipeline to the training device; with `offload_frozen` its frozen parts only when needed.
+    """Move the pipeline to the training device, except what waits elsewhere until it is needed.
 
     Args:
         pipe: the pipeline.
-        networks: those that are trained.
+        model: what is trained, before an engine wraps it.
+        networks: of the pipeline, those that are trained.
+        backend: whose engine may take the networks from where they are.
         device: of this process.
         offload_frozen: the setting of that name.
-        leaves_networks: whether the networks stay where they are, until an engine takes them from there.
+        swaps_blocks: whether the networks' frozen weights come and go by themselves (`group_offload`).
+
+    Returns:
+        what moves the frozen parts; None without `offload_frozen`.
     """
+    if swaps_blocks:
+        backend.leave_frozen_weights(model)
     if offload_frozen is not None:
         return FrozenOffload(pipe, networks, device)
-    if not leaves_networks:
+    if not swaps_blocks and not backend.leaves_networks_in_place:
         pipe.to(device)
         return None
     for part in pipe.components.values():

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from diffusers import DiffusionPipeline
 from torch import nn
 from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler
@@ -15,8 +13,6 @@ from transformers.trainer_callback import CallbackHandler
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
-from ..algorithms.choose import find_algorithm, load_algorithm
-from ..config.checks import check_token_settings
 from ..config.settings import DiffusionGRPOConfig
 from ..data.held_out import count_prompts, name_prompts
 from ..data.inputs import PipelineInputs
@@ -24,8 +20,6 @@ from ..data.sampler import GroupSampler
 from ..distributed.backend import DistributedBackend
 from ..distributed.context_parallel import ContextGroups
 from ..distributed.failure import ProcessGroupMonitor
-from ..distributed.generation import NetworkPasses
-from ..distributed.weights import TrainedWeights
 from ..media.files import find_sampling_rate
 from ..policy.base import Policy
 from ..rewards.overlap import Overlap
@@ -34,16 +28,14 @@ from ..rewards.unscored import UnscoredRollouts
 from ..rollout.credit import CreditAssigner
 from ..rollout.feed import RolloutFeed
 from ..rollout.generation import RolloutGenerator
-from ..rollout.reference import AdapterReference, CopiedReference
 from ..rollout.replays import Replays
 from ..rollout.sampling_plan import SamplingPlan
-from ..rollout.scoring import RewardScorer, takes_only_latents
+from ..rollout.scoring import RewardScorer
 from ..rollout.value_model import ValueCallback, ValueModel
 from ..run.adapters import list_kept_adapters
 from ..run.card_data import pipeline_tag
 from ..run.sample_writer import KeptSamples, SampleWriter
-from ..run.weights import lora_loader
-from .average import PolicyAverage
+from ..run.weights import PolicyFiles, lora_loader
 from .callbacks import (
     CollapseCallback,
     ReportCallback,
@@ -51,65 +43,16 @@ from .callbacks import (
     SyncRefModelCallback,
     ValidationCallback,
 )
+from .checkpoints import Checkpointer
 from .evaluation import EvaluationSettings, Evaluator
+from .learner import Learner
 from .metrics import Metrics
 from .progress import UpdateProgress
 from .quantization import describe_quantization
 from .show_progress import replace_progress
 from .start import RunRewards
 from .trackers import replace_trackers
-
-AnyReference = AdapterReference | CopiedReference
-
-
-def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards) -> None:
-    """Refuse settings and rewards that do not fit the policy.
-
-    Raises:
-        ValueError: settings of another kind of policy, or rewards that take latents where there are none.
-    """
-    if policy.draws_tokens:
-        check_token_settings(args)
-        if getattr(find_algorithm(args.loss_type), "needs_old_mean", False):
-            raise ValueError(
-                f"loss_type={args.loss_type!r} compares means of denoising steps, which tokens lack; use a loss "
-                "without @needs_old_mean, or train the denoising network."
-            )
-    elif args.noise_in_last_step:
-        policy.check_noise_in_last_step()
-    if any(map(takes_only_latents, rewards.all)):
-        policy.check_latents()
-
-
-def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights: list[float]) -> Algorithm:
-    """Make the algorithm that the settings name.
-
-    Args:
-        args: of the run.
-        networks: the trained ones.
-        weights: one per reward.
-
-    Raises:
-        ValueError: an unknown loss, or settings in `loss_kwargs` that it does not have.
-    """
-    return load_algorithm(
-        args.loss_type,
-        args.loss_kwargs,
-        epsilon=args.epsilon,
-        epsilon_high=args.epsilon_high,
-        beta=args.beta,
-        anchors_on_replay=args.old_log_prob != "rollout",
-        is_first_replay=args.batch_sizes.updates_per_rollout == 1,
-        max_ratio_error=args.max_ratio_error,
-        is_half_precision=args.bf16 or args.fp16 or any(map(is_half_precision, networks)),
-        take_turns=len(networks) > 1,
-        reward_weights=weights if args.multi_objective_aggregation == "loss_per_reward" else None,
-    )
-
-
-def is_half_precision(network: nn.Module) -> bool:
-    """Return whether some weights of a network are in bfloat16 or float16."""
-    return any(weight.dtype in (torch.bfloat16, torch.float16) for weight in network.parameters())
+from .update import PolicyUpdate
 
 
 def replays_anchor(args: DiffusionGRPOConfig, algorithm: Algorithm) -> bool:
@@ -203,13 +146,6 @@ def make_evaluation_settings(args: DiffusionGRPOConfig, sampling_rate: int | Non
     )
 
 
-def add_value_parameters(optimizer: torch.optim.Optimizer, values: nn.Module, learning_rate: float) -> None:
-    """Give the value model a group of its own in the optimizer, once."""
-    parameters = list(values.parameters())
-    if not any(parameter is parameters[0] for group in optimizer.param_groups for parameter in group["params"]):
-        optimizer.add_param_group({"params": parameters, "lr": learning_rate, "weight_decay": 0.0})
-
-
 def make_sampler(args: DiffusionGRPOConfig, num_rows: int, copies: int) -> GroupSampler:
     """Make what chooses the dataset rows of each rollout.
 
@@ -231,186 +167,15 @@ def make_sampler(args: DiffusionGRPOConfig, num_rows: int, copies: int) -> Group
     )
 
 
-def make_reference(
-    args: DiffusionGRPOConfig, policy: Policy, model: nn.Module, backend: DistributedBackend, is_full_training: bool
-) -> AnyReference | None:
-    """Make the frozen reference; None where full training does without a second copy of the weights."""
-    if not is_full_training:
-        return AdapterReference(policy, model)
-    if not args.needs_reference:
-        return None
-    return CopiedReference(policy, model, backend, args.device, args.offload_ref_model)
-
-
-def make_scorer(
-    args: DiffusionGRPOConfig,
-    rewards: RunRewards,
-    *,
-    policy: Policy,
-    backend: DistributedBackend,
-    monitor: ProcessGroupMonitor,
-    state: Callable[[], TrainerState],
-) -> RewardScorer:
-    """Make what calls the rewards."""
-    return RewardScorer(
-        rewards.trained,
-        backend=backend,
-        monitor=monitor,
-        reward_processes=args.reward_processes,
-        channel=SampleChannel(monitor, args.device, args.ddp_timeout) if args.scores_on_some else None,
-        overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
-        fps=args.fps,
-        sampling_rate=find_sampling_rate(policy.pipe),
-        state=state,
-        failures=Path(args.output_dir) / "failures",
-    )
-
-
-def make_replays(
-    args: DiffusionGRPOConfig,
-    policy: Policy,
-    reference: AnyReference | None,
-    inputs: PipelineInputs,
-    backend: DistributedBackend,
-) -> Replays:
-    """Make what measures recorded steps, in batches as large as those of the rollout."""
-    batch_size = args.rollout_batch_size or args.per_device_train_batch_size
-    return Replays(policy, reference, inputs, backend, batch_size)
-
-
-def make_generator(
-    args: DiffusionGRPOConfig,
-    rewards: RunRewards,
-    *,
-    algorithm: Algorithm,
-    policy: Policy,
-    old_policy: PolicyAverage | None,
-    inputs: PipelineInputs,
-    read_rows: Callable[[list[int]], Rows],
-    scorer: RewardScorer,
-    values: ValueModel | None,
-    replays: Replays,
-    backend: DistributedBackend,
-    monitor: ProcessGroupMonitor,
-    run_passes: NetworkPasses,
-    metrics: Metrics,
-    progress: UpdateProgress,
-) -> RolloutGenerator:
-    """Make what makes rollouts."""
-    return RolloutGenerator(
-        policy=policy,
-        inputs=inputs,
-        read_rows=read_rows,
-        plan=make_sampling_plan(args),
-        scorer=scorer,
-        credit=make_credit(args, rewards, values),
-        replays=replays,
-        writer=make_sample_writer(args, rewards, backend.groups, find_sampling_rate(policy.pipe)),
-        unscored=UnscoredRollouts(rewards.names, is_warning=args.process_index == 0),
-        backend=backend,
-        monitor=monitor,
-        run_passes=run_passes,
-        metrics=metrics,
-        progress=progress,
-        noise_level=args.noise_level or policy.default_noise_level,
-        noise_in_last_step=args.noise_in_last_step,
-        measures_divergence=args.kl_reward > 0,
-        anchors_on_replay=replays_anchor(args, algorithm),
-        needs_old_mean=algorithm.needs_old_mean
-        and (args.batch_sizes.updates_per_rollout > 1 or args.old_log_prob == "rollout"),
-        step_weight=args.step_weight,
-        weighted_steps=range(*args.window),
-        drops_zero_advantages=args.drop_zero_advantages,
-        trajectory_device=trajectory_device(args),
-        device=args.device,
-        keeps_clean=args.traits.is_renoised,
-        old_policy=old_policy,
-        rolls_out_old=algorithm.rolls_out_old,
-    )
-
-
-def make_feed(args: DiffusionGRPOConfig, generator: RolloutGenerator, backend: DistributedBackend) -> RolloutFeed:
-    """Make what hands out micro-batches."""
-    return RolloutFeed(
-        generator,
-        sizes=args.batch_sizes,
-        seed=args.seed,
-        backend=backend,
-        device=args.device,
-        trajectory_device=trajectory_device(args),
-    )
-
-
-def make_evaluator(
-    args: DiffusionGRPOConfig,
-    rewards: RunRewards,
-    *,
-    policy: Policy,
-    inputs: PipelineInputs,
-    scorer: RewardScorer,
-    generator: RolloutGenerator,
-    feed: RolloutFeed,
-    replays: Replays,
-    reference: AnyReference | None,
-    average: PolicyAverage | None,
-    backend: DistributedBackend,
-    monitor: ProcessGroupMonitor,
-    run_passes: NetworkPasses,
-) -> Evaluator:
-    """Make what measures held-out prompts."""
-    return Evaluator(
-        policy=policy,
-        inputs=inputs,
-        scorer=scorer,
-        generator=generator,
-        feed=feed,
-        replays=replays,
-        average=average,
-        eval_rewards=rewards.evaluated,
-        reward_weights=rewards.weights,
-        backend=backend,
-        monitor=monitor,
-        run_passes=run_passes,
-        settings=lambda: make_evaluation_settings(args, find_sampling_rate(policy.pipe)),
-        has_reference=reference is not None and not policy.draws_tokens and not args.traits.is_renoised,
-    )
-
-
-def trajectory_device(args: DiffusionGRPOConfig) -> str | torch.device:
-    """Return where trajectories are kept between rollout and update."""
-    return "cpu" if args.offload_trajectories else args.device
-
-
-def make_average(
-    args: DiffusionGRPOConfig, weights: TrainedWeights, backend: DistributedBackend, metrics: Metrics
-) -> PolicyAverage | None:
-    """Make the moving average of the policy, if the settings ask for one; its distance to the policy is logged."""
-    if args.ema_decay is None:
-        return None
-
-    def note(squares: torch.Tensor) -> None:
-        distance, size = backend.reduce_sum(squares).tolist()  # whole copies count several times in both
-        metrics.add("ema/distance", (distance / size) ** 0.5 if size else 0.0)
-
-    return PolicyAverage(weights, args.ema_decay, args.ema_update_interval, note)
-
-
-def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> PolicyAverage | None:
-    """Make the old policy of the algorithm, which moves once per rollout; None where it has none."""
-    if algorithm.old_decay is None:
-        return None
-    return PolicyAverage(weights, 0.0, args.batch_sizes.updates_per_rollout, schedule=algorithm.old_decay)
-
-
 def describe_model(
-    pipe: DiffusionPipeline,
+    policy: Policy,
     model: nn.Module,
-    component: tuple[str, ...],
     inputs: PipelineInputs,
     train_dataset: Dataset | None,
     eval_dataset: Dataset | dict[str, Dataset] | None,
 ) -> dict[str, Any]:
     """Return what run.json says of the model and the data once they are loaded."""
+    pipe, component = policy.pipe, policy.component
     given = {*inputs.fixed, *(train_dataset.column_names if train_dataset is not None else [])}
     found = {
         "pipeline": type(pipe).__name__,
@@ -424,15 +189,168 @@ def describe_model(
     return found | ({"kept_adapters": kept} if kept else {})
 
 
+class RunBuilder:
+    """Makes the objects of a run out of its settings and what they share.
+
+    Args:
+        args: of the run.
+        rewards: of the run.
+        learner: what is trained.
+        policy: whose samples they are.
+        inputs: of the pipeline's calls.
+        backend, monitor: of the processes.
+        metrics, progress: take what is measured, and how far the update is.
+    """
+
+    def __init__(
+        self,
+        args: DiffusionGRPOConfig,
+        rewards: RunRewards,
+        learner: Learner,
+        *,
+        policy: Policy,
+        inputs: PipelineInputs,
+        backend: DistributedBackend,
+        monitor: ProcessGroupMonitor,
+        metrics: Metrics,
+        progress: UpdateProgress,
+    ):
+        self._args, self._rewards, self._learner = args, rewards, learner
+        self._policy, self._inputs, self._backend, self._monitor = policy, inputs, backend, monitor
+        self._metrics, self._progress = metrics, progress
+        self._sampling_rate = find_sampling_rate(policy.pipe)
+        self._trajectory_device = "cpu" if args.offload_trajectories else args.device
+
+    def make_update(self) -> PolicyUpdate:
+        """Make what trains on a micro-batch."""
+        args, learner = self._args, self._learner
+        return PolicyUpdate(
+            algorithm=learner.algorithm,
+            policy=self._policy,
+            reference=learner.reference,
+            weights=learner.weights,
+            values=learner.values,
+            value_clip=args.value_clip,
+            backend=self._backend,
+            monitor=self._monitor,
+            metrics=self._metrics,
+            progress=self._progress,
+            device=args.device,
+            output_dir=args.output_dir,
+        )
+
+    def make_scorer(self, state: Callable[[], TrainerState]) -> RewardScorer:
+        """Make what calls the rewards; `state` returns the trainer's."""
+        args, policy, backend = self._args, self._policy, self._backend
+        return RewardScorer(
+            self._rewards.trained,
+            backend=backend,
+            monitor=self._monitor,
+            reward_processes=args.reward_processes,
+            channel=SampleChannel(self._monitor, args.device, args.ddp_timeout) if args.scores_on_some else None,
+            overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
+            fps=args.fps,
+            sampling_rate=self._sampling_rate,
+            state=state,
+            failures=Path(args.output_dir) / "failures",
+        )
+
+    def make_replays(self) -> Replays:
+        """Make what measures recorded steps, in batches as large as those of the rollout."""
+        batch_size = self._args.rollout_batch_size or self._args.per_device_train_batch_size
+        return Replays(self._policy, self._learner.reference, self._inputs, self._backend, batch_size)
+
+    def make_generator(
+        self, scorer: RewardScorer, replays: Replays, read_rows: Callable[[list[int]], Rows]
+    ) -> RolloutGenerator:
+        """Make what makes rollouts; `read_rows` returns dataset rows by their indices."""
+        args, rewards, learner, groups = self._args, self._rewards, self._learner, self._backend.groups
+        algorithm, is_one_update = learner.algorithm, args.batch_sizes.updates_per_rollout == 1
+        return RolloutGenerator(
+            policy=self._policy,
+            inputs=self._inputs,
+            read_rows=read_rows,
+            plan=make_sampling_plan(args),
+            scorer=scorer,
+            credit=make_credit(args, rewards, learner.values),
+            replays=replays,
+            writer=make_sample_writer(args, rewards, groups, self._sampling_rate),
+            unscored=UnscoredRollouts(rewards.names, is_warning=args.process_index == 0),
+            backend=self._backend,
+            monitor=self._monitor,
+            run_passes=learner.run_passes,
+            metrics=self._metrics,
+            progress=self._progress,
+            noise_level=args.noise_level or self._policy.default_noise_level,
+            noise_in_last_step=args.noise_in_last_step,
+            measures_divergence=args.kl_reward > 0,
+            anchors_on_replay=replays_anchor(args, algorithm),
+            needs_old_mean=algorithm.needs_old_mean and (not is_one_update or args.old_log_prob == "rollout"),
+            step_weight=args.step_weight,
+            weighted_steps=range(*args.window),
+            drops_zero_advantages=args.drop_zero_advantages,
+            trajectory_device=self._trajectory_device,
+            device=args.device,
+            keeps_clean=args.traits.is_renoised,
+            old_policy=learner.old_policy,
+            rolls_out_old=algorithm.rolls_out_old,
+        )
+
+    def make_feed(self, generator: RolloutGenerator) -> RolloutFeed:
+        """Make what hands out micro-batches."""
+        return RolloutFeed(
+            generator,
+            sizes=self._args.batch_sizes,
+            seed=self._args.seed,
+            backend=self._backend,
+            device=self._args.device,
+            trajectory_device=self._trajectory_device,
+        )
+
+    def make_evaluator(
+        self, scorer: RewardScorer, generator: RolloutGenerator, feed: RolloutFeed, replays: Replays
+    ) -> Evaluator:
+        """Make what measures held-out prompts."""
+        args, policy, learner, rate = self._args, self._policy, self._learner, self._sampling_rate
+        return Evaluator(
+            policy=policy,
+            inputs=self._inputs,
+            scorer=scorer,
+            generator=generator,
+            feed=feed,
+            replays=replays,
+            average=learner.average,
+            eval_rewards=self._rewards.evaluated,
+            reward_weights=self._rewards.weights,
+            backend=self._backend,
+            monitor=self._monitor,
+            run_passes=learner.run_passes,
+            settings=lambda: make_evaluation_settings(args, rate),
+            has_reference=learner.reference is not None and not policy.draws_tokens and not args.traits.is_renoised,
+        )
+
+    def make_checkpointer(self, model: nn.Module, feed: RolloutFeed) -> Checkpointer:
+        """Make what writes and reads checkpoints of the trained `model`."""
+        args, learner = self._args, self._learner
+        return Checkpointer(
+            model=model,
+            files=PolicyFiles(self._policy.pipe, self._policy.component),
+            weights=learner.weights,
+            average=learner.average,
+            old_policy=learner.old_policy,
+            reference=learner.reference if args.sync_ref_model else None,
+            values=learner.values,
+            feed=feed,
+            is_writer=args.should_save,
+            pushes_samples=args.push_samples,
+        )
+
+
 def add_callbacks(
     handler: CallbackHandler,
     args: DiffusionGRPOConfig,
+    learner: Learner,
     *,
-    values: ValueModel | None,
-    average: PolicyAverage | None,
-    old_policy: PolicyAverage | None,
-    weights: TrainedWeights,
-    reference: AnyReference | None,
     accelerator: Accelerator,
     progress: UpdateProgress,
     prompts: dict[str, int | None],
@@ -443,19 +361,19 @@ def add_callbacks(
     Args:
         handler: of the trainer's callbacks.
         args: of the run.
-        values, average, old_policy, weights, reference: what is moved after updates.
+        learner: what is trained, and what moves after updates.
         accelerator: prepares the value model.
         progress: of the running update.
         prompts: how many there are; see [`~diffusion_grpo.data.held_out.count_prompts`].
         write_validation: samples the validation prompts and returns their folder.
     """
-    if values is not None:
-        handler.add_callback(ValueCallback(values, accelerator))
-    for moving in filter(None, (average, old_policy)):
+    if learner.values is not None:
+        handler.add_callback(ValueCallback(learner.values, accelerator))
+    for moving in filter(None, (learner.average, learner.old_policy)):
         handler.add_callback(moving)
     if args.sync_ref_model:
         alpha, interval = args.ref_model_mixup_alpha, args.ref_model_sync_steps
-        handler.add_callback(SyncRefModelCallback(weights, lambda: reference.weights, alpha, interval))
+        handler.add_callback(SyncRefModelCallback(learner.weights, lambda: learner.reference.weights, alpha, interval))
     replace_trackers(handler)
     handler.add_callback(SampleGridCallback(handler))
     replace_progress(handler, args, progress, name_prompts(prompts))  # after the grid, which it may show

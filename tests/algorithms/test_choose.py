@@ -189,7 +189,7 @@ def test_a_loss_with_settings_trains_by_them(runs):
 def test_an_algorithm_of_ones_own_trains(runs):
     """The class and the function are one loss, summed over samples, written in two ways."""
     trainer, weights = runs["class"]
-    assert isinstance(trainer.algorithm, Reinforce)
+    assert isinstance(trainer.learner.algorithm, Reinforce)
     assert distance(weights, runs["function"][1]) < 1e-6
     assert logged(trainer, "own/drift") == [0.0, 0.0] and len(logged(trainer, "own/log_prob")) == 2
     assert not logged(trainer, "ratio/mean")

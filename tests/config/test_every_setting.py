@@ -400,9 +400,9 @@ class Notes(TrainerCallback):
         self.seen, self.trainer = seen, None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.start = flat(self.trainer.weights.parameters)
-        if self.trainer.values is not None:
-            self.values = flat(self.trainer.values.parameters())
+        self.start = flat(self.trainer.learner.weights.parameters)
+        if self.trainer.learner.values is not None:
+            self.values = flat(self.trainer.learner.values.parameters())
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         buffer, update = self.trainer.feed.buffer, state.global_step + 1
@@ -411,19 +411,19 @@ class Notes(TrainerCallback):
         found |= {name: getattr(trajectory, name) for name in ("steps", "seeds", "initial_seeds")}
         found["path"] = trajectory.ids if hasattr(trajectory, "ids") else trajectory.latents
         found["advantages"] = buffer.advantages
-        parameters = self.trainer.weights.parameters
+        parameters = self.trainer.learner.weights.parameters
         found["gradient"] = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         self.seen.update({f"{name}@{update}": value for name, value in found.items()})
 
     def on_step_end(self, args, state, control, **kwargs):
         trainer, update = self.trainer, state.global_step
-        found = {"weights": flat(trainer.weights.parameters) - self.start}
-        if trainer.average is not None:
-            found["average"] = flat(trainer.average.average.shadow_params) - self.start
-        if trainer.reference is not None and trainer.reference.module is not None:
-            found["reference"] = flat(trainer.reference.module.parameters()) - self.start
-        if trainer.values is not None:
-            found["values"] = flat(trainer.values.parameters()) - self.values
+        found = {"weights": flat(trainer.learner.weights.parameters) - self.start}
+        if trainer.learner.average is not None:
+            found["average"] = flat(trainer.learner.average.average.shadow_params) - self.start
+        if trainer.learner.reference is not None and trainer.learner.reference.module is not None:
+            found["reference"] = flat(trainer.learner.reference.module.parameters()) - self.start
+        if trainer.learner.values is not None:
+            found["values"] = flat(trainer.learner.values.parameters()) - self.values
         self.seen.update({f"{name}@{update}": value for name, value in found.items()})
 
 
@@ -532,7 +532,7 @@ def watch_networks(trainer: DiffusionGRPOTrainer, seen: dict[str, Any], drift: b
         block.register_forward_pre_hook(count)
         if drift:
             block.ff.register_forward_hook(lambda module, args, output: output * (1 + 0.01 * len(output)))
-    reference = getattr(trainer.reference, "module", None)
+    reference = getattr(trainer.learner.reference, "module", None)
     if reference is not None:
         to = reference.to
 
@@ -554,7 +554,7 @@ def gather(trainer: DiffusionGRPOTrainer, folder: Path, seen: dict[str, Any], st
     seen["logged"] = sum("loss" in entry for entry in trainer.state.log_history)
     made = next(value for name, value in seen.items() if name.startswith("samples@"))
     seen["sizes"], seen["frames"] = [sample.shape[1:3] for sample in made], [len(sample) for sample in made]
-    parameters = trainer.weights.parameters
+    parameters = trainer.learner.weights.parameters
     seen["weights"] = flat(parameters) - start
     seen["trained"] = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     seen["dtype"] = str(next(trainer.pipe.vae.parameters()).dtype) if hasattr(trainer.pipe, "vae") else None

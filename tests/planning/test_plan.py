@@ -47,12 +47,12 @@ class Allocated(TrainerCallback):
         self.bytes["frozen parts"] = size(
             x for part in parts if not any(part is n for n in networks) for x in part.parameters()
         )
-        if trainer.reference is not None and trainer.reference.module is not None:
-            self.bytes["reference"] = size(trainer.reference.module.parameters())
-        if trainer.average is not None:
-            self.bytes["moving average"] = size(trainer.average.average.shadow_params)
-        if trainer.old_policy is not None:
-            self.bytes["old policy"] = size(trainer.old_policy.average.shadow_params)
+        if trainer.learner.reference is not None and trainer.learner.reference.module is not None:
+            self.bytes["reference"] = size(trainer.learner.reference.module.parameters())
+        if trainer.learner.average is not None:
+            self.bytes["moving average"] = size(trainer.learner.average.average.shadow_params)
+        if trainer.learner.old_policy is not None:
+            self.bytes["old policy"] = size(trainer.learner.old_policy.average.shadow_params)
 
 
 def allocated(config):

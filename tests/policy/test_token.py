@@ -180,7 +180,7 @@ def test_the_level_of_the_ratio(painter, tmp_path, level):
     if level == "sequence":
         batch.log_ratio = trainer.run_passes(trainer.replays.sequence_log_ratio, batch)
     parameters = [parameter for parameter in painter.writer.parameters() if parameter.requires_grad]
-    loss = trainer.algorithm.loss(trainer.policy, trainer.reference, batch.parts[0], 0).loss
+    loss = trainer.learner.algorithm.loss(trainer.policy, trainer.learner.reference, batch.parts[0], 0).loss
 
     log_ratio = replay(trainer.policy, INPUTS, trajectory, 0).log_prob - old[:, 0]
     count = trajectory.mask.sum(1)

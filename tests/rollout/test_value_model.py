@@ -158,21 +158,21 @@ def test_a_known_value_is_learned_beside_a_fixed_policy(tmp_path):
 def test_training_with_a_value_model(tmp_path, settings):
     rewards = first_frame_brightness if settings.get("name") == "wan" else brightness
     trainer = trainer_for(tmp_path, rewards=rewards, **settings, **GAE)
-    policy, values = trained_weights(trainer), {n: v.clone() for n, v in trainer.values.state_dict().items()}
+    policy, values = trained_weights(trainer), {n: v.clone() for n, v in trainer.learner.values.state_dict().items()}
     trainer.train()
     # samples that train on other steps are replayed in other batches, which float32 sees
     assert max(logged(trainer, "ratio/max_error")) <= (1e-6 if settings.get("permute_steps") else 0.0)
     assert any(not torch.equal(policy[name], value) for name, value in trained_weights(trainer).items())
-    assert any(not torch.equal(values[name], value) for name, value in trainer.values.state_dict().items())
+    assert any(not torch.equal(values[name], value) for name, value in trainer.learner.values.state_dict().items())
     assert len(logged(trainer, "value/loss")) == 2
-    assert all(parameter.grad is None for parameter in trainer.values.parameters())
+    assert all(parameter.grad is None for parameter in trainer.learner.values.parameters())
 
 
 def test_the_learning_rate_of_the_value_model_is_its_own(tmp_path):
     trainer = trainer_for(tmp_path, **GAE, value_learning_rate=0.0)
-    before = [parameter.clone() for parameter in trainer.values.parameters()]
+    before = [parameter.clone() for parameter in trainer.learner.values.parameters()]
     trainer.train()
-    assert all(torch.equal(old, new) for old, new in zip(before, trainer.values.parameters(), strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.learner.values.parameters(), strict=True))
     rates = [group["lr"] for group in trainer.optimizer.param_groups if group["params"]]
     assert rates == [1e-3, 1e-3, 0.0][-len(rates) :]
     trainer.create_optimizer()  # a second time, as in a second train()
@@ -203,12 +203,12 @@ def test_gradients_of_policy_and_value_model_are_those_of_their_objectives(tmp_p
             trajectory = joined_trajectory(trainer)
             assert buffer.advantages.std(1).min() > 1e-3  # each step has its own
             for rows in (slice(0, 4), slice(4, 8)):
-                values = values + trainer.values.loss(buffer.targets[rows], args.value_clip) / 2
+                values = values + trainer.learner.values.loss(buffer.targets[rows], args.value_clip) / 2
                 for column, step in enumerate((0, 1, 2)):
                     now = replay(trainer.policy, trainer.inputs(buffer.rows[rows]), trajectory[rows], step)
                     ratio = torch.exp(now.log_prob - trajectory.log_probs[rows, column])
                     policy = policy - (ratio * buffer.advantages[rows, column]).sum() / (8 * 3)
-            for objective, part in ((policy, model), (values, trainer.values)):
+            for objective, part in ((policy, model), (values, trainer.learner.values)):
                 parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
                 for parameter, gradient in zip(parameters, torch.autograd.grad(objective, parameters), strict=True):
                     torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-7)
@@ -226,18 +226,18 @@ def test_a_resumed_run_has_the_same_value_model(tmp_path):
     for step in (1, 2):  # within a rollout, and between two
         again = trainer_for(tmp_path / f"from-{step}", **settings, ema_decay=0.9)
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        pairs = zip(whole.values.state_dict().values(), again.values.state_dict().values(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        one, other = whole.learner.values.state_dict(), again.learner.values.state_dict()
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
         expected = policy_weights(whole)
         assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
     saved = load_file(tmp_path / "whole" / "checkpoint-4" / VALUE_WEIGHTS)
-    assert all(torch.equal(saved[name], value) for name, value in whole.values.state_dict().items())
+    assert all(torch.equal(saved[name], value) for name, value in whole.learner.values.state_dict().items())
     whole.save_model()
     assert not (tmp_path / "whole" / VALUE_WEIGHTS).exists()  # what is published is the policy alone
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "without")
     (tmp_path / "without" / VALUE_WEIGHTS).unlink()
     with pytest.raises(ValueError, match="no value_model.safetensors.*advantage_estimator='gae'"):
-        whole.values.load(tmp_path / "without")
+        whole.learner.values.load(tmp_path / "without")
 
 
 def test_gradients_are_averaged_over_processes_and_cleared():

@@ -105,7 +105,7 @@ def test_full_training_of_two_experts(tmp_path):
     assert moved == {"transformer", "transformer_2"}
     _, inputs = tiny_pipelines.build("wan_experts")
     average = draw_sample(trainer.pipe, inputs)
-    with trainer.average.place(is_shown=False):
+    with trainer.learner.average.place(is_shown=False):
         policy = draw_sample(trainer.pipe, inputs)
     whole = DiffusionPipeline.from_pretrained(tmp_path)
     whole.set_progress_bar_config(disable=True)
@@ -143,12 +143,12 @@ def test_what_was_measured_is_what_is_published(tmp_path):
     _, inputs = tiny_pipelines.build("sd3")
     average.load_lora_weights(tmp_path)
     policy.load_lora_weights(tmp_path / "policy")
-    with trainer.average.place(is_shown=True):
+    with trainer.learner.average.place(is_shown=True):
         measured = draw_sample(trainer.pipe, inputs)
     assert torch.equal(draw_sample(trainer.pipe, inputs), measured)
     assert torch.allclose(draw_sample(average, inputs), measured, atol=1e-5)
     assert not torch.allclose(draw_sample(policy, inputs), measured, atol=1e-3)
-    with trainer.average.place(is_shown=False):
+    with trainer.learner.average.place(is_shown=False):
         assert torch.allclose(draw_sample(policy, inputs), draw_sample(trainer.pipe, inputs), atol=1e-5)
     card = (tmp_path / "README.md").read_text()
     assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card

@@ -99,7 +99,7 @@ def test_a_synchronised_reference_moves_towards_the_policy_every_n_updates(tmp_p
     settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.75, "beta": 0.1}
     trainer, seen = watched(tmp_path, lora=False, max_steps=3, **settings)
     trainer.train()
-    reference = dict(trainer.reference.module.named_parameters())
+    reference = dict(trainer.learner.reference.module.named_parameters())
     assert reference.keys() == seen[0].keys()
     for name, start in seen[0].items():
         torch.testing.assert_close(reference[name], torch.lerp(start, seen[2][name], 0.75), rtol=0, atol=1e-7)

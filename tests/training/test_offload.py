@@ -92,13 +92,13 @@ def test_training_is_the_same_to_the_last_bit(tmp_path, monkeypatch, name):
     def watched(algorithm, *args):
         calls.clear()
         result = step(algorithm, *args)
-        present.append((list(spared.offload.present), len(calls)))
+        present.append((list(spared.learner.offload.present), len(calls)))
         return result
 
     monkeypatch.setattr(GRPO, "loss", watched)
     spared = trainer_for(tmp_path / "spared", offload_frozen="cpu", **settings)
     spared.train()
-    assert spared.offload.hooks and present and all(state == ([], 0) for state in present)
+    assert spared.learner.offload.hooks and present and all(state == ([], 0) for state in present)
     expected = trained_weights(plain)
     assert all(torch.equal(value, expected[key]) for key, value in trained_weights(spared).items())
     assert logged(spared, "eval_reward") == logged(plain, "eval_reward")

@@ -81,9 +81,9 @@ def test_all_weights_with_an_old_policy_and_a_reference(tmp_path, loss):
     trainer, before = trained(tmp_path, **SHORT, lora=False, beta=0.1, loss_type=loss, learning_rate=1e-4)
     assert has_moved(trainer, before) and logged(trainer, "prediction/max_error") == [0.0] * (loss != "dpo")
     assert logged(trainer, "kl")[0] == 0.0 < logged(trainer, "kl")[1]
-    reference = trainer.reference.weights.exact()
+    reference = trainer.learner.reference.weights.exact()
     assert all(torch.equal(*pair) for pair in zip(reference, before.values(), strict=True))
-    assert (trainer.old_policy is None) == (loss == "dpo")
+    assert (trainer.learner.old_policy is None) == (loss == "dpo")
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -208,14 +208,15 @@ def test_an_old_policy_moves_once_per_rollout(tmp_path):
     settings = SHORT | {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 7, "ema_decay": 0.9}
     trainer = trainer_for(tmp_path, **settings, **BEHIND)
     moved, steps = [], []
-    real = trainer.old_policy.average.step
+    average = trainer.learner.old_policy.average
+    real = average.step
 
     def step(parameters):
         steps.append(trainer.state.global_step)
-        moved.append(trainer.old_policy.average.get_decay(trainer.old_policy.average.optimization_step + 1))
+        moved.append(average.get_decay(average.optimization_step + 1))
         return real(parameters)
 
-    trainer.old_policy.average.step = step
+    average.step = step
     trainer.train()
     assert steps == [4] and moved == [0.3]
 
@@ -226,7 +227,7 @@ def test_without_decay_later_updates_are_held_near_the_policy_of_the_rollout(tmp
     distances = logged(trainer, "old/distance")
     assert distances[0] == distances[3] == 0.0 < distances[1] < distances[2]
     once, _ = trained(tmp_path / "once", **SHORT, loss_type="nft", loss_kwargs={"decay_max": 0.0})
-    assert once.old_policy is None and logged(once, "old/distance") == [0.0] * 2
+    assert once.learner.old_policy is None and logged(once, "old/distance") == [0.0] * 2
 
 
 def test_a_prediction_that_is_not_found_again_stops_the_run(tmp_path, monkeypatch):
@@ -265,10 +266,11 @@ def test_nft_resumes_within_a_rollout_bit_for_bit(tmp_path, settings):
         again.train(resume_from_checkpoint=str(checkpoint))
         assert again.state.global_step == 6
         assert_same_policy(whole, again)
-        for one, other in ((whole.average, again.average), (whole.old_policy, again.old_policy)):
-            assert all(torch.equal(*pair) for pair in zip(one.shares, other.shares, strict=True))
+        one, other = whole.learner, again.learner
+        for kept, read in ((one.average, other.average), (one.old_policy, other.old_policy)):
+            assert all(torch.equal(*pair) for pair in zip(kept.shares, read.shares, strict=True))
         if "lora" in settings:
-            references = zip(whole.reference.weights.exact(), again.reference.weights.exact(), strict=True)
+            references = zip(one.reference.weights.exact(), other.reference.weights.exact(), strict=True)
             assert all(torch.equal(*pair) for pair in references)
         for key in ("reward", "loss", "old/distance", "prediction/max_error", "kl"):
             assert logged(again, key) == logged(whole, key), key
@@ -306,7 +308,7 @@ def test_evaluations_measure_the_policy_and_not_its_old_self(tmp_path):
     assert len(logged(trainer, "eval_reward")) == 2
     measured = trainer.evaluate(metric_key_prefix="again")
     assert measured["again_reward"] == logged(trainer, "eval_reward")[-1]
-    with trainer.old_policy.place(is_shown=True):
+    with trainer.learner.old_policy.place(is_shown=True):
         assert trainer.evaluate(metric_key_prefix="old")["old_reward"] != measured["again_reward"]
     averaged, _ = trained(tmp_path / "average", **settings, ema_decay=0.5, ema_update_interval=1)
     assert_same_policy(trainer, averaged)

@@ -88,7 +88,7 @@ def test_two_experts_trained_in_full_resume_exactly(tmp_path):
     expected = policy_weights(whole)
     assert {name.split(".")[0] for name in expected} == {"transformer", "transformer_2"}
     assert all(torch.equal(value, expected[name]) for name, value in policy_weights(again).items())
-    pairs = zip(whole.average.shares, again.average.shares, strict=True)
+    pairs = zip(whole.learner.average.shares, again.learner.average.shares, strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
@@ -114,8 +114,8 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
             kept = load_file(tmp_path / "whole" / f"checkpoint-{step}" / "rollout-rank0.safetensors")
             assert kept["means.0"].dtype == torch.float32 and max(logged(again, "kl/old")) > 0
             assert ("step_weights.0" in kept) == ("step_weight" in settings)
-        if whole.average is not None:
-            pairs = zip(whole.average.shares, again.average.shares, strict=True)
+        if whole.learner.average is not None:
+            pairs = zip(whole.learner.average.shares, again.learner.average.shares, strict=True)
             assert all(torch.equal(one, other) for one, other in pairs)
 
 

@@ -1,0 +1,187 @@
+"""What a run trains, and what moves with it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..algorithms.base import Algorithm
+from ..algorithms.choose import load_algorithm
+from ..config.settings import DiffusionGRPOConfig
+from ..distributed.backend import DistributedBackend
+from ..distributed.context_parallel import spread_over_context
+from ..distributed.failure import ProcessGroupMonitor
+from ..distributed.generation import NetworkPasses
+from ..distributed.weights import TrainedWeights
+from ..policy.base import Policy
+from ..rollout.reference import AdapterReference, CopiedReference
+from ..rollout.value_model import ValueModel
+from .average import PolicyAverage
+from .metrics import Metrics
+from .offload import FrozenOffload, place_pipeline
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The trained weights of a run, how they are trained, and the weights that stand beside them.
+
+    Attributes:
+        weights: the trained parameters.
+        algorithm: which trains them.
+        reference: the frozen policy; None where full training does without a second copy of the weights.
+        values: the value model; None without `advantage_estimator="gae"`.
+        average: the policy's moving average; None without `ema_decay`.
+        old_policy: a copy that moves once per rollout; None where the algorithm has none.
+        offload: what moves the pipeline's frozen parts; None without `offload_frozen`.
+        run_passes: calls the networks outside of updates.
+    """
+
+    weights: TrainedWeights
+    algorithm: Algorithm
+    reference: AdapterReference | CopiedReference | None
+    values: ValueModel | None
+    average: PolicyAverage | None
+    old_policy: PolicyAverage | None
+    offload: FrozenOffload | None
+    run_passes: NetworkPasses
+
+    def shard_reference(self) -> None:
+        """Spread the reference over the processes, as the policy is."""
+        if self.reference is not None:
+            self.reference.shard()
+
+    def add_value_parameters(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+        """Give the value model, if there is one, a group of its own in the optimizer, once."""
+        parameters = [] if self.values is None else list(self.values.parameters())
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if parameters and id(parameters[0]) not in known:
+            optimizer.add_param_group({"params": parameters, "lr": learning_rate, "weight_decay": 0.0})
+
+    def show_policy(self) -> None:
+        """Give the networks the policy's own weights, which are trained, where they have those of its average."""
+        if self.average is not None:
+            self.average.hide()
+
+    def show_average(self) -> None:
+        """Give the networks the average's weights, if there is one; they were evaluated and are saved."""
+        if self.average is not None:
+            self.average.show()
+
+
+def make_learner(
+    args: DiffusionGRPOConfig,
+    policy: Policy,
+    model: nn.Module,
+    *,
+    backend: DistributedBackend,
+    monitor: ProcessGroupMonitor,
+    metrics: Metrics,
+    reward_weights: list[float],
+    is_full_training: bool,
+) -> Learner:
+    """Move the policy to its device, and make what moves with it.
+
+    The order spares memory: a reference is copied before the pipeline is on the accelerator, an average after that.
+
+    Args:
+        args: of the run.
+        policy: the pipeline as a policy, still in CPU memory.
+        model: what is trained, before an engine wraps it.
+        backend, monitor: of the processes.
+        metrics: of the run, which take the average's distance to the policy.
+        reward_weights: one per trained reward.
+        is_full_training: whether all weights of the network are trained, without a LoRA.
+
+    Raises:
+        ValueError: processes that cannot train this policy, or an unknown loss or setting of it.
+    """
+    networks, has_values = policy.networks, args.advantage_estimator == "gae"
+    backend.check_run(policy.component, args.trains_own_steps, policy.draws_tokens, has_values)
+    weights = backend.trained_weights(model, take_turns=len(policy.component) > 1)
+    reference = make_reference(args, policy, model, backend, is_full_training)
+    copies = [] if reference is None or reference.module is None else [reference.module]
+    if backend.groups.size > 1:
+        spread_over_context([*networks, *copies], backend.groups, args.device)
+    offload = place_pipeline(
+        policy.pipe,
+        model,
+        networks,
+        backend,
+        device=args.device,
+        offload_frozen=args.offload_frozen,
+        swaps_blocks=args.group_offload is not None,
+    )
+    algorithm = make_algorithm(args, networks, reward_weights)
+    return Learner(
+        weights=weights,
+        algorithm=algorithm,
+        reference=reference,
+        values=ValueModel(args.seed).to(args.device) if has_values else None,
+        average=make_average(args, weights, backend, metrics),
+        old_policy=make_old_policy(args, weights, algorithm),
+        offload=offload,
+        run_passes=NetworkPasses(backend, monitor, networks, lambda: None if reference is None else reference.module),
+    )
+
+
+def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights: list[float]) -> Algorithm:
+    """Make the algorithm that the settings name.
+
+    Args:
+        args: of the run.
+        networks: the trained ones.
+        weights: one per reward.
+
+    Raises:
+        ValueError: an unknown loss, or settings in `loss_kwargs` that it does not have.
+    """
+    return load_algorithm(
+        args.loss_type,
+        args.loss_kwargs,
+        epsilon=args.epsilon,
+        epsilon_high=args.epsilon_high,
+        beta=args.beta,
+        anchors_on_replay=args.old_log_prob != "rollout",
+        is_first_replay=args.batch_sizes.updates_per_rollout == 1,
+        max_ratio_error=args.max_ratio_error,
+        is_half_precision=args.bf16 or args.fp16 or any(map(is_half_precision, networks)),
+        take_turns=len(networks) > 1,
+        reward_weights=weights if args.multi_objective_aggregation == "loss_per_reward" else None,
+    )
+
+
+def is_half_precision(network: nn.Module) -> bool:
+    """Return whether some weights of a network are in bfloat16 or float16."""
+    return any(weight.dtype in (torch.bfloat16, torch.float16) for weight in network.parameters())
+
+
+def make_reference(
+    args: DiffusionGRPOConfig, policy: Policy, model: nn.Module, backend: DistributedBackend, is_full_training: bool
+) -> AdapterReference | CopiedReference | None:
+    """Make the frozen reference; None where full training does without a second copy of the weights."""
+    if not is_full_training:
+        return AdapterReference(policy, model)
+    if not args.needs_reference:
+        return None
+    return CopiedReference(policy, model, backend, args.device, args.offload_ref_model)
+
+
+def make_average(
+    args: DiffusionGRPOConfig, weights: TrainedWeights, backend: DistributedBackend, metrics: Metrics
+) -> PolicyAverage | None:
+    """Make the moving average of the policy, if the settings ask for one; its distance to the policy is logged."""
+    if args.ema_decay is None:
+        return None
+
+    def note(squares: torch.Tensor) -> None:
+        distance, size = backend.reduce_sum(squares).tolist()  # whole copies count several times in both
+        metrics.add("ema/distance", (distance / size) ** 0.5 if size else 0.0)
+
+    return PolicyAverage(weights, args.ema_decay, args.ema_update_interval, note)
+
+
+def make_old_policy(args: DiffusionGRPOConfig, weights: TrainedWeights, algorithm: Algorithm) -> PolicyAverage | None:
+    """Make the old policy of the algorithm, which moves once per rollout; None where it has none."""
+    if algorithm.old_decay is None:
+        return None
+    return PolicyAverage(weights, 0.0, args.batch_sizes.updates_per_rollout, schedule=algorithm.old_decay)

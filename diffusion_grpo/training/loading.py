@@ -1,0 +1,82 @@
+"""From a checked run to its policy: the pipeline is loaded, its network made trainable, its inputs read."""
+
+from dataclasses import dataclass
+
+from peft import PeftConfig
+from torch import nn
+from transformers import set_seed
+
+from ..algorithms.choose import find_algorithm
+from ..config.checks import check_token_settings
+from ..config.settings import DiffusionGRPOConfig
+from ..data.inputs import PipelineInputs
+from ..policy.base import Policy
+from ..policy.token import make_policy
+from ..rollout.scoring import takes_only_latents
+from .model import load_pipeline, prepare_model, stand_in_for_encoders
+from .prompt_embeds import PromptEmbeds, make_prompt_embeds
+from .start import CheckedRun, RunRewards
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy in CPU memory, before `Trainer` and its engines take it.
+
+    Attributes:
+        policy: the pipeline as a policy.
+        model: what is trained: its network, a LoRA around it, or a `ModuleDict` of several.
+        inputs: of the pipeline's calls.
+        embeds: what encodes prompts ahead of their use; None without `cache_prompt_embeds`.
+    """
+
+    policy: Policy
+    model: nn.Module
+    inputs: PipelineInputs
+    embeds: PromptEmbeds | None
+
+
+def load_policy(given: CheckedRun, peft_config: PeftConfig | None) -> LoadedPolicy:
+    """Load the pipeline of a run and make it a policy; with `cache_prompt_embeds` encode this process's prompts.
+
+    Args:
+        given: the run.
+        peft_config: makes a LoRA of the network; see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
+
+    Raises:
+        ValueError: settings or rewards that do not fit the pipeline.
+    """
+    args, backend = given.args, given.backend
+    encoders = stand_in_for_encoders(given.model, args)
+    pipe = load_pipeline(given.model, args, given.is_full_training, backend, given.quantized, encoders)
+    set_seed(args.seed)  # a LoRA starts from random weights
+    component, model = prepare_model(pipe, args, peft_config, backend)
+    inputs = given.prepare_inputs(type(pipe))
+    policy = make_policy(
+        pipe,
+        component,
+        sde_type=args.sde_type,
+        sampling=args.token_sampling,
+        access=backend.network_access(model),
+        log_prob_type=args.log_prob_type,
+    )
+    check_policy(args, policy, given.rewards)
+    return LoadedPolicy(policy, model, inputs, make_prompt_embeds(args, given, policy, inputs))
+
+
+def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards) -> None:
+    """Refuse settings and rewards that do not fit the policy.
+
+    Raises:
+        ValueError: settings of another kind of policy, or rewards that take latents where there are none.
+    """
+    if policy.draws_tokens:
+        check_token_settings(args)
+        if getattr(find_algorithm(args.loss_type), "needs_old_mean", False):
+            raise ValueError(
+                f"loss_type={args.loss_type!r} compares means of denoising steps, which tokens lack; use a loss "
+                "without @needs_old_mean, or train the denoising network."
+            )
+    elif args.noise_in_last_step:
+        policy.check_noise_in_last_step()
+    if any(map(takes_only_latents, rewards.all)):
+        policy.check_latents()

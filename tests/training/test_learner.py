@@ -1,0 +1,55 @@
+"""What a run trains, and which weights stand beside it."""
+
+import pytest
+import torch
+from tiny_runs import trained_weights, trainer_for
+
+from diffusion_grpo.rollout.reference import AdapterReference, CopiedReference
+
+
+@pytest.mark.parametrize(
+    ("settings", "reference", "found"),
+    [
+        ({}, AdapterReference, set()),
+        ({"lora": False}, None, set()),
+        ({"lora": False, "beta": 0.1, "ema_decay": 0.9}, CopiedReference, {"average"}),
+        ({"loss_type": "nft"}, AdapterReference, {"old_policy"}),
+        ({"advantage_estimator": "gae", "offload_frozen": "cpu"}, AdapterReference, {"values", "offload"}),
+    ],
+    ids=str,
+)
+def test_the_settings_say_what_stands_beside_the_policy(tmp_path, settings, reference, found):
+    learner = trainer_for(tmp_path, **settings).learner
+    assert type(learner.reference) is (reference or type(None))
+    optional = {name for name in ("average", "old_policy", "values", "offload") if getattr(learner, name) is not None}
+    assert optional == found
+
+
+def test_a_value_model_gets_one_group_with_its_own_learning_rate(tmp_path):
+    learner = trainer_for(tmp_path / "gae", advantage_estimator="gae").learner
+    optimizer = torch.optim.AdamW(learner.weights.parameters, lr=0.1, weight_decay=0.5)
+    for _ in range(2):
+        learner.add_value_parameters(optimizer, 0.2)
+    policy, values = optimizer.param_groups
+    assert (policy["lr"], values["lr"], values["weight_decay"]) == (0.1, 0.2, 0.0)
+    assert list(map(id, values["params"])) == list(map(id, learner.values.parameters()))
+
+    learner = trainer_for(tmp_path / "plain").learner
+    optimizer = torch.optim.AdamW(learner.weights.parameters)
+    learner.add_value_parameters(optimizer, 0.2)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_the_average_is_shown_until_the_policy_is(tmp_path):
+    trainer = trainer_for(tmp_path, ema_decay=0.9)
+    average = {name: value.clone() for name, value in trained_weights(trainer).items()}
+    with torch.no_grad():
+        for parameter in trainer.learner.weights.parameters:
+            parameter += 1
+    policy = trained_weights(trainer)
+    for _ in range(2):
+        trainer.learner.show_average()
+        assert all(torch.equal(value, average[name]) for name, value in trained_weights(trainer).items())
+    for _ in range(2):
+        trainer.learner.show_policy()
+        assert all(torch.equal(value, policy[name]) for name, value in trained_weights(trainer).items())
