@@ -36,6 +36,8 @@ def check_settings(args: Sizes) -> None:
         ValueError: in one sentence, what was found and what to change.
     """
     _check_choices(args)
+    _check_combinations(args)
+    _check_trainer_settings(args)
     _check_numbers(args)
     _check_ranges(args)
     _check_shares(args)
@@ -64,6 +66,7 @@ def _check_prompt_embeds(args: Sizes) -> None:
 
 
 def _check_choices(args: Sizes) -> None:
+    """Refuse names that are not in their lists."""
     choices = {
         "sde_type": ["auto", *process_names()],
         "log_prob_type": log_prob_names(),
@@ -89,11 +92,13 @@ def _check_choices(args: Sizes) -> None:
     if args.sde_type != "auto":  # which is known once the pipeline is
         check_log_prob(args.log_prob_type, args.sde_type, log_prob_names())
     _check_loss(args.loss_type)
+
+
+def _check_combinations(args: Sizes) -> None:
+    """Refuse settings that contradict another one, or have no effect beside it."""
     if args.loss_type in OWN_CLIPS:
         _check_own_clip(args)
     _check_advantage_fn(args)
-    if args.remove_unused_columns:
-        raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
     if args.sync_ref_model and not args.needs_reference:
         raise ValueError("sync_ref_model=True has no reference to synchronise while beta=0; set beta above 0.")
     if args.advantage_estimator == "gae" and args.multi_objective_aggregation == "loss_per_reward":
@@ -117,6 +122,12 @@ def _check_choices(args: Sizes) -> None:
             "fp16=True has no effect on a CPU, which would train in float32; set fp16=False (bf16=True works there), "
             "or use_cpu=False on a machine with a GPU."
         )
+
+
+def _check_trainer_settings(args: Sizes) -> None:
+    """Refuse settings of transformers' `Trainer` that rollouts cannot follow."""
+    if args.remove_unused_columns:
+        raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
     if args.ignore_data_skip:
         raise ValueError("ignore_data_skip=True would pair resumed rollouts with other prompts; leave it False.")
     if args.auto_find_batch_size and args.world_size > 1:
