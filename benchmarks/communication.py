@@ -20,13 +20,13 @@ from pathlib import Path
 import diffusers
 import torch
 from peft import LoraConfig, get_peft_model
+from quiet import LORA_LAYERS, QUIET
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 from diffusion_grpo.rollout.diversity import SIDE
 
-LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 MACHINE = 8  # GPUs
 WITHIN, BETWEEN = 300e9, 40e9  # bytes a second that one GPU sends: NVLink within a machine, 400 Gb/s between machines
 # bytes of a number, by name as torch's profiler has it
@@ -206,12 +206,9 @@ def count(folder: Path, is_lora: bool) -> None:
         height=32,
         width=32,
         pipeline_kwargs={"max_sequence_length": 1},
-        gradient_checkpointing=False,
-        save_strategy="no",
         logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         use_cpu=True,
+        **QUIET,
     )
     lora = LoraConfig(r=4, target_modules=LORA_LAYERS) if is_lora else None
     trainer = DiffusionGRPOTrainer("tiny", ["brightness", "sharpness"], args, tiny.prompts("train"), peft_config=lora)

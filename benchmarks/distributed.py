@@ -20,12 +20,11 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
-from step import LORA_LAYERS
+from quiet import LORA_LAYERS, QUIET, silence
 from torch.profiler import ProfilerActivity, profile
-from transformers import PrinterCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
-from diffusion_grpo.training.callbacks import ReportCallback
 
 PARTS = {"stage": 3, "stage3_param_persistence_threshold": 1000, "reduce_bucket_size": "auto"}
 OPEN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -91,18 +90,13 @@ def work(folder: Path, mode: str, is_lora: bool, samples: int, rounds: int) -> N
         height=32,
         width=96,
         pipeline_kwargs={"max_sequence_length": 1},
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        log_completions=False,
         use_cpu=True,
+        **QUIET,
         **settings,
     )
     lora = LoraConfig(r=16, lora_alpha=32, target_modules=LORA_LAYERS) if is_lora else None
     trainer = DiffusionGRPOTrainer("tiny", "brightness", args, tiny.prompts("train"), peft_config=lora)
-    for callback in (PrinterCallback, ReportCallback):
-        trainer.remove_callback(callback)
+    silence(trainer)
     times = Times(rounds + 2)
     trainer.add_callback(times)
     trainer.train()

@@ -15,19 +15,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+from quiet import LORA_LAYERS, QUIET, silence
+
 # over the settings of every case
 USUAL = {
     "reward_funcs": ["brightness"],
     "gradient_accumulation_steps": 1,
     "max_ratio_error": 1e9,  # it is measured here, and does not stop the run
-    "gradient_checkpointing": False,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "log_completions": False,
+    **QUIET,
 }
 LORA = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": LORA_LAYERS}
 RATIO = {
@@ -115,12 +113,9 @@ def train(settings: dict[str, Any], work: Path, model: Any = None, callbacks: tu
 
 def make_trainer(settings: dict[str, Any], work: Path, model: Any = None) -> Any:
     """Make the trainer of these settings; see [`train`]."""
-    from transformers import PrinterCallback
-
     from diffusion_grpo import DiffusionGRPOTrainer
     from diffusion_grpo.cli.inputs import hide_loading_bars, load_checked
     from diffusion_grpo.config.parse import parse_train_arguments
-    from diffusion_grpo.training.callbacks import ReportCallback
 
     script, lora, args = parse_train_arguments(str(write_settings(settings, work)), [])
     hide_loading_bars(script.model)
@@ -132,8 +127,7 @@ def make_trainer(settings: dict[str, Any], work: Path, model: Any = None) -> Any
     trainer = DiffusionGRPOTrainer(
         model or script.model, script.reward_funcs, args, train_prompts, held_out, lora.peft_config()
     )
-    for callback in (PrinterCallback, ReportCallback):
-        trainer.remove_callback(callback)
+    silence(trainer)
     return trainer
 
 

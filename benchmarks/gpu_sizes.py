@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_cases import LORA_LAYERS, NotRunError, make_trainer, write_settings
+from benchmarks.gpu_cases import NotRunError, make_trainer, write_settings
+from benchmarks.quiet import LORA_LAYERS
 from benchmarks.real_sizes import build_pipeline, write_model
 from benchmarks.step import BareLoop, Stages
 

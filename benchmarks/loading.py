@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from peft import LoraConfig
-from step import LORA_LAYERS
+from quiet import LORA_LAYERS, QUIET
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
@@ -100,12 +100,8 @@ def work(model: Path, folder: Path, mode: str, is_late: bool, is_lora: bool) -> 
         num_generations=2,
         per_device_train_batch_size=2,
         pipeline_kwargs={"max_sequence_length": 1},
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        log_completions=False,
         use_cpu=True,
+        **QUIET,
         **MODES[mode][0],
     )
     if not is_late:

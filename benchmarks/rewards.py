@@ -14,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from transformers import PrinterCallback
+from quiet import silence
 
 from diffusion_grpo import DiffusionGRPOTrainer, tiny
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.rewards import load_rewards, score
-from diffusion_grpo.training.callbacks import ReportCallback
 
 PICTURES = ["brightness", "jpeg_compressibility", "jpeg_incompressibility", "sharpness", "colorfulness", "ssim"]
 PICTURES += ["psnr", "color", "text", "tesseract"]
@@ -64,8 +63,7 @@ def demo_stages(updates: int, is_overlapped: bool) -> list[list[float]]:
             train_dataset=tiny.prompts("train"),
             peft_config=lora.peft_config(),
         )
-        trainer.remove_callback(ReportCallback)
-        trainer.remove_callback(PrinterCallback)
+        silence(trainer)
         trainer.train()
         entries = [entry for entry in trainer.state.log_history if "time/reward" in entry]
         return [[entry[stage] for stage in STAGES] for entry in entries[1:]]

@@ -22,15 +22,14 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, SD3Transformer2DModel, StableDiffusion3Pipeline
 from peft import LoraConfig
+from quiet import LORA_LAYERS, QUIET, silence
 from torch import nn
-from transformers import PrinterCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 from diffusion_grpo.cli.inputs import hide_loading_bars
-from diffusion_grpo.training.callbacks import ReportCallback
 
 STAGES = ("rollout", "reward", "update")
-LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 Call = tuple[Callable, tuple, dict, bool]
 
 
@@ -229,11 +228,7 @@ def measure(name: str, rounds: int) -> None:
             learning_rate=1e-4,
             guidance_scale=1.0,
             pipeline_kwargs={"max_sequence_length": 1},
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            log_completions=False,
+            **QUIET,
             **settings,
         )
         trainer = DiffusionGRPOTrainer(
@@ -243,8 +238,7 @@ def measure(name: str, rounds: int) -> None:
             tiny.prompts("train"),
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=LORA_LAYERS),
         )
-        for callback in (PrinterCallback, ReportCallback):
-            trainer.remove_callback(callback)
+        silence(trainer)
         bare = BareLoop(trainer.pipe)
         trainer.add_callback(bare)
         trainer.train()

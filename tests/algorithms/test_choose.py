@@ -1,5 +1,6 @@
 """`loss_type` and `loss_kwargs`: names, losses and algorithms of one's own, and what is refused."""
 
+import inspect
 import math
 from functools import partial
 
@@ -10,10 +11,10 @@ from tiny_runs import logged, trained_weights, trainer_for
 import diffusion_grpo.losses
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.algorithms import ALGORITHMS
-from diffusion_grpo.algorithms.base import Algorithm, PassOutput
 from diffusion_grpo.algorithms.choose import check_loss_kwargs, find_algorithm, load_algorithm
 from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.algorithms.losses import LossInputs, LossOutput, grpo
+from examples.own_algorithm import Reinforce
 
 NOT_A_LOSS = math.pi
 
@@ -29,34 +30,6 @@ def scaled_reinforce(given: LossInputs, *, scale: float, offset: float = 0.0) ->
     return LossOutput(scale * loss, {"offset": torch.tensor(offset)})
 
 
-class Reinforce(Algorithm):
-    """REINFORCE (Williams, 1992) on every recorded step, without a ratio: an algorithm of the user's own.
-
-    Args:
-        beta: the run's, weight of the KL divergence to the reference.
-        temperature: a setting of its own; advantages are divided by it.
-    """
-
-    def __init__(self, *, beta: float, temperature: float = 1.0):
-        self.beta, self.temperature = beta, temperature
-
-    def passes(self, batch):
-        steps = sorted({step for part in batch.parts for step in part.trajectory.steps.flatten().tolist()})
-        return [[(part.at_step(step), step) for part in batch.parts for step in steps]]
-
-    def loss(self, policy, reference, part, step):
-        now = policy.replay(part.inputs, part.trajectory, step)
-        loss = -(part.advantage(step).to(now.log_prob) / self.temperature * now.log_prob).sum()
-        if self.beta > 0:
-            other = reference.replay(part.inputs, part.trajectory, step)
-            loss = loss + self.beta * ((now.mean - other.mean) ** 2).sum()
-        drift = (now.log_prob.detach() - part.recorded_log_prob(step).to(now.log_prob)).abs().max()
-        return PassOutput(loss, {"own/log_prob": now.log_prob.mean().item()}, float(drift))
-
-    def check(self, batch, drift):
-        return {"own/drift": drift}
-
-
 class NoPasses:
     """No algorithm."""
 
@@ -65,7 +38,7 @@ class NoPasses:
 
 
 def path(thing) -> str:
-    return f"{__name__}.{thing.__name__}"
+    return f"{thing.__module__}.{thing.__name__}"
 
 
 # what `loss_type` may be
@@ -186,12 +159,16 @@ def test_a_loss_with_settings_trains_by_them(runs):
     assert logged(runs["offset"][0], "offset") == [0.5, 0.5]
 
 
+def test_an_algorithm_of_ones_own_takes_thirty_lines_at_most():
+    assert len(inspect.getsource(Reinforce).splitlines()) <= 30
+
+
 def test_an_algorithm_of_ones_own_trains(runs):
     """The class and the function are one loss, summed over samples, written in two ways."""
     trainer, weights = runs["class"]
     assert isinstance(trainer.learner.algorithm, Reinforce)
     assert distance(weights, runs["function"][1]) < 1e-6
-    assert logged(trainer, "own/drift") == [0.0, 0.0] and len(logged(trainer, "own/log_prob")) == 2
+    assert logged(trainer, "reinforce/drift") == [0.0, 0.0] and len(logged(trainer, "reinforce/log_prob")) == 2
     assert not logged(trainer, "ratio/mean")
     assert logged(runs["cooler"][0], "grad_norm")[0] == pytest.approx(logged(trainer, "grad_norm")[0] / 1e3, rel=1e-3)
     assert distance(weights, runs["held"][1]) > 0
