@@ -240,6 +240,14 @@ def test_each_component_gets_an_object_of_its_own_library_and_dtype():
 # Backends that the tests' environment may lack
 
 
+def assert_saved_merged(network, folder, **tolerance):
+    """What the network saves loads as a plain one, with its LoRA merged, that computes the same."""
+    expected = call_network(network)
+    network.save_pretrained(folder)
+    loaded = diffusers.SD3Transformer2DModel.from_pretrained(folder)
+    torch.testing.assert_close(call_network(loaded), expected, **tolerance)
+
+
 @pytest.mark.parametrize("setting", ["load_in_4bit", "load_in_8bit"])
 def test_bitsandbytes_trains_and_saves(base, tmp_path, monkeypatch, setting):
     pytest.importorskip("bitsandbytes")
@@ -250,11 +258,8 @@ def test_bitsandbytes_trains_and_saves(base, tmp_path, monkeypatch, setting):
     trainer.train()
     trainer.save_model()
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
-    expected = call_network(trainer.pipe.transformer)
-    trainer.pipe.transformer.save_pretrained(tmp_path / "merged")
-    loaded = diffusers.SD3Transformer2DModel.from_pretrained(tmp_path / "merged")
     tolerance = 1e-4 if setting == "load_in_4bit" else 0.05  # 8 bit rounds the inputs too
-    torch.testing.assert_close(call_network(loaded), expected, rtol=tolerance, atol=tolerance)
+    assert_saved_merged(trainer.pipe.transformer, tmp_path / "merged", rtol=tolerance, atol=tolerance)
 
 
 def test_gguf_files_train_and_save(base, tmp_path):
@@ -276,10 +281,7 @@ def test_gguf_files_train_and_save(base, tmp_path):
     assert describe_quantization(trainer.pipe) == {"transformer": "gguf"}
     trainer.train()
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
-    expected = call_network(trainer.pipe.transformer)
-    trainer.pipe.transformer.save_pretrained(tmp_path / "merged")
-    loaded = diffusers.SD3Transformer2DModel.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(call_network(loaded), expected, rtol=1e-4, atol=1e-5)
+    assert_saved_merged(trainer.pipe.transformer, tmp_path / "merged", rtol=1e-4, atol=1e-5)
 
 
 def test_quanto_trains_and_saves(base, tmp_path):
@@ -287,7 +289,4 @@ def test_quanto_trains_and_saves(base, tmp_path):
     trainer = trainer_of(base, tmp_path, quantization={"transformer": "quanto", "text_encoder_3": "quanto"})
     trainer.train()
     assert logged(trainer, "ratio/max_error") == [0.0, 0.0]
-    expected = call_network(trainer.pipe.transformer)
-    trainer.pipe.transformer.save_pretrained(tmp_path / "merged")
-    loaded = diffusers.SD3Transformer2DModel.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(call_network(loaded), expected, rtol=1e-4, atol=1e-5)
+    assert_saved_merged(trainer.pipe.transformer, tmp_path / "merged", rtol=1e-4, atol=1e-5)
