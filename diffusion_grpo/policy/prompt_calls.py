@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .drivers import UnsupportedPipeline
 
@@ -149,9 +150,7 @@ def _is_setting(value: Any) -> bool:
 def _describe(value: Any) -> Any:
     """Return what JSON can hold, equal where values are; a list of one text counts as that text."""
     if torch.is_tensor(value):
-        content = value.detach().cpu().contiguous()
-        content = content.view(torch.uint8) if content.ndim else content.reshape(1).view(torch.uint8)
-        return [str(value.dtype), list(value.shape), hashlib.sha256(content.numpy().tobytes()).hexdigest()]
+        return hash_tensor(value)
     if isinstance(value, dict):
         return {str(name): _describe(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -239,10 +238,11 @@ def list_shapes(result: Any) -> Any:
 
 def move_result(result: Any, device: torch.device | str) -> Any:
     """Return a result with its tensors on a device."""
-    if isinstance(result, Tensor):
-        return result.to(device)
-    if isinstance(result, dict):
-        return {name: move_result(item, device) for name, item in result.items()}
-    if isinstance(result, (list, tuple)):
-        return type(result)(move_result(item, device) for item in result)
-    return result
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), result)
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """Return what is equal for tensors of equal dtype, shape and content, wherever they are."""
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    about = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+    return hashlib.sha256(about + content.numpy().tobytes()).hexdigest()

@@ -5,7 +5,6 @@ prompt by prompt. What it lacks is encoded and kept; once all prompts of a run a
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -19,12 +18,14 @@ from diffusers import DiffusionPipeline
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .prompt_calls import (
     CannotJoin,
     Layout,
     PromptCall,
     find_layout,
+    hash_tensor,
     join_results,
     list_shapes,
     move_result,
@@ -63,7 +64,11 @@ class MemoryShelf(dict):
 
     def put(self, key: str, result: Any, text: dict[str, str]) -> None:
         """Keep a result."""
-        self[key] = _map_tensors(move_result(result, "cpu"), lambda x: self._tensors.setdefault(_hash(x), x))
+
+        def share(tensor: Tensor) -> Tensor:
+            return self._tensors.setdefault(hash_tensor(tensor), tensor)
+
+        self[key] = pytree.tree_map_only(Tensor, share, move_result(result, "cpu"))
 
 
 class DiskShelf:
@@ -127,7 +132,7 @@ class DiskShelf:
         return blank
 
     def _write(self, tensor: Tensor) -> dict[str, Any]:
-        name = _hash(tensor)
+        name = hash_tensor(tensor)
         path = self._tensor_path(name)
         if not path.is_file() or path.stat().st_size < tensor.nbytes:
             self._place(path, lambda path: save_file({"tensor": tensor.contiguous()}, path))
@@ -207,7 +212,7 @@ class PromptStore:
         if self.learns_layouts:
             self.learn_layout(encode, call)
         if len(parts) == 1:
-            return _copy_lists(parts[0])
+            return pytree.tree_map(lambda part: part, parts[0])  # new lists, which a pipeline may change
         return self._join(pipe, encode, call, parts)
 
     def _find(self, encode: Callable, call: PromptCall, row: int, device: torch.device) -> Any:
@@ -256,27 +261,6 @@ class PromptStore:
         except Exception as error:  # one that takes a single prompt may fail in any way
             logger.info("encode_prompt takes one prompt per call: %s", error)
             return None
-
-
-def _copy_lists(result: Any) -> Any:
-    """Return a result whose lists are new, so that a pipeline that changes them leaves ours alone."""
-    if isinstance(result, (list, tuple)):
-        return type(result)(map(_copy_lists, result))
-    return {name: _copy_lists(item) for name, item in result.items()} if isinstance(result, dict) else result
-
-
-def _hash(tensor: Tensor) -> str:
-    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    about = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
-    return hashlib.sha256(about + content.numpy().tobytes()).hexdigest()
-
-
-def _map_tensors(result: Any, change: Callable[[Tensor], Any]) -> Any:
-    if torch.is_tensor(result):
-        return change(result)
-    if isinstance(result, dict):
-        return {name: _map_tensors(item, change) for name, item in result.items()}
-    return type(result)(_map_tensors(item, change) for item in result) if isinstance(result, (list, tuple)) else result
 
 
 def _pack(result: Any, write: Callable[[Tensor], dict[str, Any]]) -> Any:

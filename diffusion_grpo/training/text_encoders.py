@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from .. import tiny
 from ..config.settings import DiffusionGRPOConfig, describe
+from ..policy.prompt_calls import hash_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -253,8 +254,7 @@ def _hash_all(values: Iterable[Any]) -> str:
     found = hashlib.sha256()
     for value in values:
         if isinstance(value, Tensor):
-            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            found.update(f"{value.dtype} {tuple(value.shape)}".encode() + content.numpy().tobytes())
+            found.update(hash_tensor(value).encode())
         else:
             found.update(f"{type(value).__name__} {value!r}".encode())
     return found.hexdigest()
