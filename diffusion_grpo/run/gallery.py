@@ -29,9 +29,14 @@ def pair_samples(run: Run) -> list[dict[str, Any]]:
     if len(run.samples) < 2:
         return []
     first, last = run.samples[min(run.samples)], run.samples[max(run.samples)]
-    before = {(row["prompt"], row["seed"]): row for row in first}
-    keys = [(row["prompt"], row["seed"]) for row in last]
-    return [{"prompt": key[0], "before": before[key], "after": row} for key, row in zip(keys, last) if key in before]
+    before = _index_rows(first)
+    pairs = [(before.get((row["prompt"], row["seed"])), row) for row in last]
+    return [{"prompt": row["prompt"], "before": found, "after": row} for found, row in pairs if found is not None]
+
+
+def _index_rows(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the rows of an evaluation by prompt and seed: what tells the same sample of another evaluation."""
+    return {(row["prompt"], row["seed"]): row for row in rows}
 
 
 def make_gallery(run: Run) -> dict[str, Any] | None:
@@ -81,8 +86,8 @@ def choose_steps(steps: list[int]) -> list[int]:
 
 
 def _change(pair: dict[str, Any]) -> float:
-    change = pair["after"]["reward"] - pair["before"]["reward"]
-    return change if _is_number(change) else 0.0
+    before, after = pair["before"]["reward"], pair["after"]["reward"]
+    return after - before if _is_number(before) and _is_number(after) else 0.0
 
 
 def _is_number(value: float | None) -> bool:
@@ -105,7 +110,7 @@ def find_file(run: Run, file: str) -> Path | None:
 
 def _make_cards(run: Run, shown: list[tuple[dict[str, Any], float]], steps: list[int]) -> list[dict[str, Any]]:
     """Return a card per prompt with its samples of all `steps`, as far as the page does not grow too large."""
-    rows = {step: {(row["prompt"], row["seed"]): row for row in run.samples[step]} for step in steps}
+    rows = {step: _index_rows(run.samples[step]) for step in steps}
     budget = MOST_BYTES
     cards = []
     for pair, change in shown:
@@ -157,13 +162,13 @@ def make_film(run: Run) -> dict[str, Any] | None:
     if len(run.samples) < 3:
         return None
     steps = choose_steps(sorted(run.samples))
-    rows = []
-    for index, sample in enumerate(run.samples[steps[0]]):
-        samples = [run.samples[step][index] for step in steps if index < len(run.samples[step])]
+    evaluations, rows = [_index_rows(run.samples[step]) for step in steps], []
+    for key in evaluations[0]:
+        samples = [evaluation[key] for evaluation in evaluations if key in evaluation]
         paths = [find_file(run, row["image"]) if row.get("image") else None for row in samples]
         if len(rows) < FILM_ROWS and len(paths) == len(steps) and None not in paths:
             rewards = [row["reward"] for row in samples]
-            rows.append({"prompt": sample["prompt"], "images": list(zip(map(embed_image, paths), rewards))})
+            rows.append({"prompt": key[0], "images": list(zip(map(embed_image, paths), rewards))})
     return {"steps": steps, "rows": rows} if rows else None
 
 

@@ -13,7 +13,7 @@ from run_folders import make_run
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.run import gallery
 from diffusion_grpo.run.folder import read_run
-from diffusion_grpo.run.gallery import choose_steps, make_gallery
+from diffusion_grpo.run.gallery import choose_steps, make_film, make_gallery
 
 
 def change_rows(run, step, change):
@@ -67,11 +67,12 @@ def test_evaluations_between_are_left_out_once_the_page_is_large(tmp_path, monke
     assert [[sample["step"] for sample in card["samples"]] for card in cards] == [[0, 10, 20], [0, 20], [0, 20]]
 
 
-def test_an_unknown_reward_is_none(tmp_path):
+@pytest.mark.parametrize("unknown", [None, float("nan")])
+def test_an_unknown_reward_is_none(tmp_path, unknown):
     run = make_run(tmp_path / "run", prompts=2, eval_every=20)
 
     def change(rows):
-        rows[0]["text"], rows[0]["reward"] = float("nan"), float("nan")
+        rows[0]["text"], rows[0]["reward"] = unknown, unknown
 
     change_rows(run, 20, change)
     found = make_gallery(read_run(run))
@@ -96,6 +97,19 @@ def test_videos_and_sounds_are_embedded_to_be_played(tmp_path):
     assert video["media"].startswith("data:video/mp4;base64,") and sound["media"].startswith("data:audio/mp4;base64,")
     shown = Image.open(io.BytesIO(base64.b64decode(video["image"].split(",")[1])))
     assert shown.size == (96, 32)
+
+
+def test_the_film_follows_a_few_prompts_wherever_they_are_in_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery, "FILM_ROWS", 2)
+    run = make_run(tmp_path / "run", prompts=4)
+    expected = make_film(read_run(run))
+    assert expected["steps"] == [0, 10, 20]
+    assert [row["prompt"].split('"')[1] for row in expected["rows"]] == ["WORD0", "WORD1"]
+    images = [image for row in expected["rows"] for image, _ in row["images"]]
+    assert len(set(images)) == 6 and [reward for _, reward in expected["rows"][0]["images"]] == [0.4, 0.65, 0.9]
+    change_rows(run, 10, lambda rows: rows.reverse())
+    assert make_film(read_run(run)) == expected
+    assert make_film(read_run(make_run(tmp_path / "short", eval_every=20))) is None
 
 
 def test_without_two_evaluations_there_is_no_gallery(tmp_path):
