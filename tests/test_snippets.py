@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tiny_pipelines
 from diffusers import DiffusionPipeline
+from run_folders import make_run
 from tiny_runs import SETTINGS, logged
 
 import diffusion_grpo
@@ -22,6 +23,7 @@ from diffusion_grpo.config.parse import parse_train_arguments, read_overrides
 from diffusion_grpo.config.source import config_fields
 from diffusion_grpo.policy.processes import PROCESSES
 from diffusion_grpo.rewards import REWARDS, load_rewards
+from diffusion_grpo.run.report import write_report
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -157,8 +159,13 @@ def test_command_is_parsed(command):
 
 
 @pytest.mark.parametrize(("page", "text"), find_blocks("json"))
-def test_json_is_json(page, text):
-    json.loads(text)
+def test_json_is_an_experiment_that_the_report_shows(page, text, tmp_path):
+    (tmp_path / "experiment.json").write_text(text, encoding="utf-8")
+    report = write_report(make_run(tmp_path / "run"), tmp_path / "experiment.json").read_text(encoding="utf-8")
+    given = json.loads(text)
+    names = [given["title"], given["note"], given["command"], given["machine"], *given["columns"]]
+    assert all(name in report for name in names), page
+    assert all(row["name"] in report and len(row["values"]) == len(given["columns"]) for row in given["rows"]), page
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "coming_from").glob("*.md")), ids=lambda page: page.stem)
