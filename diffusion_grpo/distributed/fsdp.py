@@ -369,14 +369,19 @@ def find_units(model: nn.Module) -> list[FSDPModule]:
 
 @contextlib.contextmanager
 def gather_units(model: nn.Module, accelerator: Accelerator, is_kept: bool) -> Iterator[None]:
-    """Enter around passes without gradient; with `is_kept`, gather each unit once and keep it until the end."""
-    for unit in find_units(model) if is_kept else ():
+    """Enter around passes without gradient; with `is_kept`, gather each unit once and keep it until the end.
+
+    Afterwards the outermost units stay gathered from a forward to its backward pass, as before; see [`shard_units`].
+    """
+    units, reshards = find_units(model), accelerator.state.fsdp_plugin.reshard_after_forward
+    for unit in units if is_kept else ():
         unit.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
-        for unit in find_units(model):  # what stays gathered would go stale when the weights change
-            unit.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward, recurse=False)
+        for unit in units:  # what stays gathered would go stale when the weights change
+            if is_kept and not any(unit is network for network in split(model)):
+                unit.set_reshard_after_forward(reshards, recurse=False)
             unit.reshard()
 
 

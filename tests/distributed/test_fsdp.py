@@ -15,11 +15,13 @@ from accelerate.utils import DistributedType
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 from tiny_runs import GUIDED, OPTIONAL, SMOOTH, edited_images, trained_weights, trainer_for
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.distributed import fsdp
 from diffusion_grpo.distributed.context_parallel import ContextGroups
-from diffusion_grpo.distributed.fsdp import FSDP2Backend
+from diffusion_grpo.distributed.fsdp import FSDP2Backend, gather_units
 from diffusion_grpo.distributed.sharded_checkpoints import has_shards
 from diffusion_grpo.training.start import choose_backend
 
@@ -353,3 +355,33 @@ def test_each_of_several_networks_names_its_units():
     plugin = types.SimpleNamespace(transformer_cls_names_to_wrap=None, cpu_offload=None)
     fsdp.configure_plugin(plugin, networks)
     assert plugin.transformer_cls_names_to_wrap == ["Block", "Sequential", "Other"]
+
+
+@pytest.fixture
+def group_of_one():
+    """A process group that this process has to itself."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_after_a_rollout_an_update_gathers_as_before(group_of_one, is_kept):
+    """Blocks are gathered again for the backward pass; what is outside of them stays from the forward pass on."""
+    plugin = types.SimpleNamespace(reshard_after_forward=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    fully_shard(model[0], reshard_after_forward=True)
+    fully_shard(model)
+
+    def gathered():
+        return [not isinstance(layer.weight, DTensor) for layer in model]
+
+    with gather_units(model, types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin)), is_kept):
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        assert gathered() == [is_kept, True]
+    assert gathered() == [False, False]
+    output = model(torch.ones(2, 4))
+    assert gathered() == [False, True]
+    output.sum().backward()
+    assert gathered() == [False, False]
