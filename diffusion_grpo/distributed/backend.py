@@ -23,6 +23,11 @@ from .forward_redirection import redirect
 from .sharded_checkpoints import restore_optimizer
 from .weights import TrainedWeights
 
+VALUES_BESIDE = (
+    "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; start "
+    "without them."
+)
+
 
 class DistributedBackend:
     """One process, or several under DDP.

@@ -24,7 +24,7 @@ from trl.models.utils import add_hooks, remove_hooks
 from ..config.optimizers import TORCHAO
 from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
 from . import late_weights
-from .backend import DistributedBackend
+from .backend import VALUES_BESIDE, DistributedBackend
 from .context_parallel import ContextGroups
 from .deepspeed_checkpoints import restore_engine
 from .forward_redirection import redirect
@@ -93,10 +93,7 @@ class DeepSpeedBackend(DistributedBackend):
 
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:
-            raise ValueError(
-                "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
-                "start without them."
-            )
+            raise ValueError(VALUES_BESIDE)
         if draws_tokens and self.stage == 3 and not self._gathers_whole:
             raise ValueError(LAYERED_TOKENS)
         if len(component) == 1 or self.accelerator.num_processes == 1:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from ..config.optimizers import BITSANDBYTES, TORCHAO
 from ..policy.network_gate import NetworkAccess, replace_attribute
 from . import late_weights
-from .backend import DistributedBackend
+from .backend import VALUES_BESIDE, DistributedBackend
 from .context_parallel import ContextGroups
 from .dtensor import as_dtensor, as_shard, is_sharded
 from .sharded_checkpoints import save_shards
@@ -101,10 +101,7 @@ class FSDP2Backend(DistributedBackend):
 
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:
-            raise ValueError(
-                "advantage_estimator='gae' has weights beside the policy's, which DeepSpeed and FSDP would not train; "
-                "start without them."
-            )
+            raise ValueError(VALUES_BESIDE)
         if draws_tokens:
             raise ValueError(f"FSDP does not train {', '.join(component)}: {TOKENS}")
         if len(component) > 1 and own_steps:

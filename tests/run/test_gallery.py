@@ -61,6 +61,19 @@ def test_of_many_prompts_the_first_and_the_extremes_are_shown(tmp_path, monkeypa
     assert found["has_extremes"] and found["total"] == 6 and found["counts"] == {"better": 5, "same": 0, "worse": 1}
 
 
+def test_a_change_below_a_hundredth_of_the_range_of_rewards_is_none(tmp_path):
+    run = make_run(tmp_path / "run", prompts=3, eval_every=20)
+    before = read_run(run).samples[0]
+    assert [row["reward"] for row in before] == [0.4] * 3
+
+    def change(rows):
+        for row, reward in zip(rows, (0.405, 1.385, 0.385), strict=True):  # a range of 1
+            row["reward"] = reward
+
+    change_rows(run, 20, change)
+    assert make_gallery(read_run(run))["counts"] == {"better": 1, "same": 1, "worse": 1}
+
+
 def test_evaluations_between_are_left_out_once_the_page_is_large(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "MOST_BYTES", 1)
     cards = make_gallery(read_run(make_run(tmp_path / "run", prompts=3)))["cards"]
