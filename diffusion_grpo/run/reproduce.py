@@ -14,7 +14,7 @@ from ..config.arguments import LAUNCH_VARIABLE
 from .card_data import strip_folders
 
 SETTINGS_FILE = "train.yaml"  # in the run's folder
-SECRET = re.compile(r"(token|secret|password|api_?key|credentials?)$", re.IGNORECASE)
+SECRET = re.compile(r"(token|secret|password|(api|access|secret)[_-]?key|credentials?)$", re.IGNORECASE)
 # what belongs to one start of a run, and not to the run
 LOCAL = {"output_dir", "logging_dir", "resume_from_checkpoint", "report_experiment", "run_name"}
 LOCAL |= {"push_to_hub", "push_samples", "machine_rank", "main_process_ip", "main_process_port"}

@@ -51,6 +51,10 @@ def test_the_command_of_a_script():
     words = ["/home/me/my run.py", "--data", "/home/me/words.txt", "--hub_token", "hf_1", "--token=hf_2", "-v"]
     expected = "python 'my run.py' --data words.txt --hub_token ... --token=... -v"
     assert describe_script(words, 1) == expected
+    for name in ("--api-key", "--api_key", "--WANDB_API_KEY", "--secret-access-key", "--password", "--client-secret"):
+        shown = describe_script(["train.py", name, "sk-1", "--key", "name"], 1)
+        assert shown == f"python train.py {name} ... --key name"
+        assert describe_script(["train.py", f"{name}=sk-1"], 1) == f"python train.py {name}=..."
     assert describe_script(["train.py"], 4) == "accelerate launch --num_processes 4 train.py"
     for argv in ([], [""], ["/x/ipykernel_launcher.py", "-f"], ["/x/pytest/__main__.py"], ["/bin/pytest"], ["-c"]):
         assert describe_script(argv, 1) is None
