@@ -5,6 +5,7 @@ Names stand there without this machine's folders.
 
 import inspect
 import logging
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import metadata_load, try_to_load_from_cache
 
 logger = logging.getLogger(__name__)
+SECRET = re.compile(r"(token|secret|password|(api|access|secret)[_-]?key|credentials?)$", re.IGNORECASE)  # its name
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*"]  # in every push
 # in one without push_samples: weights, what diffusers needs beside them, the card and the images that it shows
@@ -49,6 +51,13 @@ def strip_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [strip_folders(item) for item in value]
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
+def strip_secrets(value: Any) -> Any:
+    """Leave out entries of dictionaries that hold a secret by their name, such as a token."""
+    if isinstance(value, dict):
+        return {name: strip_secrets(item) for name, item in value.items() if not SECRET.search(str(name))}
+    return [strip_secrets(item) for item in value] if isinstance(value, list) else value
 
 
 def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str | None:

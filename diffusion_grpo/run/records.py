@@ -18,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from .. import __version__
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..media.files import write_sample
-from .card_data import public_model_name, strip_folders
+from .card_data import public_model_name, strip_folders, strip_secrets
 from .manifest import ResumeError
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
         if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
             continue
         if isinstance(value, (str, int, float, list, dict, type(None))):
-            changed[setting.name] = strip_folders(describe(getattr(value, "value", value)))
+            changed[setting.name] = strip_folders(strip_secrets(describe(getattr(value, "value", value))))
     return changed
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 import yaml
 
 from ..config.arguments import LAUNCH_VARIABLE
-from .card_data import strip_folders
+from .card_data import SECRET, strip_folders, strip_secrets
 
 SETTINGS_FILE = "train.yaml"  # in the run's folder
-SECRET = re.compile(r"(token|secret|password|(api|access|secret)[_-]?key|credentials?)$", re.IGNORECASE)
 # what belongs to one start of a run, and not to the run
 LOCAL = {"output_dir", "logging_dir", "resume_from_checkpoint", "report_experiment", "run_name"}
 LOCAL |= {"push_to_hub", "push_samples", "machine_rank", "main_process_ip", "main_process_port"}
@@ -33,17 +31,10 @@ def save_settings(folder: str | Path, values: Mapping[str, Any]) -> None:
     kept = {key: value for key, value in values.items() if key not in LOCAL and not key.startswith("hub_")}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = strip_folders(_strip_secrets(kept)) | {"output_dir": f"outputs/{folder.resolve().name}"}
+    settings = strip_folders(strip_secrets(kept)) | {"output_dir": f"outputs/{folder.resolve().name}"}
     # JSON is YAML that no version of YAML reads in another way
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
     (folder / SETTINGS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _strip_secrets(value: Any) -> Any:
-    """Leave out entries of mappings that hold a secret by their name."""
-    if isinstance(value, Mapping):
-        return {key: _strip_secrets(item) for key, item in value.items() if not SECRET.search(str(key))}
-    return [_strip_secrets(item) for item in value] if isinstance(value, list) else value
 
 
 def describe_script(argv: Sequence[str], processes: int) -> str | None:

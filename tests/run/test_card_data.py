@@ -11,6 +11,7 @@ from diffusion_grpo.run.card_data import (
     pipeline_tag,
     public_model_name,
     strip_folders,
+    strip_secrets,
 )
 
 FILES = [
@@ -87,3 +88,9 @@ def test_the_licence_of_the_base_model(tmp_path, caplog):
 def test_a_repository_without_its_namespace_is_no_place_to_load_from():
     assert name_repository(None, None) is None and name_repository(None, "mine") is None
     assert name_repository(None, "me/mine") == name_repository("me/mine", "mine") == "me/mine"
+
+
+def test_what_is_secret_by_its_name_is_left_out_wherever_it_stands():
+    given = {"model_init_kwargs": {"token": "hf_1", "revision": "main"}, "rewards": [{"API_KEY": "sk-1", "key": 1}]}
+    assert strip_secrets(given) == {"model_init_kwargs": {"revision": "main"}, "rewards": [{"key": 1}]}
+    assert strip_secrets({"token_sampling": 1, "max_tokens": 2}) == {"token_sampling": 1, "max_tokens": 2}

@@ -30,7 +30,8 @@ def record(model="owner/name", peft_config=None, **settings):
 
 
 def test_the_record_says_what_is_trained_and_how():
-    made = record(peft_config=LoraConfig(r=4), beta=0.5, loss_kwargs=None, hub_token="secret")
+    secrets = {"hub_token": "secret", "model_init_kwargs": {"token": "secret"}}
+    made = record(peft_config=LoraConfig(r=4), beta=0.5, loss_kwargs=None, **secrets)
     assert (made["model"], made["trains_by"], made["reward_funcs"]) == ("owner/name", "LoRA rank 4", ["text"])
     assert made["settings"]["beta"] == 0.5 and "secret" not in json.dumps(made) and "torch" in made["versions"]
     assert record()["trains_by"] == "full"

@@ -139,3 +139,20 @@ def test_the_record_of_a_run_has_its_rewards_and_their_options():
     record = describe_run("owner/name", make_config(), LoraConfig(r=4), rewards)
     assert (record["reward_funcs"], record["eval_reward_funcs"]) == (["ssim"], ["sharpness"])
     assert record["reward_options"]["ssim"] == {"target_column": "goal"} and record["trains_by"] == "LoRA rank 4"
+
+
+@dataclasses.dataclass
+class Judge:
+    """A reward of the user's own."""
+
+    api_key: str
+    model: str
+
+    def __call__(self, images, **columns):
+        return [0.0] * len(images)
+
+
+def test_the_record_holds_no_secret_of_a_reward():
+    rewards = load_run_rewards({f"{__name__}.Judge": {"api_key": "sk-1", "model": "a/b"}}, [], make_config())
+    record = describe_run("owner/name", make_config(), None, rewards)
+    assert list(record["reward_options"].values()) == [{"model": "a/b"}] and "sk-1" not in str(record)
