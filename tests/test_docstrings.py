@@ -24,7 +24,7 @@ INPUTS = {"height": 32, "width": 96, "guidance_scale": 1.0, "max_sequence_length
 WITHOUT_EXAMPLE = {
     *("SyncRefModelCallback", "SampleGridCallback", "ValidationCallback", "CollapseCallback", "ReportCallback"),
     *("StepDistribution", "StepScale", "Prediction", "Denoised", "Prefix", "Advantages", "TokenPolicy"),
-    *("RemoteReward", "VlmJudge", "check_needs", "Family"),
+    *("MicroBatch", "Part", "Reference", "Detection"),
 }
 FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 

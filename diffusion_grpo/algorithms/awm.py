@@ -29,6 +29,9 @@ class AWM(RenoisedWithOldPolicy):
         advantage_range: advantages are divided by this.
         decay_rate, decay_start, decay_max: of the average.
 
+    Raises:
+        ValueError: a setting is out of range or has no effect, or neither the clip nor the average limits the move.
+
     Examples:
         >>> weighted = AWM(weight="uniform").weigh(torch.tensor([0.5]), torch.tensor([0.9]))
         >>> weighted.item()

@@ -26,6 +26,9 @@ class DGPO(RenoisedWithOldPolicy):
         clip: of that ratio; the authors' scripts use 1e-2, their default is 5e-2.
         decay_rate, decay_start, decay_max: of the old policy.
 
+    Raises:
+        ValueError: a setting is out of range.
+
     Examples:
         >>> DGPO(preference_beta=50.0).whole_groups
         True
@@ -68,6 +71,9 @@ class DPO(Renoised):
 
     Args:
         preference_beta: the sharpness of the comparison.
+
+    Raises:
+        ValueError: a setting is out of range.
 
     Examples:
         >>> DPO(preference_beta=1000.0).old_decay is None  # no old policy

@@ -100,6 +100,9 @@ Loss = Callable[[LossInputs], LossOutput]
 def needs_old_mean(loss: Loss) -> Loss:
     """Mark a loss that uses `old_divergence`: the means of the policy that rolled out are kept for it.
 
+    Args:
+        loss: of one denoising step; it is returned as it is, with the mark.
+
     Examples:
         >>> @needs_old_mean
         ... def penalised(inputs, *, weight=1.0):
@@ -314,6 +317,11 @@ def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
     Returns:
         A loss for `LossInputs` whose `advantages` are `(batch, rewards)`. Metrics are means over the rewards, but the
         terms `loss/policy` and `loss/kl` are those of the sum.
+
+    Examples:
+        >>> both = dataclasses.replace(step, advantages=torch.tensor([[1.0, 0.0], [-1.0, 2.0]]))
+        >>> round(loss_per_reward(grpo, [0.5, 0.5])(both).loss.item(), 3)
+        -0.5
     """
 
     def summed(inputs: LossInputs) -> LossOutput:

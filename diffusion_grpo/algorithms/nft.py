@@ -26,6 +26,9 @@ class NFT(RenoisedWithOldPolicy):
         decay_rate, decay_start, decay_max: of the old policy. The scripts' type 1 is the default; their type 2 (OCR)
             is 0.0075, 75, 0.999.
 
+    Raises:
+        ValueError: a setting is out of range.
+
     Examples:
         >>> NFT(strength=0.1, beta=1e-4).old_decay(100)
         0.1

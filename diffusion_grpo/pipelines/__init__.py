@@ -16,6 +16,9 @@ FAMILIES: dict[str, Family] = {"GlmImagePipeline": GlmImage()}
 def family_of(pipe: DiffusionPipeline) -> Family:
     """Return the family of the pipeline's class, or of one it inherits from; by default one without demands.
 
+    Args:
+        pipe: any pipeline.
+
     Examples:
         >>> type(family_of(pipe)).__name__
         'Family'

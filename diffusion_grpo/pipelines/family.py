@@ -21,6 +21,13 @@ class Family:
     Attributes:
         language_model: name of the component whose `generate` the pipeline's call uses, once; None where none does.
         without_gradient: parts of it that no gradient of a token's probability reaches; they are never trained.
+
+    Examples:
+        >>> class Lowercase(Family):  # of a pipeline that was trained on prompts in small letters
+        ...     def arguments(self, pipe, inputs):
+        ...         return inputs | {"prompt": [prompt.lower() for prompt in inputs["prompt"]]}
+        >>> Lowercase().arguments(None, {"prompt": ["A Cat"]})
+        {'prompt': ['a cat']}
     """
 
     language_model: str | None = None

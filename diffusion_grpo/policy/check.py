@@ -73,6 +73,13 @@ def check_pipeline(
         sde_type, noise_level: the process, see [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
         seed: of the samples.
 
+    Returns:
+        Whether the pipeline can be trained, how exact its replay is, and if it cannot, why. An error inside the
+        pipeline is such a reason and is not raised.
+
+    Raises:
+        ValueError: fewer than 2 steps, or a noise level that is not above 0.
+
     Examples:
         >>> report = check_pipeline(pipe, inputs)
         >>> report.trains, report.policy, report.max_ratio_error

@@ -73,6 +73,9 @@ def flow_sde(
         noise_level: the paper's a.
         sigma_max: stands in for `sigma` in 1 - sigma where `sigma` is (almost) 1, usually the schedule's second sigma.
 
+    Returns:
+        Mean (batch, ...) of the next latent, and its standard deviation, broadcastable to the mean.
+
     Examples:
         >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
         >>> sigma, sigma_next = torch.tensor(0.8), torch.tensor(0.6)
@@ -210,6 +213,9 @@ def ddim(
         prediction_type: "epsilon", "v_prediction" or "sample".
         clip: bounds the predicted clean sample, where the scheduler's config asks for it.
 
+    Returns:
+        Mean (batch, ...) of the next latent, and its standard deviation.
+
     Examples:
         >>> noise, latents = torch.ones(1, 4), torch.zeros(1, 4)
         >>> mean, std = ddim(noise, latents, torch.tensor(0.5), torch.tensor(0.8), noise_level=1.0)
@@ -256,6 +262,9 @@ def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, 
         sample: latent at `sigma`, (batch, ...).
         sigma, sigma_next: noise levels in [0, inf), `sigma_next < sigma`.
         noise_level: eta in [0, 1]; 0 is Euler's method.
+
+    Returns:
+        Mean (batch, ...) of the next latent, and its standard deviation.
 
     Examples:
         >>> clean, latents = torch.zeros(1, 4), torch.ones(1, 4)
@@ -328,6 +337,9 @@ PROCESSES = {
 
 def processes_of(coordinates: Coordinates) -> list[Process]:
     """Return the processes for schedulers that write latents in these coordinates; the first is the default.
+
+    Args:
+        coordinates: as in [`Process`].
 
     Examples:
         >>> [process.name for process in processes_of("flow")]

@@ -183,6 +183,9 @@ def run_prefix(
         initial_seeds: one per initial latent.
         device: where the latents are kept.
 
+    Returns:
+        The latents after these steps, for the argument `prefix` of [`rollout`].
+
     Raises:
         UnsupportedPipeline: the policy draws tokens, or the loop is shorter.
         ValueError: `length` is below 1.
@@ -233,6 +236,9 @@ def replay(
         trajectory: of these samples, each with `step` among its trained steps.
         step: index of the step in the loop; of tokens the only one, 0.
         forward: used in place of the network's own forward, for example a reference model's; one per network.
+
+    Returns:
+        Mean, standard deviation and (batch,) log-probability of the step, float32.
 
     Raises:
         ValueError: the step was not recorded for all samples.

@@ -64,6 +64,9 @@ REWARDS: dict[str, Callable] = {
 def get_reward(reward: str | Callable) -> Callable:
     """Return the reward for a built-in name or a dotted path (`"my_package.rewards.sharpness"`); a callable as it is.
 
+    Args:
+        reward: the name, path or callable.
+
     Raises:
         ValueError: the name is unknown (the message lists the known ones and suggests the nearest), or the path does
             not lead to a callable.

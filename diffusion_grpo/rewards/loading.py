@@ -27,6 +27,9 @@ def load_rewards(rewards: Any, setting: str = "reward_funcs") -> list[Reward]:
             are the parameters with a default in the function's signature, or all in the constructor of a class.
         setting: name of the setting, for messages.
 
+    Returns:
+        One `Reward` each, in order.
+
     Raises:
         ValueError: an unknown name, option or argument, a value of the wrong type, two rewards with the same name, a
             name that cannot be used in file names, or one that is a column of the tables of samples.

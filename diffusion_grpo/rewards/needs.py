@@ -104,8 +104,14 @@ def check_needs(rewards: Iterable[Reward]) -> None:
     If a reward's function or object has an attribute `check_needs`, it is called with the reward's arguments and
     raises OSError, ImportError or ValueError.
 
+    Args:
+        rewards: from [`~diffusion_grpo.rewards.loading.load_rewards`].
+
     Raises:
         ValueError: something is missing that a reward needs; the message names the first such reward.
+
+    Examples:
+        >>> check_needs(load_rewards(["brightness", "color"]))  # these need nothing
     """
     for reward in rewards:
         check = _check_of(reward.function)
@@ -119,6 +125,13 @@ def check_needs(rewards: Iterable[Reward]) -> None:
 
 def needs(check: Callable[..., None]) -> Callable[[Callable], Callable]:
     """Mark a reward function with the check that `check_needs` is to call for it.
+
+    Args:
+        check: takes the reward's arguments by keyword; raises OSError, ImportError or ValueError if something is
+            missing.
+
+    Returns:
+        The decorator.
 
     Examples:
         >>> from pathlib import Path

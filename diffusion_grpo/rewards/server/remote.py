@@ -70,6 +70,11 @@ class RemoteReward:
     Raises:
         ValueError: there is no URL, or a number is out of range.
         RewardError: when called, if all servers are gone or one refuses the request.
+
+    Examples:
+        >>> reward = RemoteReward("http://127.0.0.1:8000", reward="text", columns=["word"])  # asks nothing yet
+        >>> reward.batch_size
+        16
     """
 
     def __init__(

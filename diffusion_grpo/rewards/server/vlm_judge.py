@@ -72,6 +72,12 @@ class VlmJudge:
     Raises:
         ValueError: an argument is out of range, or the variable is not set.
         RewardError: when called, if a request is refused or gets no answer after all retries.
+
+    Examples:
+        >>> question = "Does this image show {prompt}? Answer yes or no."
+        >>> judge = VlmJudge("http://127.0.0.1:8000/v1", "Qwen/Qwen3-VL-8B-Instruct", question, answer="yes_no")
+        >>> judge.num_frames  # it asks nothing yet
+        8
     """
 
     url: str
