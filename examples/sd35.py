@@ -1,4 +1,4 @@
-"""Stable Diffusion 3.5 Medium learns to write: sd35_ocr.yaml in Python, with a reward function of its own.
+"""Stable Diffusion 3.5 Medium learns to write: sd35_ocr.yaml in Python, with a reward function of your own.
 
 `contrast` is only evaluated: a policy that is paid for legible words alone may learn to paint black on white.
 """

@@ -22,20 +22,20 @@ PACKAGES = ("jinja2", "matplotlib")  # the extra `report`
 
 DIAGNOSTICS = {
     "ratio/max_error": "Largest |ratio − 1| of the first update after a rollout. Replay is exact when it is 0.",
-    "clip_ratio/region_mean": "Share of samples whose ratio was clipped. 0 with one update a rollout.",
-    "frac_reward_zero_std": "Share of groups whose samples all got the same reward: they teach nothing.",
-    "reward_std": "Spread of the rewards within a group. What GRPO learns from; collapses when it is done.",
-    "diversity": "Mean distance of two samples of a prompt, scaled down: 0 where all are the same image.",
-    "frac_advantage_clipped": "Share of advantages that advantage_clip cut off.",
+    "clip_ratio/region_mean": "Share of samples whose ratio was clipped. 0 with one update per rollout.",
+    "frac_reward_zero_std": "Share of groups whose samples all got the same reward: nothing is learned from them.",
+    "reward_std": "Spread of the rewards within a group, from which GRPO learns. Falls when little is left to gain.",
+    "diversity": "Mean distance between thumbnails of two samples of a prompt: 0 if all images are the same.",
+    "frac_advantage_clipped": "Share of advantages at advantage_clip.",
     "kl": "Distance to the reference model.",
-    "loss": "The policy loss. Its value says little, its sudden jumps do.",
+    "loss": "The policy loss. Its value says little; look for sudden jumps.",
     "grad_norm": "Norm of the gradient before clipping.",
     "learning_rate": "Learning rate.",
 }
 
 
 def write_summary(run_dir: str | Path) -> dict[str, Any]:
-    """Write `summary.json` of a run and returns what it holds.
+    """Write `summary.json` of a run and return its contents.
 
     Raises:
         ValueError: `run_dir` is not the output folder of a run.
