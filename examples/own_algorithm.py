@@ -1,7 +1,7 @@
 """An algorithm of your own: REINFORCE (Williams, 1992) on every recorded step, without a ratio.
 
-own_algorithm.yaml trains the embedded model with it: `diffusion-grpo train examples/own_algorithm.yaml`. What a part,
-a step and a pass are is in docs/algorithms/own.md.
+own_algorithm.yaml trains the embedded model with it: `diffusion-grpo train examples/own_algorithm.yaml`.
+docs/algorithms/own.md explains parts, steps and passes.
 """
 
 from diffusion_grpo.algorithms.base import Algorithm, PassOutput, Reference
@@ -14,7 +14,7 @@ class Reinforce(Algorithm):
 
     Args:
         beta: the run's setting, weight of the squared distance to the reference.
-        temperature: a setting of its own, in `loss_kwargs`; advantages are divided by it.
+        temperature: its own setting, from `loss_kwargs`; advantages are divided by it.
     """
 
     def __init__(self, *, beta: float, temperature: float = 1.0):
@@ -26,7 +26,7 @@ class Reinforce(Algorithm):
         return [[(part.at_step(step), step) for part in batch.parts for step in steps]]
 
     def loss(self, policy: Policy, reference: Reference | None, part: Part, step: int) -> PassOutput:
-        """Compute one pass; the drift is the distance of the replay from what the rollout recorded."""
+        """Compute one pass; the drift is the difference from the log-probability that the rollout recorded."""
         now = policy.replay(part.inputs, part.trajectory, step)
         loss = -(part.advantage(step).to(now.log_prob) / self.temperature * now.log_prob).sum()
         if self.beta > 0:
@@ -36,5 +36,5 @@ class Reinforce(Algorithm):
         return PassOutput(loss, {"reinforce/log_prob": now.log_prob.mean().item()}, float(drift))
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
-        """Log how far the replay right after a rollout is from it: exactly 0 in float32."""
-        return {"reinforce/drift": drift}
+        """Log the drift of the replays right after a rollout: exactly 0 in float32."""
+        return {"reinforce/drift": drift} if batch.is_on_policy else {}
