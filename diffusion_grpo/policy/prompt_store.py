@@ -116,13 +116,8 @@ class DiskShelf:
         return self.folder / "prompts" / f"{key}.json"
 
     def _read(self, about: dict[str, Any]) -> Tensor:
-        path = self._tensor_path(about["name"])
-        try:
-            with safe_open(path, "pt") as file:
-                return file.get_tensor("tensor")
-        except SafetensorError:
-            path.unlink()
-            raise
+        with safe_open(self._tensor_path(about["name"]), "pt") as file:
+            return file.get_tensor("tensor")
 
     def _read_blank(self, about: dict[str, Any]) -> Tensor:
         blank = torch.zeros((), dtype=getattr(torch, about["dtype"])).expand(about["shape"])
@@ -134,7 +129,7 @@ class DiskShelf:
     def _write(self, tensor: Tensor) -> dict[str, Any]:
         name = hash_tensor(tensor)
         path = self._tensor_path(name)
-        if not path.is_file() or path.stat().st_size < tensor.nbytes:
+        if not _is_whole(path):
             self._place(path, lambda path: save_file({"tensor": tensor.contiguous()}, path))
         return {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
@@ -261,6 +256,15 @@ class PromptStore:
         except Exception as error:  # one that takes a single prompt may fail in any way
             logger.info("encode_prompt takes one prompt per call: %s", error)
             return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a safetensors file is there, and as long as its header says."""
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except (FileNotFoundError, SafetensorError):
+        return False
 
 
 def _pack(result: Any, write: Callable[[Tensor], dict[str, Any]]) -> Any:

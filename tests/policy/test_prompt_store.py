@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ class Pipe:
     _execution_device = torch.device("cpu")
 
     def __init__(self, lengths=False):
-        self.asked, self.lengths = [], lengths
+        self.asked, self.lengths, self.calls = [], lengths, 0
 
     def encode_prompt(self, prompt=None, negative_prompt=None, prompt_embeds=None):
+        self.calls += 1
         if prompt_embeds is None:
             self.asked.append(list(prompt))
             prompt_embeds = torch.tensor([[float(len(text))] for text in prompt]).bfloat16()
@@ -48,6 +50,15 @@ def test_every_prompt_is_encoded_once(kind, tmp_path):
     assert both.flatten().tolist() == [3, 5] and again.flatten().tolist() == [5, 3, 3] and nothing is None
     assert both.dtype == torch.bfloat16 and store.encoded == 2
     assert pipe.encode_prompt(["cat"])[0].item() == 3 and len(pipe.asked) == 4  # outside as ever
+
+
+def test_equal_tensors_are_in_memory_once():
+    pipe = Pipe()
+    store = make_store(pipe)
+    with store.serve(pipe):
+        pipe.encode_prompt(["cat"]), pipe.encode_prompt(["horse"]), pipe.encode_prompt(["dog"])
+    (cat, _, [ends]), (horse, _, [same]), (dog, _, _) = store.shelf.values()
+    assert ends is same and cat is dog and cat is not horse
 
 
 def test_a_folder_serves_later_runs(tmp_path):
@@ -80,6 +91,35 @@ def test_a_damaged_file_counts_as_missing(damage, tmp_path):
     assert pipe.asked == [["cat"], ["cat"]]
 
 
+def test_what_is_not_written_to_its_end_is_not_there(tmp_path, monkeypatch):
+    shelf, real = DiskShelf(tmp_path), os.replace
+    shelf.put("before", torch.ones(2), {})
+
+    def fail(source, target):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        shelf.put("key", torch.ones(2), {})  # of which the tensor is there
+    with pytest.raises(OSError, match="No space left"):
+        shelf.put("other", torch.zeros(2), {})
+    monkeypatch.setattr("os.replace", real)
+    assert "before" in shelf and "key" not in shelf and "other" not in shelf
+    assert len(list(tmp_path.rglob("*.*"))) == 2  # a prompt and a tensor, and nothing half written
+
+
+def test_a_tensor_of_the_right_size_that_cannot_be_read_is_written_anew(tmp_path):
+    pipe = Pipe()
+    with make_store(pipe, DiskShelf(tmp_path)).serve(pipe):
+        pipe.encode_prompt(["cat"])
+    for path in (tmp_path / "tensors").iterdir():
+        path.write_bytes(b"\xff" * path.stat().st_size)
+    for _ in range(2):
+        with make_store(pipe, DiskShelf(tmp_path)).serve(pipe):
+            assert pipe.encode_prompt(["cat"])[0].item() == 3
+    assert pipe.asked == [["cat"], ["cat"]]
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_truncated_tensor_counts_as_missing(is_ahead, tmp_path):
     pipe = Pipe()
@@ -102,6 +142,7 @@ def test_embeddings_that_are_given_are_passed_through():
     with store.serve(pipe):
         for _ in range(2):
             assert pipe.encode_prompt(prompt_embeds=given)[0] is given
+    assert pipe.calls == 3  # the first time it was not known what would come
     assert pipe.asked == [] and not store.shelf and store.encoded == 0
 
 

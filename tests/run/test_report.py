@@ -5,6 +5,8 @@ import hashlib
 import html
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pyarrow
@@ -147,6 +149,14 @@ def test_experiment_is_shown_with_its_command(tmp_path):
     (tmp_path / "experiment.json").write_text(json.dumps(experiment))
     page = write_report(make_run(tmp_path / "run"), tmp_path / "experiment.json").read_text()
     assert "Spelling alone" in page and "0.970" in page and "diffusion-grpo train x.yaml" in page
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_of_the_page_is_one(tmp_path):
+    page = write_report(make_run(tmp_path / "run")).read_text(encoding="utf-8")
+    (tmp_path / "script.js").write_text(page.partition("<script>")[2].partition("</script>")[0], encoding="utf-8")
+    result = subprocess.run(["node", "--check", tmp_path / "script.js"], capture_output=True, text=True)
+    assert result.returncode == 0 and (tmp_path / "script.js").stat().st_size > 1000, result.stderr
 
 
 def test_the_same_run_gives_the_same_page(tmp_path):

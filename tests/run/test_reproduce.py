@@ -65,7 +65,7 @@ def test_files_that_only_the_trainer_has_are_named():
         "dataset": "data/words.txt",
         "eval_dataset": "me/prompts",
         "reward_funcs": ["text", {"rewards.mine": 0.5}],
-        "eval_reward_funcs": "a.b.judge",
+        "eval_reward_funcs": ["a.b.judge", "diffusion_grpo.rewards.builtin.brightness"],
     }
     assert list_local_files(settings) == ["data/words.txt", "rewards.py", "a/b.py"]
     assert list_local_files({"dataset": "tiny", "reward_funcs": ["text"]}) == []
