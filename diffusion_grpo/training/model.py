@@ -138,16 +138,17 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load a pipeline by its name, with `model_init_kwargs`; one that is given is returned.
 
+    In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
+    float32 weights, as the optimizer needs them. With a `backend` that shards weights, those of the trained networks
+    stay in their files until then.
+
     Args:
         model: as the user gave it.
         args: of the run.
         is_full_training: whether all weights of the network are trained.
         backend: which may leave weights of the trained networks in their files; None loads all.
+        quantized: what is quantised on the way; None for nothing.
         parts: components that are taken as they are and not loaded.
-
-    In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
-    float32 weights, as the optimizer needs them. With a `backend` that shards weights, those of the trained networks
-    stay in their files until then. What `quantized` names is quantised on the way.
     """
     if isinstance(model, DiffusionPipeline):
         return set_up_pipeline(model, args)

@@ -125,9 +125,10 @@ def explain_out_of_memory(
         counts = measure()
         sizes = ", ".join(f"{name} {format_size(count)}" for name, count in counts.items() if count)
         changes = "; ".join(advise(args, counts)) or "use a card with more memory, or more processes with zero3"
-        place = f"{PLACES.get(progress.stage, 'in the run')} after {updates()} updates"
+        count, reason = updates(), next(iter(str(error).strip().splitlines()), "")
+        place = f"{PLACES.get(progress.stage, 'in the run')} after {count} update{'' if count == 1 else 's'}"
         raise torch.OutOfMemoryError(
-            f"Out of memory {place}: {str(error).strip().splitlines()[0]} Always there are {sizes}; the rest comes "
+            f"Out of memory {place}: {reason} Always there are {sizes}; the rest comes "
             f"and goes with each pass. Try one of these, the cheapest first: {changes}. `diffusion-grpo plan CONFIG "
             f"--fit {describe_accelerator(args.device)}` says which of them are needed."
         ) from error

@@ -110,3 +110,17 @@ def test_quantised_weights_come_before_block_swap_and_not_with_it(config):
     assert not swap["load_in_4bit"] and swap["group_offload"]
     assert propose("4-bit weights", eight | four | swap) is None
     assert search.count({"load_in_4bit": True}) < search.count({"load_in_8bit": True}) < search.count({})
+
+
+def test_what_a_later_choice_made_unnecessary_is_left_out(config, monkeypatch):
+    names = ("recorded steps on the CPU", "smaller micro-batches")  # the first saves little, and is tried first
+    monkeypatch.setattr(fitting, "STEPS", {name: fitting.STEPS[name] for name in names})
+    half = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 4}
+    size = int(most(config, half) / (1 - fitting.RESERVE)) + 2
+    assert most(config, half) <= count_usable(size) < most(config, {"offload_trajectories": True})
+    found = fit(config, [], size)
+    assert found.fits and found.settings == half and [choice.name for choice in found.choices] == [names[1]]
+
+
+def test_a_part_of_the_memory_is_left_to_cuda():
+    assert count_usable(1000) == 1000 - int(1000 * fitting.RESERVE) < 1000

@@ -56,9 +56,13 @@ def test_only_frozen_linear_layers_are_compressed():
     assert weigh(network) == sum(p.nbytes for p in network.parameters())
 
 
-@pytest.mark.parametrize(("level", "blocks"), [("block_level", 1), ("block_level", 2), ("leaf_level", 1)])
-def test_swapped_blocks_take_what_the_largest_group_takes(level, blocks, tmp_path, monkeypatch):
-    config = write_run(tmp_path, "sd3", group_offload=level, group_offload_blocks=blocks)
+@pytest.mark.parametrize(
+    ("level", "blocks", "stream"),
+    [("block_level", 1, False), ("block_level", 2, False), ("block_level", 1, True), ("leaf_level", 1, False)],
+)
+def test_swapped_blocks_take_what_the_largest_group_takes(level, blocks, stream, tmp_path, monkeypatch):
+    swap = {"group_offload": level, "group_offload_blocks": blocks, "group_offload_stream": stream}
+    config = write_run(tmp_path, "sd3", **swap)
     planned = next(item for item in plan(config, []).memory if item.name == "parameters")
     present, most, fetch = {}, [0], Group.fetch
 

@@ -1,6 +1,7 @@
 """Text encoders leave memory, are themselves again when something calls them, and are told from others."""
 
 import gc
+import os
 import weakref
 
 import diffusers
@@ -10,6 +11,7 @@ import torch
 from transformers import CLIPTextModelWithProjection, PreTrainedModel
 
 from diffusion_grpo.config.settings import DiffusionGRPOConfig
+from diffusion_grpo.training import text_encoders
 from diffusion_grpo.training.text_encoders import (
     StandIn,
     TextEncoders,
@@ -82,6 +84,10 @@ def test_encoders_of_a_named_model_are_freed_and_loaded_anew(tmp_path):
     with encoders.watch() as has_run, torch.no_grad():
         assert torch.equal(pipe.encode_prompt("a cat", "a cat", "a cat")[0], first)
     assert has_run == [True] and encoders.loads == 3 and not list((tmp_path).rglob("*.safetensors"))
+    encoders.release()
+    with encoders.watch() as has_run, torch.no_grad():
+        pipe.text_encoder.text_model(torch.zeros(1, 4, dtype=torch.int64))  # some pipelines call a part of it
+    assert has_run == [True] and encoders.loads == 4
     assert not pipe.text_encoder.training and not any(p.requires_grad for p in pipe.text_encoder.parameters())
 
 
@@ -123,9 +129,11 @@ def test_the_last_calls_are_remembered():
         remembering(torch.tensor([float(number)]))
         remembering(torch.tensor([1.0]))
     assert calls.count([1.0]) == 2 and len(calls) == 20
+    remembering(torch.tensor([2.0]))
+    assert calls.count([2.0]) == 2  # long ago
 
 
-def test_models_are_told_apart(tmp_path):
+def test_models_are_told_apart(tmp_path, monkeypatch):
     one, same, other = (tiny_pipelines.build("sd3", seed)[0] for seed in (0, 0, 1))
     assert identify_pipeline(one) == identify_pipeline(same) != identify_pipeline(other)
     one.save_pretrained(tmp_path / "one")
@@ -134,13 +142,19 @@ def test_models_are_told_apart(tmp_path):
     config = tmp_path / "one/tokenizer/tokenizer_config.json"
     config.write_text(config.read_text() + " ")
     assert identify_source(tmp_path / "one") != found
+    with monkeypatch.context() as context:
+        context.setattr(text_encoders, "SMALL", 0)  # what is large is not read
+        found = identify_source(tmp_path / "one")
+        os.utime(config, ns=(1, 1))
+        assert identify_source(tmp_path / "one") != found
     (tmp_path / "one/transformer/config.json").write_text("{}")  # none of the encoders' business
     assert identify_source("owner/name", revision="main") == "owner/name@main"  # not downloaded yet
     names = set()
-    for kwargs in ({}, {"torch_dtype": "bfloat16"}):
-        args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True, model_init_kwargs=kwargs)
+    eight = {"quantization": {"text_encoder_3": "torchao"}}
+    for settings in ({}, {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, eight):
+        args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True, **settings)
         names.add(identify_encoders(one, str(tmp_path / "one"), args))
-    assert len(names) == 2 and all(name.startswith("StableDiffusion3Pipeline-") for name in names)
+    assert len(names) == 3 and all(name.startswith("StableDiffusion3Pipeline-") for name in names)
     assert [line.split()[0] for line in describe_versions()] == ["torch", "transformers", "diffusers"]
 
 
