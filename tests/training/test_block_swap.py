@@ -204,6 +204,33 @@ def test_a_second_run_and_plain_calls_find_the_network_in_order(moves):
     assert len(images) == 2 and not swap.present
 
 
+def test_a_pass_that_fails_leaves_the_network_in_order(moves):
+    policy, inputs = adapted("flux")
+    swap = install(policy, checkpoints=1.0, prefetches=True)
+    expected = step(policy, inputs)  # the order is known by now, and the next block on its way
+    policy.network.zero_grad()
+    middle = policy.network.transformer_blocks[-1].attn
+
+    def fail(*_):
+        raise ArithmeticError("no luck")
+
+    handle = middle.register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        rollout(policy, inputs, seeds=SEEDS, num_inference_steps=3)
+    assert not swap.present
+    handle.remove()
+    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=3)
+    with torch.enable_grad():
+        scored = replay(policy, inputs, trajectory, 1)
+    handle = middle.register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        scored.log_prob.sum().backward()  # while it is computed again
+    handle.remove()
+    policy.network.zero_grad()
+    assert_same(step(policy, inputs), expected)
+    assert not swap.present
+
+
 EVERYTHING = {"beta": 0.1, "ema_decay": 0.5, "ema_update_interval": 1, "offload_frozen": "cpu"}
 EVERYTHING |= {"gradient_checkpointing": True, "group_offload": "block_level", "group_offload_stream": True}
 
