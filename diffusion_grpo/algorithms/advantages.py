@@ -39,6 +39,12 @@ class Advantages:
         is_dropped: `(samples,)` bool, in a group below `reward_threshold`.
         by_reward: `(samples, functions)` float32, the advantage of each reward by itself, clipped, without its weight;
             only with `"loss_per_reward"`.
+
+    Examples:
+        >>> rewards = torch.tensor([[1.0], [1.0], [3.0], [5.0]])  # two prompts with two samples each, one reward
+        >>> found = compute_advantages(rewards, torch.tensor([0, 0, 1, 1]), torch.ones(1))
+        >>> found.frac_reward_zero_std  # the first group has equal rewards
+        0.5
     """
 
     advantages: torch.Tensor

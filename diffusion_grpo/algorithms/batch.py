@@ -31,6 +31,13 @@ class Part:
         groups: (batch,) int64, the same for samples of one prompt.
         group_size: trained samples of each prompt, here and in other parts.
         has_current_old: whether the old policy, whose predictions are in `trajectory`, is still equal to the policy.
+
+    Examples:
+        >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
+        >>> part = Part([{}, {}], trajectory, torch.tensor([1.0, -1.0]), trajectory.log_probs, lambda rows: inputs)
+        >>> now = replay(pipe, part.inputs, part.trajectory, 2)
+        >>> (now.log_prob.detach() - part.old_log_prob(2)).tolist(), part.advantage(2).tolist()
+        ([0.0, 0.0], [1.0, -1.0])
     """
 
     rows: Rows
@@ -119,6 +126,16 @@ class MicroBatch:
         advantages, old_log_probs, make_inputs, advantages_by_step, log_ratio, weights: as in [`Part`].
         is_on_policy: whether the policy is still the one that rolled the samples out.
         groups, group_size, has_current_old: as in [`Part`].
+
+    Examples:
+        >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
+        >>> samples = [trajectory[torch.tensor([True, False])], trajectory[torch.tensor([False, True])]]
+        >>> batch = MicroBatch(
+        ...     rows=[{}, {}], samples=samples, calls=[[0, 1]], advantages=torch.tensor([1.0, -1.0]),
+        ...     old_log_probs=trajectory.log_probs, make_inputs=lambda rows: inputs,
+        ... )
+        >>> [(len(part), step) for part, step in batch.part_passes()[0]]
+        [(2, 0), (2, 1), (2, 2)]
     """
 
     rows: Rows

@@ -153,6 +153,11 @@ class Denoised:
             matching, v-prediction for variance-preserving schedules.
         moves: (batch, ...) bool, False for elements that the pipeline holds fixed (conditions, first frames, what lies
             outside an inpainting mask) and which are therefore no target; None where all count.
+
+    Examples:
+        >>> ones = torch.ones(1, 4)
+        >>> Denoised(clean=0 * ones, target=ones, share=torch.tensor(0.5), origin=ones).error().item()
+        4.0
     """
 
     clean: Tensor
@@ -189,6 +194,12 @@ class StepScale:
         jacobian: (batch,) float32, |d mean / d prediction|: one number, as each mean is linear in the prediction. What
             a scheduler's config clips is taken as if it were not.
         moving: (batch,) float32, how many numbers move.
+
+    Examples:
+        >>> video = StepScale(torch.tensor([0.3]), torch.tensor([0.1]), moving=torch.tensor([300.0]))
+        >>> sound = StepScale(torch.tensor([0.7]), torch.tensor([0.1]), moving=torch.tensor([100.0]))
+        >>> round(StepScale.join([video, sound]).std.item(), 3)
+        0.4
     """
 
     std: Tensor
@@ -217,6 +228,12 @@ class Prefix(SampleTensors):
         initial_seeds: (batch,) int64, seed of each initial latent.
         length: number of steps taken.
         tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
+
+    Examples:
+        >>> one = inputs | {"prompt": inputs["prompt"][:1]}
+        >>> prefix = run_prefix(pipe, one, 1, num_inference_steps=4, initial_seeds=[0])
+        >>> prefix.length, len(prefix)
+        (1, 1)
     """
 
     latents: Tensor
@@ -277,6 +294,11 @@ class Prediction:
         prediction: (batch, ...) the network's output after guidance, with gradient; in the scheduler's own terms
             (velocity, noise, v or clean sample). Where a step moves several latents, all of them, flattened.
         sample: (batch, ...) the latent that it was made for, in the pipeline's dtype.
+
+    Examples:
+        >>> velocity = Prediction(prediction=torch.ones(1, 4), sample=torch.zeros(1, 4))
+        >>> (velocity.sample - 0.5 * velocity.prediction).tolist()  # the clean sample, at sigma 0.5
+        [[-0.5, -0.5, -0.5, -0.5]]
     """
 
     prediction: Tensor
@@ -293,6 +315,11 @@ class StepDistribution:
         log_prob: (batch,) float32, of the recorded next latent, averaged over its dimensions.
         scale: how far noise and prediction reach.
         prediction: (batch, ...) without gradient, what the pipeline handed to the scheduler.
+
+    Examples:
+        >>> step = StepDistribution(torch.zeros(1, 4), torch.tensor(0.5), log_prob=torch.zeros(1))
+        >>> step.divergence(torch.ones(1, 4)).item()
+        2.0
     """
 
     mean: Tensor

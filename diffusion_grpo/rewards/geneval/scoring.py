@@ -26,6 +26,10 @@ class Detection:
         score: confidence in [0, 1].
         box: (left, top, right, bottom) in pixels.
         mask: bool array `(height, width)` over the whole image, or None.
+
+    Examples:
+        >>> Detection("dog", 0.9, (0, 0, 32, 16)).label
+        'dog'
     """
 
     label: str
