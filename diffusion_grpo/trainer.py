@@ -110,7 +110,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             peft_config,
         )
         self.rewards, self.backend, self.run = given.rewards, given.backend, given.record
-        loaded = load_policy(given, peft_config)
+        kinds = (RewardError, RatioError, NonFiniteError)
+        self.monitor = ProcessGroupMonitor(given.args.distributed_state, given.args.ddp_timeout, kinds)
+        loaded = load_policy(given, peft_config, self.monitor)
         self.policy, self.inputs, self.embeds = loaded.policy, loaded.inputs, loaded.embeds
         super().__init__(
             backend=self.backend,
@@ -125,9 +127,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         )
         if self.embeds is not None:
             self.embeds.share(self.accelerator)
-        self.monitor = ProcessGroupMonitor(
-            self.accelerator, self.args.ddp_timeout, (RewardError, RatioError, NonFiniteError)
-        )
         self.metrics, self.progress = Metrics(), UpdateProgress()
         self._make_collaborators(given.is_full_training)
 

@@ -9,11 +9,15 @@ from unittest import mock
 
 import tiny_pipelines
 import torch
+from datasets import Dataset
+from rank_runs import built
 from safetensors.torch import save_file
-from tiny_runs import SETTINGS, latent_mean, trained_weights, trainer_for
+from tiny_runs import SETTINGS, latent_mean, trained_weights
 
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.data.inputs import PipelineInputs
+from diffusion_grpo.distributed.failure import ProcessGroupMonitor
+from diffusion_grpo.policy.denoising import DenoisingPolicy
 from diffusion_grpo.policy.prompt_store import MemoryShelf, PromptStore
 from diffusion_grpo.policy.token import make_policy
 from diffusion_grpo.training.prompt_embeds import PromptEmbeds
@@ -64,6 +68,7 @@ def embeds(policy, inputs, folder, shelf=None, vary=lambda arguments: [arguments
         inputs=inputs,
         encoders=encoders,
         store=PromptStore(MemoryShelf() if shelf is None else shelf, encoders.watch),
+        monitor=ProcessGroupMonitor(ALONE, 1.0, ()),
         process=0,
         processes=1,
         num_inference_steps=4,
@@ -71,20 +76,50 @@ def embeds(policy, inputs, folder, shelf=None, vary=lambda arguments: [arguments
     )
 
 
-def run(folder, settings):
-    """Train as one of several processes; write the weights, and what this process encoded."""
-    rank, processes = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    settings["gradient_accumulation_steps"] //= processes
-    if settings["cache_prompt_embeds"] == "disk":  # each process on a machine of its own
+def run(folder, settings, source=None):
+    """Train as one of several processes; write the weights, and what this process encoded.
+
+    `settings` are given for one process, `mode` among them, as in `rank_runs.built`; `source` is the folder of the
+    model, by default a pipeline is given.
+    """
+    rank, settings = int(os.environ.get("RANK", 0)), dict(settings)
+    if source is not None:
+        settings |= {"model": str(source), "pipeline_kwargs": {"max_sequence_length": 32}}
+    if settings.get("cache_prompt_embeds") == "disk":  # each process on a machine of its own
         settings["prompt_embeds_dir"] = str(folder / f"embeds-{rank}")
     with counted(tiny_pipelines.build("sd3")[0]) as calls:
-        trainer = trainer_for(folder / "run", rewards=latent_mean, watch_rewards=None, **settings)
+        trainer = built(folder / "run", settings | {"watch_rewards": None}, latent_mean)
         ahead = len(calls)
         trainer.train()
         trainer.evaluate()
-    assert len(calls) == ahead
-    (folder / f"calls-{rank}.json").write_text(json.dumps(single(calls)))
-    if trainer.is_world_process_zero():
-        save_file(trained_weights(trainer), folder / "weights.safetensors")
+    during = len(calls) - ahead
+    report = {"wrapper": type(trainer.model_wrapped).__name__, "during": during, "log": trainer.state.log_history}
+    report["calls"] = single(calls)
+    (folder / f"result-{rank}.json").write_text(json.dumps(report))
+    trainer.save_model()
+    with trainer.weights.show_whole(is_kept=trainer.is_world_process_zero()):
+        if trainer.is_world_process_zero():
+            save_file(trained_weights(trainer), folder / "weights.safetensors")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def fail(folder, settings, where):
+    """Encode on two processes, of which process 1 fails: `where` is "start", "exchange" or "evaluation"."""
+    rank, real = int(os.environ.get("RANK", 0)), DenoisingPolicy.encode_prompts
+
+    def encode(self, inputs, *args):
+        if rank == 1 and {"start": "a blue dog", "evaluation": "and a third"}.get(where, " ") in inputs["prompt"]:
+            raise OSError("cannot read the tokenizer")
+        return real(self, inputs, *args)
+
+    def put(self, key, result, text):
+        if rank == 1 and not text:  # what comes from the other process
+            raise OSError("no space left on device")
+        return kept(self, key, result, text)
+
+    DenoisingPolicy.encode_prompts, kept = encode, MemoryShelf.put
+    if where == "exchange":
+        MemoryShelf.put = put
+    trainer = built(folder, settings | {"cache_prompt_embeds": "memory"}, latent_mean)
+    trainer.evaluate(Dataset.from_dict({"prompt": ["another", "and a third", "one more", "the last"]}))

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import PartialState
+from accelerate.utils import gather
 from torch import distributed
 
 logger = logging.getLogger(__name__)
@@ -45,14 +46,14 @@ class ProcessGroupMonitor:
     """Watches over the processes of a run: barriers that outlast slow work, and errors that reach every process.
 
     Args:
-        accelerator: knows which process this is, and how many there are.
+        processes: knows which process this is, and how many there are (`TrainingArguments.distributed_state`).
         timeout: seconds without a sign of life after which a process counts as dead (`ddp_timeout`).
         kinds: errors that are raised on the other processes as the same type; any other becomes a `RankError` there,
             with its message.
     """
 
-    def __init__(self, accelerator: Accelerator, timeout: float, kinds: tuple[type[Exception], ...]):
-        self.accelerator, self.timeout = accelerator, timeout
+    def __init__(self, processes: PartialState, timeout: float, kinds: tuple[type[Exception], ...]):
+        self.processes, self.timeout = processes, timeout
         self.kinds = {kind.__name__: kind for kind in kinds}
         self._number, self._turn = next(RUN_NUMBERS), 0
         self._deferred: Exception | None = None
@@ -65,7 +66,7 @@ class ProcessGroupMonitor:
     @property
     def is_alone(self) -> bool:
         """Whether there is no other process."""
-        return self.accelerator.num_processes == 1
+        return self.processes.num_processes == 1
 
     def set_task(self, task: str) -> None:
         """Set what this process does now, for the messages of processes that wait for it."""
@@ -107,7 +108,7 @@ class ProcessGroupMonitor:
                 error, RankError
             ):  # from inside `propagate_errors`, or another process is dead
                 raise
-            own = self.accelerator.process_index
+            own = self.processes.process_index
             logger.error("Process %d failed, which %s; it waits for the others to end.", own, task, exc_info=error)
             self._meet(turn, error)
             raise
@@ -177,12 +178,12 @@ class ProcessGroupMonitor:
     def _publish_error(self, error: Exception) -> None:
         """Leave an error for the other processes, or find that it follows from another process's."""
         self._known = error
-        own, store = self.accelerator.process_index, self._store
+        own, store = self.processes.process_index, self._store
         try:
             if store.add(f"failures/{self._entry}", 1) == 1:
                 store.set(f"failure/{self._entry}", json.dumps([own, type(error).__name__, str(error)]))
                 logger.error("Process %d failed; the others end too.", own, exc_info=error)
-                self._linger(store, f"failure/{self._entry}/read", self.accelerator.num_processes - 1)
+                self._linger(store, f"failure/{self._entry}/read", self.processes.num_processes - 1)
                 return
             news = self._read_failure(store)
         except distributed.DistError:  # the process that holds the store has ended; its error may have been read
@@ -202,7 +203,7 @@ class ProcessGroupMonitor:
                 news = self._read_failure(self._store)
             except distributed.DistError:  # the process that holds the store has ended, and the collectives with it
                 return
-            if news[0] == self.accelerator.process_index:
+            if news[0] == self.processes.process_index:
                 return
             logger.error("%s; this process ends too.", self._describe_failure(news))
             if not stop.wait(GRACE_PERIOD):
@@ -214,7 +215,7 @@ class ProcessGroupMonitor:
         with self._reading:
             if self._news is None:
                 self._news = tuple(json.loads(store.get(f"failure/{self._entry}")))
-                store.add(f"failure/{self._entry}/read", int(self._news[0] != self.accelerator.process_index))
+                store.add(f"failure/{self._entry}/read", int(self._news[0] != self.processes.process_index))
             return self._news
 
     def _raise_known_failure(self) -> None:
@@ -225,16 +226,16 @@ class ProcessGroupMonitor:
 
     def _describe_failure(self, news: Error) -> str:
         process, kind, message = news
-        return f"Process {process} of {self.accelerator.num_processes} failed with {kind}: {message}"
+        return f"Process {process} of {self.processes.num_processes} failed with {kind}: {message}"
 
     def request_interval(self, least: float) -> float:
         """Return the seconds between two requests of one process, so that the store bears those of all."""
-        return max(least, self.accelerator.num_processes / REQUESTS_PER_SECOND)
+        return max(least, self.processes.num_processes / REQUESTS_PER_SECOND)
 
     def _linger(self, store: distributed.Store, read: str, count: int) -> None:
         """Stay until `count` processes have read an error, if the store ends with this process."""
         latest = time.monotonic() + min(STORE_LINGER, self.timeout)
-        while self.accelerator.process_index == 0 and store.add(read, 0) < count and time.monotonic() < latest:
+        while self.processes.process_index == 0 and store.add(read, 0) < count and time.monotonic() < latest:
             time.sleep(0.05)
 
     def agree(self, error: Exception | None) -> None:
@@ -247,8 +248,8 @@ class ProcessGroupMonitor:
             Exception: as `barrier_after` does.
         """
         if not self.is_alone:
-            failed = torch.tensor([int(error is not None)], device=self.accelerator.device)
-            if self.accelerator.gather(failed).any():
+            failed = torch.tensor([int(error is not None)], device=self.processes.device)
+            if gather(failed).any():
                 self._meet(self._next_turn(), error)
         if error is not None:
             self._known = error
@@ -297,7 +298,7 @@ class ProcessGroupMonitor:
     def _give_sign(self, turn: str) -> None:
         state = {"task": self._task, "seconds": time.monotonic() - self._since}
         with contextlib.suppress(distributed.DistError):  # reported at the barrier
-            self._store.set(f"{turn}/life/{self.accelerator.process_index}", json.dumps(state))
+            self._store.set(f"{turn}/life/{self.processes.process_index}", json.dumps(state))
 
     def _meet(self, turn: str, error: Exception | None) -> None:
         """Wait for all processes, and raise another one's error where this one has none."""
@@ -312,7 +313,7 @@ class ProcessGroupMonitor:
                 "why."
             )
             raise self._known from lost
-        others = [failure for failure in failures if failure[0] != self.accelerator.process_index]
+        others = [failure for failure in failures if failure[0] != self.processes.process_index]
         kinds = {kind for _, kind, _ in failures}
         if others and (
             error is None or len(kinds) > 1
@@ -321,13 +322,13 @@ class ProcessGroupMonitor:
             self._known = RankError(self._describe_failure(others[0]))
             if kind in self.kinds and len(kinds) == 1:
                 self._known = self.kinds[kind](
-                    f"Process {process} of {self.accelerator.num_processes} failed: {message}"
+                    f"Process {process} of {self.processes.num_processes} failed: {message}"
                 )
             raise self._known
 
     def _exchange(self, turn: str, error: Exception | None) -> list[Error]:
         """Return the errors of all processes."""
-        store, own = self._store, self.accelerator.process_index
+        store, own = self._store, self.processes.process_index
         if error is not None:
             store.append(f"{turn}/failed", json.dumps([own, type(error).__name__, str(error)]) + "\n")
         store.append(f"{turn}/who", f"{own} ")
@@ -340,20 +341,20 @@ class ProcessGroupMonitor:
             return []
         lines = store.get(f"{turn}/failed").decode().splitlines()
         store.add(f"{turn}/read", 1)
-        self._linger(store, f"{turn}/read", self.accelerator.num_processes)
+        self._linger(store, f"{turn}/read", self.processes.num_processes)
         return sorted(tuple(json.loads(line)) for line in lines)
 
     def wait_for_all(self, store: distributed.Store, turn: str) -> None:
         """Wait for all processes at a barrier: ask for their number, and only if that takes long who is missing."""
         watch = SilenceWatch(self.timeout, time.monotonic())
         pause = 1e-3
-        while store.add(f"{turn}/arrived", 0) < self.accelerator.num_processes:
+        while store.add(f"{turn}/arrived", 0) < self.processes.num_processes:
             self._raise_known_failure()
             time.sleep(pause)
             pause = min(2 * pause, self.request_interval(0.2))
             if watch.is_due():
                 here = {int(process) for process in store.get(f"{turn}/who").split()}
-                missing = [process for process in range(self.accelerator.num_processes) if process not in here]
+                missing = [process for process in range(self.processes.num_processes) if process not in here]
                 watch.look(missing[:MAX_NAMED], lambda process: _read(store, f"{turn}/life/{process}"))
 
 

@@ -114,7 +114,7 @@ class SampleChannel:
     def __init__(self, monitor: ProcessGroupMonitor, device: torch.device, timeout: float):
         self.monitor, self.device = monitor, device
         self.group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
-        self.own, self.turn = monitor.accelerator.process_index, 0
+        self.own, self.turn = monitor.processes.process_index, 0
         self.under_way: list[distributed.Work] = []
 
     def open(self) -> None:

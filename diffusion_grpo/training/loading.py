@@ -10,6 +10,7 @@ from ..algorithms.choose import find_algorithm
 from ..config.checks import check_token_settings
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
+from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
 from ..policy.token import make_policy
 from ..rollout.scoring import takes_only_latents
@@ -35,12 +36,13 @@ class LoadedPolicy:
     embeds: PromptEmbeds | None
 
 
-def load_policy(given: CheckedRun, peft_config: PeftConfig | None) -> LoadedPolicy:
+def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: ProcessGroupMonitor) -> LoadedPolicy:
     """Load the pipeline of a run and make it a policy; with `cache_prompt_embeds` encode this process's prompts.
 
     Args:
         given: the run.
         peft_config: makes a LoRA of the network; see [`~diffusion_grpo.trainer.DiffusionGRPOTrainer`].
+        monitor: tells the other processes of an error while prompts are encoded.
 
     Raises:
         ValueError: settings or rewards that do not fit the pipeline.
@@ -60,7 +62,7 @@ def load_policy(given: CheckedRun, peft_config: PeftConfig | None) -> LoadedPoli
         log_prob_type=args.log_prob_type,
     )
     check_policy(args, policy, given.rewards)
-    return LoadedPolicy(policy, model, inputs, make_prompt_embeds(args, given, policy, inputs))
+    return LoadedPolicy(policy, model, inputs, make_prompt_embeds(args, given, policy, inputs, monitor))
 
 
 def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards) -> None:

@@ -54,7 +54,8 @@ def place_pipeline(
 class FrozenOffload:
     """Keeps a pipeline's frozen parts in CPU memory except while they are used.
 
-    What the pipeline calls beside the network at every step (a ControlNet) is in no such sequence and stays.
+    What the pipeline calls beside the network at every step (a ControlNet) is in no such sequence and stays. A part
+    that takes the place of another later takes over its hook.
 
     Args:
         pipe: on any device; afterwards what stays is on `device`, the networks are left where they are.
@@ -72,13 +73,14 @@ class FrozenOffload:
                 "has no model_cpu_offload_seq); leave offload_frozen out."
             )
         movable = set(pipe.model_cpu_offload_seq.split("->")) - set(pipe._exclude_from_cpu_offload)
-        self.hooks: dict[str, tuple[nn.Module, OnDemandHook]] = {}
+        self._pipe = pipe
+        self.hooks: dict[str, OnDemandHook] = {}
         for name, part in pipe.components.items():
             if not isinstance(part, nn.Module) or any(part is network for network in networks):
                 continue
             if name in movable:
-                self.hooks[name] = part, OnDemandHook(device)
-                add_hook_to_module(*self.hooks[name])  # moves it to the CPU
+                self.hooks[name] = OnDemandHook(device)
+                add_hook_to_module(part, self.hooks[name])  # moves it to the CPU
             else:
                 part.to(device)
         for network in networks:
@@ -87,12 +89,11 @@ class FrozenOffload:
     @property
     def present(self) -> list[str]:
         """Names of the movable parts that are on the accelerator."""
-        return [name for name, (_, hook) in self.hooks.items() if hook.is_present]
+        return [name for name, hook in self.hooks.items() if hook.is_present]
 
     def _leave(self, *_: Any) -> None:
         for name in self.present:
-            part, hook = self.hooks[name]
-            hook.init_hook(part)
+            self.hooks[name].init_hook(getattr(self._pipe, name))
 
 
 class OnDemandHook(CpuOffload):

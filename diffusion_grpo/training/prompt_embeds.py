@@ -23,6 +23,7 @@ from ..config.settings import DiffusionGRPOConfig
 from ..data.distinct import Key, describe_text, find_distinct
 from ..data.inputs import PipelineInputs
 from ..distributed.collectives import broadcast_bytes, gather_json
+from ..distributed.failure import ProcessGroupMonitor
 from ..media.serialize import pack_samples, unpack_samples
 from ..policy.base import Policy
 from ..policy.batching import BATCHED, LISTED, SINGLE
@@ -50,6 +51,7 @@ class PromptEmbeds:
         inputs: of the pipeline's calls; it learns not to put prompts of different lengths into one call.
         encoders: which come when they are called and are released after each round.
         store: of what is encoded.
+        monitor: tells the other processes of an error in this one.
         process, processes: which of how many this is.
         num_inference_steps: of a call.
         vary: takes the arguments of a call; returns those of all calls that will be made for the same sample.
@@ -63,13 +65,14 @@ class PromptEmbeds:
         inputs: PipelineInputs,
         encoders: TextEncoders,
         store: PromptStore,
+        monitor: ProcessGroupMonitor,
         process: int,
         processes: int,
         num_inference_steps: int,
         vary: Callable[[dict[str, Any]], list[dict[str, Any]]],
         shows_progress: bool = False,
     ):
-        self.encoders, self.store = encoders, store
+        self.encoders, self.store, self._monitor = encoders, store, monitor
         self._policy, self._inputs, self._vary = policy, inputs, vary
         self._shows_progress = shows_progress
         self._process, self._processes, self._steps = process, processes, num_inference_steps
@@ -94,7 +97,7 @@ class PromptEmbeds:
             self.share(accelerator)
 
     def encode(self, datasets: list[Dataset], prompts: list[str], **overrides: Any) -> None:
-        """Encode this process's share.
+        """Encode this process's share, and wait until all processes have encoded theirs.
 
         Args:
             datasets: of the run.
@@ -103,7 +106,12 @@ class PromptEmbeds:
 
         Raises:
             UnsupportedPipeline: the pipeline encodes more than texts, or nothing.
+            RankError: another process failed.
         """
+        with self._monitor.barrier_after("encodes prompts"):
+            self._encode_share(datasets, prompts, overrides)
+
+    def _encode_share(self, datasets: list[Dataset], prompts: list[str], overrides: dict[str, Any]) -> None:
         self._done |= {(id(dataset), repr(overrides)): dataset for dataset in datasets}
         rows = self._list_rows(datasets, prompts)
         shares: dict[Key, int] = {}  # rows with the same texts go to the same process
@@ -125,6 +133,10 @@ class PromptEmbeds:
 
     def share(self, accelerator: Accelerator) -> None:
         """Take from the other processes what this one lacks. A collective."""
+        with self._monitor.propagate_errors():
+            self._share(accelerator)
+
+    def _share(self, accelerator: Accelerator) -> None:
         own = [[text, keys] for text, keys in self._found]
         shapes = {key: self.store.shapes(key) for _, keys in self._found for key in keys}
         layouts = [f"layout-{kind}" for kind in self.store.layouts]
@@ -207,7 +219,11 @@ class PromptEmbeds:
 
 
 def make_prompt_embeds(
-    args: DiffusionGRPOConfig, given: CheckedRun, policy: Policy, inputs: PipelineInputs
+    args: DiffusionGRPOConfig,
+    given: CheckedRun,
+    policy: Policy,
+    inputs: PipelineInputs,
+    monitor: ProcessGroupMonitor,
 ) -> PromptEmbeds | None:
     """Make what encodes the prompts of a run ahead, and encode this process's share, if the settings ask for it.
 
@@ -215,6 +231,7 @@ def make_prompt_embeds(
 
     Raises:
         UnsupportedPipeline: the pipeline has no prompts that could be encoded ahead.
+        RankError: another process failed at it.
     """
     if args.cache_prompt_embeds == "off":
         return None
@@ -237,6 +254,7 @@ def make_prompt_embeds(
         inputs=inputs,
         encoders=encoders,
         store=PromptStore(shelf, encoders.watch),
+        monitor=monitor,
         process=args.process_index,
         processes=args.world_size,
         num_inference_steps=args.num_inference_steps,

@@ -17,6 +17,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from accelerate.hooks import add_hook_to_module
 from diffusers import DiffusionPipeline
 from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load_file, save_file
@@ -111,6 +112,7 @@ class TextEncoders:
         self._is_working, self._is_encoding = False, False
         self._used_elsewhere: set[str] = set()  # called outside encode_prompt too
         self._hooks: list[Any] = []
+        self._forwards: dict[str, Callable | None] = {}  # of encoders at work: their own, such as offload_frozen's
         self._spilled: tempfile.TemporaryDirectory | None = None
         for name in self.released:
             self._get(name).to(device).__dict__["_wake"] = functools.partial(self._load_again, name)
@@ -160,7 +162,10 @@ class TextEncoders:
         self._hooks.clear()
         for name in set(self.names) - set(self.released):
             part = self._get(name)
+            forward = self._forwards.pop(name, None)
             part.__dict__.pop("forward", None)
+            if forward is not None:
+                part.__dict__["forward"] = forward
             if name not in self._used_elsewhere:
                 self._replace(name, part)
         if torch.cuda.is_available():
@@ -168,8 +173,9 @@ class TextEncoders:
 
     def _begin_work(self, name: str) -> None:
         part = self._get(name)
-        if is_plain(part):
+        if is_plain(part) and not _is_fetched(part):
             part.to(self._device)
+        self._forwards[name] = part.__dict__.get("forward")
         part.__dict__["forward"] = remember_calls(part.forward)
 
         def note(*_: Any) -> None:
@@ -190,7 +196,7 @@ class TextEncoders:
                 name,
             )
             return
-        setattr(self._pipe, name, StandIn(type(part), part.config, part.dtype, self._device, wake))
+        self._put(name, StandIn(type(part), part.config, part.dtype, self._device, wake))
 
     def _spill(self, name: str, part: nn.Module) -> Callable[[], nn.Module]:
         """Write the weights of an encoder to a file and free them; return what reads them back."""
@@ -218,12 +224,24 @@ class TextEncoders:
         logger.info("%s is loaded again, because something calls it.", name)
         self.loads += 1
         device = self._get(name).device
-        setattr(self._pipe, name, part)
+        self._put(name, part)
         if self._is_working:
             self._begin_work(name)
-        elif is_plain(part):
+        elif is_plain(part) and not _is_fetched(part):
             part.to(device)
         return part
+
+    def _put(self, name: str, part: nn.Module) -> None:
+        """Put a part in another one's place; it takes over the hook by which `offload_frozen` fetches it."""
+        hook = getattr(self._get(name), "_hf_hook", None)
+        setattr(self._pipe, name, part)
+        if hook is not None:
+            add_hook_to_module(part, hook)
+
+
+def _is_fetched(part: nn.Module) -> bool:
+    """Return whether a hook moves a part to the accelerator when it is called."""
+    return hasattr(part, "_hf_hook")
 
 
 def is_plain(part: nn.Module) -> bool:

@@ -142,7 +142,7 @@ def test_one_process_waits_for_nobody():
         raise KeyError("z")
     alone.agree(None)
     measured = {"a": [1.0, 2.0], "b": [1.0, 3.0], "c": [], "d": [4.0, 2.0]}
-    assert gathering.gather_means(alone.accelerator, measured, ("b",), ("d",)) == {"a": 1.5, "b": 3.0, "d": 2.0}
+    assert gathering.gather_means(alone.processes, measured, ("b",), ("d",)) == {"a": 1.5, "b": 3.0, "d": 2.0}
 
 
 def test_silence_is_death_and_any_sign_is_life(monkeypatch):

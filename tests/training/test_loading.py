@@ -13,6 +13,7 @@ from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.token import TokenPolicy
+from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.training.loading import check_policy, load_policy
 from diffusion_grpo.training.start import RunRewards, check_run, load_run_rewards
 
@@ -24,7 +25,7 @@ def load(folder, seed=0):
     peft_config = LoraConfig(**LORA)
     given = check_run(pipe, brightness, None, args, Dataset.from_dict({"prompt": PROMPTS}), None, peft_config)
     torch.rand(len(str(folder)))  # the global generator is somewhere else each time
-    return pipe, load_policy(given, peft_config)
+    return pipe, load_policy(given, peft_config, ProcessGroupMonitor(given.args.distributed_state, 1.0, ()))
 
 
 def test_a_lora_around_the_network_is_all_that_is_trained_and_starts_from_the_seed(tmp_path):

@@ -102,9 +102,11 @@ def test_a_prompt_that_was_not_encoded_brings_the_encoders_back(tmp_path):
     assert embeds.encoders.released == ["text_encoder", "text_encoder_2"] and embeds.encoders.loads == 2
 
 
-@pytest.mark.parametrize("name", ["sd3", "wan"])
-@pytest.mark.parametrize("mode", ["memory", "disk"])
-def test_a_run_trains_the_same_weights(name, mode, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "mode", "own"),
+    [("sd3", "memory", {}), ("sd3", "disk", {"offload_frozen": "cpu"}), ("wan", "memory", {}), ("wan", "disk", {})],
+)
+def test_a_run_trains_the_same_weights(name, mode, own, tmp_path):
     folder = {"prompt_embeds_dir": str(tmp_path / "embeds")} if mode == "disk" else {}
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "validation_prompts": ["a lamp"], "validation_steps": 1}
     settings = ONE_UPDATE | evaluated
@@ -112,7 +114,7 @@ def test_a_run_trains_the_same_weights(name, mode, tmp_path):
     plain.train()
     pipe, _ = tiny_pipelines.build(name)
     with counted(pipe) as calls:
-        kept = trainer_for(tmp_path / "kept", name, cache_prompt_embeds=mode, **folder, **settings)
+        kept = trainer_for(tmp_path / "kept", name, cache_prompt_embeds=mode, **folder, **own, **settings)
         ahead = len(calls)
         kept.train()
     assert 0 < ahead == len(calls)
@@ -196,13 +198,32 @@ def test_each_of_two_processes_encodes_its_share(mode, tmp_path):
         ranks_server.succeed(folder / "processes", processes, embedding_runs.run, folder, dict(settings))
     one, other = (load_file(tmp_path / run / "weights.safetensors") for run in "12")
     assert max((one[name] - other[name]).abs().max() for name in one) < 1e-6
-    shares = [json.loads((tmp_path / "2" / f"calls-{rank}.json").read_text()) for rank in (0, 1)]
-    alone = json.loads((tmp_path / "1" / "calls-0.json").read_text())
+    reports = [
+        json.loads((tmp_path / run).read_text()) for run in ("2/result-0.json", "2/result-1.json", "1/result-0.json")
+    ]
+    assert [report["during"] for report in reports] == [0, 0, 0]
+    *shares, alone = (report["calls"] for report in reports)
     counts = [collections.Counter(map(tuple, share)) for share in (*shares, alone)]
     assert all(max(count.values()) == 1 for count in counts)
     assert counts[0].keys() | counts[1].keys() == counts[2].keys()
     negative = counts[0].keys() & counts[1].keys()  # which is encoded beside the prompt
     assert len(negative) == 3 and all(len(count) > len(negative) for count in counts[:2])  # by each of the encoders
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("start", "OSError: cannot read the tokenizer"),
+        pytest.param("exchange", "OSError: no space left on device", marks=pytest.mark.distributed),
+        pytest.param("evaluation", "OSError: cannot read the tokenizer", marks=pytest.mark.distributed),
+    ],
+)
+def test_an_error_of_one_process_is_told_to_the_other(where, words, tmp_path):
+    settings = {"per_device_train_batch_size": 2, "num_generations": 4, "gradient_accumulation_steps": 4}
+    ended = ranks_server.run(tmp_path, 2, embedding_runs.fail, tmp_path / "run", settings, where)
+    assert ended.codes == [1, 1]
+    assert f"Process 1 of 2 failed with {words}" in ended.logs[0] and words in ended.logs[1]
+    assert "which encodes prompts" in ended.logs[1] or where == "exchange"
 
 
 def test_what_cannot_be_encoded_ahead_is_refused(tmp_path):
