@@ -265,9 +265,10 @@ class DenoisingPolicy(Policy):
         """
         if step < 1:
             raise ValueError("Step 0 has no step before it that could hand over a noised sample; train at 1 or later.")
-        driver = Denoiser(step, samples)
+        driver = Denoiser(step, samples, self.networks)
         unguided = switch_guidance_off(self.pipe, self.networks, inputs)
-        self._call_until_scored(driver, unguided, samples.num_inference_steps, forwards)
+        with driver.watch.closing():
+            self._call_until_scored(driver, unguided, samples.num_inference_steps, forwards)
         if driver.found is None:
             raise RuntimeError(f"{type(self.pipe).__name__} ended before step {step}; nothing was predicted there.")
         return driver.found

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .input_watch import InputWatch
 from .schedulers import StochasticScheduler
 from .step_weights import weigh_steps
 from .trajectory import (
@@ -104,6 +105,10 @@ class Driver:
             )
         self.taken.add((scheduler, index))
         self.current = index + 1
+
+    def take_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Look at what a network is called with; return what to call it with."""
+        return args, kwargs
 
     def rows(self, sample: Tensor) -> int:
         """Return how often each sample is in the batch: twice if a pipeline keeps both halves of guidance."""
@@ -540,13 +545,16 @@ class Denoiser(_Follower):
     Args:
         index: the step, 1 or later: the step before it hands the noised sample over.
         samples: the finished samples. Each one's `seeds` fixes its noise, which differs from step to step.
+        networks: the trained ones; elements of the noised sample that they do not see are no target.
 
     Raises:
-        UnsupportedPipeline: the pipeline changes every element of its latents between two steps.
+        UnsupportedPipeline: the pipeline changes every element of its latents between two steps, or the networks get
+            nothing that is computed from them.
     """
 
-    def __init__(self, index: int, samples: CleanSamples):
+    def __init__(self, index: int, samples: CleanSamples, networks: Sequence[nn.Module]):
         super().__init__(index, samples.latents, samples.initial_seeds, samples.tokens, noise_level=0.0)
+        self.watch = InputWatch(networks)
         seeds = [sample_seed("renoise", int(seed), index) for seed in samples.seeds]
         self.generators = make_generators(torch.tensor(seeds))
         self.handed: list[Tensor] = []
@@ -560,8 +568,11 @@ class Denoiser(_Follower):
         noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
         clean, noise = (part.to(device=sample.device, dtype=torch.float32) for part in (clean, noise))
         handed = scheduler.renoise(clean, noise, sample[: self.count], self.index).to(sample.dtype)
-        self.handed.append(handed.clone())  # pipelines write conditions into what they are handed
-        return torch.cat([handed] * self.rows(sample))
+        self.handed.append(handed)
+        return torch.cat([self.watch.follow(handed)] * self.rows(sample))
+
+    def take_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return self.watch.take_inputs(args, kwargs)
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index)
@@ -574,10 +585,16 @@ class Denoiser(_Follower):
             )
         if index < self.index:
             return self.hand_over(index, sample, scheduler)
+        sample, number = sample.detach(), len(self.parts)
         clean, share, origin, moves = scheduler.denoise(prediction, timestep, sample)
         clean, origin, arrived, share = _first_rows((clean, origin, sample, share), sample, self.count)
-        stays = self.handed[len(self.parts)] == arrived
-        moves = stays if moves is None else stays & moves[: self.count]
+        stays, seen = self.handed[number] == arrived, self.watch.seen[number]
+        if seen is None:
+            raise UnsupportedPipeline(
+                "The pipeline hands its network nothing that is computed from its latents, or not by torch, so that "
+                "what it holds fixed in them cannot be found; train it on recorded steps (loss_type=grpo)."
+            )
+        moves = stays & seen if moves is None else stays & seen & moves[: self.count]
         self.parts.append((clean, share.expand(clean.shape), origin, moves))
         if sum(part[0][0].numel() for part in self.parts) >= self.latents[0].numel():
             self.found = self._collect(share)

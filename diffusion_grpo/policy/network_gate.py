@@ -115,6 +115,8 @@ class NetworkGates:
 
         def gate(*args, **kwargs):
             kwargs, must_run = self._adjust_call(kwargs)
+            if driver.needs_network:
+                args, kwargs = driver.take_inputs(args, kwargs)
             leaves = pytree.tree_leaves((args, kwargs))
             tensors = [x for x in leaves if torch.is_tensor(x)]
             key = (

@@ -1,10 +1,14 @@
 """`denoise` hands a step a finished sample, noised again, and says what the network takes it for."""
 
+import numpy as np
 import pytest
 import tiny_pipelines
 import torch
+from diffusers import WanImageToVideoPipeline
+from PIL import Image
 from torch import nn
 
+from diffusion_grpo.policy.input_watch import InputWatch
 from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline, denoise, predict, rollout
 from diffusion_grpo.policy.schedulers import watch_solver
 from diffusion_grpo.policy.trajectory import sample_seed
@@ -195,6 +199,52 @@ def test_what_the_pipeline_holds_fixed_is_no_target():
     worse = torch.where(found.moves, found.clean, found.clean + 100.0)
     assert torch.equal(found.error(worse), torch.zeros(2, dtype=torch.float64))  # what is fixed does not count
     assert found.error(found.clean + 1.0)[0].item() == pytest.approx(1 / found.share.item() ** 2, rel=1e-4)
+
+
+def continue_image(seed=0):
+    """Wan 2.2 TI2V from an image: the first of two latent frames is the image's, in the network's input alone."""
+    pipe, inputs = tiny_pipelines.build("wan_ti2v")
+    parts = {**pipe.components, "image_encoder": None, "image_processor": None}
+    pipe = WanImageToVideoPipeline(**parts, expand_timesteps=True)
+    numbers = np.random.default_rng(seed).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    return DenoisingPolicy(pipe), inputs | {"image": Image.fromarray(numbers), "prompt": ["a cat"]}
+
+
+def test_a_frame_that_only_the_network_gets_is_no_target():
+    """Against float64, and whatever the solver left there: the pipeline replaces it before it decodes."""
+    policy, inputs = continue_image()
+    _, clean = rollout(policy, inputs, seeds=[1], num_inference_steps=STEPS, keeps_clean=True)
+    found, step = denoise(policy, inputs, clean, 2), 2
+    assert found.moves[:, :, 1:].all() and not found.moves[:, :, 0].any()
+    sigma = policy.scheduler.sigmas[policy.scheduler.first + step].double()
+    noise = noise_of(clean, step, clean.latents.shape)
+    noised = ((1 - sigma) * clean.latents + sigma * noise).float()
+    again = {"num_inference_steps": STEPS, "initial_seeds": clean.initial_seeds}
+    unguided = switch_guidance_off(policy.pipe, policy.networks, inputs)
+    velocity = predict(policy, unguided, noised, step, **again).prediction
+    error = ((velocity.double() - (noise - clean.latents)) ** 2)[:, :, 1:].flatten(1).mean(1)
+    torch.testing.assert_close(found.error(), error, rtol=1e-3, atol=0)
+    weights = [parameter for parameter in policy.network.parameters() if parameter.requires_grad]
+    expected, gradients = (torch.autograd.grad(value.sum(), weights) for value in (error, found.error()))
+    largest = max(gradient.abs().max() for gradient in expected)
+    assert all((a - b).abs().max() < 1e-3 * largest for a, b in zip(expected, gradients, strict=True))
+    clean.latents[:, :, 0] += 100.0
+    with torch.no_grad():
+        torch.testing.assert_close(denoise(policy, inputs, clean, step).error(), found.error(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["wan_image", "sd15_inpaint_9", "sd15_controlnet"])
+def test_a_condition_beside_the_latents_holds_nothing(name):
+    policy, inputs, _, clean = clean_rollout(name)
+    with torch.no_grad():
+        assert denoise(policy, inputs, clean, 2).moves is None
+
+
+def test_a_network_that_is_not_given_the_latents_is_refused(monkeypatch):
+    policy, inputs, _, clean = clean_rollout("sd3")
+    monkeypatch.setattr(InputWatch, "follow", lambda self, latents: self.seen.append(None) or latents)
+    with pytest.raises(UnsupportedPipeline, match="what it holds fixed in them cannot be found; train it on recorded"):
+        denoise(policy, inputs, clean, 2)
 
 
 def test_a_step_beyond_the_loop_is_named():
