@@ -154,6 +154,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             metrics=metrics,
             progress=self.progress,
         )
+        build.check_shared_calls(self.train_dataset)
         self.update = build.make_update()
         self.replays = build.make_replays()
         scorer = build.make_scorer(lambda: self.state)

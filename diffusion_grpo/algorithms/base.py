@@ -40,10 +40,11 @@ class DriftLimit:
 
     Args:
         limit: largest drift that is let through; None lets everything through.
+        warns: whether this process is the one that warns.
     """
 
-    def __init__(self, limit: float | None):
-        self._limit, self._has_warned = limit, False
+    def __init__(self, limit: float | None, warns: bool = True):
+        self._limit, self._has_warned = limit, not warns
 
     def check(self, drift: float, what: str, remedy: str, explanation: str | None = None) -> None:
         """Refuse a drift above the limit; warn of it once where there is an explanation.
@@ -122,6 +123,11 @@ class Algorithm(Protocol):
         compares: whether `loss` needs the reference even with `beta=0`.
         whole_groups: whether a part must hold all samples of each of its prompts.
         shares_noise: whether re-noised samples of a prompt share noise and times.
+        needs_old_errors: of an algorithm on finished samples: whether `Part.old_log_probs` hold minus the denoising
+            errors under the policy of the rollout, where that is trained on more than once. Else one pass of them is
+            measured, to be checked.
+        chooses_samples: whether samples are chosen by their advantages, so that those that no reward scored must be
+            told from those of advantage 0: they have the weight 0.
         old_decay: how much of itself the old policy keeps after rollout n; it takes the rest from the policy. Its
             predictions are in the parts. None for no old policy.
         rolls_out_old: whether the old policy makes the rollouts.
@@ -144,6 +150,8 @@ class Algorithm(Protocol):
     compares: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = False
     shares_noise: ClassVar[bool] = False
+    needs_old_errors: ClassVar[bool] = True
+    chooses_samples: ClassVar[bool] = False
     rolls_out_old: ClassVar[bool] = False
     old_decay: Callable[[int], float] | None = None
 

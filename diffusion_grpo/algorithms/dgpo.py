@@ -37,6 +37,7 @@ class DGPO(RenoisedWithOldPolicy):
     compares: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = True
     whole_groups: ClassVar[bool] = True
+    needs_old_errors: ClassVar[bool] = False
 
     preference_beta: float = 100.0
     clip: float = 1e-2
@@ -66,8 +67,9 @@ class DPO(Renoised):
     """Online Diffusion-DPO: the best sample of each group against its worst.
 
     Both share noise and time. The loss of a pair is `-log sigmoid(-preference_beta / 2 (D_best - D_worst))` with
-    `D = d - d_ref`; it counts once per group, whatever its size. A group of equal advantages counts 0. With
-    `best_of_n=2` only those two are trained on, which saves the passes of the others.
+    `D = d - d_ref`; it counts once per group, whatever its size. A group of equal advantages counts 0,
+    and a sample that no reward scored is in no pair. With `best_of_n=2` only the best and the worst are trained on,
+    which saves the passes of the others.
 
     Args:
         preference_beta: the sharpness of the comparison.
@@ -83,6 +85,8 @@ class DPO(Renoised):
     compares: ClassVar[bool] = True
     shares_noise: ClassVar[bool] = True
     whole_groups: ClassVar[bool] = True
+    needs_old_errors: ClassVar[bool] = False
+    chooses_samples: ClassVar[bool] = True
 
     preference_beta: float = 2000.0
 
@@ -99,6 +103,10 @@ class DPO(Renoised):
         losses, right = torch.zeros_like(excess), []
         for group in part.groups.unique().tolist():
             members = (part.groups == group).nonzero().flatten().tolist()
+            size = len(members)
+            members = [index for index in members if part.weights is None or part.weights[index] > 0]
+            if len(members) < 2:
+                continue
             best = max(members, key=lambda index: advantages[index].item())
             worst = min(members, key=lambda index: advantages[index].item())
             difference = excess[best] - excess[worst]
@@ -106,7 +114,7 @@ class DPO(Renoised):
                 continue
             right.append(((1 - difference.detach().sign()) / 2).double())  # a half where both moved alike
             share = torch.zeros_like(excess)
-            share[best] = len(members)
+            share[best] = size
             losses = losses + share * softplus(self.preference_beta / 2 * difference)
         metrics = {"dpo/accuracy": torch.stack(right).mean()} if right else {}
         return losses + 0.0 * excess, metrics  # with a gradient where all groups are of equal advantages too

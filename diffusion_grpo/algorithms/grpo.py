@@ -30,6 +30,7 @@ class GRPO(Algorithm):
             never stops.
         is_half_precision: whether a network computes in bfloat16 or float16, where rounding moves ratios further.
         take_turns: whether several networks share the steps.
+        warns: whether this process is the one that warns.
         reward_weights: for a clipped loss per reward (DanceGRPO), one per reward; None for one advantage per sample.
 
     Attributes:
@@ -55,6 +56,7 @@ class GRPO(Algorithm):
         max_ratio_error: float | None = 1e-4,
         is_half_precision: bool = False,
         take_turns: bool = False,
+        warns: bool = True,
         reward_weights: Sequence[float] | None = None,
     ):
         self.step_loss = loss if reward_weights is None else loss_per_reward(loss, reward_weights)
@@ -62,7 +64,7 @@ class GRPO(Algorithm):
         self.anchors_on_replay, self.is_first_replay = anchors_on_replay, is_first_replay
         self.is_half_precision, self.take_turns = is_half_precision, take_turns
         self.needs_old_mean: bool = getattr(getattr(loss, "func", loss), "needs_old_mean", False)  # or it is a partial
-        self._limit = DriftLimit(max_ratio_error)
+        self._limit = DriftLimit(max_ratio_error, warns)
         self._explained = 0.0  # largest drift since the last check, as a share of what half precision explains
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:

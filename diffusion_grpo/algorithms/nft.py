@@ -35,6 +35,7 @@ class NFT(RenoisedWithOldPolicy):
     """
 
     rolls_out_old: ClassVar[bool] = True
+    needs_old_errors: ClassVar[bool] = False
 
     strength: float = 1.0
     advantage_range: float = 5.0

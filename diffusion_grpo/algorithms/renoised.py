@@ -36,6 +36,7 @@ class Renoised(Algorithm):
         is_half_precision: whether a network computes in bfloat16 or float16, where a difference is only warned of:
             rounding moves predictions by a share of their size, in compiled graphs more than in others.
         take_turns: whether several networks share the steps.
+        warns: whether this process is the one that warns.
 
     Examples:
         >>> class Weighted(Renoised):
@@ -53,9 +54,10 @@ class Renoised(Algorithm):
     max_ratio_error: float | None = 1e-4
     is_half_precision: bool = False
     take_turns: bool = False
+    warns: bool = True
 
     def __post_init__(self):
-        self._limit = DriftLimit(self.max_ratio_error)
+        self._limit = DriftLimit(self.max_ratio_error, self.warns)
 
     @abstractmethod
     def sample_losses(
@@ -94,7 +96,9 @@ class Renoised(Algorithm):
         if part.has_current_old and recorded is not None:
             drift = float((now.clean.detach() - old).abs().max())
         elif not self.is_first_replay:
-            drift = float((now.error().detach() + part.old_log_prob(step).to(total)).abs().max())
+            drifts = (now.error().detach() + part.old_log_prob(step).to(total)).abs()
+            measured = part.old_log_prob(step).isfinite() | now.error().detach().isnan()
+            drift = float(drifts[measured].max()) if measured.any() else 0.0
         found = {name: value.item() for name, value in metrics.items()} | measure_gradient(
             total, now.clean, now.share, step
         )
@@ -106,7 +110,8 @@ class Renoised(Algorithm):
         Raises:
             RatioError: such a prediction.
         """
-        if not batch.is_on_policy or (self.is_first_replay and not batch.has_current_old):
+        is_measured = not self.is_first_replay and bool(batch.old_log_probs.isfinite().any())
+        if not batch.is_on_policy or not (is_measured or batch.has_current_old):
             return {}
         self._limit.check(
             drift,

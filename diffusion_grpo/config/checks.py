@@ -349,6 +349,11 @@ def _check_renoised(args: Sizes) -> None:
             f"multi_objective_aggregation='loss_per_reward' works on recorded steps only; with loss_type="
             f"{args.loss_type!r} use normalize_then_sum."
         )
+    if args.loss_type == "dpo" and args.drop_zero_advantages:
+        raise ValueError(
+            "drop_zero_advantages=True weighs samples, but loss_type='dpo' counts each prompt once, by its best and "
+            "its worst sample, and one of equal advantages not at all; leave it out."
+        )
     group = args.best_of_n or args.num_generations
     if args.traits.whole_groups and args.per_device_train_batch_size % group:
         name = "best_of_n" if args.best_of_n else "num_generations"

@@ -19,7 +19,7 @@ from ..config.checks import RESERVED
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.collectives import broadcast_bytes, gather_json
 from ..media.serialize import pack_samples, unpack_samples
-from ..policy.batching import BATCHED, SINGLE, Form, find_form
+from ..policy.batching import BATCHED, LISTED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
 from ..rewards.contract import Reward, list_columns
 from .calls import build_arguments, group_by_shape
@@ -172,6 +172,49 @@ class PipelineInputs:
                 form.reason,
             )
         return form
+
+    def check_shared_calls(self, policy: Policy, row: dict[str, Any], loss_type: str) -> None:
+        """Refuse a pipeline that takes one sample per call, as far as that shows before its network runs.
+
+        Args:
+            policy: of the pipeline.
+            row: of the dataset, decoded.
+            loss_type: a loss within the samples of a prompt.
+
+        Raises:
+            UnsupportedPipeline: it takes the row alone and not twice.
+        """
+        if (reason := self._find_refusal(policy, row, BATCHED, 2)) is None:
+            return
+        if all(self._find_refusal(policy, row, form, 1) is not None for form in (SINGLE, LISTED)):
+            return  # the first rollout says what is wrong
+        self.forms[self._find_given(row)] = Form(SINGLE, " ".join(str(reason).split()).rstrip("."))
+        self.refuse_single([row], loss_type)
+
+    def _find_refusal(self, policy: Policy, row: dict[str, Any], form: str, count: int) -> Exception | None:
+        try:
+            policy.reach_network(self.arguments([row] * count, form), self.args.num_inference_steps, count)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
+            return error
+        finally:
+            policy.prompts.clear()
+        return None
+
+    def refuse_single(self, rows: list[dict[str, Any]], loss_type: str) -> None:
+        """Refuse rows that do not share a call with others, for a loss within the samples of a prompt.
+
+        Raises:
+            UnsupportedPipeline: there is such a row; `learn` has found out.
+        """
+        forms = (self.forms.get(self._find_given(row), Form(BATCHED)) for row in rows)
+        single = next((form for form in forms if form.name != BATCHED), None)
+        if single is not None:
+            raise UnsupportedPipeline(
+                f"loss_type={loss_type!r} compares the samples of a prompt within one pipeline call, but "
+                f"{self.pipeline.__name__} takes one sample per call ({single.reason}); use loss_type='nft' or 'awm'."
+            )
 
     def parts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         """Return the indices of rows that share a call: those equal in all numbers and shapes, or each row alone."""

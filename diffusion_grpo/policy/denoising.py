@@ -295,35 +295,54 @@ class DenoisingPolicy(Policy):
             how often `encode_prompt` was called.
         """
         pipe, made = self.pipe, 0
-        names = {*self.component, *POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS)}
-        networks = [part for name, part in pipe.components.items() if name in names and isinstance(part, nn.Module)]
         seeds = torch.zeros(1, dtype=torch.int64)
-
-        def stop(*args: Any, **kwargs: Any) -> NoReturn:
-            raise StepScored
 
         def count(*args: Any, **kwargs: Any) -> Any:
             nonlocal made
             result, made = answer(*args, **kwargs), made + 1
-            return stop() if made == calls else result
+            return _stop() if made == calls else result
 
+        with self._until_network(seeds):
+            answer = pipe.encode_prompt
+            with replace_attribute(pipe, "encode_prompt", count):
+                try:
+                    pipe(**self.call_arguments(inputs, num_inference_steps, seeds))
+                except (StepScored, UnsupportedPipeline, torch.OutOfMemoryError):
+                    raise
+                except Exception:
+                    if not made:
+                        raise
+        return made
+
+    def reach_network(self, inputs: dict[str, Any], num_inference_steps: int, count: int) -> None:
+        """Call the pipeline up to its first network, for what it raises before.
+
+        Args:
+            inputs: keyword arguments of the pipeline's `__call__`.
+            num_inference_steps: length of the loop.
+            count: of samples.
+
+        Raises:
+            Exception: the pipeline's own.
+        """
+        seeds = torch.zeros(count, dtype=torch.int64)
+        with self._until_network(seeds):
+            self.pipe(**self.call_arguments(inputs, num_inference_steps, seeds))
+
+    @contextlib.contextmanager
+    def _until_network(self, seeds: Tensor) -> Iterator[None]:
+        """End calls of the pipeline that are made inside where its first network would run."""
+        pipe = self.pipe
+        names = {*self.component, *POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS)}
+        networks = [part for name, part in pipe.components.items() if name in names and isinstance(part, nn.Module)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.prompts.serve(pipe))
-            answer = pipe.encode_prompt
-            stack.enter_context(replace_attribute(pipe, "encode_prompt", count))
             stack.enter_context(replace_attribute(pipe, "_progress_bar_config", {"disable": True}))
             stack.enter_context(self._seeded(seeds))
             for network in networks:
-                stack.enter_context(replace_attribute(network, "forward", stop))
+                stack.enter_context(replace_attribute(network, "forward", _stop))
             stack.enter_context(contextlib.suppress(StepScored))
-            try:
-                pipe(**self.call_arguments(inputs, num_inference_steps, seeds))
-            except (UnsupportedPipeline, torch.OutOfMemoryError):
-                raise
-            except Exception:
-                if not made:
-                    raise
-        return made
+            yield
 
     @contextlib.contextmanager
     def acting(
@@ -447,6 +466,10 @@ def _make_scheduler(pipe: DiffusionPipeline, sde_type: str, log_prob_type: str) 
             "pipelines whose call alone makes a sample can be trained."
         )
     return stochastic_scheduler(original, sde_type, log_prob_type)
+
+
+def _stop(*args: Any, **kwargs: Any) -> NoReturn:
+    raise StepScored
 
 
 class _Undecorated:

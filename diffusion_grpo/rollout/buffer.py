@@ -129,6 +129,16 @@ class RolloutBuffer:
             pairs = zip(self.samples, means, strict=True)
             self.samples = [dataclasses.replace(sample, means=mean) for sample, mean in pairs]
 
+    def anchor_one_pass(self, replay: Callable[[MicroBatch], Tensor]) -> None:
+        """Set `old_log_probs` of the rollout's first pass, before any update; the others are NaN.
+
+        Args:
+            replay: returns (batch, steps) of a micro-batch.
+        """
+        first, *_ = self.chunks()
+        self.old_log_probs = torch.full_like(self.old_log_probs, torch.nan)
+        self.old_log_probs[first] = replay(self.part(first)).to(self.old_log_probs)
+
     def record_old(self, predict: Callable[[MicroBatch], list[Tensor]], is_current: bool) -> None:
         """Store the old policy's prediction of each re-noised sample at each of its steps.
 

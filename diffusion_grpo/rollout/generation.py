@@ -70,6 +70,9 @@ class RolloutGenerator:
         trajectory_device: where trajectories are kept.
         device: where advantages are kept.
         keeps_clean: whether finished samples are kept, to be noised again, and not recorded steps.
+        checks_one_pass: whether one pass is made after each rollout, by which the first update is checked.
+        marks_unscored: whether samples that no reward scored have the weight 0.
+        whole_groups: the loss that needs all samples of a prompt in one pipeline call; None where none does.
         old_policy: a moving copy of the policy, whose predictions on re-noised samples are kept; None for none.
         rolls_out_old: whether that copy makes the rollouts.
     """
@@ -102,10 +105,14 @@ class RolloutGenerator:
         trajectory_device: str | torch.device,
         device: torch.device,
         keeps_clean: bool = False,
+        checks_one_pass: bool = False,
+        marks_unscored: bool = False,
+        whole_groups: str | None = None,
         old_policy: OldPolicy | None = None,
         rolls_out_old: bool = False,
     ):
         self._keeps_clean, self._old_policy, self._rolls_out_old = keeps_clean, old_policy, rolls_out_old
+        self._checks_one_pass, self._marks_unscored, self._whole_groups = checks_one_pass, marks_unscored, whole_groups
         self._policy, self.inputs, self._read_rows, self._plan = policy, inputs, read_rows, plan
         self._scorer, self._credit, self._replays, self._writer = scorer, credit, replays, writer
         self._backend, self._monitor, self._run_passes, self._metrics = backend, monitor, run_passes, metrics
@@ -170,6 +177,8 @@ class RolloutGenerator:
         """As `learn`, when called by `run_passes`."""
         all_ask = self._backend.accelerator if self._backend.passes_together else None
         self.inputs.learn(self._policy, rows, self._noise_level, accelerator=all_ask)
+        if self._whole_groups is not None:
+            self.inputs.refuse_single(rows, self._whole_groups)
 
     def _roll_out(
         self, rows: Rows, order: RolloutOrder, step: int, scoring: AnyScoring
@@ -268,7 +277,7 @@ class RolloutGenerator:
             None if found.targets is None else found.targets[kept],
             positions,
             order.updates,
-            sample_weights(found.every, trained)[positions] if self._drops_zero_advantages else None,
+            self._weigh_samples(found, trained, positions),
             order.sizes.accumulation,
             order.sizes.num_generations,
             order.sizes.trained_per_prompt,
@@ -280,7 +289,16 @@ class RolloutGenerator:
             with self._show_old():
                 predict, is_current = self._replays.predict_clean, not self._old_policy.has_moved
                 self._run_passes(buffer.record_old, predict, is_current)
+        if self._checks_one_pass and not self._anchors_on_replay and not buffer.has_current_old:
+            self._run_passes(buffer.anchor_one_pass, self._replays.anchor_one_pass)
         return buffer
+
+    def _weigh_samples(self, found: Estimate, trained: Tensor, positions: Tensor) -> Tensor | None:
+        """Return the weights of this process's samples; None where all are 1."""
+        if self._drops_zero_advantages:
+            return sample_weights(found.every, trained)[positions]
+        is_scored = ~found.result.rewards.isnan()
+        return is_scored.float()[positions] if self._marks_unscored and not is_scored.all() else None
 
     def _show_old(self) -> contextlib.AbstractContextManager:
         """Give the network the old policy's weights inside, if there is one."""

@@ -64,6 +64,10 @@ class Replays:
         """Return (batch, steps) minus the denoising error of the re-noised samples, and no means."""
         return self._measure(batch, lambda places, *step: -self._policy.denoise(*step).error()), []
 
+    def anchor_one_pass(self, batch: MicroBatch) -> Tensor:
+        """Return (batch, steps) minus the denoising error where the first pass measures it, NaN elsewhere."""
+        return self._measure(batch, lambda places, *step: -self._policy.denoise(*step).error(), passes=1)
+
     @torch.no_grad()
     def predict_clean(self, batch: MicroBatch) -> list[Tensor]:
         """Return the current policy's prediction of each re-noised sample, one (steps, ...) tensor per sample."""
@@ -100,15 +104,15 @@ class Replays:
         return kl_divergence(now.mean, self._reference.replay(inputs, trajectory, step).mean, now.std)
 
     @torch.no_grad()
-    def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor]) -> Tensor:
-        """Return (batch, steps) the results of `measure` at each trained step.
+    def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor], passes: int | None = None) -> Tensor:
+        """Return (batch, steps) the results of `measure` at each trained step, or at those of the first passes.
 
         It gets where each sample's result belongs, as its index in the micro-batch and the column of the step; then
         inputs, trajectory and step.
         """
-        values = torch.empty_like(batch.old_log_probs)
+        values = torch.full_like(batch.old_log_probs, torch.nan)
         parts = batch.parts
-        for (number, step), _ in self._passes(batch):  # a repeated pass gives the same values
+        for (number, step), _ in self._passes(batch)[:passes]:  # a repeated pass gives the same values
             indices, whole = batch.calls[number], parts[number]
             part = whole.at_step(step)
             found = values[indices]

@@ -146,6 +146,7 @@ def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights
         max_ratio_error=args.max_ratio_error,
         is_half_precision=args.bf16 or args.fp16 or any(map(is_half_precision, networks)),
         take_turns=len(networks) > 1,
+        warns=args.process_index == 0,
         reward_weights=weights if args.multi_objective_aggregation == "loss_per_reward" else None,
     )
 

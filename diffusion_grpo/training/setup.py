@@ -63,7 +63,8 @@ def replays_anchor(args: DiffusionGRPOConfig, algorithm: Algorithm) -> bool:
     that the rollout recorded.
     """
     is_replayed = args.old_log_prob == "replay" or args.old_log_prob == "auto" and algorithm.needs_old_mean
-    return (is_replayed or args.traits.is_renoised) and args.batch_sizes.updates_per_rollout > 1
+    is_replayed |= args.traits.is_renoised and algorithm.needs_old_errors
+    return is_replayed and args.batch_sizes.updates_per_rollout > 1
 
 
 def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
@@ -221,6 +222,19 @@ class RunBuilder:
         self._sampling_rate = find_sampling_rate(policy.pipe)
         self._trajectory_device = "cpu" if args.offload_trajectories else args.device
 
+    def check_shared_calls(self, dataset: Dataset | None) -> None:
+        """Refuse a pipeline of one sample per call for a loss within the samples of a prompt.
+
+        Args:
+            dataset: that is trained on.
+
+        Raises:
+            UnsupportedPipeline: such a pipeline, as far as that shows before its network runs.
+        """
+        if self._args.traits.whole_groups and dataset is not None:
+            (row,) = self._inputs.rows(dataset, [0])
+            self._inputs.check_shared_calls(self._policy, row, self._args.loss_type)
+
     def make_update(self) -> PolicyUpdate:
         """Make what trains on a micro-batch."""
         args, learner = self._args, self._learner
@@ -292,6 +306,9 @@ class RunBuilder:
             trajectory_device=self._trajectory_device,
             device=args.device,
             keeps_clean=args.traits.is_renoised,
+            checks_one_pass=args.traits.is_renoised and not is_one_update,
+            marks_unscored=algorithm.chooses_samples,
+            whole_groups=args.loss_type if algorithm.whole_groups else None,
             old_policy=learner.old_policy,
             rolls_out_old=algorithm.rolls_out_old,
         )

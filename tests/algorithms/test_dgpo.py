@@ -133,6 +133,17 @@ def test_a_group_of_equal_advantages_counts_nothing_for_dpo():
     assert out.loss.item() == 0.0 and (gradient(out.loss, given) == 0).all()
 
 
+def test_a_sample_that_no_reward_scored_is_in_no_pair_of_dpo():
+    """Its advantage of 0 may be the lowest, with an advantage function of one's own."""
+    given = problem(count=6, group_size=3, advantages=[3.0, 2.0, 0.0, 1.0, 0.0, 0.0])
+    part = changed(given, weights=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]))
+    out = DPO(preference_beta=4.0).loss(given.policy, given.reference, part, 3)
+    found = gradient(out.loss, given).flatten(1).abs().sum(1)
+    assert (found > 0).tolist() == [True, True, False, False, False, False]
+    pair = changed(given, advantages=torch.tensor([3.0, 2.0, 2.5, 1.0, 1.0, 1.0]))
+    assert_close(out.loss, DPO(preference_beta=4.0).loss(given.policy, given.reference, pair, 3).loss)
+
+
 def test_dpo_at_the_reference():
     """The loss of a pair is log 2, its gradient preference_beta / 4 times that of the difference of the errors."""
     given = problem(count=2, group_size=2, advantages=[2.0, 1.0])

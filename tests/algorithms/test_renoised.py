@@ -13,7 +13,7 @@ from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.awm import AWM
 from diffusion_grpo.algorithms.base import RatioError
 from diffusion_grpo.algorithms.batch import MicroBatch
-from diffusion_grpo.algorithms.choose import check_loss_kwargs
+from diffusion_grpo.algorithms.choose import check_loss_kwargs, load_algorithm
 from diffusion_grpo.algorithms.dgpo import DGPO, DPO
 from diffusion_grpo.algorithms.nft import NFT
 from diffusion_grpo.algorithms.renoised import Renoised, refuse_torn_groups, sum_over_group
@@ -147,6 +147,35 @@ def test_a_first_prediction_that_is_off_stops_the_run(drift):
     assert algorithm.check(batch_of(problem()), 0.9e-4) == {"prediction/max_error": 0.9e-4}
     never = Plain(is_first_replay=False, max_ratio_error=None).check(batch_of(problem()), drift)
     assert never == pytest.approx({"prediction/max_error": drift}, nan_ok=True)
+
+
+def test_only_passes_that_were_measured_are_compared():
+    """Where one pass of a rollout is measured, the others have NaN."""
+    given = problem()
+    algorithm = Plain(is_first_replay=False)
+    own = -squares(given, given.clean).detach()
+    columns = torch.full_like(given.part.old_log_probs, torch.nan)
+    columns[:, STEPS.index(3)] = own
+    part = changed(given, old_log_probs=columns)
+    assert algorithm.loss(given.policy, given.reference, part, 3).drift < 1e-9
+    columns[1, STEPS.index(3)] += 0.25
+    assert algorithm.loss(given.policy, given.reference, part, 3).drift == pytest.approx(0.25)
+    unmeasured = changed(given, old_log_probs=torch.full_like(columns, torch.nan))
+    assert algorithm.loss(given.policy, given.reference, unmeasured, 3).drift == 0.0
+    batch = dataclasses.replace(batch_of(given), old_log_probs=unmeasured.old_log_probs)
+    assert algorithm.check(batch, 0.0) == {}
+    given.clean.data[0] = torch.nan
+    assert math.isnan(algorithm.loss(given.policy, given.reference, part, 3).drift)
+
+
+@pytest.mark.parametrize("warns", [True, False])
+@pytest.mark.parametrize("loss", ["nft", "grpo"])
+def test_drift_is_warned_of_by_one_process(caplog, loss, warns):
+    algorithm = load_algorithm(loss, is_half_precision=True, is_first_replay=False, warns=warns)
+    batch = batch_of(problem())
+    for _ in range(2):
+        algorithm.check(batch, 1e-3)
+    assert len(caplog.records) == warns
 
 
 def test_only_first_predictions_are_checked():

@@ -21,6 +21,10 @@ REFUSED = [
     ({"sde_window_size": 10}, "does not fit into the steps 0 to 8"),
     ({"sde_window_size": 0}, "sde_window_size must be at least 1"),
     ({"advantage_fn": "ranks"}, "'ranks' is no dotted path; write the module too, my_package.ranks"),
+    (
+        {"loss_type": "dpo", "drop_zero_advantages": True},
+        "drop_zero_advantages=True weighs samples, but .* leave it",
+    ),
     ({"advantage_fn": "my.own", "scale_rewards": "none"}, "scale_rewards='none' has no effect with advantage_fn='my"),
     ({"advantage_fn": "my.own", "reward_baseline": "batch"}, "reward_baseline='batch' has no effect"),
     ({"advantage_fn": "my.own", "advantage_estimator": "gae"}, "advantage_estimator='gae' has no effect"),

@@ -16,6 +16,9 @@ from tiny_runs import (
 
 from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.base import RatioError
+from diffusion_grpo.algorithms.dgpo import DPO
+from diffusion_grpo.policy.denoising import DenoisingPolicy
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.trajectory import CleanSamples
 from diffusion_grpo.rollout import generation
 from diffusion_grpo.rollout.replays import Replays
@@ -131,6 +134,49 @@ def test_zero_advantages_can_be_left_out(tmp_path):
         for drops in (False, True)
     ]
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-4)
+
+
+def as_they_are(rewards, groups, *, weights, batches):
+    """An advantage function: all above 0, as no baseline is taken off."""
+    return (rewards * weights).nansum(1) + 1.0
+
+
+def test_unscored_samples_are_in_no_pair_of_dpo(tmp_path, monkeypatch):
+    """With an advantage function they would be the worst of each group."""
+    seen, real = [], DPO.sample_losses
+    monkeypatch.setattr(DPO, "sample_losses", lambda self, *args: seen.append(args[3]) or real(self, *args))
+    leave_out = lambda images, **columns: [None, *brightness(images[1:])]  # noqa: E731
+    trained(tmp_path, **SHORT, loss_type="dpo", max_steps=1, rewards=leave_out, advantage_fn=f"{__name__}.as_they_are")
+    for part in seen:
+        assert part.weights.tolist() == [0.0, 1.0, 1.0, 1.0] and part.advantages[0] == 0.0 < part.advantages[1:].min()
+
+
+# Passes
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("loss", RENOISED)
+def test_passes_are_those_of_the_loss_and_one_to_check(tmp_path, loss, updates):
+    """The second rollout, when all shapes are known: one micro-batch, four steps of which three are trained."""
+    settings = SHORT | {"num_inference_steps": 4, "num_iterations": updates, "max_steps": 2 * updates}
+    trainer = trainer_for(tmp_path, **settings, loss_type=loss)
+    network, calls, step = trainer.policy.network, [], trainer.training_step
+    real = network.forward
+
+    def train(*args, **kwargs):
+        if trainer.state.global_step == updates:
+            calls.clear()
+        return step(*args, **kwargs)
+
+    network.forward = lambda *args, **kwargs: calls.append(torch.is_grad_enabled()) or real(*args, **kwargs)
+    trainer.training_step = train
+    trainer.train()
+    assert sum(calls) == 3 * updates  # with gradient
+    free = 4 + 3 * (loss != "dpo")  # the rollout and the old policy
+    free += 3 * updates * ALGORITHMS[loss].compares  # the reference
+    if updates == 2:  # awm's ratio needs each error under the policy of the rollout; for the others one is checked
+        free += 3 if loss == "awm" else 1
+    assert len(calls) - sum(calls) == free
 
 
 # Steps and noise
@@ -313,3 +359,22 @@ def test_evaluations_measure_the_policy_and_not_its_old_self(tmp_path):
     averaged, _ = trained(tmp_path / "average", **settings, ema_decay=0.5, ema_update_interval=1)
     assert_same_policy(trainer, averaged)
     assert logged(averaged, "reward") == logged(trainer, "reward")
+
+
+# One sample per call
+
+
+@pytest.mark.parametrize("loss", ["dgpo", "dpo"])
+def test_a_pipeline_of_one_sample_per_call_is_refused_at_once(tmp_path, monkeypatch, loss):
+    """Wan VACE takes no list of prompts."""
+    settings = SHORT | {"loss_type": loss, "rewards": first_frame_brightness}
+    message = (
+        f"loss_type='{loss}' compares .* WanVACEPipeline takes one sample per call .* use loss_type='nft' or 'awm'"
+    )
+    with pytest.raises(UnsupportedPipeline, match=message):
+        trainer_for(tmp_path / "at_once", "wan_vace", **settings)
+    monkeypatch.setattr(DenoisingPolicy, "reach_network", lambda *args: None)
+    trainer = trainer_for(tmp_path / "late", "wan_vace", **settings)
+    monkeypatch.setattr(generation, "rollout", None)
+    with pytest.raises(UnsupportedPipeline, match=message):  # where only a rollout shows it, before the first
+        trainer.train()
