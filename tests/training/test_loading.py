@@ -11,9 +11,9 @@ from peft import LoraConfig, PeftModel
 from tiny_runs import LORA, PROMPTS, SETTINGS, brightness, latent_mean
 
 from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.token import TokenPolicy
-from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.training.loading import check_policy, load_policy
 from diffusion_grpo.training.start import RunRewards, check_run, load_run_rewards
 
