@@ -97,7 +97,7 @@ def run(folder, settings, source=None):
     report["calls"] = single(calls)
     (folder / f"result-{rank}.json").write_text(json.dumps(report))
     trainer.save_model()
-    with trainer.weights.show_whole(is_kept=trainer.is_world_process_zero()):
+    with trainer.learner.weights.show_whole(is_kept=trainer.is_world_process_zero()):
         if trainer.is_world_process_zero():
             save_file(trained_weights(trainer), folder / "weights.safetensors")
     if torch.distributed.is_initialized():
