@@ -16,10 +16,9 @@ QUIET: dict[str, Any] = {
 
 
 def silence(trainer: "DiffusionGRPOTrainer") -> None:
-    """Keep a trainer from printing its logs and from writing a report."""
-    from transformers import PrinterCallback
-
+    """Keep a trainer from printing a line per update and from writing a report."""
     from diffusion_grpo.training.callbacks import ReportCallback
+    from diffusion_grpo.training.progress import LinesCallback
 
-    for callback in (PrinterCallback, ReportCallback):
+    for callback in (LinesCallback, ReportCallback):
         trainer.remove_callback(callback)
