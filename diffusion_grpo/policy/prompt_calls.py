@@ -16,6 +16,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .drivers import UnsupportedPipeline
 
@@ -243,6 +244,9 @@ def move_result(result: Any, device: torch.device | str) -> Any:
 
 def hash_tensor(tensor: Tensor) -> str:
     """Return what is equal for tensors of equal dtype, shape and content, wherever they are."""
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    about = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
-    return hashlib.sha256(about + content.numpy().tobytes()).hexdigest()
+    if is_traceable_wrapper_subclass(tensor):  # made of other tensors, as torchao's and quanto's weights are
+        names, _ = tensor.__tensor_flatten__()
+        content = "".join(hash_tensor(getattr(tensor, name)) for name in names).encode()
+    else:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + content).hexdigest()

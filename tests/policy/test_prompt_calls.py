@@ -4,12 +4,14 @@ import pytest
 import tiny_pipelines
 import torch
 from PIL import Image
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.prompt_calls import (
     CannotJoin,
     check_encode_prompt,
     find_layout,
+    hash_tensor,
     join_results,
     list_shapes,
     move_result,
@@ -96,3 +98,19 @@ def test_what_cannot_be_joined_is_refused():
         join_results([torch.ones(1, 2), torch.ones(1, 3)], 0)
     with pytest.raises(CannotJoin, match="depends on the prompt"):
         join_results([torch.ones(2), torch.zeros(2)], "shared")
+
+
+def quantise(value):
+    """Return a weight as torchao keeps it, made of numbers and scales."""
+    layer = torch.nn.Linear(32, 32, bias=False)
+    torch.nn.init.constant_(layer.weight, value)
+    quantize_(layer, Int8WeightOnlyConfig())
+    return layer.weight
+
+
+def test_equal_tensors_have_equal_hashes_quantised_ones_too():
+    one = torch.arange(6.0)
+    assert hash_tensor(one) == hash_tensor(one.clone()) == hash_tensor(torch.arange(12.0)[:6])
+    others = [one.view(2, 3), one.bfloat16(), one + 1, torch.tensor(1.0), quantise(1.0), quantise(2.0)]
+    assert len({hash_tensor(tensor) for tensor in (one, *others)}) == 7
+    assert hash_tensor(quantise(1.0)) == hash_tensor(quantise(1.0))
