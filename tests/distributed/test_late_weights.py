@@ -8,8 +8,9 @@ import rank_runs
 import ranks_server
 import tiny_pipelines
 import torch
-from diffusers import SD3Transformer2DModel, WanTransformer3DModel
+from diffusers import SD3Transformer2DModel, TorchAoConfig, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
+from torchao.quantization import Int8WeightOnlyConfig
 
 from diffusion_grpo.distributed.late_weights import (
     copy_held,
@@ -71,6 +72,12 @@ def test_a_network_in_its_file_is_the_one_that_is_loaded_at_once(folder, name, n
 def test_other_networks_are_loaded_as_always(folder):
     with read_late(["unet"]):
         network = SD3Transformer2DModel.from_pretrained(folder / "sd3-float32" / "transformer")
+    assert not any(map(is_waiting, network.parameters()))
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    with read_late(["transformer"]):  # quantised as it is loaded
+        network = SD3Transformer2DModel.from_pretrained(
+            folder / "sd3-float32" / "transformer", quantization_config=config, dtype=torch.float32
+        )
     assert not any(map(is_waiting, network.parameters()))
     with read_late(["transformer"]), pytest.raises(OSError, match="config.json"):
         SD3Transformer2DModel.from_pretrained(folder)
