@@ -234,3 +234,11 @@ def test_what_cannot_be_encoded_ahead_is_refused(tmp_path):
         trainer_for(tmp_path / "b", "kandinsky_prior", **settings)
     with pytest.raises(UnsupportedPipeline, match="GlmImagePipeline has no frozen text encoder"):
         trainer_for(tmp_path / "c", "glm_image", lora=False, train_component="vision_language_encoder", **settings)
+
+
+def test_a_pipeline_that_encodes_nothing_before_its_network_is_refused(tmp_path, monkeypatch):
+    policy, inputs = embedding_runs.case("sd3", tmp_path)
+    embeds = embedding_runs.embeds(policy, inputs, tmp_path)
+    monkeypatch.setattr(policy, "encode_prompts", lambda *args: 0)  # calls that were made
+    with pytest.raises(UnsupportedPipeline, match="does not call encode_prompt before its network runs; leave"):
+        embeds.prepare(ALONE, [], TEXTS)
