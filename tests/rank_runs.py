@@ -116,6 +116,7 @@ def built(folder, settings, rewards=brightness):
     settings = dict(settings)
     processes = int(os.environ.get("WORLD_SIZE", 1)) // settings.get("context_parallel_size", 1)
     mode = settings.pop("mode", "ddp")
+    assert mode in ("ddp", "zero2", "zero3", "zero3-layered", "fsdp2"), mode
     if mode.startswith("zero"):
         settings |= {"deepspeed": deepspeed_config(int(mode[4])), "ds3_gather_for_generation": mode == "zero3"}
     elif mode == "fsdp2":

@@ -105,7 +105,7 @@ def unbroken(tmp_path_factory):
     ("mode", "moment"),
     [
         pytest.param(mode, moment, marks=() if (mode, moment) == ("ddp", "reward") else pytest.mark.distributed)
-        for mode in ("ddp", "zero3", "layered3", "fsdp2")
+        for mode in ("ddp", "zero3", "zero3-layered", "fsdp2")
         for moment in ("reward", "rollout", "update", "checkpoint")
     ],
 )
