@@ -266,8 +266,7 @@ def measure_renoised(guided: Measurement, unguided: Measurement, has_old_policy:
         unguided: of the same calls without guidance, as updates make them.
         has_old_policy: whether an old policy's predictions are kept, one latent per step.
     """
-    indices = 12  # bytes per recorded step of its log-probability and index, beside the latents before and after it
-    latent = (guided.step_bytes - indices) // 2
+    latent = _count_latent_bytes(guided)
     return dataclasses.replace(
         guided,
         step_bytes=8 + (latent if has_old_policy else 0),
@@ -275,6 +274,16 @@ def measure_renoised(guided: Measurement, unguided: Measurement, has_old_policy:
         peaks={**guided.peaks, UPDATE: unguided.peaks[UPDATE]},
         update_evaluations=unguided.evaluations,
     )
+
+
+def add_means(counted: Measurement) -> Measurement:
+    """Add the means that a rollout keeps of its recorded steps: each is as large as a latent."""
+    return dataclasses.replace(counted, step_bytes=counted.step_bytes + _count_latent_bytes(counted))
+
+
+def _count_latent_bytes(counted: Measurement) -> int:
+    indices = 12  # bytes per recorded step of its log-probability and index, beside the latents before and after it
+    return (counted.step_bytes - indices) // 2
 
 
 def count_trajectory_bytes(trajectory: Trajectory) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
+from ..algorithms.base import Algorithm
 from ..algorithms.choose import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.sharding import Sharding
@@ -236,13 +237,21 @@ def read_setting(args: DiffusionGRPOConfig, name: str) -> Any:
     return getattr(args, name, SETTINGS[name])
 
 
+def find_planned_algorithm(args: DiffusionGRPOConfig) -> Algorithm:
+    """Return the algorithm, as far as what it needs depends on its own settings and the number of updates."""
+    is_first_replay = args.batch_sizes.updates_per_rollout == 1
+    return load_algorithm(args.loss_type, args.loss_kwargs, is_first_replay=is_first_replay)
+
+
 def has_old_policy(args: DiffusionGRPOConfig) -> bool:
     """Whether the algorithm keeps an old policy."""
-    if not args.traits.is_renoised:
-        return False
-    is_first_replay = args.batch_sizes.updates_per_rollout == 1
-    algorithm = load_algorithm(args.loss_type, args.loss_kwargs, is_first_replay=is_first_replay)
-    return algorithm.old_decay is not None
+    return args.traits.is_renoised and find_planned_algorithm(args).old_decay is not None
+
+
+def keeps_means(args: DiffusionGRPOConfig) -> bool:
+    """Whether a rollout keeps the mean of each trained step, beside the latents."""
+    is_kept = args.batch_sizes.updates_per_rollout > 1 or args.old_log_prob == "rollout"
+    return is_kept and find_planned_algorithm(args).needs_old_mean
 
 
 # Quantised weights

@@ -34,8 +34,8 @@ from ..policy.unguided import switch_guidance_off
 from ..run import adapters
 from ..training.model import check_peft_config, prepare_model
 from .batches import Batches
-from .measure import CountedMasks, Measurement, measure, measure_renoised
-from .memory import Memory, Parts, add_up, estimate_memory, has_old_policy
+from .measure import CountedMasks, Measurement, add_means, measure, measure_renoised
+from .memory import Memory, Parts, add_up, estimate_memory, find_planned_algorithm, has_old_policy, keeps_means
 from .weightless import build_weightless_pipeline, find_configuration, move_to_cpu
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def _measure_in_some_form(
             refusals.append(error)
             continue
         if not args.traits.is_renoised:
-            return counted
+            return add_means(counted) if keeps_means(args) else counted
         unguided = measure(policy, mode, switch_guidance_off(policy.pipe, policy.networks, call), samples, args)
         return measure_renoised(counted, unguided, has_old_policy(args))
     raise refusals[0]
@@ -336,7 +336,7 @@ def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Meas
         found["reference in the update"] = update * steps * iterations
     if has_old_policy(args):
         found["old policy"] = update * steps
-    if args.traits.is_renoised and batches.updates_per_rollout > 1:
+    if args.traits.is_renoised and batches.updates_per_rollout > 1 and find_planned_algorithm(args).needs_old_errors:
         found["errors before the first update"] = update * steps
     if args.kl_reward > 0:
         found["policy and reference for kl_reward"] = 2 * one * steps

@@ -73,6 +73,7 @@ def allocated(config):
         ("wan", {"bf16": True, "timestep_fraction": 0.5}),  # keeps some layers in float32 among the bf16 ones
         ("sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}),
         ("sd3", {"loss_type": "nft", "timestep_fraction": 0.67}),
+        ("sd3", {"loss_type": "dppo", "num_iterations": 2}),  # the means of the policy that rolled out
         ("sd3", {"loss_type": "dpo", "use_peft": False}),
         ("glm_image", {}),  # its language model writes tokens that are kept with the steps
         ("glm_image", {"train_component": "vision_language_encoder", "beta": 0.1, "top_p": 0.8}),
@@ -199,7 +200,9 @@ def test_passes_on_renoised_samples_are_counted(tmp_path):
     }
     twice = plan(write_run(tmp_path, "sd3", loss_type="dpo", num_iterations=2), [])
     assert twice.evaluations["reference in the update"] == twice.evaluations["update, with gradient"] == 6
-    assert twice.evaluations["errors before the first update"] == 3 and "old policy" not in twice.evaluations
+    assert not {"errors before the first update", "old policy"} & twice.evaluations.keys()
+    twice = plan(write_run(tmp_path, "sd3", loss_type="awm", num_iterations=2), [])
+    assert twice.evaluations["errors before the first update"] == 3
 
 
 def test_passes_of_a_language_model_are_counted_in_tokens(tmp_path):
