@@ -13,12 +13,13 @@ import yaml
 from ..config.arguments import LaunchArguments
 from ..config.settings import DiffusionGRPOConfig
 from ..training.memory import format_size
-from .measure import UPDATE
+from .measure import DECODING, UPDATE
 from .memory import Memory, read_setting
 from .plan import Built, Plan, plan, read_run
 
 RESERVE = 0.08  # share of the memory that CUDA, kernels' workspaces and fragmentation may take
 LEAST_SAVING = 0.001  # share of all bytes below which a setting is not worth a line
+ONLY_DECODING = ("samples decoded one by one",)  # steps that save where decoding takes most, and nowhere else
 
 Settings = dict[str, Any]
 Propose = Callable[[DiffusionGRPOConfig], Settings | None]
@@ -203,8 +204,8 @@ class Search:
     def __init__(self, config_file: str | None, overrides: list[str], launch: LaunchArguments | None, usable: int):
         self._config_file, self._overrides, self._launch = config_file, overrides, launch
         self._usable = usable
-        self._built: Built = {}
-        self._counts: dict[str, int | None] = {}
+        self._built = Built()
+        self._totals: dict[str, Memory | None] = {}
 
     def plan(self, settings: Settings) -> Plan:
         """Plan the run with settings over those of the user."""
@@ -212,17 +213,26 @@ class Search:
 
     def count(self, settings: Settings) -> int | None:
         """Return the most bytes at a time; None if the settings are refused, or lose the phases that were planned."""
-        key = yaml.safe_dump(settings)
-        if key not in self._counts:
-            self._counts[key] = self._count_anew(settings)
-        return self._counts[key]
+        total = self._add_up(settings)
+        return None if total is None else total.accelerator
 
-    def _count_anew(self, settings: Settings) -> int | None:
+    def _add_up(self, settings: Settings) -> Memory | None:
+        key = yaml.safe_dump(settings)
+        if key not in self._totals:
+            self._totals[key] = self._add_up_anew(settings)
+        return self._totals[key]
+
+    def _add_up_anew(self, settings: Settings) -> Memory | None:
         try:
             made = self.plan(settings)
         except (ValueError, ImportError):
             return None
-        return made.total.accelerator if any(item.phase == UPDATE for item in made.memory) else None
+        return made.total if any(item.phase == UPDATE for item in made.memory) else None
+
+    def _can_save(self, name: str, chosen: Settings) -> bool:
+        """Return whether a step may save something; False spares measuring it."""
+        total = self._add_up(chosen)
+        return name not in ONLY_DECODING or total is None or total.phase == DECODING
 
     def read(self, settings: Settings) -> DiffusionGRPOConfig:
         """Return the settings of the run with `settings` over those of the user."""
@@ -242,7 +252,7 @@ class Search:
             for name in STEPS:
                 while most > self._usable:
                     proposed = STEPS[name][0](args)
-                    if proposed is None:
+                    if proposed is None or not self._can_save(name, merge([*chosen.values()])):
                         break
                     settings = (chosen[name].settings if name in chosen else {}) | proposed
                     found = self.count(merge([*chosen.values()]) | settings)

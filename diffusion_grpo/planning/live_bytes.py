@@ -22,16 +22,18 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: bytes that are alive.
+        made: number of storages that were made.
         peaks: the most bytes there were in each phase.
         phase: name of the phase that runs.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), phase: str = ""):
         super().__init__()
-        self.now, self.phase = 0, phase
+        self.now, self.made, self.phase = 0, 0, phase
         self.peaks: Counter[str] = Counter()
-        self._known = [tensor.untyped_storage() for tensor in known]  # kept, so that their numbers stay theirs
-        self._seen = {storage._cdata for storage in self._known}
+        known = [tensor.untyped_storage() for tensor in known]
+        self._known = {storage._cdata: storage for storage in known}  # kept, so that their numbers stay theirs
+        self._alive: dict[int, tuple[int, int, int]] = {}  # when it was made, its bytes, and how often they count
 
     @property
     def peak(self) -> int:
@@ -50,15 +52,28 @@ class LiveBytes(TorchDispatchMode):
                 self._add(tensor.untyped_storage())
         return output
 
+    def count(self, start: int, stop: int) -> int:
+        """Return the bytes that are alive of what was made between two moments, given as values of `made`."""
+        return sum(size * times for when, size, times in self._alive.values() if start <= when < stop)
+
+    def multiply(self, start: int, stop: int, times: int) -> None:
+        """Count what was made between two moments, and is still alive, so many times from now on."""
+        chosen = {key: found for key, found in self._alive.items() if start <= found[0] < stop}
+        for key, (when, size, before) in chosen.items():
+            self._alive[key] = when, size, times
+            self.now += size * (times - before)
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
+        if key in self._alive or key in self._known:
             return
-        self._seen.add(key)
+        self._alive[key] = self.made, size, 1
+        self.made += 1
         self.now += size
         self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
-        weakref.finalize(storage, self._remove, key, size).atexit = False
+        weakref.finalize(storage, self._remove, key).atexit = False
 
-    def _remove(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+    def _remove(self, key: int) -> None:
+        _, size, times = self._alive.pop(key)
+        self.now -= size * times

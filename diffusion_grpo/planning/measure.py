@@ -22,9 +22,11 @@ from ..config.settings import DiffusionGRPOConfig
 from ..policy.drivers import StepScored
 from ..policy.language_model import Drawn
 from ..policy.network_gate import replace_attribute
+from ..policy.prompt_cache import PromptCache
 from ..policy.rollout import Policy, Trajectory, replay, rollout
 from ..policy.token_process import TokenTrajectory, pack_bits
 from .live_bytes import LiveBytes
+from .repeats import Run, count_repeats, shorten
 
 ENCODING, DENOISING, DECODING, UPDATE = "encoding", "denoising", "decoding", "update"  # phases of a run
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
@@ -61,6 +63,9 @@ def measure(
 ) -> Measurement:
     """Roll out one micro-batch, and update on its first step.
 
+    Where a network has many equal blocks, a few of them run for all (`repeats.py`), unless only a share of them is
+    checkpointed, or they are by reentrant passes.
+
     Args:
         policy: policy of a pipeline from `build_weightless_pipeline` that is prepared for training.
         mode: the fake tensor mode of that pipeline.
@@ -70,15 +75,34 @@ def measure(
     """
     if policy.draws_tokens:
         return measure_tokens(policy, mode, inputs, samples, args)
+    if args.selective_checkpointing == 1 and not (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        with shorten(policy.networks) as runs:
+            try:
+                return _measure_steps(policy, mode, inputs, samples, args, runs)
+            except Exception:  # blocks that are not what they seem, or that something else counts on
+                if not runs:
+                    raise
+    return _measure_steps(policy, mode, inputs, samples, args, [])
+
+
+def _measure_steps(
+    policy: Policy,
+    mode: FakeTensorMode,
+    inputs: dict[str, Any],
+    samples: int,
+    args: DiffusionGRPOConfig,
+    runs: list[Run],
+) -> Measurement:
     settings = {"seeds": range(samples), "num_inference_steps": args.num_inference_steps, "steps": [[0]] * samples}
     watch = PhaseWatch(policy)
-    with watch.watching(), _draw_without_weights(policy, mode):
+    watch.reset()
+    with watch.watching(), count_repeats(runs, watch.live), _draw_without_weights(policy, mode):
         try:
             _, trajectory = rollout(policy, inputs, **settings)
         except Exception:  # not every pipeline decodes tensors without values
             watch.reset()
             _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
-    update = measure_update(policy, mode, inputs, trajectory)
+    update = measure_update(policy, mode, inputs, trajectory, runs)
     per_step, per_sample = count_trajectory_bytes(trajectory)
     evaluations = sum(watch.rows) / samples
     peaks = {**watch.live.peaks, UPDATE: update}
@@ -105,7 +129,8 @@ class PhaseWatch:
         self._results: dict[int, Any] = {}
 
     def reset(self) -> None:
-        """Forget what was counted, for another attempt."""
+        """Forget what was counted and encoded, for another attempt."""
+        self._policy.prompts = PromptCache()
         self.live.peaks.clear()
         self.live.begin(ENCODING)
         self.rows.clear()
@@ -160,7 +185,11 @@ def list_weights(pipe: DiffusionPipeline) -> list[Tensor]:
 
 
 def measure_update(
-    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory
+    policy: Policy,
+    mode: FakeTensorMode,
+    inputs: dict[str, Any],
+    trajectory: Trajectory | TokenTrajectory,
+    runs: list[Run] | None = None,
 ) -> int:
     """Return the most bytes beside weights, gradients and trajectory in one forward and backward pass.
 
@@ -173,7 +202,7 @@ def measure_update(
     known = [*list_weights(policy.pipe), *(p.grad for p in trained), *trajectory.tensors().values()]
     live = LiveBytes(known, UPDATE)
     try:
-        with torch.enable_grad(), live:
+        with torch.enable_grad(), live, count_repeats(runs or [], live):
             replay(policy, inputs, trajectory, 0).log_prob.mean().backward()
     finally:
         for parameter in trained:

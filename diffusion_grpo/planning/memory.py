@@ -1,6 +1,7 @@
 """Bytes of a run on one process, by kind: what is always there, and what comes in each phase."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -337,8 +338,8 @@ def measure_largest_block(model: nn.Module) -> int:
 def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> int:
     """Count the bytes that the configured optimizer keeps after a step.
 
-    The optimizer's own class takes one step on tensors without values. The 8-bit optimizers of bitsandbytes need a GPU
-    for a step, so their bytes are computed here: one per value and a float32 per block of 256.
+    The optimizer's own class takes one step on tensors without values, one of each shape. The 8-bit optimizers of
+    bitsandbytes need a GPU for a step, so their bytes are computed here: one per value and a float32 per block of 256.
     """
     name = OptimizerNames(args.optim).value
     if "8bit" in name:
@@ -348,12 +349,12 @@ def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig
         large = sum(size + 4 * math.ceil(size / OPTIMIZER_BLOCK) for size in sizes if size >= OPTIMIZER_SMALL)
         return count * (small + large)
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    copies = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in trained]
+    alike = Counter((p.shape, p.dtype) for p in trained)
+    copies = {nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")): n for (shape, dtype), n in alike.items()}
     kwargs = {name: value for name, value in kwargs.items() if name != "fused"}  # fused kernels need a device
-    optimizer = cls(copies, **kwargs | {"lr": kwargs["lr"] or 0.0})
+    optimizer = cls([*copies], **kwargs | {"lr": kwargs["lr"] or 0.0})
     for copy in copies:
         copy.grad = torch.empty_like(copy)
     optimizer.step()
-    return count_bytes(
-        value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)
-    )
+    states = {copy: filter(torch.is_tensor, state.values()) for copy, state in optimizer.state.items()}
+    return sum(copies[copy] * count_bytes(tensors) for copy, tensors in states.items())

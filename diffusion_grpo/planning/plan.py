@@ -36,12 +36,15 @@ from ..training.model import check_peft_config, prepare_model
 from .batches import Batches
 from .measure import CountedMasks, Measurement, add_means, measure, measure_renoised
 from .memory import Memory, Parts, add_up, estimate_memory, find_planned_algorithm, has_old_policy, keeps_means
-from .weightless import build_weightless_pipeline, find_configuration, move_to_cpu
+from .weightless import build_weightless_pipeline, decode_as_set, find_configuration, move_to_cpu
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
+MEASURED = {  # settings that change what comes and goes, but not what the pipeline is made of
+    *("per_device_train_batch_size", "decode_batch_size", "vae_slicing", "vae_tiling"),
+}
 COMPUTED = {  # settings whose effect is computed from what was built without them
     *("gradient_accumulation_steps", "steps_per_generation", "optim", "optim_args", "offload_frozen"),
     *("offload_trajectories", "offload_ref_model", "cache_prompt_embeds", "prompt_embeds_dir", "torch_compile"),
@@ -116,7 +119,36 @@ class Plan:
 
 
 Run = tuple[ScriptArguments, LoraArguments, DiffusionGRPOConfig]
-Built = dict[str, tuple[Parts, Measurement | None, dict[str, Any], list[str]]]
+
+
+@dataclass
+class Prepared:
+    """A pipeline without weights that is prepared for training.
+
+    Attributes:
+        pipe: the pipeline.
+        mode: of its fake tensors.
+        component: names of the trained networks.
+        parts: what it is made of.
+    """
+
+    pipe: Any
+    mode: FakeTensorMode
+    component: tuple[str, ...]
+    parts: Parts
+
+
+@dataclass
+class Built:
+    """What plans of one model share; each is named by the settings that it depends on.
+
+    Attributes:
+        prepared: pipelines.
+        measured: what a micro-batch takes, and notes on what could not be measured.
+    """
+
+    prepared: dict[str, Prepared] = field(default_factory=dict)
+    measured: dict[str, tuple[Measurement | None, list[str]]] = field(default_factory=dict)
 
 
 def read_run(
@@ -170,7 +202,7 @@ def plan(
         made.evaluations = count_evaluations(args, made.batches, None)
         return made
     with torch.random.fork_rng(devices=[]):
-        _plan_model(made, folder, args, lora, rows, {} if built is None else built)
+        _plan_model(made, folder, args, lora, rows, built or Built())
     return made
 
 
@@ -199,12 +231,10 @@ def _plan_model(
             f"group_offload={args.group_offload!r} moves the frozen weights under a LoRA, on one process or with DDP; "
             "leave it out."
         )
-    key = _describe_build(args, peft_config)
-    if key not in built:
-        built[key] = _build_and_measure(folder, args, peft_config, rows)
-    parts, counted, about, notes = built[key]
+    prepared, counted, notes = _build_and_measure(folder, args, peft_config, rows, built)
+    parts = prepared.parts
     parts = dataclasses.replace(parts, specs=_find_specs(folder, args, parts, peft_config is None))
-    made.model |= about
+    made.model["pipeline"] = type(prepared.pipe).__name__
     made.notes += notes
     if counted is not None and counted.tokens:
         made.batches.trained_steps, made.batches.trained_tokens = 1, counted.tokens
@@ -232,24 +262,38 @@ def _find_specs(folder: Path, args: DiffusionGRPOConfig, parts: Parts, is_full_t
     return specs
 
 
-def _describe_build(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str:
-    """Return what two plans must have in common to share what was built and measured."""
-    settings = {name: value for name, value in args.to_dict().items() if name not in COMPUTED}
+def _describe(args: DiffusionGRPOConfig, peft_config: PeftConfig | None, others: set[str]) -> str:
+    """Return what two plans must have in common to share something: the settings but for `others`."""
+    settings = {name: value for name, value in args.to_dict().items() if name not in others}
     return json.dumps([settings, peft_config and peft_config.to_dict()], default=str, sort_keys=True)
 
 
 def _build_and_measure(
-    folder: Any, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, rows: "Dataset | None"
-) -> tuple[Parts, Measurement | None, dict[str, Any], list[str]]:
-    """Build the pipeline without weights, whole and in place: what is moved or compressed is computed from it."""
+    folder: Any, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, rows: "Dataset | None", built: Built
+) -> tuple[Prepared, Measurement | None, list[str]]:
+    """Build the pipeline without weights and measure a micro-batch, unless that is done already.
+
+    The pipeline is whole and in place: what is moved or compressed is computed from it.
+    """
     simple = copy.copy(args)
     simple.torch_compile, simple.group_offload = False, None
     simple.load_in_4bit, simple.load_in_8bit, simple.quantization = False, False, None
-    pipe, mode = build_weightless_pipeline(folder, simple, peft_config is None)
-    component, model = prepare_model(pipe, simple, peft_config)
+    key = _describe(args, peft_config, COMPUTED | MEASURED)
+    if key not in built.prepared:
+        built.prepared[key] = _prepare(folder, simple, peft_config)
+    prepared, key = built.prepared[key], _describe(args, peft_config, COMPUTED)
+    if key not in built.measured:
+        notes: list[str] = []
+        with decode_as_set(prepared.pipe, simple):
+            counted = _measure_or_note(notes, prepared.pipe, prepared.mode, prepared.component, simple, rows)
+        built.measured[key] = counted, notes
+    return prepared, *built.measured[key]
+
+
+def _prepare(folder: Any, args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> Prepared:
+    pipe, mode = build_weightless_pipeline(folder, args, peft_config is None)
+    component, model = prepare_model(pipe, args, peft_config)
     move_to_cpu(pipe, mode)
-    notes: list[str] = []
-    counted = _measure_or_note(notes, pipe, mode, component, simple, rows)
     every = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     order = (pipe.model_cpu_offload_seq or "").split("->")
     movable = [name for name in order if name in every and name not in pipe._exclude_from_cpu_offload]
@@ -261,7 +305,7 @@ def _build_and_measure(
         moved=tuple(name for name in movable if name not in component),
         decodes=tuple(name for name in movable if places and order.index(name) > max(places)),
     )
-    return parts, counted, {"pipeline": type(pipe).__name__}, notes
+    return Prepared(pipe, mode, component, parts)
 
 
 def _measure_or_note(

@@ -4,8 +4,9 @@ The pipeline is of diffusers' own class. Its networks hold fake tensors (torch's
 and a dtype but no memory.
 """
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config.settings import DiffusionGRPOConfig
-from ..training.model import choose_dtype, set_up_pipeline
+from ..training.decoding import set_decoding
+from ..training.model import choose_dtype, set_scheduler
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
 
@@ -40,6 +42,8 @@ def build_weightless_pipeline(
 ) -> tuple[DiffusionPipeline, FakeTensorMode]:
     """Build the pipeline of a folder as `load_pipeline` does, but with fake tensors instead of weights.
 
+    How it decodes is set by [`decode_as_set`].
+
     Raises:
         ValueError: neither diffusers nor transformers has the class of one of its parts.
     """
@@ -56,7 +60,25 @@ def build_weightless_pipeline(
         own = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
         parts[name] = _build_part(folder / name, entry, own, mode)
     pipe = getattr(diffusers, index["_class_name"])(**parts)
-    return set_up_pipeline(pipe, args), mode
+    return set_scheduler(pipe, args.scheduler_kwargs), mode
+
+
+@contextlib.contextmanager
+def decode_as_set(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Iterator[None]:
+    """Apply the settings of decoding to a pipeline; take them back on leaving.
+
+    Raises:
+        ValueError: see [`~diffusion_grpo.training.decoding.set_decoding`].
+    """
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    before = [dict(vars(part)) for part in parts]
+    try:
+        set_decoding(pipe, args.vae_slicing, args.vae_tiling, args.decode_batch_size)
+        yield
+    finally:
+        for part, values in zip(parts, before, strict=True):
+            vars(part).clear()
+            vars(part).update(values)
 
 
 def _build_part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeTensorMode) -> Any:

@@ -9,7 +9,7 @@ from tiny_runs import brightness  # noqa: F401  named by its dotted path below
 
 from diffusion_grpo.planning import fit as fitting
 from diffusion_grpo.planning.fit import count_usable, fit, write_words
-from diffusion_grpo.planning.plan import plan
+from diffusion_grpo.planning.plan import Built, plan
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,31 @@ def test_what_cannot_fit_says_how_small_it_became(config, monkeypatch):
     assert found.after.accelerator == most(config, found.settings) < found.before.accelerator
 
 
-def test_what_was_built_is_used_again(config, monkeypatch):
+def test_what_was_built_is_used_again(config):
     """Only what changes the passes of a micro-batch is measured anew."""
-    built = {}
+    built = Built()
     for words in ([], ["--offload_frozen", "cpu"], ["--optim", "adamw_8bit"], ["--offload_trajectories", "true"]):
         plan(config, words, None, built)
-    assert len(built) == 1
+    assert len(built.prepared) == len(built.measured) == 1
+    smaller = "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --steps_per_generation 4"
+    for words in (smaller.split(), ["--decode_batch_size", "1"], ["--vae_tiling", "true"]):
+        assert plan(config, words, None, built).memory == plan(config, words).memory
+    assert plan(config, [], None, built).memory == plan(config, []).memory  # settings of decoding were taken back
+    assert (len(built.prepared), len(built.measured)) == (1, 4)
     plan(config, ["--gradient_checkpointing", "true"], None, built)
-    assert len(built) == 2
+    assert (len(built.prepared), len(built.measured)) == (2, 5)
+
+
+def test_decoding_is_measured_only_where_it_takes_most(config, monkeypatch):
+    search, name = fitting.Search(config, [], None, 1000), "samples decoded one by one"
+    monkeypatch.setattr(fitting, "STEPS", {name: fitting.STEPS[name]})
+    before, counted, plan_settings = search.plan({}).total, [], search.plan
+    monkeypatch.setattr(search, "plan", lambda settings: counted.append(settings) or plan_settings(settings))
+    assert before.phase == "update" and not search.find(before.accelerator)
+    assert counted == [{}]  # and the same plan is not made twice
+    monkeypatch.setattr(fitting, "ONLY_DECODING", ())
+    assert not search.find(before.accelerator)
+    assert counted == [{}, {"decode_batch_size": 1}]
 
 
 def test_a_run_whose_memory_is_unknown_is_not_fitted():

@@ -43,3 +43,21 @@ def test_phases_have_a_peak_each_and_tensors_need_no_values():
         del kept
         (large[:10] * 1)
     assert dict(live.peaks) == {"first": 8_000_004, "second": 4_000_000}
+
+
+def test_what_stays_of_a_part_can_count_several_times():
+    with LiveBytes() as live:
+        before = torch.zeros(1000)
+        start = live.made
+        kept, gone = torch.zeros(100), torch.zeros(10)
+        stop = live.made
+        after = torch.zeros(1)
+        del gone
+        assert live.count(start, stop) == 400
+        live.multiply(start, stop, 5)
+        assert live.count(start, stop) == 2000 and live.now == live.peak == 4000 + 2000 + 4
+        live.multiply(start, stop, 1)
+        assert live.now == 4404
+        live.multiply(start, stop, 3)
+        del kept
+        assert live.now == before.nbytes + after.nbytes

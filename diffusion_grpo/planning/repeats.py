@@ -1,0 +1,174 @@
+"""Measure a network of many equal blocks on a few of them.
+
+Blocks that follow each other and are equal keep equally much in the same pass. So only the first few run, and what one
+of them leaves in memory counts as often as there are blocks like it.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .live_bytes import LiveBytes
+
+KEPT = 5  # blocks of a run: the first may differ by its inputs, two are compared, two more tell what stays alive
+PLAIN = (bool, int, float, str, type(None))
+
+
+class BlocksDifferError(Exception):
+    """Blocks that look equal keep different numbers of bytes."""
+
+
+@dataclass
+class Run:
+    """Equal blocks in a row.
+
+    Attributes:
+        blocks: those that are kept. The others would stand between the second and the third.
+        left_out: number of the others.
+        passes: through the blocks, the last one at the end.
+    """
+
+    blocks: list[nn.Module]
+    left_out: int
+    passes: "list[Pass]" = field(default_factory=list)
+
+
+@dataclass
+class Pass:
+    """One forward pass through equal blocks, and its backward pass.
+
+    Attributes:
+        times: how often what one block leaves is there.
+        live: watches the pass.
+        starts, turns: what was made before each block's forward pass, and before its backward pass.
+    """
+
+    times: int
+    live: LiveBytes
+    starts: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+    def enter(self, place: int) -> None:
+        """Note that a block begins, if it is the next one.
+
+        As the fourth begins, the results of the second are used up, and what is left of them stays.
+        """
+        if place != len(self.starts):
+            return
+        self.starts.append(self.live.made)
+        if place == KEPT - 2:
+            self.live.multiply(*self.starts[1:3], self.times)
+        if place == KEPT - 1:
+            self._compare(self.starts[1:3], self.starts[2:4])
+
+    def turn(self, place: int) -> None:
+        """Note that a block's backward pass begins, the last block's first.
+
+        Once it is the second one's, what the blocks between have kept is gone. What they have made instead, such as
+        gradients that wait for those of another pass, stays as that of the fourth.
+        """
+        if place != KEPT - 1 - len(self.turns):
+            return
+        self.turns.append(self.live.made)
+        if place == 1:
+            self.live.multiply(*self.starts[1:3], 1)
+            self.live.multiply(*self.turns[1:3], self.times)
+        if place == 0:
+            self._compare(self.turns[1:3], self.turns[2:4])
+
+    def _compare(self, counted: list[int], single: list[int]) -> None:
+        if self.live.count(*counted) != self.times * self.live.count(*single):
+            raise BlocksDifferError
+
+
+@contextlib.contextmanager
+def shorten(networks: Iterable[nn.Module]) -> Iterator[list[Run]]:
+    """Leave equal blocks out of networks; put them back on leaving."""
+    runs: list[Run] = []
+    with contextlib.ExitStack() as stack:
+        for network in networks:
+            runs += _shorten_lists(network, stack)
+        yield runs
+
+
+def _shorten_lists(module: nn.Module, stack: contextlib.ExitStack) -> list[Run]:
+    """Shorten the outermost lists of blocks in a module that have enough equal ones."""
+    found: list[Run] = []
+    for name, child in module.named_children():
+        groups = _group_equal(child) if isinstance(child, nn.ModuleList) else []
+        runs = [Run(group[:KEPT], len(group) - KEPT) for group in groups if len(group) > KEPT]
+        if runs:
+            stack.callback(setattr, module, name, child)
+            setattr(module, name, nn.ModuleList(block for group in groups for block in group[:KEPT]))
+        found += runs or _shorten_lists(child, stack)
+    return found
+
+
+def _group_equal(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Group blocks that follow each other and are equal."""
+    groups: list[list[nn.Module]] = []
+    last = None
+    for block in blocks:
+        described = describe(block)
+        if described != last:
+            groups.append([])
+        groups[-1].append(block)
+        last = described
+    return groups
+
+
+def describe(block: nn.Module) -> list[Any]:
+    """Return what equal blocks have in common: classes, plain attributes, and the shapes and dtypes of weights."""
+    found: list[Any] = []
+    for name, module in block.named_modules():
+        plain = sorted((key, value) for key, value in vars(module).items() if isinstance(value, PLAIN))
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        weights = [(key, x.shape, x.dtype, x.requires_grad) for key, x in tensors]
+        found.append((name, type(module), plain, weights))
+    return found
+
+
+@contextlib.contextmanager
+def count_repeats(runs: list[Run], live: LiveBytes) -> Iterator[None]:
+    """Count what the blocks that were left out would keep.
+
+    Args:
+        runs: from [`shorten`].
+        live: watches the passes.
+
+    Raises:
+        BlocksDifferError: in a pass, two blocks of a run leave different numbers of bytes.
+    """
+    with contextlib.ExitStack() as stack:
+        for run in runs:
+            for place, block in enumerate(run.blocks):
+                enter, leave = functools.partial(_enter, run, place, live), functools.partial(_leave, run, place)
+                stack.callback(block.register_forward_pre_hook(enter).remove)
+                stack.callback(block.register_forward_hook(leave).remove)
+            stack.callback(run.passes.clear)
+        yield
+
+
+def _enter(run: Run, place: int, live: LiveBytes, *_: Any) -> None:
+    """Begin a pass with the first block; what computes blocks again goes through them in another order."""
+    if place == 0:
+        run.passes.append(Pass(1 + run.left_out, live))
+    if run.passes:
+        run.passes[-1].enter(place)
+
+
+def _leave(run: Run, place: int, block: nn.Module, args: Any, output: Any) -> None:
+    """Watch for the backward pass of a block: it begins with the gradient of one of its outputs."""
+    for tensor in pytree.tree_leaves(output):
+        if run.passes and torch.is_tensor(tensor) and tensor.requires_grad:
+            tensor.register_hook(functools.partial(_turn, run.passes[-1], place))
+
+
+def _turn(watched: Pass, place: int, gradient: Any) -> None:
+    watched.turn(place)
