@@ -7,6 +7,12 @@ from tiny_pipelines import build
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STAND_INS = {  # file of settings: a tiny pipeline of the classes that it trains
+    "24gb/flux": "flux",
+    "24gb/qwen_image": "qwen_image",
+    "24gb/sd35_large": "sd3",
+    "24gb/sdxl": "sdxl",
+    "24gb/wan21": "wan",
+    "24gb/wan22_ti2v": "wan_ti2v",
     "flux": "flux",
     "flux_kontext": "flux_kontext",
     "glm_image_ar": "glm_image",

@@ -21,7 +21,7 @@ from diffusion_grpo.rewards import REWARDS, load_rewards
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
+FILES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml"))
 
 
 def test_the_script_that_reads_any_file_is_the_command(tmp_path, monkeypatch):

@@ -197,14 +197,21 @@ class Search:
     """Plans candidates for one configuration.
 
     Args:
-        config_file, overrides, launch: see [`~diffusion_grpo.planning.plan.plan`].
+        config_file, overrides, launch, built: see [`~diffusion_grpo.planning.plan.plan`].
         usable: bytes that a plan may take.
     """
 
-    def __init__(self, config_file: str | None, overrides: list[str], launch: LaunchArguments | None, usable: int):
+    def __init__(
+        self,
+        config_file: str | None,
+        overrides: list[str],
+        launch: LaunchArguments | None,
+        usable: int,
+        built: Built | None = None,
+    ):
         self._config_file, self._overrides, self._launch = config_file, overrides, launch
         self._usable = usable
-        self._built = Built()
+        self._built = built or Built()
         self._totals: dict[str, Memory | None] = {}
 
     def plan(self, settings: Settings) -> Plan:
@@ -285,18 +292,24 @@ def write_words(settings: Settings) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", yaml.safe_dump(value).split("\n")[0])]
 
 
-def fit(config_file: str | None, overrides: list[str], size: int, launch: LaunchArguments | None = None) -> Fit:
+def fit(
+    config_file: str | None,
+    overrides: list[str],
+    size: int,
+    launch: LaunchArguments | None = None,
+    built: Built | None = None,
+) -> Fit:
     """Find the cheapest settings with which a run fits.
 
     Args:
-        config_file, overrides, launch: see [`~diffusion_grpo.planning.plan.plan`].
+        config_file, overrides, launch, built: see [`~diffusion_grpo.planning.plan.plan`].
         size: bytes of the accelerator's memory.
 
     Raises:
         ValueError: the run would refuse the settings as they are, or its memory cannot be planned.
     """
     usable = count_usable(size)
-    search = Search(config_file, overrides, launch, usable)
+    search = Search(config_file, overrides, launch, usable, built)
     made = search.plan({})
     if not any(item.phase == UPDATE for item in made.memory):
         raise ValueError(" ".join(["The memory of this run cannot be planned, so nothing is fitted.", *made.notes]))

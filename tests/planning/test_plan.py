@@ -1,6 +1,7 @@
 """The plan is what happens: its bytes are those that a run really allocates, its counts those of the run."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_pipelines import build
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
 from transformers import TrainerCallback
 
+from benchmarks.real_sizes import write_model
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
@@ -153,6 +155,36 @@ def test_every_example_is_planned_on_a_machine_without_an_accelerator(file, tmp_
         assert not any("without weights" in note for note in made.notes)
     else:
         assert "is not here" in made.notes[0]
+
+
+CARDS = {  # examples for a card of 24 GB: the sizes that they are planned at
+    "flux": "FLUX.1-dev",
+    "qwen_image": "Qwen-Image",
+    "sd35_large": "SD3.5-L",
+    "sdxl": "SDXL",
+    "wan21": "Wan2.1-1.3B",
+    "wan22_ti2v": "Wan2.2-TI2V-5B",
+}
+QUICK = "wan22_ti2v"
+AT_CARD = [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in CARDS]
+
+
+def test_every_file_for_one_card_is_planned():
+    assert {path.stem for path in EXAMPLES.glob("24gb/*.yaml")} == CARDS.keys()
+
+
+@pytest.mark.parametrize("name", AT_CARD)
+def test_examples_for_one_card_take_what_they_say(name, tmp_path, monkeypatch):
+    """At real sizes: at most 22 GiB, and as much as the first lines of the file say."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    file = EXAMPLES / "24gb" / f"{name}.yaml"
+    folder = write_model(CARDS[name], tmp_path / "model")
+    made = plan(str(file), ["--output_dir", str(tmp_path / "run"), "--model", str(folder)])
+    said = re.search(r"# Planned: at most ([\d.]+) GiB", file.read_text()).group(1)
+    assert f"{made.total.accelerator / 2**30:.1f}" == said
+    assert float(said) <= 22 and not made.notes
+    phases = {item.phase for item in made.memory}
+    assert phases >= {"preparing", "denoising", "decoding", "update"}
 
 
 @pytest.mark.parametrize(
