@@ -1,0 +1,117 @@
+"""Say in docs/models what fits on cards of 24, 48 and 80 GB, as `diffusion-grpo plan --fit` finds it.
+
+    python -m benchmarks.card_sizes            # all pages; about five minutes on one CPU core
+    python -m benchmarks.card_sizes FLUX.1-dev
+
+Each table is between two comments of a page. The models have their published sizes and no weights
+(`real_sizes.py`); the runs are those of examples/24gb with one sample per micro-batch, gradient checkpointing and no
+other memory setting.
+"""
+
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from diffusion_grpo.config.parse import read_yaml
+from diffusion_grpo.planning.fit import Fit, fit
+from diffusion_grpo.planning.plan import Built
+
+from .real_sizes import write_model
+
+ROOT = Path(__file__).parent.parent
+CARDS = (24, 48, 80)  # GiB
+REMOVED = ("cache_prompt_embeds", "quantization", "decode_batch_size", "use_peft", "ema_decay", "ema_update_interval")
+PLAIN = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 16,
+    "steps_per_generation": 16,
+    "beta": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a page.
+
+    Attributes:
+        page: of docs/models.
+        example: of examples/24gb.
+        size: in words.
+        settings: over those of the example.
+    """
+
+    page: str
+    example: str
+    size: str
+    settings: dict[str, int]
+
+
+SQUARE = {"height": 1024, "width": 1024}
+CASES = {  # by the name of the model in `real_sizes.py`
+    "FLUX.1-dev": Case("flux", "flux", "1024 px", SQUARE),
+    "SD3.5-M": Case("sd3", "sd35_large", "1024 px", SQUARE),
+    "SD3.5-L": Case("sd3", "sd35_large", "1024 px", SQUARE),
+    "SDXL": Case("stable_diffusion", "sdxl", "1024 px", SQUARE),
+    "Qwen-Image": Case("qwen_image", "qwen_image", "1024 px", SQUARE),
+    "Wan2.1-1.3B": Case("wan", "wan21", "480p, 33 frames", {}),
+    "Wan2.2-TI2V-5B": Case("wan", "wan22_ti2v", "480p, 33 frames", {}),
+}
+
+
+def fit_case(name: str, is_lora: bool) -> list[Fit]:
+    """Find what fits on each card."""
+    case, built = CASES[name], Built()
+    example = read_yaml(str(ROOT / "examples" / "24gb" / f"{case.example}.yaml"))
+    settings = {key: value for key, value in example.items() if key not in REMOVED and (is_lora or "lora_" not in key)}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        own = {"model": str(write_model(name, Path(folder) / "model")), "use_peft": is_lora}
+        config.write_text(yaml.safe_dump(settings | PLAIN | case.settings | own))
+        return [fit(str(config), [], size * 2**30, built=built) for size in CARDS]
+
+
+def describe(found: Fit) -> str:
+    """Say in a cell of a table how a run fits."""
+    most = f"{found.after.accelerator / 2**30:.1f} GiB"
+    if not found.fits:
+        return f"no; the least is {most}"
+    chosen = [f"`{name}: {str(value).lower()}`" for name, value in found.settings.items() if value]
+    return f"{most}: {', '.join(chosen) or 'as it is'}"
+
+
+def make_table(name: str, lora: list[Fit], full: list[Fit]) -> str:
+    """Return the Markdown of a model's table."""
+    head = f"| {name}, {CASES[name].size} | LoRA | all weights |\n|---|---|---|\n"
+    rows = zip(CARDS, lora, full, strict=True)
+    return head + "".join(f"| {card} GB | {describe(one)} | {describe(other)} |\n" for card, one, other in rows)
+
+
+def replace_table(text: str, name: str, table: str) -> str:
+    """Put a table between its comments in the text of a page.
+
+    Raises:
+        ValueError: the page has no such comments.
+    """
+    pattern = rf"(<!-- sizes: {re.escape(name)} -->\n\n).*?(\n<!-- end -->)"
+    changed, count = re.subn(pattern, lambda match: match[1] + table + match[2], text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"There are {count} places for the sizes of {name}; expected one.")
+    return changed
+
+
+def main(names: list[str]) -> None:
+    """Write the tables of some models, or of all."""
+    for name in names or CASES:
+        page = ROOT / "docs" / "models" / f"{CASES[name].page}.md"
+        table = make_table(name, fit_case(name, is_lora=True), fit_case(name, is_lora=False))
+        page.write_text(replace_table(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+        print(table, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

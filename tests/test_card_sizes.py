@@ -1,0 +1,63 @@
+"""The tables of what fits on one card are on their pages, and are what the plan says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.card_sizes import CARDS, CASES, describe, fit_case, make_table, replace_table
+from diffusion_grpo.planning.fit import Choice, Fit
+from diffusion_grpo.planning.memory import Memory
+
+ROOT = Path(__file__).parent.parent
+
+
+def read_page(name):
+    return (ROOT / "docs" / "models" / f"{CASES[name].page}.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_page_has_its_table(name):
+    """With a row per card; a larger card needs no more settings and takes all that a smaller one does."""
+    table = re.search(rf"<!-- sizes: {re.escape(name)} -->\n\n(.*?)\n<!-- end -->", read_page(name), re.DOTALL)[1]
+    rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"{card} GB" for card in CARDS]
+    for column in (1, 2):
+        settings = [row[column].count("`") for row in rows if not row[column].startswith("no")]
+        assert settings == sorted(settings, reverse=True)
+        for row, card in zip(rows, CARDS, strict=True):
+            is_fitting = float(re.search(r"([\d.]+) GiB", row[column])[1]) <= 0.92 * card
+            assert is_fitting == (not row[column].startswith("no"))
+
+
+def test_a_table_says_what_fits_and_how():
+    before, after = Memory("most at a time", 50 * 2**30), Memory("most at a time", 20 * 2**30)
+    chosen = Fit(
+        24, 22 * 2**30, before, after, [Choice("4-bit weights", {"load_in_4bit": True, "load_in_8bit": False})]
+    )
+    assert describe(chosen) == "20.0 GiB: `load_in_4bit: true`"
+    assert describe(Fit(80, 73 * 2**30, before, before)) == "50.0 GiB: as it is"
+    assert describe(Fit(24, 22 * 2**30, before, before)) == "no; the least is 50.0 GiB"
+    table = make_table("SDXL", [chosen] * 3, [chosen] * 3)
+    page = "above\n<!-- sizes: SDXL -->\n\nold\n\n<!-- end -->\nbelow"
+    written = replace_table(page, "SDXL", table)
+    assert table in written and "old" not in written and written.startswith("above") and written.endswith("below")
+    assert replace_table(written, "SDXL", table) == written
+    with pytest.raises(ValueError, match="There are 0 places for the sizes of FLUX.1-dev"):
+        replace_table(page, "FLUX.1-dev", table)
+
+
+@pytest.mark.slow
+def test_a_table_is_what_the_plan_says(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    name = "Wan2.2-TI2V-5B"
+    assert make_table(name, fit_case(name, is_lora=True), fit_case(name, is_lora=False)) in read_page(name)
+
+
+def test_the_page_on_memory_says_what_the_examples_say():
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    for file in (ROOT / "examples" / "24gb").glob("*.yaml"):
+        said = re.search(r"# Planned: at most ([\d.]+) GiB", file.read_text())[1]
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{file.name}`"))
+        cells = row.strip("| ").split(" | ")
+        assert cells[-1] == said == f"{max(map(float, cells[3:7])):.1f}"
