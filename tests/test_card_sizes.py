@@ -58,6 +58,6 @@ def test_the_page_on_memory_says_what_the_examples_say():
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     for file in (ROOT / "examples" / "24gb").glob("*.yaml"):
         said = re.search(r"# Planned: at most ([\d.]+) GiB", file.read_text())[1]
-        row = next(line for line in page.splitlines() if line.startswith(f"| `{file.name}`"))
+        row = next(line for line in page.splitlines() if line.startswith(f"| `24gb/{file.name}`"))
         cells = row.strip("| ").split(" | ")
         assert cells[-1] == said == f"{max(map(float, cells[3:7])):.1f}"
