@@ -18,13 +18,11 @@ def read_page(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_page_has_its_table(name):
-    """With a row per card; a larger card needs no more settings and takes all that a smaller one does."""
+    """With a row per card; what is said to fit leaves the reserve free, and the rest does not."""
     table = re.search(rf"<!-- sizes: {re.escape(name)} -->\n\n(.*?)\n<!-- end -->", read_page(name), re.DOTALL)[1]
     rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
     assert [row[0] for row in rows] == [f"{card} GB" for card in CARDS]
     for column in (1, 2):
-        settings = [row[column].count("`") for row in rows if not row[column].startswith("no")]
-        assert settings == sorted(settings, reverse=True)
         for row, card in zip(rows, CARDS, strict=True):
             is_fitting = float(re.search(r"([\d.]+) GiB", row[column])[1]) <= 0.92 * card + 0.05  # as rounded
             assert is_fitting == (not row[column].startswith("no"))
