@@ -16,7 +16,7 @@ from diffusion_grpo.rollout.reference import AdapterReference, CopiedReference
         ({"loss_type": "nft"}, AdapterReference, {"old_policy"}),
         ({"advantage_estimator": "gae", "offload_frozen": "cpu"}, AdapterReference, {"values", "offload"}),
     ],
-    ids=str,
+    ids=["LoRA", "full", "full, average", "old policy", "value model, offload"],  # a set has no order to be named by
 )
 def test_the_settings_say_what_stands_beside_the_policy(tmp_path, settings, reference, found):
     learner = trainer_for(tmp_path, **settings).learner
