@@ -27,6 +27,7 @@ from ..policy.rollout import Policy, Trajectory, replay, rollout
 from ..policy.token_process import TokenTrajectory, pack_bits
 from .live_bytes import LiveBytes
 from .repeats import Run, count_repeats, shorten
+from .weightless import forget_conversions
 
 ENCODING, DENOISING, DECODING, UPDATE = "encoding", "denoising", "decoding", "update"  # phases of a run
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
@@ -96,11 +97,13 @@ def _measure_steps(
     settings = {"seeds": range(samples), "num_inference_steps": args.num_inference_steps, "steps": [[0]] * samples}
     watch = PhaseWatch(policy)
     watch.reset()
+    forget_conversions(mode)
     with watch.watching(), count_repeats(runs, watch.live), _draw_without_weights(policy, mode):
         try:
             _, trajectory = rollout(policy, inputs, **settings)
         except Exception:  # not every pipeline decodes tensors without values
             watch.reset()
+            forget_conversions(mode)
             _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
     update = measure_update(policy, mode, inputs, trajectory, runs)
     per_step, per_sample = count_trajectory_bytes(trajectory)

@@ -126,6 +126,11 @@ def move_to_cpu(pipe: DiffusionPipeline, mode: FakeTensorMode) -> None:
             _replace(part, fake)
 
 
+def forget_conversions(mode: FakeTensorMode) -> None:
+    """Drop the mode's weak references to its tensors: a pipeline that casts its VAE could not swap the weights."""
+    mode.fake_tensor_converter.tensor_memo.clear()
+
+
 def _replace(part: nn.Module, new: Callable[[str, Tensor], Tensor]) -> None:
     """Replace each weight and buffer. Tied tensors stay tied."""
     made: dict[int, tuple[Tensor, Tensor]] = {}

@@ -32,7 +32,11 @@ LIMIT = 60  # seconds within which the others must end, on a busy machine
         ("reward", "RewardError: .*'fragile' raised ValueError: the scorer is out"),
         ("loss", "NonFiniteError: .*The loss of update 2 is nan; the weights were not updated"),
         ("ratio", "RatioError: .*The first ratio after a rollout is off by 5.0e-01"),
-        ("late", "RatioError: .*The first ratio after a rollout is off by 5.0e-01"),
+        pytest.param(
+            "late",
+            "RatioError: .*The first ratio after a rollout is off by 5.0e-01",
+            marks=pytest.mark.distributed,
+        ),
     ],
 )
 def test_an_error_of_one_process_is_that_of_all(tmp_path, where, words):

@@ -198,7 +198,7 @@ def test_engines_learn_of_the_cpu_from_the_settings(use_cpu, added, monkeypatch)
     ("mode", "trace"),
     [
         pytest.param(None, "rng_state_1.pth", marks=pytest.mark.distributed),
-        ("fsdp2", "optimizer"),
+        pytest.param("fsdp2", "optimizer", marks=pytest.mark.distributed),
         pytest.param("zero2", "global_step2", marks=pytest.mark.distributed),
     ],
 )

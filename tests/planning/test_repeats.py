@@ -85,9 +85,10 @@ def deepen(tmp_path, name, **settings):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("qwen_image", {"gradient_checkpointing": True}),  # gradients of one pass wait for those of the other
+        # gradients of one pass wait for those of the other
+        pytest.param("qwen_image", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         ("sd3", {}),  # the last block is another
-        ("wan", {"gradient_checkpointing": True}),
+        pytest.param("wan", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
 def test_networks_are_measured_by_a_few_blocks(name, settings, tmp_path, monkeypatch):

@@ -275,6 +275,7 @@ def test_trainer_leaves_the_network_where_it_is(tmp_path):
     assert parameters == {id(parameter) for parameter in trainer.model.parameters() if parameter.requires_grad}
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_swapped(tmp_path):
     plain = trainer_for(tmp_path / "plain", max_steps=1)
     plain.train()

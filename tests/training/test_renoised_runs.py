@@ -299,7 +299,13 @@ FULL = WITHIN | {"lora": False, "sync_ref_model": True, "ref_model_sync_steps": 
 FULL |= {"learning_rate": 1e-4}
 
 
-@pytest.mark.parametrize("settings", [WITHIN | BEHIND, FULL | BEHIND], ids=["LoRA", "full, reference"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(WITHIN | BEHIND, id="LoRA"),
+        pytest.param(FULL | BEHIND, id="full, reference", marks=pytest.mark.slow),
+    ],
+)
 def test_nft_resumes_within_a_rollout_bit_for_bit(tmp_path, settings):
     whole = trainer_for(tmp_path / "whole", **settings)
     whole.train()

@@ -64,7 +64,9 @@ def unbroken(tmp_path_factory):
 
 
 # three moments, in different epochs: in the third rollout, in the fourth update, while the third checkpoint is written
-@pytest.mark.parametrize(("moment", "calls"), [("rollout", 5), ("update", 20), ("checkpoint", 2)])
+@pytest.mark.parametrize(
+    ("moment", "calls"), [("rollout", 5), pytest.param("update", 20, marks=pytest.mark.slow), ("checkpoint", 2)]
+)
 def test_sigkill_and_resume(tmp_path, unbroken, moment, calls):
     assert run(tmp_path, PLAIN, moment, calls) == -signal.SIGKILL
     half = [path.name for path in tmp_path.glob("tmp-*")]
@@ -94,7 +96,7 @@ def test_two_experts_trained_in_full_resume_exactly(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [WITHIN, FULL, DPPO, GUARD],
+    [WITHIN, FULL, pytest.param(DPPO, marks=pytest.mark.slow), pytest.param(GUARD, marks=pytest.mark.slow)],
     ids=["within a rollout, EMA", "full, reference, best of n", "dppo, weighted steps", "guard, recorded means"],
 )
 def test_resume_from_every_checkpoint(tmp_path, settings):
