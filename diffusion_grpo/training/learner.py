@@ -52,9 +52,11 @@ class Learner:
 
     def add_value_parameters(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         """Give the value model, if there is one, a group of its own in the optimizer, once."""
-        parameters = [] if self.values is None else list(self.values.parameters())
+        if self.values is None:  # an optimizer that DeepSpeed's configuration describes has no groups yet
+            return
+        parameters = list(self.values.parameters())
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if parameters and id(parameters[0]) not in known:
+        if id(parameters[0]) not in known:
             optimizer.add_param_group({"params": parameters, "lr": learning_rate, "weight_decay": 0.0})
 
     def show_policy(self) -> None:

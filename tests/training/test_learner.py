@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils import DummyOptim
 from tiny_runs import trained_weights, trainer_for
 
 from diffusion_grpo.rollout.reference import AdapterReference, CopiedReference
@@ -23,6 +24,12 @@ def test_the_settings_say_what_stands_beside_the_policy(tmp_path, settings, refe
     assert type(learner.reference) is (reference or type(None))
     optional = {name for name in ("average", "old_policy", "values", "offload") if getattr(learner, name) is not None}
     assert optional == found
+
+
+def test_without_a_value_model_the_optimizer_is_left_alone(tmp_path):
+    """Of an optimizer in DeepSpeed's configuration accelerate makes a placeholder, which has no groups."""
+    parameters = list(torch.nn.Linear(1, 1).parameters())
+    trainer_for(tmp_path).learner.add_value_parameters(DummyOptim(parameters), 0.2)
 
 
 def test_a_value_model_gets_one_group_with_its_own_learning_rate(tmp_path):
