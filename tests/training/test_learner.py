@@ -28,8 +28,10 @@ def test_the_settings_say_what_stands_beside_the_policy(tmp_path, settings, refe
 
 def test_without_a_value_model_the_optimizer_is_left_alone(tmp_path):
     """Of an optimizer in DeepSpeed's configuration accelerate makes a placeholder, which has no groups."""
-    parameters = list(torch.nn.Linear(1, 1).parameters())
-    trainer_for(tmp_path).learner.add_value_parameters(DummyOptim(parameters), 0.2)
+    placeholder = DummyOptim(list(torch.nn.Linear(1, 1).parameters()))
+    before = dict(vars(placeholder))
+    trainer_for(tmp_path).learner.add_value_parameters(placeholder, 0.2)
+    assert vars(placeholder) == before
 
 
 def test_a_value_model_gets_one_group_with_its_own_learning_rate(tmp_path):
