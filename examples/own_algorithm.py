@@ -27,10 +27,10 @@ class Reinforce(Algorithm):
 
     def loss(self, policy: Policy, reference: Reference | None, part: Part, step: int) -> PassOutput:
         """Compute one pass; the drift is the difference from the log-probability that the rollout recorded."""
-        now = policy.replay(part.inputs, part.trajectory, step)
+        now = policy.replay(**part.replay_arguments(step))
         loss = -(part.advantage(step).to(now.log_prob) / self.temperature * now.log_prob).sum()
         if self.beta > 0:
-            other = reference.replay(part.inputs, part.trajectory, step)
+            other = reference.replay(**part.replay_arguments(step))
             loss = loss + self.beta * ((now.mean - other.mean) ** 2).sum()
         drift = (now.log_prob.detach() - part.recorded_log_prob(step).to(now.log_prob)).abs().max()
         return PassOutput(loss, {"reinforce/log_prob": now.log_prob.mean().item()}, float(drift))

@@ -27,7 +27,11 @@ class Reference(Protocol):
     """The frozen policy that an algorithm compares with."""
 
     def replay(
-        self, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory, step: int
+        self,
+        inputs: dict[str, Any],
+        trajectory: Trajectory | TokenTrajectory,
+        step: int,
+        sources: Tensor | None = None,
     ) -> StepDistribution | TokenDistribution:
         """Score one recorded step under the reference, without gradient."""
 
@@ -139,7 +143,7 @@ class Algorithm(Protocol):
         ...     def passes(self, batch):
         ...         return batch.part_passes(take_turns=False)
         ...     def loss(self, policy, reference, part, step):
-        ...         now = policy.replay(part.inputs, part.trajectory, step)
+        ...         now = policy.replay(**part.replay_arguments(step))
         ...         return PassOutput(-(part.advantage(step).to(now.log_prob) * now.log_prob).sum(), {})
         >>> Reinforce(beta=0.0).needs
         'trajectory'

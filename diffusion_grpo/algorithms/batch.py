@@ -80,6 +80,26 @@ class Part:
         """Return the log-probability at one step as the rollout recorded it, for samples that all train on it."""
         return self.trajectory.log_probs[self.trajectory.steps == step]
 
+    def replay_arguments(self, step: int) -> dict[str, Any]:
+        """Return the arguments of `policy.replay` for samples that all train on a step.
+
+        Those that shared the step's network call in the rollout share it again: one forward and one backward pass
+        serve them all.
+        """
+        whole = {"inputs": self.inputs, "trajectory": self.trajectory, "step": step}
+        if self.trajectory.shared_steps is None:
+            return whole
+        seeds, shared = self.trajectory.initial_seeds.tolist(), (self.trajectory.shared_steps == step).tolist()
+        callers = [seed if is_shared else ("own", row) for row, (seed, is_shared) in enumerate(zip(seeds, shared))]
+        numbers = {caller: number for number, caller in enumerate(dict.fromkeys(callers))}
+        if len(numbers) == len(self):
+            return whole
+        rows = [self.rows[callers.index(caller)] for caller in numbers]
+        return whole | {
+            "inputs": self.make_inputs(rows),
+            "sources": torch.tensor([numbers[caller] for caller in callers]),
+        }
+
     def old_log_prob(self, step: int) -> Tensor:
         """Return the ratio's denominator at one step, (batch,), for samples that all train on it."""
         return self.old_log_probs[self.trajectory.steps == step]

@@ -73,9 +73,9 @@ class GRPO(Algorithm):
 
     def loss(self, policy: "Policy", reference: Reference | None, part: Part, step: int) -> PassOutput:
         """Replay one step; `drift` is how far its ratio to the rollout is from 1."""
-        inputs = part.inputs
-        distant = reference.replay(inputs, part.trajectory, step) if self.beta > 0 else None
-        now = policy.replay(inputs, part.trajectory, step)
+        arguments = part.replay_arguments(step)
+        distant = reference.replay(**arguments) if self.beta > 0 else None
+        now = policy.replay(**arguments)
         output = sum_loss(
             self.step_loss,
             LossInputs(

@@ -308,12 +308,6 @@ def _check_branches(args: Sizes) -> None:
             f"branches={args.branches} lets samples share the steps before their first noisy one, but all steps draw "
             "noise; set deterministic_outside_window=True."
         )
-    if args.window[0] == 0:
-        raise ValueError(
-            f"branches={args.branches} lets samples share the steps before their first noisy one, but sde_window "
-            f"{list(args.window)} starts at step 0; let it start later, or use same_initial_noise, which shares the "
-            "initial latent alone."
-        )
     if args.same_initial_noise and args.branches != args.num_generations:
         raise ValueError(
             f"same_initial_noise=True gives a prompt one initial latent, and branches={args.branches} gives it "

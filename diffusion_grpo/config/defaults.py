@@ -70,10 +70,27 @@ class Sizes:
         return self.permute_steps or self.sde_window_order == "per_prompt"
 
     @property
-    def shared_steps(self) -> float:
-        """How many steps samples with one initial latent share, on average over the windows; 0 without branches."""
+    def latent_sharing(self) -> int:
+        """How many samples start from one initial latent."""
+        return self.num_generations if self.same_initial_noise else self.branches or 1
+
+    @property
+    def shares_calls(self) -> bool:
+        """Whether samples of one initial latent share the network calls up to their first noise.
+
+        A value model reads the conditions of each sample's calls, and re-noised samples draw no noise on the way.
+        """
+        is_recorded = not self.traits.is_renoised and self.advantage_estimator != "gae"
+        return self.latent_sharing > 1 and is_recorded
+
+    @property
+    def shared_calls(self) -> float:
+        """How many network calls samples of one initial latent share in a rollout, on average over the windows."""
+        if not self.shares_calls:
+            return 0.0
         start, stop = self.window
-        return 0.0 if self.branches is None else (start + stop - (self.sde_window_size or stop - start)) / 2
+        before = (start + stop - (self.sde_window_size or stop - start)) / 2
+        return 1.0 + (before if self.deterministic_outside_window else 0.0)
 
     @property
     def batch_sizes(self) -> BatchSizes:

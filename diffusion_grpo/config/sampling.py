@@ -61,15 +61,19 @@ class SamplingSettings:
         },
     )
     same_initial_noise: bool = field(
-        default=False, metadata={"help": "Start all samples of a prompt from one initial latent."}
+        default=False,
+        metadata={
+            "help": "Start all samples of a prompt from one initial latent. What they do before their first noise is "
+            "then computed once for all of them, and trained on in one pass."
+        },
     )
     branches: int | None = field(
         default=None,
         metadata={
-            "help": "Samples that share one initial latent and all steps before their first noisy one, which are "
+            "help": "Samples that share one initial latent and all network calls before their first noise, which are "
             "computed once for all of them (TempFlow-GRPO: num_generations 24 and branches 6 are 4 latents of 6 "
-            "branches). Must divide num_generations; needs deterministic_outside_window and an sde_window that "
-            "starts after step 0. By default samples share no steps."
+            "branches). Must divide num_generations; needs deterministic_outside_window. By default each sample has "
+            "an initial latent of its own, or with same_initial_noise each prompt."
         },
     )
     best_of_n: int | None = field(

@@ -370,8 +370,10 @@ def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Meas
     """
     one, update = (1.0, 1.0) if counted is None else (counted.evaluations, counted.update_evaluations)
     steps, iterations = batches.trained_steps, args.num_iterations
-    saved = args.shared_steps * (1 - 1 / (args.branches or 1))  # of the steps that branches share each takes a part
-    rollout = one * (batches.num_inference_steps - saved)
+    rollout = one * (batches.num_inference_steps - args.shared_calls * (1 - 1 / args.latent_sharing))
+    if args.shares_calls:  # the last of these is trained on, unless a sample draws its steps among more
+        together = min(args.latent_sharing, args.per_device_train_batch_size)
+        steps -= (args.timestep_fraction if args.permute_steps else 1.0) * (1 - 1 / together)
     found = {"in one step": one, "rollout": rollout, "update, with gradient": update * steps * iterations}
     if counted is not None and counted.tokens:
         scores = {"scores of the rollout's tokens": 1.0, "update, with gradient": iterations}

@@ -87,6 +87,7 @@ class Policy(ABC):
         trajectory: Trajectory | TokenTrajectory,
         step: int,
         forwards: Sequence[Callable] | None = None,
+        sources: Tensor | None = None,
     ) -> StepDistribution | TokenDistribution:
         """Score one recorded step; see [`~diffusion_grpo.policy.rollout.replay`]."""
 

@@ -176,14 +176,16 @@ class DenoisingPolicy(Policy):
         trajectory: Trajectory,
         step: int,
         forwards: Sequence[Callable] | None = None,
+        sources: Tensor | None = None,
     ) -> StepDistribution:
-        """Score one recorded step under the networks as they are now.
+        """Score one recorded step under the networks as they are now; see [`~diffusion_grpo.policy.rollout.replay`].
 
         Args:
             inputs: the keyword arguments of the rollout for the same samples.
             trajectory: of these samples, each with `step` among its trained steps.
             step: index of the step in the loop.
             forwards: used in place of the networks' own forwards, one per network.
+            sources: (batch,) int64, the row of `inputs` that each sample shares; None where each has its own.
 
         Raises:
             ValueError: the step was not recorded for all samples.
@@ -193,13 +195,15 @@ class DenoisingPolicy(Policy):
             raise ValueError(
                 f"step {step} was recorded for {len(rows)} of {len(trajectory)} samples; select those first."
             )
+        firsts = slice(None) if sources is None else first_of_each(sources)
         teacher = Teacher(
             step,
-            trajectory.latents[rows, columns],
+            trajectory.latents[rows, columns][firsts],
             trajectory.next_latents[rows, columns],
             trajectory.noise_level,
-            trajectory.initial_seeds,
-            trajectory.tokens,
+            trajectory.initial_seeds[firsts],
+            None if trajectory.tokens is None else trajectory.tokens[firsts],
+            sources,
         )
         self._call_until_scored(teacher, inputs, trajectory.num_inference_steps, forwards)
         if teacher.scored is None:
@@ -466,6 +470,15 @@ def _make_scheduler(pipe: DiffusionPipeline, sde_type: str, log_prob_type: str) 
             "pipelines whose call alone makes a sample can be trained."
         )
     return stochastic_scheduler(original, sde_type, log_prob_type)
+
+
+def first_of_each(sources: Tensor) -> Tensor:
+    """Return for each row that samples share the index of the first sample that does.
+
+    Args:
+        sources: (batch,) int64, rows from 0 to their number.
+    """
+    return torch.stack([(sources == row).nonzero()[0, 0] for row in range(int(sources.max()) + 1)])
 
 
 def _stop(*args: Any, **kwargs: Any) -> NoReturn:

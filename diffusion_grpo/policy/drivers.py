@@ -5,6 +5,7 @@ with. The recorder makes a `Trajectory`, the teacher the `StepDistribution` of o
 `Prediction`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -315,23 +316,24 @@ def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
 
 
 class PrefixDriver(Driver):
-    """Drives the first steps of a loop, without noise, and keeps the latent that they lead to.
+    """Drives the first steps of a loop, without noise; keeps the latent that they lead to, and the next prediction.
 
     Args:
         length: number of steps.
         initial_seeds: (batch,) int64.
-        device: where the latent is kept.
+        device: where latent and prediction are kept.
     """
 
     def __init__(self, length: int, initial_seeds: Tensor, device: str | torch.device):
         super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
         self.length, self.device = length, device
         self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
+        self.predictions: list[Tensor] = []  # in step `length`, for each scheduler
         self.found: Prefix | None = None
 
     @property
     def needs_network(self) -> bool:
-        return self.current < self.length
+        return self.current <= self.length
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         if self.length >= scheduler.loop_length - 1:
@@ -339,16 +341,31 @@ class PrefixDriver(Driver):
                 f"The pipeline takes {scheduler.loop_length} steps, so samples cannot branch at step {self.length}, "
                 "which must come before the last; choose an earlier one (sde_window)."
             )
-        self.enter(scheduler, index)
-        if index == self.length:  # only now has each of several schedulers taken the steps before
-            parts = [part[: self.count].float() for part in self.left.values()]
-            tokens = None if self.tokens is None else self.tokens.to(self.device)
-            self.found = Prefix(_join(parts).to(self.device), self.initial_seeds, self.length, tokens)
+        if index > self.length:  # only now has each of several schedulers its prediction
+            self.found = self._collect()
             raise StepScored
-        self.rows(sample)  # refuses a batch that does not divide
+        self.enter(scheduler, index)
+        copies = self.rows(sample)
+        if index == self.length:
+            self.left.setdefault(id(scheduler), sample.clone())  # of step 0 the initial latent
+            if copies == 1 and not scheduler.gets_more_of_network:
+                self.predictions.append(prediction.flatten(1))
+            return sample
         latents = scheduler.deterministic(prediction, timestep, sample)
         self.left[id(scheduler)] = latents.clone()
         return latents
+
+    def _collect(self) -> Prefix:
+        latents = _join([part[: self.count].float() for part in self.left.values()])
+        # not where the pipeline keeps both halves of guidance, or hands the scheduler more than the prediction
+        is_shared = len(self.predictions) == len(self.left)
+        return Prefix(
+            latents.to(self.device),
+            self.initial_seeds,
+            self.length,
+            torch.cat(self.predictions, dim=1).to(self.device) if is_shared else None,
+            None if self.tokens is None else self.tokens.to(self.device),
+        )
 
 
 class Finisher(Driver):
@@ -415,7 +432,17 @@ def take_part(whole: Tensor, start: int, sample: Tensor, count: int) -> tuple[Te
 
 
 class Teacher(_Follower):
-    """Drives a replay: hands back what was recorded up to the replayed step, and scores that step."""
+    """Drives a replay: hands back what was recorded up to the replayed step, and scores that step.
+
+    Args:
+        index: the step.
+        latents: (calls, ...) what that step is handed.
+        next_latents: (batch, ...) what it left.
+        noise_level: of the process.
+        initial_seeds: (calls,) of the initial latents.
+        tokens: (calls, tokens) what a language model in the pipeline's call wrote, if there is one.
+        sources: (batch,) int64, the row of `latents` that each sample was handed; None where each has its own.
+    """
 
     def __init__(
         self,
@@ -425,9 +452,10 @@ class Teacher(_Follower):
         noise_level: float,
         initial_seeds: Tensor,
         tokens: Tensor | None = None,
+        sources: Tensor | None = None,
     ):
         super().__init__(index, latents, initial_seeds, tokens, noise_level)
-        self.next_latents, self.next_offset = next_latents, 0
+        self.next_latents, self.next_offset, self.sources = next_latents, 0, sources
         self.parts, self.means, self.stds = _Parts(), [], []
         self.scales: list[StepScale] = []
         self.predictions: list[Tensor] = []
@@ -439,11 +467,12 @@ class Teacher(_Follower):
         if index < self.index:
             return self.hand_over(index, sample)
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
-        next_latents, self.next_offset = take_part(self.next_latents, self.next_offset, sample, self.count)
+        next_latents, self.next_offset = take_part(self.next_latents, self.next_offset, sample, len(self.next_latents))
         next_latents = next_latents.to(device=mean.device, dtype=torch.float32)
-        mean, std = _first_rows((mean, std), sample, self.count)
-        self.scales.append(scheduler.scale(timestep, sample, self.noise_level, self.count))
-        self.predictions.append(scheduler.drop_variance(prediction, sample)[: self.count].detach())
+        mean, std = map(self._spread, _first_rows((mean, std), sample, self.count))
+        scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
+        self.scales.append(StepScale(*map(self._spread, (scale.std, scale.jacobian, scale.moving))))
+        self.predictions.append(self._spread(scheduler.drop_variance(prediction, sample)[: self.count].detach()))
         self.parts.add(sample, next_latents, scheduler.log_prob(next_latents, mean, std))
         self.means.append(mean)
         self.stds.append(std)
@@ -453,9 +482,16 @@ class Teacher(_Follower):
             raise StepScored
         return sample  # another scheduler steps the other part
 
+    def _spread(self, values: Tensor) -> Tensor:
+        """Return what has one row per call of the network with one row per sample."""
+        is_spread = self.sources is not None and values.ndim > 0 and len(values) == self.count
+        return values[self.sources.to(values.device)] if is_spread else values
+
 
 class BranchRecorder(Recorder):
     """Drives a rollout that begins where a prefix has ended: without the network up to there, then as `Recorder`.
+
+    The first step that its samples take themselves uses the prefix's prediction, if it has one.
 
     Args:
         prefix: of the samples, one row each.
@@ -464,14 +500,15 @@ class BranchRecorder(Recorder):
 
     def __init__(self, prefix: Prefix, *settings: Any):
         super().__init__(*settings)
-        self.tokens, self.length = prefix.tokens, prefix.length
+        self.tokens, self.length, self.prediction = prefix.tokens, prefix.length, prefix.prediction
+        self._offset = 0  # into that prediction, where a step moves several latents
         self._follower = _Follower(
             prefix.length, prefix.latents, prefix.initial_seeds, prefix.tokens, self.noise_level
         )
 
     @property
     def needs_network(self) -> bool:
-        return self.current >= self.length
+        return self.current >= self.length + (self.prediction is not None)
 
     def _begin(self, scheduler: StochasticScheduler) -> None:
         super()._begin(scheduler)
@@ -483,6 +520,8 @@ class BranchRecorder(Recorder):
             )
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if index == self.length and self.prediction is not None:
+            prediction = self._take_prediction(prediction)
         if index >= self.length:
             return super().step(scheduler, index, prediction, timestep, sample)
         if self.loop_length is None:
@@ -493,6 +532,17 @@ class BranchRecorder(Recorder):
         latents = self._follower.hand_over(index, sample)
         self.left[id(scheduler)] = latents.clone()
         return latents
+
+    def _take_prediction(self, blank: Tensor) -> Tensor:
+        """Return the prefix's prediction in the shape of what the pipeline made without its network."""
+        start, self._offset = self._offset, self._offset + blank[0].numel()
+        return self.prediction[:, start : self._offset].reshape(blank.shape).to(blank)
+
+    def trajectory(self, **settings) -> Trajectory:
+        found = super().trajectory(**settings)
+        if self.prediction is None:
+            return found
+        return dataclasses.replace(found, shared_steps=torch.full((self.count,), self.length, device=self.device))
 
 
 class Predictor(_Follower):

@@ -110,7 +110,7 @@ def rollout(
             the samples will be trained, 1 or later; by default all from 1. `noise_steps` and `noise_level` mean
             nothing then.
         prefix: from [`run_prefix`], one row per sample (rows may repeat, `prefix[[0, 0, 1]]`): the samples branch
-            there, and the network does not run for the steps before.
+            there, and the network runs neither for the steps before nor for the first step of the samples' own.
 
     Returns:
         the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
@@ -172,23 +172,24 @@ def run_prefix(
 ) -> Prefix:
     """Take the first steps of the loop without noise, for samples to branch from (TempFlow-GRPO).
 
-    Samples with one initial latent that draw no noise before step `length` need these steps once; `rollout` goes on
-    from there with `prefix`, at the same cost per step (https://huggingface.co/papers/2508.04324).
+    Samples with one initial latent that draw no noise before step `length` need these steps once. They also need the
+    network's prediction in step `length` once: it is made before the noise in which they first differ. `rollout` goes
+    on from there with `prefix`, and `replay` makes that call once too (https://huggingface.co/papers/2508.04324).
 
     Args:
         policy: as in [`rollout`].
         inputs: keyword arguments of the pipeline's `__call__`, with one entry per initial latent.
-        length: number of steps, at least 1; the loop must have two more.
+        length: number of steps; the loop must have two more. With 0 the samples share their first prediction alone.
         num_inference_steps: length of the loop.
         initial_seeds: one per initial latent.
-        device: where the latents are kept.
+        device: where latents and prediction are kept.
 
     Returns:
-        The latents after these steps, for the argument `prefix` of [`rollout`].
+        The latents after these steps and the next prediction, for the argument `prefix` of [`rollout`].
 
     Raises:
         UnsupportedPipeline: the policy draws tokens, or the loop is shorter.
-        ValueError: `length` is below 1.
+        ValueError: `length` is negative.
 
     Examples:
         >>> one = inputs | {"prompt": inputs["prompt"][:1]}
@@ -204,8 +205,8 @@ def run_prefix(
     policy = _as_policy(policy)
     if policy.draws_tokens:
         raise UnsupportedPipeline(BRANCHING_TOKENS.format(type(policy.pipe).__name__))
-    if length < 1:
-        raise ValueError(f"length must be at least 1 step for samples to share, got {length}.")
+    if length < 0:
+        raise ValueError(f"length must be at least 0 steps, got {length}.")
     settings = {"num_inference_steps": num_inference_steps, "initial_seeds": initial_seeds, "device": device}
     return policy.run_prefix(inputs, length, **settings)
 
@@ -227,15 +228,18 @@ def replay(
     trajectory: Trajectory | TokenTrajectory,
     step: int,
     forward: Callable | Sequence[Callable] | None = None,
+    sources: Sequence[int] | None = None,
 ) -> StepDistribution | TokenDistribution:
     """Score one recorded step under the network as it is now. Gradients flow where torch's grad mode lets them.
 
     Args:
         policy: as in [`rollout`].
-        inputs: the same keyword arguments for the same samples.
+        inputs: the same keyword arguments for the same samples; with `sources` one entry per call that they share.
         trajectory: of these samples, each with `step` among its trained steps.
         step: index of the step in the loop; of tokens the only one, 0.
         forward: used in place of the network's own forward, for example a reference model's; one per network.
+        sources: for samples that branch at this step, which of `inputs` each takes, one per sample: the network runs
+            once for all samples of an initial latent, forward and backward. By default each sample has its own.
 
     Returns:
         Mean, standard deviation and (batch,) log-probability of the step, float32.
@@ -251,7 +255,8 @@ def replay(
         >>> (-step.log_prob).sum().backward()  # with gradient
         >>> pipe.transformer.zero_grad()
     """
-    return _as_policy(policy).replay(inputs, trajectory, step, [forward] if callable(forward) else forward)
+    policy, rows = _as_policy(policy), None if sources is None else torch.as_tensor(sources, dtype=torch.int64)
+    return policy.replay(inputs, trajectory, step, [forward] if callable(forward) else forward, rows)
 
 
 def predict(

@@ -152,6 +152,12 @@ class StochasticScheduler:
         """Return the prediction without what belongs to no mean, such as a learned variance."""
         return prediction
 
+    @property
+    def gets_more_of_network(self) -> bool:
+        """Whether the pipeline hands the current step more that its network made than the prediction."""
+        given = (value for name, value in self.options.items() if name != "per_token_timesteps")
+        return any(torch.is_tensor(value) and value.ndim > 0 for value in given)  # others are times
+
     @torch.no_grad()
     def scale(self, timestep: Any, sample: Tensor, noise_level: float, count: int | None = None) -> StepScale:
         """Measure how far a step's noise and its prediction reach; neither depends on the prediction.

@@ -105,8 +105,12 @@ class TokenPolicy(Policy):
         trajectory: TokenTrajectory,
         step: int,
         forwards: Sequence[Callable] | None = None,
+        sources: Tensor | None = None,
     ) -> TokenDistribution:
-        """Score the recorded tokens; see [`~diffusion_grpo.policy.rollout.replay`]. Their only step is 0."""
+        """Score the recorded tokens; see [`~diffusion_grpo.policy.rollout.replay`].
+
+        Their only step is 0, and no samples share it: `sources` is None.
+        """
         arguments = self.call_arguments(inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
         scored: list[Tensor] = []
         here = trajectory.to(self.network.device)

@@ -155,6 +155,7 @@ class TokenTrajectory(SampleTensors):
     temperature: float
     step_weights: ClassVar[None] = None  # there is one step
     means: ClassVar[None] = None
+    shared_steps: ClassVar[None] = None
 
     @classmethod
     def cat(cls, parts: Sequence["TokenTrajectory"]) -> "TokenTrajectory":

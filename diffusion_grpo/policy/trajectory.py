@@ -83,6 +83,8 @@ class Trajectory(SampleTensors):
         step_weights: (batch, steps) float32, factors of the policy term; None where all are 1.
         means: (batch, steps, ...) float32, mean of each trained step under the policy that rolled out; None where no
             loss asks for it.
+        shared_steps: (batch,) int64, the step whose network call a sample shared with all samples of its initial
+            latent; None where each made its own.
 
     Examples:
         >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
@@ -101,6 +103,7 @@ class Trajectory(SampleTensors):
     tokens: Tensor | None = None
     step_weights: Tensor | None = None
     means: Tensor | None = None
+    shared_steps: Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -125,7 +128,8 @@ class CleanSamples(SampleTensors):
         (torch.Size([2, 6, 8, 24]), [[1, 2, 3], [1, 2, 3]])
     """
 
-    step_weights: ClassVar[None] = None  # only recorded steps have weights
+    step_weights: ClassVar[None] = None  # only recorded steps have weights,
+    shared_steps: ClassVar[None] = None  # and only their network calls are shared
 
     latents: Tensor
     steps: Tensor
@@ -223,10 +227,12 @@ class Prefix(SampleTensors):
     """Where the first steps of a loop, taken without noise, have led: what samples branch from.
 
     Attributes:
-        latents: (batch, ...) float32, output of step `length` - 1; where a step moves several latents, all of them,
-            flattened one after the other.
+        latents: (batch, ...) float32, output of step `length` - 1, or the initial latent; where a step moves several
+            latents, all of them, flattened one after the other.
         initial_seeds: (batch,) int64, seed of each initial latent.
         length: number of steps taken.
+        prediction: (batch, numbers) what the pipeline hands to the scheduler in step `length`, which is the same for
+            all samples that branch there, flattened; None where each sample makes that network call itself.
         tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
 
     Examples:
@@ -239,6 +245,7 @@ class Prefix(SampleTensors):
     latents: Tensor
     initial_seeds: Tensor
     length: int
+    prediction: Tensor | None = None
     tokens: Tensor | None = None
 
     def __len__(self) -> int:

@@ -208,8 +208,9 @@ class RolloutGenerator:
         is_decoded = self._writer.kept.saves_all(step) or not all(map(takes_only_latents, rewards))
         trajectories: list = [None] * len(rows)
         calls, prefix_of = self.inputs.calls(rows), None
-        if plan.prefix_lengths is not None:
-            calls, prefix_of = split_by_length(calls, plan.prefix_lengths), self._take_shared_steps(rows, plan)
+        if plan.prefix_lengths is not None and self._may_share_calls:
+            calls = split_by_length(calls, plan.prefix_lengths)
+            prefix_of = self._take_shared_steps(rows, calls, plan)
         for indices, is_own in self._backend.equalize_outside_updates(calls):
             latents = [] if takes_latents else None
             images, trajectory = rollout(
@@ -238,12 +239,21 @@ class RolloutGenerator:
                 trajectories[index] = trajectory[[number]]
         return type(trajectories[0]).align(trajectories)
 
-    def _take_shared_steps(self, rows: Rows, plan: RolloutPlan) -> Callable[[list[int]], Prefix]:
+    @property
+    def _may_share_calls(self) -> bool:
+        """Whether what is equal in the inputs of samples is equal in the network's calls; always so for branches."""
+        policy = self._policy
+        return self._plan.branches is not None or not (policy.draws_tokens or policy.draws_globally)
+
+    def _take_shared_steps(
+        self, rows: Rows, calls: list[list[int]], plan: RolloutPlan
+    ) -> Callable[[list[int]], Prefix]:
         return compute_prefixes(
             self._policy,
             self.inputs,
             self._backend,
             rows,
+            calls,
             initial_seeds=plan.initial_seeds,
             lengths=plan.prefix_lengths,
             num_inference_steps=self._plan.num_inference_steps,

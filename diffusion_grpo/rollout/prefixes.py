@@ -1,4 +1,4 @@
-"""Steps that samples share because they start from one initial latent and draw no noise yet: taken once for all."""
+"""What samples share because they start from one initial latent and draw no noise yet: computed once for all."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,19 +21,24 @@ def compute_prefixes(
     inputs: PipelineInputs,
     backend: DistributedBackend,
     rows: Rows,
+    calls: Calls,
     *,
     initial_seeds: Tensor,
     lengths: list[int],
     num_inference_steps: int,
     device: str | torch.device,
 ) -> Callable[[list[int]], Prefix]:
-    """Take the shared steps of a process's samples once per initial latent, several latents in a call.
+    """Take the shared steps of a process's samples once per initial latent, and predict the next.
+
+    The latents of a call of the rollout share a call here too. A replay of the same samples makes the same call, so
+    that its prediction is the same bit for bit.
 
     Args:
         policy: takes the steps.
-        inputs: of the pipeline's calls, and how large these are.
+        inputs: of the pipeline's calls.
         backend: keeps processes in step.
         rows: one dataset row per sample; samples of one initial latent have the same.
+        calls: of the rollout, as indices of samples; all of a call share equally many steps.
         initial_seeds: `(samples,)` int64, equal where samples share their initial latent.
         lengths: number of shared steps of each sample.
         num_inference_steps: length of the loop.
@@ -42,13 +47,13 @@ def compute_prefixes(
     Returns:
         a function from the indices of samples, of one length, to their prefixes.
     """
-    seeds = initial_seeds.tolist()
-    first_of = {seed: index for index, seed in reversed(list(enumerate(seeds)))}
-    firsts = sorted(first_of.values())
-    calls = split_by_length(inputs.calls([rows[index] for index in firsts]), [lengths[index] for index in firsts])
+    seeds, first_of, shared = initial_seeds.tolist(), {}, []
+    for call in calls:
+        new = {seeds[index]: index for index in reversed(call) if seeds[index] not in first_of}
+        first_of |= new
+        shared += [sorted(new.values())] if new else []
     found: dict[int, Prefix] = {}
-    for call, _ in backend.equalize_outside_updates(calls):  # a repeated call gives the same latents
-        indices = [firsts[number] for number in call]
+    for indices, _ in backend.equalize_outside_updates(shared):  # a repeated call gives the same latents
         prefix = run_prefix(
             policy,
             inputs([rows[index] for index in indices]),

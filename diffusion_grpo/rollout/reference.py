@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
 from ..distributed.backend import DistributedBackend
 from ..distributed.weights import TrainedWeights
@@ -34,11 +34,15 @@ class AdapterReference:
 
     @torch.no_grad()
     def replay(
-        self, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory, step: int
+        self,
+        inputs: dict[str, Any],
+        trajectory: Trajectory | TokenTrajectory,
+        step: int,
+        sources: Tensor | None = None,
     ) -> StepDistribution | TokenDistribution:
-        """Score one recorded step under the reference."""
+        """Score one recorded step under the reference; see [`~diffusion_grpo.policy.rollout.replay`]."""
         with disable_adapters(self._model):
-            return self._policy.replay(inputs, trajectory, step)
+            return self._policy.replay(inputs, trajectory, step, sources=sources)
 
     @torch.no_grad()
     def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:
@@ -90,11 +94,15 @@ class CopiedReference:
 
     @torch.no_grad()
     def replay(
-        self, inputs: dict[str, Any], trajectory: Trajectory | TokenTrajectory, step: int
+        self,
+        inputs: dict[str, Any],
+        trajectory: Trajectory | TokenTrajectory,
+        step: int,
+        sources: Tensor | None = None,
     ) -> StepDistribution | TokenDistribution:
-        """Score one recorded step under the reference."""
+        """Score one recorded step under the reference; see [`~diffusion_grpo.policy.rollout.replay`]."""
         with self._load():
-            return self._policy.replay(inputs, trajectory, step, self._forwards())
+            return self._policy.replay(inputs, trajectory, step, self._forwards(), sources)
 
     @torch.no_grad()
     def denoise(self, inputs: dict[str, Any], samples: CleanSamples, step: int) -> Denoised:

@@ -2,13 +2,12 @@
 on re-noised samples."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..algorithms.base import Reference
-from ..algorithms.batch import MicroBatch, Rows
+from ..algorithms.batch import MicroBatch, Part, Rows
 from ..algorithms.losses import kl_divergence
 from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
@@ -58,15 +57,20 @@ class Replays:
                 means[index][0, column] = mean.view_as(means[index][0, column]).to(means[index])
             return now.log_prob
 
-        return self._measure(batch, lambda places, *step: measure(self._policy.replay(*step), places)), means
+        return self._measure(
+            batch, lambda places, part, step: measure(self._policy.replay(**part.replay_arguments(step)), places)
+        ), means
 
     def anchor_clean(self, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
         """Return (batch, steps) minus the denoising error of the re-noised samples, and no means."""
-        return self._measure(batch, lambda places, *step: -self._policy.denoise(*step).error()), []
+        return self._measure(batch, lambda places, part, step: self._error(part, step)), []
 
     def anchor_one_pass(self, batch: MicroBatch) -> Tensor:
         """Return (batch, steps) minus the denoising error where the first pass measures it, NaN elsewhere."""
-        return self._measure(batch, lambda places, *step: -self._policy.denoise(*step).error(), passes=1)
+        return self._measure(batch, lambda places, part, step: self._error(part, step), passes=1)
+
+    def _error(self, part: Part, step: int) -> Tensor:
+        return -self._policy.denoise(part.inputs, part.trajectory, step).error()
 
     @torch.no_grad()
     def predict_clean(self, batch: MicroBatch) -> list[Tensor]:
@@ -91,7 +95,7 @@ class Replays:
 
     def divergences(self, batch: MicroBatch) -> Tensor:
         """Return (batch, steps) KL divergence of the current policy from the reference."""
-        return self._measure(batch, lambda places, *step: self._divergence(*step))
+        return self._measure(batch, lambda places, part, step: self._divergence(part, step))
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
         """Return (samples, steps) KL divergence from the reference, in the batches of the rollout."""
@@ -99,16 +103,17 @@ class Replays:
         buffer = RolloutBuffer(rows, samples, advantages, self._inputs, self.batch_size, seed=0)
         return torch.cat([self.divergences(buffer.part(chunk)) for chunk in buffer.chunks()])
 
-    def _divergence(self, inputs: dict[str, Any], trajectory: Trajectory, step: int) -> Tensor:
-        now = self._policy.replay(inputs, trajectory, step)
-        return kl_divergence(now.mean, self._reference.replay(inputs, trajectory, step).mean, now.std)
+    def _divergence(self, part: Part, step: int) -> Tensor:
+        arguments = part.replay_arguments(step)
+        now = self._policy.replay(**arguments)
+        return kl_divergence(now.mean, self._reference.replay(**arguments).mean, now.std)
 
     @torch.no_grad()
     def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor], passes: int | None = None) -> Tensor:
         """Return (batch, steps) the results of `measure` at each trained step, or at those of the first passes.
 
         It gets where each sample's result belongs, as its index in the micro-batch and the column of the step; then
-        inputs, trajectory and step.
+        the samples that train on the step, and the step.
         """
         values = torch.full_like(batch.old_log_probs, torch.nan)
         parts = batch.parts
@@ -118,7 +123,7 @@ class Replays:
             found = values[indices]
             where = whole.trajectory.steps == step
             places = [(indices[row], column) for row, column in where.nonzero().tolist()]
-            found[where] = measure(places, part.inputs, part.trajectory, step).to(found)
+            found[where] = measure(places, part, step).to(found)
             values[indices] = found
         return values
 

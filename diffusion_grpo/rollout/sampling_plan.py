@@ -18,8 +18,8 @@ class RolloutPlan:
         initial_seeds: (samples,) int64, for the initial latent.
         steps: trained steps of each sample.
         noise_steps: steps of each sample that draw noise; None for all but the last.
-        prefix_lengths: number of steps that each sample shares with all samples of its initial latent; None where
-            each takes all steps itself.
+        prefix_lengths: number of steps that each sample shares with all samples of its initial latent; they share
+            the network's call in the step after these too. None where each makes all calls itself.
     """
 
     seeds: Tensor
@@ -48,8 +48,8 @@ class SamplingPlan:
         timestep_fraction: share of the window's steps that is trained.
         permute_steps: whether each sample draws its own trained steps.
         same_initial_noise: whether all samples of a prompt start from the same initial latent.
-        branches: number of samples that share an initial latent and all steps before their first noisy one; None
-            for samples that share nothing.
+        branches: number of samples that share an initial latent; None for samples with one each.
+        shares_calls: whether samples of one initial latent share the network calls up to their first noise.
         deterministic_outside_window: whether steps outside the window draw no noise.
         is_renoised: whether finished samples are noised again: the drawn steps are spread over the window then, one
             from each of as many equal parts.
@@ -68,6 +68,7 @@ class SamplingPlan:
     updates_per_rollout: int = 1
     same_initial_noise: bool = False
     branches: int | None = None
+    shares_calls: bool = False
     deterministic_outside_window: bool = False
     is_renoised: bool = False
     shares_noise: bool = False
@@ -117,8 +118,14 @@ class SamplingPlan:
             torch.tensor([self._initial_seed(generation, position) for position in drawn]),
             steps,
             [range(*window) for window in windows] if self.deterministic_outside_window else None,
-            [start for start, _ in windows] if self.branches is not None else None,
+            self._count_shared_steps(windows),
         )
+
+    def _count_shared_steps(self, windows: list[tuple[int, int]]) -> list[int] | None:
+        """Return the number of steps before each sample's first noise; None where nothing is shared."""
+        if not self.shares_calls:
+            return None
+        return [start if self.deterministic_outside_window else 0 for start, _ in windows]
 
     def _initial_seed(self, generation: int, position: int) -> int:
         if self.same_initial_noise:  # the seeds that this setting has always given

@@ -82,6 +82,7 @@ def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
         permute_steps=args.permute_steps,
         same_initial_noise=args.same_initial_noise,
         branches=args.branches,
+        shares_calls=args.shares_calls,
         deterministic_outside_window=args.deterministic_outside_window,
         is_renoised=args.traits.is_renoised,
         shares_noise=args.traits.shares_noise,

@@ -263,7 +263,7 @@ class Fixed:
     def __init__(self, now):
         self.now = now
 
-    def replay(self, *args):
+    def replay(self, **arguments):
         return self.now
 
 

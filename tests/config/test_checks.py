@@ -39,7 +39,6 @@ REFUSED = [
     ({"branches": 1}, "branches must be at least 2"),
     ({"branches": 6}, "branches=6 does not divide num_generations=16"),
     ({"branches": 4, "sde_window": [1, 4]}, "all steps draw noise; set deterministic_outside_window=True"),
-    ({"branches": 4, "deterministic_outside_window": True}, r"sde_window \[0, 9\] starts at step 0; let it start"),
     (BRANCHED | {"same_initial_noise": True}, "one initial latent, and branches=4 gives it 4; leave one of them out"),
     (BRANCHED | {"advantage_estimator": "gae"}, "conditions of each sample.*leave one of them out"),
     ({"loss_type": "gropo"}, "Did you mean 'grpo'"),

@@ -271,11 +271,25 @@ def test_passes_of_a_language_model_are_counted_in_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(("order", "size"), [("random", 2), ("sliding", 2), ("random", None)])
-def test_steps_that_branches_share_are_counted_once_for_all_of_them(order, size, tmp_path):
-    """On average over all places of the window."""
+def test_calls_that_branches_share_are_counted_once_for_all_of_them(order, size, tmp_path):
+    """On average over all places of the window; the last of them is trained on."""
     given = {"num_generations": 24, "branches": 6, "num_inference_steps": 10, "sde_window": [2, 8]}
     given |= {"sde_window_size": size, "sde_window_order": order, "deterministic_outside_window": True}
     args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, per_device_train_batch_size=24, **given)
     starts = [2] if size is None else [2, 3, 4, 5, 6]
-    expected = sum((24 // 6 * start + 24 * (10 - start)) / 24 for start in starts) / len(starts)
-    assert count_evaluations(args, Batches.of(args, None), None)["rollout"] == pytest.approx(expected)
+    expected = sum((24 // 6 * (start + 1) + 24 * (9 - start)) / 24 for start in starts) / len(starts)
+    batches = Batches.of(args, None)
+    found = count_evaluations(args, batches, None)
+    assert found["rollout"] == pytest.approx(expected)
+    assert found["update, with gradient"] == pytest.approx(batches.trained_steps - 5 / 6)
+
+
+@pytest.mark.parametrize(("is_silent", "size", "trained"), [(True, 24, 1 / 8), (False, 4, 1 + 1 / 4)])
+def test_samples_of_one_latent_are_counted_once_in_their_first_call(is_silent, size, trained, tmp_path):
+    """In the update at most the samples of a micro-batch share it."""
+    given = {"num_generations": 8, "num_inference_steps": 4, "sde_window": [0, 1 if is_silent else 2]}
+    given |= {"same_initial_noise": True, "deterministic_outside_window": is_silent, "gradient_accumulation_steps": 6}
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, per_device_train_batch_size=size, **given)
+    found = count_evaluations(args, Batches.of(args, None), None)
+    assert found["rollout"] == pytest.approx(1 / 8 + 3)
+    assert found["update, with gradient"] == pytest.approx(trained)

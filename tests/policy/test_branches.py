@@ -14,10 +14,20 @@ KINDS += ["wan", "wan_experts", "ltx2", "sana"]
 SEEDS, STEPS = [1, 2], 5
 
 
-def ratio_error(policy, inputs, trajectory):
-    """Largest |ratio - 1| over all samples and steps."""
-    found = [replay(policy, inputs, trajectory, step).log_prob.detach() for step in trajectory.steps[0].tolist()]
+def ratio_error(policy, inputs, trajectory, owners):
+    """Largest |ratio - 1| over all samples and steps, where those of one initial latent share a call again."""
+    shared = -1 if trajectory.shared_steps is None else int(trajectory.shared_steps[0])
+    found = []
+    for step in trajectory.steps[0].tolist():
+        calls = {"inputs": once(inputs, owners), "sources": owners} if step == shared else {"inputs": inputs}
+        found.append(replay(policy, trajectory=trajectory, step=step, **calls).log_prob.detach())
     return (torch.stack(found, 1) - trajectory.log_probs).expm1().abs().max().item()
+
+
+def once(inputs, owners):
+    """The inputs of a call with one sample per initial latent."""
+    return {key: pick(value, len(owners), [owners.index(one) for one in range(max(owners) + 1)])
+            for key, value in inputs.items()}  # fmt: skip
 
 
 def alike(name, count):
@@ -85,17 +95,15 @@ def test_noisy_steps_that_do_not_fit_are_refused(noise_steps, steps, match):
 
 def branch(policy, inputs, owners, length, **settings):
     """Roll out samples that branch from as many initial latents as `owners` names, and the same without sharing."""
-    latents = max(owners) + 1
-    once = {key: pick(value, len(owners), range(latents)) for key, value in inputs.items()}
-    initial = torch.arange(100, 100 + latents)
+    initial = torch.arange(100, 101 + max(owners))
     rolled = {"seeds": range(len(owners)), "initial_seeds": initial[list(owners)], "num_inference_steps": STEPS}
     rolled |= {"noise_steps": range(length, STEPS - 1), "steps": [list(range(length, STEPS - 1))] * len(owners)}
-    prefix = run_prefix(policy, once, length, num_inference_steps=STEPS, initial_seeds=initial)
+    prefix = run_prefix(policy, once(inputs, owners), length, num_inference_steps=STEPS, initial_seeds=initial)
     shared = rollout(policy, inputs, prefix=prefix[list(owners)], **rolled | settings)
     return shared, rollout(policy, inputs, **rolled | settings)
 
 
-@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("length", [0, 1, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_in_one_geometry_branches_are_the_samples_to_the_last_bit(name, length):
     """As many initial latents as samples, so that the prefix passes the network in the same batch."""
@@ -104,19 +112,22 @@ def test_in_one_geometry_branches_are_the_samples_to_the_last_bit(name, length):
     (_, shared), (_, apart) = branch(policy, inputs, [0, 1], length)
     for field in ("latents", "next_latents", "log_probs", "initial_seeds"):
         assert torch.equal(getattr(shared, field), getattr(apart, field)), field
-    assert ratio_error(policy, inputs, shared) == 0.0
+    assert (shared.shared_steps is None) == (name == "cosmos")  # which hands its scheduler a clean sample as well
+    assert ratio_error(policy, inputs, shared, [0, 1]) == 0.0
 
 
+@pytest.mark.parametrize("length", [0, 2])
 @pytest.mark.parametrize("name", ["sd3", "sd15", "svd", "wan", "ltx2"])
-def test_branches_share_a_start_and_replay_exactly(name):
+def test_branches_share_a_start_and_replay_exactly(name, length):
     policy, inputs = alike(name, 4)
-    (_, shared), (_, apart) = branch(policy, inputs, [0, 0, 1, 1], 2)
+    (_, shared), (_, apart) = branch(policy, inputs, [0, 0, 1, 1], length)
     starts = shared.latents[:, 0].flatten(1)
     assert torch.equal(starts[0], starts[1]) and torch.equal(starts[2], starts[3])
     assert not torch.allclose(starts[0], starts[2])
     assert len(torch.unique(shared.next_latents[:, 0].flatten(1), dim=0)) == 4
     torch.testing.assert_close(shared.latents, apart.latents, rtol=1e-4, atol=1e-4)
-    assert ratio_error(policy, inputs, shared) == 0.0
+    assert shared.shared_steps.tolist() == [length] * 4
+    assert ratio_error(policy, inputs, shared, [0, 0, 1, 1]) == 0.0
 
 
 def test_finished_samples_are_as_without_sharing():
@@ -141,7 +152,7 @@ def test_branches_give_their_latents():
 
 @pytest.mark.parametrize("name", ["sd3", "wan", "ltx2"])
 def test_shared_steps_pass_the_network_once_for_all_branches(name):
-    """T_prefix for each initial latent and T - T_prefix for each sample, in place of T for each sample."""
+    """T_prefix + 1 calls for each initial latent and the others for each sample, in place of T for each sample."""
     policy, inputs = alike(name, 6)
     owners, length = [0, 0, 0, 1, 1, 1], 3
     branch(policy, inputs, owners, length)  # outputs of the skipped steps have known shapes from here on
@@ -149,9 +160,10 @@ def test_shared_steps_pass_the_network_once_for_all_branches(name):
     passes = []
     linear.register_forward_hook(lambda module, args, output: passes.append(len(output)))
     branch(policy, inputs, owners, length)
-    halves = sum(passes) // (2 * length + 6 * (STEPS - length) + 6 * STEPS)  # of guidance, in one pass or in two
+    expected = 2 * (length + 1) + 6 * (STEPS - length - 1) + 6 * STEPS
+    halves = sum(passes) // expected  # of guidance, in one pass or in two
     assert halves in (1, 2)
-    assert sum(passes) == halves * (2 * length + 6 * (STEPS - length) + 6 * STEPS)
+    assert sum(passes) == halves * expected
     assert sorted(set(passes)) == sorted({count * (1 if name == "wan" else halves) for count in (2, 6)})
 
 
@@ -160,13 +172,45 @@ def test_a_prefix_of_tokens_and_latents_goes_on_with_its_tokens():
     policy, inputs = alike("glm_image", 4)
     (_, shared), (_, apart) = branch(policy, inputs, [0, 0, 1, 1], 2)
     assert torch.equal(shared.tokens, apart.tokens) and torch.equal(shared.tokens[0], shared.tokens[1])
-    assert ratio_error(policy, inputs, shared) == 0.0
+    assert ratio_error(policy, inputs, shared, [0, 0, 1, 1]) == 0.0
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd15", "wan", "ltx2"])
+def test_one_pass_trains_all_branches_of_a_latent(name):
+    """The gradient of the samples' weighted log-probabilities, with one row of the network for each latent."""
+    policy, inputs = alike(name, 6)
+    owners, weights = [0, 0, 0, 1, 1, 1], torch.tensor([1.0, -0.5, 0.3, -1.2, 0.7, 0.4])
+    (_, trajectory), _ = branch(policy, inputs, owners, 1)
+    linear = next(module for module in policy.network.modules() if isinstance(module, torch.nn.Linear))
+    rows = []
+    hook = linear.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+
+    def measure(**calls):
+        policy.network.zero_grad()
+        rows.clear()
+        step = replay(policy, trajectory=trajectory, step=1, **calls)
+        (step.log_prob * weights.to(step.log_prob)).sum().backward()
+        return (
+            step,
+            torch.cat([p.grad.flatten() for p in policy.network.parameters() if p.grad is not None]),
+            sum(rows),
+        )
+
+    together, gradient, few = measure(inputs=once(inputs, owners), sources=owners)
+    apart, expected, many = measure(inputs=inputs)
+    hook.remove()
+    assert many == 3 * few
+    for field in ("mean", "log_prob", "prediction"):
+        torch.testing.assert_close(getattr(together, field), getattr(apart, field), rtol=1e-4, atol=1e-4)
+    for field in ("std", "jacobian", "moving"):
+        assert torch.equal(getattr(together.scale, field), getattr(apart.scale, field)), field
+    assert (gradient - expected).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize(
     ("length", "change", "error", "match"),
     [
-        (0, {}, ValueError, "at least 1 step"),
+        (-1, {}, ValueError, "at least 0 steps"),
         (4, {}, UnsupportedPipeline, "takes 5 steps, so samples cannot branch at step 4"),
         (2, {"initial_seeds": [7, 8]}, ValueError, r"initial seeds \[100, 101\], the samples \[7, 8\]"),
         (2, {"noise_steps": [1, 2, 3]}, ValueError, "branch at step 2 cannot draw noise in step 1"),

@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_runs import brightness, first_frame_brightness, logged, trained_weights, trainer_for
 
+from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.trajectory import Prefix
 from diffusion_grpo.rollout import prefixes
 from diffusion_grpo.rollout.prefixes import compute_prefixes, split_by_length
@@ -14,22 +16,20 @@ def test_calls_are_split_where_samples_branch_at_different_steps():
     assert split_by_length([[0, 1, 2], [3, 4]], [2, 3, 2, 1, 1]) == [[0, 2], [1], [3, 4]]
 
 
-class Inputs:
-    """Two samples in a call; the arguments of a call are its rows."""
-
-    def calls(self, rows):
-        return [list(range(start, min(start + 2, len(rows)))) for start in range(0, len(rows), 2)]
-
-    def __call__(self, rows):
-        return {"rows": rows}
-
-
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([[0, 1, 2, 3], [4]], [(["a", "b"], [7, 8]), (["c"], [9])]),  # as a replay of these calls
+        ([[0], [1, 2], [3], [4]], [(["a"], [7]), (["b"], [8]), (["c"], [9])]),  # a latent in several calls
+    ],
+)
 @pytest.mark.parametrize("repeats", [0, 1])
-def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(monkeypatch, repeats):
+def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(monkeypatch, repeats, calls, expected):
     asked = []
 
     def run(policy, inputs, length, *, num_inference_steps, initial_seeds, device):
-        asked.append((inputs["rows"], length, initial_seeds.tolist()))
+        assert length == 2
+        asked.append((inputs["rows"], initial_seeds.tolist()))
         return Prefix(initial_seeds[:, None].float(), initial_seeds, length)
 
     monkeypatch.setattr(prefixes, "run_prefix", run)
@@ -39,14 +39,75 @@ def test_each_initial_latent_is_computed_once_and_each_sample_finds_its_own(monk
     )
     find = compute_prefixes(
         None,
-        Inputs(),
+        lambda rows: {"rows": rows},
         backend,
         ["a", "a", "b", "b", "c"],
+        calls,
         initial_seeds=torch.tensor([7, 7, 8, 8, 9]),
-        lengths=[1, 1, 2, 2, 1],
+        lengths=[2] * 5,
         num_inference_steps=4,
         device="cpu",
     )
-    calls = [(["a"], 1, [7]), (["b"], 2, [8]), (["c"], 1, [9])]
-    assert asked == calls + calls[-1:] * repeats
-    assert find([1, 0, 4]).latents.flatten().tolist() == [7.0, 7.0, 9.0] and find([3]).length == 2
+    assert asked == expected + expected[-1:] * repeats
+    assert find([1, 0, 4]).latents.flatten().tolist() == [7.0, 7.0, 9.0]
+
+
+# In training
+
+SILENT = {"deterministic_outside_window": True}
+ONE_LATENT = {"same_initial_noise": True}
+SHARING = {  # settings, and which of the three trained steps pass once for all samples of an initial latent
+    "the first step": (ONE_LATENT | SILENT | {"sde_window": [0, 1]}, (4,)),
+    "all steps": (ONE_LATENT, (4, 1, 1)),
+    "a later step, with reference": (ONE_LATENT | SILENT | {"sde_window": [1, 3], "beta": 0.1}, (4, 1)),
+    "branches": ({"branches": 2, "sde_window": [0, 2]} | SILENT, (2, 1)),
+    "two iterations": (ONE_LATENT | SILENT | {"sde_window": [0, 2], "num_iterations": 2, "max_steps": 4}, (4, 1)),
+    "replayed anchors": (ONE_LATENT | {"num_iterations": 2, "max_steps": 4, "old_log_prob": "replay"}, (4, 1, 1)),
+    "dppo": (ONE_LATENT | {"num_iterations": 2, "max_steps": 4, "loss_type": "dppo"}, (4, 1, 1)),
+    "divergence as reward": (ONE_LATENT | {"kl_reward": 0.1}, (4, 1, 1)),
+}
+
+
+def train(folder, name="sd3", draws_globally=False, **settings):
+    """A trained run, how far its weights moved, and how many rows its network passed with gradient."""
+    rewards = first_frame_brightness if name == "wan" else brightness
+    trainer = trainer_for(folder, name, rewards=rewards, optim="sgd", learning_rate=1.0, **settings)
+    trainer.policy.draws_globally |= draws_globally
+    before, rows = trained_weights(trainer), []
+    linear = next(part for part in trainer.policy.network.modules() if isinstance(part, torch.nn.Linear))
+    linear.register_forward_hook(
+        lambda module, args, output: rows.append(len(output)) if torch.is_grad_enabled() else None
+    )
+    trainer.train()
+    moved = {name: weight - before[name] for name, weight in trained_weights(trainer).items()}
+    return trainer, torch.cat([part.flatten() for part in moved.values()]), sum(rows)
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_sharing_calls_changes_nothing_but_their_number(tmp_path, monkeypatch, sharing):
+    settings, shares = SHARING[sharing]
+    together, moved, few = train(tmp_path / "together", **settings)
+    assert max(logged(together, "ratio/max_error")[:1]) == 0.0
+    monkeypatch.setattr(DiffusionGRPOConfig, "shares_calls", False)
+    apart, expected, many = train(tmp_path / "apart", **settings)
+    assert (moved - expected).norm() < 1e-3 * expected.norm() > 0
+    assert logged(together, "reward") == pytest.approx(logged(apart, "reward"), abs=1e-4)
+    assert few / many == pytest.approx(sum(1 / share for share in shares) / len(shares))
+
+
+@pytest.mark.parametrize("name", ["sd15", "wan", "flux"])
+def test_other_networks_share_calls_too(tmp_path, monkeypatch, name):
+    settings = ONE_LATENT | {"sde_window": [0, 2]} | SILENT
+    _, moved, few = train(tmp_path / "together", name, **settings)
+    monkeypatch.setattr(DiffusionGRPOConfig, "shares_calls", False)
+    _, expected, many = train(tmp_path / "apart", name, **settings)
+    assert (moved - expected).norm() < 1e-2 * expected.norm() > 0  # small rewards, whose rounding is scaled up
+    assert few / many == pytest.approx((1 / 4 + 1) / 2)
+
+
+def test_calls_that_may_differ_are_not_shared(tmp_path):
+    """What a pipeline draws from the global generator differs from row to row."""
+    settings = ONE_LATENT | {"sde_window": [0, 1]} | SILENT
+    _, _, few = train(tmp_path / "together", **settings)
+    _, _, many = train(tmp_path / "apart", draws_globally=True, **settings)
+    assert many == 4 * few

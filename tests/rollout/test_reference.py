@@ -18,7 +18,7 @@ class Policy:
     def __init__(self, network):
         self.network = network
 
-    def replay(self, inputs, trajectory, step, forwards=None):
+    def replay(self, inputs, trajectory, step, forwards=None, sources=None):
         assert not torch.is_grad_enabled()
         (forward,) = [self.network] if forwards is None else forwards
         return forward(inputs)

@@ -7,6 +7,7 @@ import torch
 from tiny_runs import brightness, first_frame_brightness, joined_trajectory, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
+from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.stochastic_steps import FlowSteps
 from diffusion_grpo.rollout.sampling_plan import SamplingPlan
@@ -158,11 +159,13 @@ def test_a_window_slides_from_the_start_to_the_end_and_again(updates_per_rollout
 
 
 def test_samples_of_a_branch_share_latent_and_window():
-    drawn = plan(branches=2, window_order="per_prompt").draw(0, torch.arange(16))
+    drawn = plan(branches=2, shares_calls=True, window_order="per_prompt").draw(0, torch.arange(16))
     assert drawn.initial_seeds[::2].equal(drawn.initial_seeds[1::2])
     assert len(drawn.initial_seeds.unique()) == 8 and len(drawn.seeds.unique()) == 16
     assert drawn.prefix_lengths == [steps.start for steps in drawn.noise_steps]
     assert plan().draw(0, torch.arange(16)).prefix_lengths is None
+    noisy = plan(branches=2, shares_calls=True, deterministic_outside_window=False).draw(0, torch.arange(16))
+    assert noisy.prefix_lengths == [0] * 16  # the first step draws noise: they share its prediction alone
     shared = plan(same_initial_noise=True).draw(0, torch.arange(16)).initial_seeds
     assert shared.equal(plan(same_initial_noise=True, branches=4).draw(0, torch.arange(16)).initial_seeds)
 
@@ -234,14 +237,14 @@ def passes_of_a_rollout(folder, **settings):
 
 
 @pytest.mark.parametrize(("branches", "size"), [(2, 4), (4, 4), (4, 3)])
-def test_branches_pass_the_network_less_often_and_give_the_same_samples(tmp_path, branches, size):
-    """Of 8 samples with 6 steps the first 3 are passed once per initial latent, also where calls cut a group."""
+def test_branches_pass_the_network_less_often_and_give_the_same_samples(tmp_path, monkeypatch, branches, size):
+    """Of 8 samples with 6 steps the first 4 are passed once per initial latent, also where calls cut a group."""
     window = {"sde_window_order": "sliding", "sde_window": [3, 5], "rollout_batch_size": size}
-    same = {"same_initial_noise": True} if branches == 4 else {}
-    passes, shared = passes_of_a_rollout(tmp_path / "shared", branches=branches, **same, **window)
-    whole, apart = passes_of_a_rollout(tmp_path / "apart", **same, **window)
+    sharing = {"same_initial_noise": True} if branches == 4 else {"branches": branches}
+    passes, shared = passes_of_a_rollout(tmp_path / "shared", **sharing, **window)
+    monkeypatch.setattr(DiffusionGRPOConfig, "shares_calls", False)
+    whole, apart = passes_of_a_rollout(tmp_path / "apart", **sharing, **window)
     copies = whole // (8 * 6)  # of guidance
-    assert whole == copies * 8 * 6 and passes == copies * (8 // branches * 3 + 8 * 3)
-    if same:
-        assert torch.equal(shared.initial_seeds, apart.initial_seeds)
-        torch.testing.assert_close(shared.latents, apart.latents, rtol=1e-4, atol=1e-4)
+    assert whole == copies * 8 * 6 and passes == copies * (8 // branches * 4 + 8 * 2)
+    assert torch.equal(shared.initial_seeds, apart.initial_seeds)
+    torch.testing.assert_close(shared.latents, apart.latents, rtol=1e-4, atol=1e-4)
