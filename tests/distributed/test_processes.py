@@ -127,8 +127,10 @@ def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settin
     logs = [[entry for entry in report["log"] if "ratio/mean" in entry] for report in (alone, both)]
     assert len(logs[0]) == settings["max_steps"] and sorted(logs[0][0]) == sorted(logs[1][0].keys() - {"of_rank_1"})
     for one, other in zip(*logs, strict=True):
+        is_rounded = one.get("reward") != other.get("reward")  # one such pixel moves all advantages of its prompt
         for name in ("reward", "reward_std", "rewards/uneven/mean", "dark", "ratio/mean", "kl", "loss"):
-            assert one.get(name) == pytest.approx(other.get(name), abs=1e-4 if name == "loss" else 2e-5)
+            tolerance = (2e-3 if is_rounded else 1e-4) if name == "loss" else 2e-5
+            assert one.get(name) == pytest.approx(other.get(name), abs=tolerance)
     assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
     if settings is not CHOSEN:
         assert [entry.get("ratio/max_error", 0.0) for log in logs for entry in log] == [0.0] * 2 * len(logs[0])
