@@ -131,7 +131,8 @@ def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settin
         for name in ("reward", "reward_std", "rewards/uneven/mean", "dark", "ratio/mean", "kl", "loss"):
             tolerance = (2e-3 if is_rounded else 1e-4) if name == "loss" else 2e-5
             assert one.get(name) == pytest.approx(other.get(name), abs=tolerance)
-    assert max((weights[name] - together[name]).abs().max() for name in weights) < 1e-6
+    is_exact = logs[0][-1].get("reward") == logs[1][-1].get("reward")
+    assert max((weights[name] - together[name]).abs().max() for name in weights) < (1e-6 if is_exact else 1e-5)
     if settings is not CHOSEN:
         assert [entry.get("ratio/max_error", 0.0) for log in logs for entry in log] == [0.0] * 2 * len(logs[0])
     moved = rank_runs.first_weights(settings)
