@@ -12,20 +12,20 @@ BASELINE = "flow_grpo"
 START, END = "<!-- rows: written by --table -->", "<!-- end of rows -->"
 
 
-def read_rows(folder: Path, max_passes: float, tune_passes: float, max_updates: int | None) -> list[Row]:
+def read_rows(folder: Path, max_passes: float | None, max_updates: int | None) -> list[Row]:
     """Return the rows in a folder that have this budget, in the order of the recipes, learning rates and seeds.
 
     Args:
         folder: has a folder for each recipe.
-        max_passes, tune_passes: the budget of rows, and of those of tuning.
+        max_passes: the budget of rows; None for that of each recipe.
         max_updates: as in the rows.
     """
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/*.json")]
-    wanted = {"tune": (tune_passes, max_updates)}
+    own = {name: recipe.max_passes for name, recipe in RECIPES.items()}
     kept = [
         row
         for row in rows
-        if (row["max_passes"], row["max_updates"]) == wanted.get(row["phase"], (max_passes, max_updates))
+        if (row["max_passes"], row["max_updates"]) == (max_passes or own.get(row["recipe"]), max_updates)
     ]
     order = {name: place for place, name in enumerate(RECIPES)}
     return sorted(kept, key=lambda row: (order.get(row["recipe"], len(order)), row["learning_rate"], row["seed"]))
@@ -75,15 +75,17 @@ def _report_table(rows: list[Row]) -> list[str]:
     if not rows:
         return ["No row of this phase yet."]
     target = rows[0]["target"]
-    head = ["recipe", "learning rate", "passes per sample", "updates", "held-out reward at the end", "Tesseract"]
+    head = ["recipe", "learning rate", "passes per sample", "updates", "all passes"]
+    head += ["held-out reward at the end", "Tesseract"]
     head += [f"passes to {target:g}", "of Flow-GRPO's", "minutes"]
     lines = [_line(head), _line(["---"] * len(head))]
-    baseline = {row["seed"]: row["passes_to_target"] for row in rows if row["recipe"] == BASELINE}
+    baseline = {row["seed"]: row for row in rows if row["recipe"] == BASELINE}
     for name in dict.fromkeys(row["recipe"] for row in rows):
         own = [row for row in rows if row["recipe"] == name]
         reached = [row["passes_to_target"] for row in own]
         cells = [f"`{name}`", f"{own[0]['learning_rate']:g}", f"{own[0]['passes_per_sample']:.4g}"]
-        cells += [str(own[0]["updates"]), _list_ends(own, "reward"), _list_ends(own, "tesseract")]
+        cells += [str(own[0]["updates"]), f"{own[0]['passes']:.0f}"]
+        cells += [_list_ends(own, "reward"), _list_ends(own, "tesseract")]
         cells += [", ".join("–" if passes is None else f"{passes:.0f}" for passes in reached)]
         cells += [", ".join(format_share(row, baseline) for row in own)]
         lines.append(_line([*cells, f"{statistics.mean(row['seconds'] for row in own) / 60:.1f}"]))
@@ -103,14 +105,14 @@ def _list_ends(rows: list[Row], name: str) -> str:
     return f"{text} (guided {guided})" if guided else text
 
 
-def format_share(row: Row, baseline: dict[int, float | None]) -> str:
+def format_share(row: Row, baseline: dict[int, Row]) -> str:
     """Write a row's passes to the target as a share of those of Flow-GRPO with the same seed."""
     if row["passes_to_target"] is None or row["seed"] not in baseline:
         return "–"
-    passes = baseline[row["seed"]]
-    if passes is None:  # Flow-GRPO has not reached it within the budget
-        return f"< {row['passes_to_target'] / row['max_passes']:.3f}"
-    return f"{row['passes_to_target'] / passes:.3f}"
+    other = baseline[row["seed"]]
+    if other["passes_to_target"] is None:  # Flow-GRPO has not reached it within its budget
+        return f"< {row['passes_to_target'] / other['max_passes']:.3f}"
+    return f"{row['passes_to_target'] / other['passes_to_target']:.3f}"
 
 
 def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
@@ -119,14 +121,14 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
         scores, best = tune_scores(rows, name), choose_learning_rate(rows, name)
         cells = []
         for rate, found in scores.items():
-            text = f"{statistics.mean(found):.3f} ({min(found):.3f} to {max(found):.3f})" if found else "–"
+            text = f"{statistics.mean(found):.3f}" if found else "–"
             cells.append(f"**{text}**" if rate == best else text)
         lines.append(_line([f"`{name}`", *cells]))
     return [
         *lines,
         "",
-        "Each cell is the mean held-out reward over the budget's passes (the area under the curve), its mean over the",
-        "tuning seeds and their range. The best of a finished line is bold and is the learning rate that is reported.",
+        "Each cell is the mean held-out reward over the budget's passes (the area under the curve). The best of a",
+        "finished line is bold and is the learning rate that is reported.",
     ]
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from diffusion_grpo.config.source import config_fields, loss_names, process_names
 
 DEMO = "examples/demo.yaml"
-LEARNING_RATES = (2.75e-4, 5.5e-4, 1.1e-3, 2.2e-3)  # the same for each recipe, around the demo's
-TUNE_SEEDS, REPORT_SEEDS = (0, 1, 2), (3, 4, 5)
+LEARNING_RATES = (5.5e-4, 1.1e-3, 1.65e-3)  # the same for each recipe, around the demo's
+TUNE_SEEDS, REPORT_SEEDS = (0,), (3, 4, 5)
+SHORT, LONG = 148.0, 1480.0  # budgets: 40 updates of Flow-GRPO at 37 passes per sample, and a tenth of that
 
 # Read from the demo and left to no recipe, so that all train the same weights on the same prompts, groups and rewards
 SHARED = {
@@ -29,11 +30,13 @@ class Recipe:
         name: in the table, on the command line and in the rows' folder.
         summary: what it does, in one line.
         settings: what it changes in the demo's settings.
+        max_passes: its budget: network passes per sample of an update, summed over updates.
     """
 
     name: str
     summary: str
     settings: dict[str, Any]
+    max_passes: float = SHORT
 
 
 # Flow-GRPO's base script (2505.05470): every step but the last is stochastic and trained. Left out, since they cost
@@ -49,6 +52,7 @@ FLOW_GRPO = {
 HALF = FLOW_GRPO | {"sde_window": [0, 5], "deterministic_outside_window": True}  # only the first half may be trained
 TWO_UPDATES = {"steps_per_generation": 8}  # a rollout of two updates, each sample trained once
 FIRST_STEP = {"num_inference_steps": 6, "sde_window": [0, 1]}
+FIRST_OF_4 = {"num_inference_steps": 4, "sde_window": [0, 1]}
 
 # Algorithms on re-noised samples roll out without noise, and train at levels of the rollout's steps after the first
 CLEAN = {
@@ -64,19 +68,25 @@ SHORT_CLEAN = CLEAN | {"num_inference_steps": 6, "timestep_fraction": 0.6, "perm
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("flow_grpo", "Flow-GRPO as published, without guidance: 10 steps, 9 trained", FLOW_GRPO),
-        Recipe("flow_grpo_guided", "the same with guidance 4.5", FLOW_GRPO | {"guidance_scale": 4.5}),
+        Recipe("flow_grpo", "Flow-GRPO as published, without guidance: 10 steps, 9 trained", FLOW_GRPO, LONG),
+        Recipe("flow_grpo_guided", "the same with guidance 4.5", FLOW_GRPO | {"guidance_scale": 4.5}, LONG),
         Recipe(
             "flow_grpo_fast",
             "Flow-GRPO-Fast: 2 consecutive steps of the first 5, drawn for each rollout",
             HALF | {"sde_window_size": 2},
+            LONG,
         ),
         Recipe("demo", "examples/demo.yaml: 6 steps, the first 3 trained, shared initial noise", {}),
         Recipe("first_of_6", "the demo with the first of 6 steps trained", FIRST_STEP),
         Recipe(
             "first_of_4",
             "the demo with the first of 4 steps trained",
-            {"num_inference_steps": 4, "sde_window": [0, 1]},
+            FIRST_OF_4,
+        ),
+        Recipe(
+            "first_of_4_twice",
+            "the same, and each rollout trained on twice",
+            FIRST_OF_4 | {"num_iterations": 2},
         ),
         Recipe("first_two_of_6", "the demo with the first 2 of 6 steps trained", {"sde_window": [0, 2]}),
         # Step weights, processes and ratios on recorded steps
@@ -86,6 +96,7 @@ RECIPES = {
             FLOW_GRPO
             | {"sde_window": [1, 9], "sde_window_size": 1, "deterministic_outside_window": True, "branches": 4}
             | {"step_weight": "noise"},
+            LONG,
         ),
         Recipe("tempflow_tuned", "the demo with steps weighted by their noise", {"step_weight": "noise"}),
         Recipe(
@@ -99,6 +110,7 @@ RECIPES = {
                 "sde_window_order": "per_prompt",
             }
             | {"deterministic_outside_window": True, "step_weight": "velocity", "epsilon": 1e-3},
+            LONG,
         ),
         Recipe(
             "flash_tuned",
@@ -109,6 +121,7 @@ RECIPES = {
             "grpo_guard",
             "GRPO-Guard: normalized ratios, two updates per rollout",
             FLOW_GRPO | TWO_UPDATES | {"loss_type": "grpo_guard", "loss_kwargs": {"clip_range": 4e-6}},
+            LONG,
         ),
         Recipe(
             "grpo_guard_tuned",
@@ -119,6 +132,7 @@ RECIPES = {
             "precise",
             "the process of Precise at 1.5, on 9 of 10 steps",
             FLOW_GRPO | {"sde_type": "precise", "noise_level": 1.5},
+            LONG,
         ),
         Recipe(
             "precise_tuned",
@@ -132,6 +146,7 @@ RECIPES = {
             | TWO_UPDATES
             | {"sde_window_size": 3, "scale_rewards": "batch"}
             | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-5}},
+            LONG,
         ),
         Recipe(
             "dppo_tuned",
@@ -143,6 +158,7 @@ RECIPES = {
             "nft",
             "DiffusionNFT: 10 steps without noise, trained at 9 levels, with old policy and reference",
             CLEAN | {"loss_type": "nft", "beta": 1e-4, "loss_kwargs": {"strength": 1.0, "decay_max": 0.5}},
+            LONG,
         ),
         Recipe(
             "nft_tuned",
@@ -155,6 +171,7 @@ RECIPES = {
             CLEAN
             | {"num_inference_steps": 14, "sde_window": [1, 13], "timestep_fraction": 0.5, "permute_steps": True}
             | {"loss_type": "awm", "beta": 1e-3, "loss_kwargs": {"ema_beta": 1.0, "clip": 1.0}},
+            LONG,
         ),
         Recipe(
             "awm_tuned",
@@ -167,6 +184,7 @@ RECIPES = {
             CLEAN
             | {"sde_window": [1, 7], "timestep_fraction": 0.67, "permute_steps": True, "guidance_scale": 4.5}
             | {"loss_type": "dgpo", "loss_kwargs": {"preference_beta": 100.0}},
+            LONG,
         ),
         Recipe("dgpo_tuned", "6 steps without guidance, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dgpo"}),
         Recipe(
@@ -175,6 +193,7 @@ RECIPES = {
             CLEAN
             | {"timestep_fraction": 0.1, "permute_steps": True}
             | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 2000.0}},
+            LONG,
         ),
         Recipe("dpo_tuned", "6 steps without noise, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dpo"}),
     )

@@ -2,9 +2,10 @@
 Race recipes by what they learn per network pass: `make bench-recipes` writes docs/recipes/ and docs/recipes.md.
 
 Each recipe trains the embedded model with the demo's LoRA, prompts, groups, rewards and evaluation, until it has used
-up the same number of network passes. Every (recipe, learning rate, seed) is one run in a process of its own and one
-JSON file; a file that is there is not made again, so the race can be stopped and started at any time. First each
-recipe is tuned over the same learning rates (seeds 0 to 2), then its best one is reported (seeds 3 to 5).
+up its budget of network passes: what papers publish 1480, which is 40 updates of Flow-GRPO, the others a tenth of it.
+Every (recipe, learning rate, seed) is one run in a process of its own and one JSON file; a file that is there is not
+made again, so the race can be stopped and started at any time. First each recipe is tuned over the same learning rates
+(seed 0), then its best one is reported (seeds 3 to 5).
 """
 
 import argparse
@@ -19,6 +20,7 @@ from recipe_settings import LEARNING_RATES, RECIPES, REPORT_SEEDS, TUNE_SEEDS, R
 
 ROOT = Path(__file__).parent.parent
 SEEDS = {"tune": TUNE_SEEDS, "report": REPORT_SEEDS}
+EVALUATIONS = 8  # of a run, after the one before its first update
 SAME = ("settings", "max_passes", "max_updates", "eval_passes")  # of a row and of the run that would make it
 
 
@@ -45,14 +47,18 @@ def make_row(arguments: argparse.Namespace) -> None:
 
     name, rate, seed = arguments.row[0], float(arguments.row[1]), int(arguments.row[2])
     hide_loading_bars("tiny")
-    row = train_row(RECIPES[name], rate, seed, **budget(arguments, None))
+    row = train_row(RECIPES[name], rate, seed, **budget(arguments, RECIPES[name]))
     write_json(row_path(arguments.out, name, rate, seed), row)
 
 
-def budget(arguments: argparse.Namespace, phase: str | None) -> dict[str, Any]:
-    """Return the length of a run of a phase and how often it is evaluated."""
-    passes = arguments.tune_passes if phase == "tune" else arguments.max_passes
-    return {"max_passes": passes, "max_updates": arguments.max_updates, "eval_passes": arguments.eval_passes}
+def budget(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+    """Return the length of a run of a recipe and how often it is evaluated."""
+    passes = arguments.max_passes or recipe.max_passes
+    return {
+        "max_passes": passes,
+        "max_updates": arguments.max_updates,
+        "eval_passes": arguments.eval_passes or passes / EVALUATIONS,
+    }
 
 
 def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) -> list[str]:
@@ -72,25 +78,25 @@ def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) 
             rates = [best]
         for rate in rates:
             for seed in [seed for seed in SEEDS[phase] if seed in arguments.seeds]:
-                problems += run_row(recipe, rate, seed, phase, arguments)
+                problems += run_row(recipe, rate, seed, arguments)
     return problems
 
 
 def read_tuning(arguments: argparse.Namespace, recipe: Recipe) -> list[Row]:
     """Return the rows with which a recipe was tuned in this budget, as it is now."""
-    rows = read_rows(arguments.out, arguments.max_passes, arguments.tune_passes, arguments.max_updates)
+    rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
     return [row for row in rows if row["recipe"] == recipe.name and row["settings"] == recipe.settings]
 
 
-def run_row(recipe: Recipe, rate: float, seed: int, phase: str, arguments: argparse.Namespace) -> list[str]:
+def run_row(recipe: Recipe, rate: float, seed: int, arguments: argparse.Namespace) -> list[str]:
     """Make one row in a process of its own, unless it is there."""
-    path, length = row_path(arguments.out, recipe.name, rate, seed), budget(arguments, phase)
+    path, length = row_path(arguments.out, recipe.name, rate, seed), budget(arguments, recipe)
     if path.is_file():
         difference = find_difference(path, length | {"settings": recipe.settings})
         return [] if difference is None else [difference]
     print(f"{recipe.name}, learning rate {rate:g}, seed {seed}", flush=True)
     words = ["--row", recipe.name, f"{rate:g}", str(seed), "--out", str(arguments.out)]
-    words += [f"--max-passes={length['max_passes']:g}", f"--eval-passes={arguments.eval_passes:g}"]
+    words += [f"--max-passes={length['max_passes']:g}", f"--eval-passes={length['eval_passes']:g}"]
     words += [f"--max-updates={arguments.max_updates}"] if arguments.max_updates else []
     done = subprocess.run([sys.executable, __file__, *words])
     return [f"{path}: the run ended with exit code {done.returncode}"] if done.returncode else []
@@ -108,18 +114,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     every = [*TUNE_SEEDS, *REPORT_SEEDS]
     parser.add_argument("--seeds", type=numbers, default=every, help="of the phases' seeds only these; default: all")
     parser.add_argument("--row", nargs=3, metavar=("RECIPE", "RATE", "SEED"), help="train one row in this process")
-    help_text = "budget: network passes per sample of an update, summed over updates; default: %(default)g"
-    parser.add_argument("--max-passes", type=float, default=1480, help=help_text)
-    parser.add_argument("--tune-passes", type=float, help="budget of the tuning; default: as --max-passes")
+    help_text = "budget: network passes per sample of an update, summed over updates; default: each recipe's own"
+    parser.add_argument("--max-passes", type=float, help=help_text)
     parser.add_argument("--max-updates", type=int, help="end each run after so many updates, to try it out")
-    help_text = "evaluate each time so many passes are used up; default: %(default)g"
-    parser.add_argument("--eval-passes", type=float, default=40, help=help_text)
+    help_text = f"evaluate each time so many passes are used up; default: a part in {EVALUATIONS} of the budget"
+    parser.add_argument("--eval-passes", type=float, help=help_text)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "recipes", help="folder; default: docs/recipes")
     parser.add_argument("--list", action="store_true", help="list the recipes and what this package lacks for them")
     parser.add_argument("--table", action="store_true", help="only write the tables to OUT.md, and print them")
     parser.add_argument("--plot", action="store_true", help="only draw OUT/race.png")
     arguments = parser.parse_args(words)
-    arguments.tune_passes = arguments.tune_passes or arguments.max_passes
     named = [*arguments.recipes, *(arguments.row[:1] if arguments.row else [])]
     if unknown := [name for name in named if name not in RECIPES]:
         parser.error(f"unknown recipe {unknown[0]!r}; --list shows them")
@@ -130,7 +134,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def show_results(arguments: argparse.Namespace, table: bool, plot: bool) -> None:
     """Write the plot and the tables of the rows that are there."""
-    rows = read_rows(arguments.out, arguments.max_passes, arguments.tune_passes, arguments.max_updates)
+    rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
     others = len(list(arguments.out.glob("*/*.json"))) - len(rows)
     rows = [row for row in rows if row["recipe"] in arguments.recipes]
     left_out = f"; rows of other budgets that are left out: {others}" if others else ""
