@@ -16,22 +16,11 @@ from torch import Tensor, nn
 
 from ..media.files import extract_samples
 from .base import POLICY_COMPONENTS, Policy
-from .drivers import (
-    BranchRecorder,
-    Denoiser,
-    Driver,
-    Finisher,
-    Predictor,
-    PrefixDriver,
-    Recorder,
-    SolverRecorder,
-    StepScored,
-    Teacher,
-    UnsupportedPipeline,
-    join_clean,
-)
+from .drivers import Driver, StepScored, UnsupportedPipeline
 from .network_gate import NetworkAccess, replace_attribute
+from .recorders import BranchRecorder, Finisher, PrefixDriver, Recorder, SolverRecorder, join_clean
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
+from .teachers import Denoiser, Predictor, Teacher
 from .trajectory import CleanSamples, Denoised, Prediction, Prefix, RolloutRequest, StepDistribution, Trajectory
 from .unguided import switch_guidance_off
 

@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 
 from diffusion_grpo.algorithms.advantages import best_of_n
 from diffusion_grpo.algorithms.losses import kl_divergence
-from diffusion_grpo.policy.drivers import Recorder
 from diffusion_grpo.policy.processes import cps, flow_sde, log_density, squared_error
+from diffusion_grpo.policy.recorders import Recorder
 from diffusion_grpo.policy.rollout import DenoisingPolicy, choose_trained_steps, replay, rollout
 from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.policy.trajectory import Trajectory

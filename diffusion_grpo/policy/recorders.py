@@ -1,0 +1,346 @@
+"""Drivers of rollouts: they draw noise, record what is trained, and keep finished latents.
+
+The recorder makes a `Trajectory`. Where samples share their first calls, a `PrefixDriver` makes these and a
+`BranchRecorder` goes on from there.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .drivers import Driver, Follower, StepParts, StepScored, UnsupportedPipeline, first_rows, join_latents
+from .schedulers import StochasticScheduler
+from .step_weights import weigh_steps
+from .trajectory import Prefix, StepScale, Trajectory, make_generators
+
+
+class Recorder(Driver):
+    """Drives a rollout: draws noise where it is asked for, records what is trained.
+
+    Args:
+        seeds, initial_seeds: (batch,) int64.
+        noise_steps: steps that draw noise, of all samples or one set per sample; None for all but the last.
+        trained_steps: (batch, steps) int64; None for all but the last.
+        noise_level: of the process.
+        device: where the records are kept.
+        is_complete: whether the call runs to its end.
+        noise_in_last_step: whether the last step may draw noise.
+    """
+
+    needs_network = True
+
+    def __init__(
+        self,
+        seeds: Tensor,
+        initial_seeds: Tensor,
+        noise_steps: set[int] | Sequence[set[int]] | None,
+        trained_steps: Tensor | None,
+        noise_level: float,
+        device: str | torch.device,
+        is_complete: bool = True,
+        noise_in_last_step: bool = False,
+        step_weight: str = "none",
+        weighted_steps: Sequence[int] | None = None,
+        keeps_means: bool = False,
+    ):
+        super().__init__(initial_seeds, len(seeds), noise_level)
+        self.generators = make_generators(seeds)
+        self.noise_steps = [noise_steps] * self.count if isinstance(noise_steps, set) else noise_steps
+        self.trained_steps = trained_steps
+        self.noise_in_last_step = noise_in_last_step
+        self.device, self.is_complete = device, is_complete
+        self.step_weight, self.weighted_steps, self.keeps_means = step_weight, weighted_steps, keeps_means
+        self.records: dict[int, StepParts] = {}
+        self.scales: dict[int, list[StepScale]] = {}
+        self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
+        self.loop_length: int | None = None
+
+    def _begin(self, scheduler: StochasticScheduler) -> None:
+        """Take what depends on the loop's length from the loop itself: image-to-image starts in the middle."""
+        self.loop_length = scheduler.loop_length
+        noisy = [set(range(self.loop_length))] * self.count if self.noise_steps is None else self.noise_steps
+        silent = set() if self.noise_in_last_step else {self.loop_length - 1}
+        self.noise_steps = [steps - silent for steps in noisy]
+        if self.trained_steps is None:
+            self.trained_steps = torch.arange(self.loop_length - 1).expand(self.count, -1)
+        trained = self.trained_steps.flatten().tolist()
+        if trained and max(trained) >= self.loop_length - 1:
+            raise UnsupportedPipeline(
+                f"The pipeline takes {self.loop_length} steps, and the last has no noise: trained steps must be below "
+                f"{self.loop_length - 1}, got {sorted(set(trained))}; it makes fewer steps than num_inference_steps "
+                "says (strength below 1), so raise num_inference_steps or set sde_window."
+            )
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if self.loop_length is None:
+            self._begin(scheduler)
+        if not self.is_complete and self.records and index > self.trained_steps.max():
+            raise StepScored
+        self.enter(scheduler, index)
+        self._note_scale(scheduler, index, timestep, sample)
+        if any(index in steps for steps in self.noise_steps):
+            latents = self._draw_next(scheduler, index, prediction, timestep, sample)
+        else:
+            latents = scheduler.deterministic(prediction, timestep, sample)
+        self.left[id(scheduler)] = latents.clone()  # pipelines write conditions into what they are handed
+        return latents
+
+    def _note_scale(self, scheduler, index: int, timestep: Any, sample: Tensor) -> None:
+        """Note how far a step reaches if it may be trained: the weights of all trained steps depend on it."""
+        if self.step_weight == "none" or index >= self.loop_length - 1:
+            return
+        if self.weighted_steps is None or index in self.weighted_steps:
+            scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
+            self.scales.setdefault(index, []).append(scale)
+
+    def _draw_next(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        copies = self.rows(sample)
+        is_noisy = torch.tensor([index in steps for steps in self.noise_steps])
+        silent = None if is_noisy.all() else scheduler.deterministic(prediction, timestep, sample)
+        mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
+        shape = sample.shape[1:]
+        noise = torch.stack(
+            [
+                torch.randn(shape, generator=generator) if noisy else torch.zeros(shape)
+                for generator, noisy in zip(self.generators, is_noisy.tolist(), strict=True)
+            ]
+        )
+        noise = torch.cat([noise] * copies) if copies > 1 else noise
+        latents = (mean + std * noise.to(mean.device)).to(sample.dtype)
+        if silent is not None:  # the others as in a step in which none draws noise
+            mask = torch.cat([is_noisy] * copies).to(latents.device).view(-1, *[1] * len(shape))
+            latents = torch.where(mask, latents, silent.to(latents))
+        if index in self.trained_steps:
+            handed = self.left.get(id(scheduler), sample)[: self.count].float()
+            # scored as rounded: what replay is given back must be what was scored
+            next_latents, mean, std = first_rows((latents.float(), mean, std), sample, self.count)
+            score = scheduler.log_prob(next_latents, mean, std)
+            kept = [handed, next_latents, score] + ([mean] if self.keeps_means else [])
+            kept = (x.clone().to(self.device) for x in kept)
+            self.records.setdefault(index, StepParts()).add(*kept)
+        return latents
+
+    def _refuse_silent_steps(self) -> None:
+        """Refuse a trained step in which its sample draws no noise, and so has no density."""
+        for row, (steps, noisy) in enumerate(zip(self.trained_steps.tolist(), self.noise_steps, strict=True)):
+            silent = [step for step in steps if step not in noisy]
+            if silent:
+                raise ValueError(
+                    f"Sample {row} trains on step {silent[0]}, in which it draws no noise; noise_steps must contain "
+                    "the trained steps of each sample."
+                )
+
+    def trajectory(self, **settings) -> Trajectory:
+        """Return the recorded steps.
+
+        Raises:
+            UnsupportedPipeline: the loop ended before all trained steps were taken.
+        """
+        trained = [] if self.trained_steps is None else self.trained_steps.unique().tolist()
+        missing = [step for step in trained if step not in self.records]
+        if self.noise_steps is not None and not missing:
+            self._refuse_silent_steps()
+        if missing or not trained:
+            raise UnsupportedPipeline(
+                f"The pipeline took no step {missing or ''} through its scheduler; nothing can be recorded."
+            )
+        steps = {
+            step: (
+                join_latents(parts.handed),
+                join_latents(parts.next),
+                parts.log_prob(),
+                join_latents(parts.means) if parts.means else None,
+            )
+            for step, parts in self.records.items()
+        }
+        latents, next_latents, log_probs, *means = (
+            torch.stack(
+                [
+                    torch.stack([steps[step][i][row] for step in columns.tolist()])
+                    for row, columns in enumerate(self.trained_steps)
+                ]
+            )
+            for i in range(3 + self.keeps_means)
+        )
+        tokens = None if self.tokens is None else self.tokens.to(self.device)
+        scales = {step: StepScale.join(parts) for step, parts in self.scales.items()}
+        weights = weigh_steps(self.step_weight, scales, self.trained_steps)
+        return Trajectory(
+            latents,
+            next_latents,
+            log_probs,
+            steps=self.trained_steps.clone(),
+            tokens=tokens,
+            step_weights=None if weights is None else weights.to(self.device),
+            means=means[0] if means else None,
+            **settings,
+        )
+
+
+class BranchRecorder(Recorder):
+    """Drives a rollout that begins where a prefix has ended: without the network up to there, then as `Recorder`.
+
+    The first step that its samples take themselves uses the prefix's prediction, if it has one.
+
+    Args:
+        prefix: of the samples, one row each.
+        settings: of [`Recorder`].
+    """
+
+    def __init__(self, prefix: Prefix, *settings: Any):
+        super().__init__(*settings)
+        self.tokens, self.length, self.prediction = prefix.tokens, prefix.length, prefix.prediction
+        self._offset = 0  # into that prediction, where a step moves several latents
+        self._follower = Follower(prefix.length, prefix.latents, prefix.initial_seeds, prefix.tokens, self.noise_level)
+
+    @property
+    def needs_network(self) -> bool:
+        return self.current >= self.length + (self.prediction is not None)
+
+    def _begin(self, scheduler: StochasticScheduler) -> None:
+        super()._begin(scheduler)
+        early = sorted({step for steps in self.noise_steps for step in steps if step < self.length})
+        if early:
+            raise ValueError(
+                f"Samples that branch at step {self.length} cannot draw noise in step {early[0]} before it; let "
+                "noise_steps begin there."
+            )
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if index == self.length and self.prediction is not None:
+            prediction = self._take_prediction(prediction)
+        if index >= self.length:
+            return super().step(scheduler, index, prediction, timestep, sample)
+        if self.loop_length is None:
+            self._begin(scheduler)
+        self.enter(scheduler, index)
+        self.rows(sample)  # refuses a batch that does not divide
+        self._note_scale(scheduler, index, timestep, sample)
+        latents = self._follower.hand_over(index, sample)
+        self.left[id(scheduler)] = latents.clone()
+        return latents
+
+    def _take_prediction(self, blank: Tensor) -> Tensor:
+        """Return the prefix's prediction in the shape of what the pipeline made without its network."""
+        start, self._offset = self._offset, self._offset + blank[0].numel()
+        return self.prediction[:, start : self._offset].reshape(blank.shape).to(blank)
+
+    def trajectory(self, **settings) -> Trajectory:
+        found = super().trajectory(**settings)
+        if self.prediction is None:
+            return found
+        return dataclasses.replace(found, shared_steps=torch.full((self.count,), self.length, device=self.device))
+
+
+class PrefixDriver(Driver):
+    """Drives the first steps of a loop, without noise; keeps the latent that they lead to, and the next prediction.
+
+    Args:
+        length: number of steps.
+        initial_seeds: (batch,) int64.
+        device: where latent and prediction are kept.
+    """
+
+    def __init__(self, length: int, initial_seeds: Tensor, device: str | torch.device):
+        super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
+        self.length, self.device = length, device
+        self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
+        self.predictions: list[Tensor] = []  # in step `length`, for each scheduler
+        self.found: Prefix | None = None
+
+    @property
+    def needs_network(self) -> bool:
+        return self.current <= self.length
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        if self.length >= scheduler.loop_length - 1:
+            raise UnsupportedPipeline(
+                f"The pipeline takes {scheduler.loop_length} steps, so samples cannot branch at step {self.length}, "
+                "which must come before the last; choose an earlier one (sde_window)."
+            )
+        if index > self.length:  # only now has each of several schedulers its prediction
+            self.found = self._collect()
+            raise StepScored
+        self.enter(scheduler, index)
+        copies = self.rows(sample)
+        if index == self.length:
+            self.left.setdefault(id(scheduler), sample.clone())  # of step 0 the initial latent
+            if copies == 1 and not scheduler.gets_more_of_network:
+                self.predictions.append(prediction.flatten(1))
+            return sample
+        latents = scheduler.deterministic(prediction, timestep, sample)
+        self.left[id(scheduler)] = latents.clone()
+        return latents
+
+    def _collect(self) -> Prefix:
+        latents = join_latents([part[: self.count].float() for part in self.left.values()])
+        # not where the pipeline keeps both halves of guidance, or hands the scheduler more than the prediction
+        is_shared = len(self.predictions) == len(self.left)
+        return Prefix(
+            latents.to(self.device),
+            self.initial_seeds,
+            self.length,
+            torch.cat(self.predictions, dim=1).to(self.device) if is_shared else None,
+            None if self.tokens is None else self.tokens.to(self.device),
+        )
+
+
+class SolverRecorder(Driver):
+    """Drives a rollout whose steps are the pipeline's own solver's, and keeps what the last one left.
+
+    Attributes:
+        left: (batch, ...) the last latent of each scheduler, by its id, in the order in which they take their steps.
+    """
+
+    needs_network = True
+
+    def __init__(self, initial_seeds: Tensor):
+        super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
+        self.left: dict[int, Tensor] = {}
+
+    def keep(self, scheduler: Any, latents: Tensor) -> None:
+        """Keep what a step of the solver left."""
+        self.rows(latents)  # refuses a batch that does not divide
+        self.left[id(scheduler)] = latents.detach().clone()
+
+
+def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
+    """Return (batch, ...) float32 what the last step of a rollout left; several latents are joined.
+
+    Raises:
+        UnsupportedPipeline: no scheduler took a step.
+    """
+    parts = [latents[: recorder.count].float() for latents in recorder.left.values()]
+    if not parts:
+        raise UnsupportedPipeline("The pipeline took no step through its scheduler; nothing can be recorded.")
+    return join_latents(parts)
+
+
+class Finisher(Driver):
+    """Drives a call that ends as a rollout did, without the network: its last step returns what the rollout's did.
+
+    Args:
+        recorder: of that rollout.
+
+    Raises:
+        UnsupportedPipeline: the steps move several latents (video and sound).
+    """
+
+    needs_network = False
+
+    def __init__(self, recorder: Recorder | SolverRecorder):
+        super().__init__(recorder.initial_seeds, recorder.count, recorder.noise_level)
+        self.tokens = recorder.tokens
+        if len(recorder.left) != 1:
+            raise UnsupportedPipeline(
+                f"The pipeline's steps move {len(recorder.left)} latents at once (video and sound), and a reward that "
+                "takes latents gets one; use a reward that takes the decoded samples."
+            )
+        (self.left,) = recorder.left.values()
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        return self.left.clone() if index == scheduler.loop_length - 1 else sample

@@ -1,0 +1,204 @@
+"""Drivers of replays and predictions: they walk to one step without the network, and hand it a given latent.
+
+The teacher makes the `StepDistribution` of a recorded step, the predictor a `Prediction`, and the denoiser predicts
+finished samples that it has noised again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .drivers import Follower, StepParts, StepScored, UnsupportedPipeline, first_rows, join_latents, take_part
+from .input_watch import InputWatch
+from .schedulers import StochasticScheduler
+from .trajectory import CleanSamples, Denoised, Prediction, StepDistribution, StepScale, make_generators, sample_seed
+
+
+class Teacher(Follower):
+    """Drives a replay: hands back what was recorded up to the replayed step, and scores that step.
+
+    Args:
+        index: the step.
+        latents: (calls, ...) what that step is handed.
+        next_latents: (batch, ...) what it left.
+        noise_level: of the process.
+        initial_seeds: (calls,) of the initial latents.
+        tokens: (calls, tokens) what a language model in the pipeline's call wrote, if there is one.
+        sources: (batch,) int64, the row of `latents` that each sample was handed; None where each has its own.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        latents: Tensor,
+        next_latents: Tensor,
+        noise_level: float,
+        initial_seeds: Tensor,
+        tokens: Tensor | None = None,
+        sources: Tensor | None = None,
+    ):
+        super().__init__(index, latents, initial_seeds, tokens, noise_level)
+        self.next_latents, self.next_offset, self.sources = next_latents, 0, sources
+        self.parts, self.means, self.stds = StepParts(), [], []
+        self.scales: list[StepScale] = []
+        self.predictions: list[Tensor] = []
+        self.scored: StepDistribution | None = None
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        self.rows(sample)  # refuses a batch that does not divide
+        if index < self.index:
+            return self.hand_over(index, sample)
+        mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
+        next_latents, self.next_offset = take_part(self.next_latents, self.next_offset, sample, len(self.next_latents))
+        next_latents = next_latents.to(device=mean.device, dtype=torch.float32)
+        mean, std = map(self._spread, first_rows((mean, std), sample, self.count))
+        scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
+        self.scales.append(StepScale(*map(self._spread, (scale.std, scale.jacobian, scale.moving))))
+        self.predictions.append(self._spread(scheduler.drop_variance(prediction, sample)[: self.count].detach()))
+        self.parts.add(sample, next_latents, scheduler.log_prob(next_latents, mean, std))
+        self.means.append(mean)
+        self.stds.append(std)
+        if self.next_offset >= self.next_latents[0].numel():
+            log_prob = self.parts.log_prob()
+            self.scored = _distribution(self.means, self.stds, log_prob, self.scales, self.predictions)
+            raise StepScored
+        return sample  # another scheduler steps the other part
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Return what has one row per call of the network with one row per sample."""
+        is_spread = self.sources is not None and values.ndim > 0 and len(values) == self.count
+        return values[self.sources.to(values.device)] if is_spread else values
+
+
+def _distribution(
+    means: list[Tensor], stds: list[Tensor], log_prob: Tensor, scales: list[StepScale], predictions: list[Tensor]
+) -> StepDistribution:
+    """Build a step's distribution; flattened if the step moves several latents."""
+    mean, std = means[0], stds[0]
+    if len(means) > 1:
+        std = join_latents([std.expand(mean.shape) for mean, std in zip(means, stds, strict=True)])
+        mean = join_latents(means)
+    if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
+        std = torch.where(std > 0, std, 1.0)
+    return StepDistribution(mean, std, log_prob, StepScale.join(scales), join_latents(predictions))
+
+
+class Predictor(Follower):
+    """Drives a prediction: hands one step a given latent, and keeps what the pipeline makes of it.
+
+    Args:
+        index: the step.
+        latents: (batch, ...) what the step is handed.
+        initial_seeds: (batch,) of the samples' initial latents.
+        tokens: (batch, tokens) what a language model in the pipeline's call wrote, if there is one.
+    """
+
+    def __init__(self, index: int, latents: Tensor, initial_seeds: Tensor, tokens: Tensor | None = None):
+        super().__init__(index, latents, initial_seeds, tokens, noise_level=0.0)
+        self.predictions: list[Tensor] = []
+        self.samples: list[Tensor] = []
+        self.found: Prediction | None = None
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        if self.index >= scheduler.loop_length:
+            raise ValueError(
+                f"The pipeline takes {scheduler.loop_length} steps, so there is no step {self.index} to predict at; "
+                "choose an earlier one (the first is 0)."
+            )
+        if index < self.index:
+            return self.hand_over(index, sample)
+        if self.index == 0:
+            self._refuse_other_initial_latents(sample)
+        prediction, sample = first_rows((prediction, sample), sample, self.count)
+        self.predictions.append(prediction)
+        self.samples.append(sample)
+        if sum(part[0].numel() for part in self.samples) >= self.latents[0].numel():
+            self.found = Prediction(join_latents(self.predictions), join_latents(self.samples))
+            raise StepScored
+        return sample  # another scheduler steps the other part
+
+    def _refuse_other_initial_latents(self, sample: Tensor) -> None:
+        given, self.offset = take_part(self.latents, self.offset, sample, self.count)
+        if not torch.equal(given.to(sample), sample[: self.count]):
+            raise ValueError(
+                "The latents given for step 0 are not the pipeline's initial latents, which no step before it could "
+                "replace; predict at step 1 or later, or pass the initial_seeds of the rollout."
+            )
+
+
+class Denoiser(Follower):
+    """Drives a prediction on re-noised samples: hands one step its noised sample, and keeps what is predicted.
+
+    Args:
+        index: the step, 1 or later: the step before it hands the noised sample over.
+        samples: the finished samples. Each one's `seeds` fixes its noise, which differs from step to step.
+        networks: the trained ones; elements of the noised sample that they do not see are no target.
+
+    Raises:
+        UnsupportedPipeline: the pipeline changes every element of its latents between two steps, or the networks get
+            nothing that is computed from them.
+    """
+
+    def __init__(self, index: int, samples: CleanSamples, networks: Sequence[nn.Module]):
+        super().__init__(index, samples.latents, samples.initial_seeds, samples.tokens, noise_level=0.0)
+        self.watch = InputWatch(networks)
+        seeds = [sample_seed("renoise", int(seed), index) for seed in samples.seeds]
+        self.generators = make_generators(torch.tensor(seeds))
+        self.handed: list[Tensor] = []
+        self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.found: Denoised | None = None
+
+    def hand_over(self, index: int, sample: Tensor, scheduler: StochasticScheduler | None = None) -> Tensor:
+        if index < self.index - 1:
+            return sample
+        clean, self.offset = take_part(self.latents, self.offset, sample, self.count)
+        noise = torch.stack([torch.randn(sample.shape[1:], generator=generator) for generator in self.generators])
+        clean, noise = (part.to(device=sample.device, dtype=torch.float32) for part in (clean, noise))
+        handed = scheduler.renoise(clean, noise, sample[: self.count], self.index).to(sample.dtype)
+        self.handed.append(handed)
+        return torch.cat([self.watch.follow(handed)] * self.rows(sample))
+
+    def take_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return self.watch.take_inputs(args, kwargs)
+
+    def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        self.rows(sample)  # refuses a batch that does not divide
+        if self.index >= scheduler.loop_length:
+            raise UnsupportedPipeline(
+                f"The pipeline takes {scheduler.loop_length} steps, so there is no step {self.index} to train at; it "
+                "makes fewer steps than num_inference_steps says (strength below 1), so raise num_inference_steps or "
+                "set sde_window."
+            )
+        if index < self.index:
+            return self.hand_over(index, sample, scheduler)
+        sample, number = sample.detach(), len(self.parts)
+        clean, share, origin, moves = scheduler.denoise(prediction, timestep, sample)
+        clean, origin, arrived, share = first_rows((clean, origin, sample, share), sample, self.count)
+        stays, seen = self.handed[number] == arrived, self.watch.seen[number]
+        if seen is None:
+            raise UnsupportedPipeline(
+                "The pipeline hands its network nothing that is computed from its latents, or not by torch, so that "
+                "what it holds fixed in them cannot be found; train it on recorded steps (loss_type=grpo)."
+            )
+        moves = stays & seen if moves is None else stays & seen & moves[: self.count]
+        self.parts.append((clean, share.expand(clean.shape), origin, moves))
+        if sum(part[0][0].numel() for part in self.parts) >= self.latents[0].numel():
+            self.found = self._collect(share)
+            raise StepScored
+        return sample  # another scheduler steps the other part
+
+    def _collect(self, share: Tensor) -> Denoised:
+        clean, shares, origin, moves = (join_latents(list(parts)) for parts in zip(*self.parts, strict=True))
+        if not moves.flatten(1).any(1).all():
+            raise UnsupportedPipeline(
+                "The pipeline changes all its latents between two steps, so that no step is handed a re-noised sample "
+                "as it was made; train it on recorded steps (loss_type=grpo)."
+            )
+        target = self.latents.to(clean).reshape(clean.shape)
+        share = shares if len(self.parts) > 1 else share
+        return Denoised(clean, target, share, origin, None if moves.all() else moves)

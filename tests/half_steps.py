@@ -1,0 +1,54 @@
+"""A scheduler whose steps are known, a loop over it, and what a recorder makes of that."""
+
+import torch
+
+from diffusion_grpo.policy.recorders import Recorder
+from diffusion_grpo.policy.trajectory import StepScale
+
+SEEDS = torch.tensor([3, 4])
+STD = 0.5
+
+
+class HalfSteps:
+    """A scheduler that halves its latents, and whose log-density is the negative mean squared distance."""
+
+    gets_more_of_network = False
+
+    def __init__(self, loop_length=4):
+        self.loop_length = loop_length
+
+    def deterministic(self, prediction, timestep, sample):
+        return sample / 2
+
+    def distribution(self, prediction, timestep, sample, noise_level):
+        return sample.float() / 2, torch.tensor(STD)
+
+    def drop_variance(self, prediction, sample):
+        return sample if prediction is None else prediction
+
+    def scale(self, timestep, sample, noise_level, count=None):
+        return StepScale(torch.full((len(sample),), STD), torch.ones(len(sample)), torch.ones(len(sample)))
+
+    def log_prob(self, next_latents, mean, std):
+        return -((next_latents - mean) ** 2).flatten(1).mean(1)
+
+
+def run(driver, scheduler, latents):
+    """Pass a loop; return what each step left."""
+    left = []
+    for index in range(scheduler.loop_length):
+        latents = driver.step(scheduler, index, latents, None, latents)
+        left.append(latents)
+    return left
+
+
+def record(scheduler=None, latents=None, **settings):
+    given = {"noise_steps": None, "trained_steps": None, "noise_level": 0.7, "device": "cpu"} | settings
+    recorder = Recorder(SEEDS, SEEDS + 10, **given)
+    left = run(recorder, scheduler or HalfSteps(), torch.ones(2, 3) if latents is None else latents)
+    return recorder, left
+
+
+def trajectory_of(recorder):
+    settings = {"seeds": SEEDS, "initial_seeds": SEEDS + 10, "num_inference_steps": 4, "noise_level": 0.7}
+    return recorder.trajectory(**settings)
