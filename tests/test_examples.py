@@ -6,6 +6,7 @@
 import difflib
 import itertools
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from diffusion_grpo import DiffusionGRPOTrainer, tiny
 from diffusion_grpo.config.parse import parse_train_arguments, read_yaml
 from diffusion_grpo.data.held_out import count_prompts
 from diffusion_grpo.data.prompts import load_prompts
+from diffusion_grpo.planning.plan import Batches, count_evaluations
 from diffusion_grpo.rewards import REWARDS, load_rewards
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +51,25 @@ def test_every_file_of_settings_is_accepted(file, tmp_path, monkeypatch):
     assert script.reward_funcs and args.num_generations >= 1
     if args.warmup_steps:
         assert args.lr_scheduler_type != "constant"  # which has no warm-up
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (EXAMPLES / "fast").glob("*.yaml")))
+def test_fast_examples_say_what_they_save(name, tmp_path, monkeypatch):
+    """Passes per sample of both files, as `plan` counts them: each step is one pass, or two with guidance."""
+    monkeypatch.chdir(ROOT)
+    text = (EXAMPLES / "fast" / f"{name}.yaml").read_text()
+    usual, few, many = re.search(r"\.\./(\w+)\.yaml .*?about ([\d.]+) per sample instead of (\d+)", text).groups()
+    for file, said in ((f"fast/{name}.yaml", few), (f"{usual}.yaml", many)):
+        on_cpu = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--fp16", "false", "--bf16", "false"]
+        *_, args = parse_train_arguments(str(EXAMPLES / file), on_cpu)
+        passes = count_evaluations(args, Batches.of(args, None), None)
+        trained = (args.best_of_n or args.num_generations) / args.num_generations
+        cost = passes["rollout"] + 3 * trained * passes["update, with gradient"]
+        cost += passes.get("reference in the update", 0)
+        is_embedded = name in ("flux", "hunyuan_video")
+        scale = args.pipeline_kwargs.get("true_cfg_scale") if args.pipeline_kwargs else None
+        is_guided = not is_embedded and (scale or args.guidance_scale) != 1
+        assert cost * (2 if is_guided else 1) == pytest.approx(float(said), rel=0.05), file
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -52,7 +52,7 @@ PYTHON = {  # script: the file that says the same
     "wan21": "wan21_ocr",
 }
 SETTINGS = {setting.name for setting in DiffusionGRPOConfig.__dataclass_fields__.values()}
-SLOW = [name for name in STAND_INS if name.startswith("24gb/") and name != "24gb/flux"]
+SLOW = [name for name in STAND_INS if "/" in name and name not in ("24gb/flux", "fast/sd35")]
 SIZES = ("max_area", "audio_end_in_s")  # among the pipeline's own arguments
 SMALL = {
     "gradient_accumulation_steps": 1,
@@ -85,13 +85,15 @@ def small(values, inputs):
     changed["per_device_train_batch_size"] = min(2, values["per_device_train_batch_size"])
     if "best_of_n" in values:
         changed["best_of_n"] = 2
+    if "rollout_batch_size" in values:
+        changed["rollout_batch_size"] = min(2, values["rollout_batch_size"])
     if values.get("train_component") == "vision_language_encoder":
         changed["learning_rate"] = 0.02  # smaller steps change no token
     if "sde_window" in values:
         changed["sde_window"] = [0, 2]
     if "ema_decay" in values:
         changed["ema_update_interval"] = 1  # what is saved is the average, and there are two updates
-    if "sde_window_size" in values:
+    if values.get("sde_window_size", 1) > 1:
         changed["sde_window_size"] = 2
     fixed = {key: value for key, value in inputs.items() if key not in SETTINGS and _is_plain(value)}
     own = {key: value for key, value in values.get("pipeline_kwargs", {}).items() if key not in SIZES}
@@ -250,7 +252,11 @@ def assert_plain_diffusers_loads(trainer, model, run, inputs):
         plain.load_lora_weights(run)
         if (run / "transformer_2").is_dir():
             plain.load_lora_weights(run / "transformer_2", load_into_transformer_2=True)
-    made = [sample(pipe, inputs) for pipe in (trainer.pipe, plain, DiffusionPipeline.from_pretrained(model))]
+    untrained = DiffusionPipeline.from_pretrained(model)
+    for pipe in (plain, untrained) if trainer.args.scheduler_kwargs else ():  # a LoRA has no scheduler
+        config = pipe.scheduler.config | (trainer.args.scheduler_kwargs or {})
+        pipe.scheduler = type(pipe.scheduler).from_config(config)
+    made = [sample(pipe, inputs) for pipe in (trainer.pipe, plain, untrained)]
     # GLM-Image reads images with other last bits in a pipeline that was loaded, and so does a VAE in other batches
     reads = isinstance(plain, GlmImagePipeline) and "image" in inputs
     limit = 1e-5 if reads or trainer.args.decode_batch_size else 0.0
