@@ -133,7 +133,7 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
 
 
 def _recipe_table(rows: list[Row], names: list[str]) -> list[str]:
-    lines = [_line(["recipe", "what it does", "changes in examples/demo.yaml"]), _line(["---"] * 3)]
+    lines = [_line(["recipe", "what it does", "settings that differ"]), _line(["---"] * 3)]
     for name in names:
         settings = next(row["settings"] for row in rows if row["recipe"] == name)
         changes = f"`{json.dumps(settings)}`" if settings else "none"

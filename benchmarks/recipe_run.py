@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from demo_seeds import ROOT, machine
-from recipe_settings import DEMO, REPORT_SEEDS, TUNE_SEEDS, Recipe
+from recipe_settings import BASE, DEMO, REPORT_SEEDS, TUNE_SEEDS, Recipe
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 from transformers import PrinterCallback, TrainerCallback
@@ -200,12 +200,12 @@ def find_crossing(evaluations: list[dict[str, Any]], target: float) -> float | N
 def parse_recipe(
     recipe: Recipe, learning_rate: float, seed: int, folder: str, sizes: dict[str, Any] | None = None
 ) -> tuple[Any, Any, Any]:
-    """Return the arguments of script, LoRA and run: the demo's with what the recipe and the race change.
+    """Return the arguments of script, LoRA and run: the demo's with what `BASE`, the recipe and the race change.
 
     Raises:
         ValueError: the settings are unknown or contradict each other.
     """
-    settings = recipe.settings | {"learning_rate": learning_rate, "seed": seed, "output_dir": folder}
+    settings = BASE | recipe.settings | {"learning_rate": learning_rate, "seed": seed, "output_dir": folder}
     settings |= {"eval_strategy": "no", "eval_on_start": False, "baseline_guidance_scales": None}
     settings |= {"report_experiment": None, "log_completions": False, "disable_tqdm": True}
     settings |= {"max_steps": 1_000_000} | (sizes or {})  # the budget ends the run
