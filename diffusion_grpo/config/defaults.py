@@ -84,6 +84,13 @@ class Sizes:
         return self.latent_sharing > 1 and is_recorded
 
     @property
+    def trains_shared_step_alone(self) -> bool:
+        """Whether each sample trains one step, the one whose call samples of one initial latent share."""
+        start, stop = self.window
+        is_one = (self.sde_window_size or stop - start) == 1
+        return is_one and (self.deterministic_outside_window or (start == 0 and self.sde_window_size is None))
+
+    @property
     def shared_calls(self) -> float:
         """How many network calls samples of one initial latent share in a rollout, on average over the windows."""
         if not self.shares_calls:

@@ -14,7 +14,7 @@ from ..config.arguments import LaunchArguments
 from ..config.settings import DiffusionGRPOConfig
 from ..training.memory import format_size
 from .measure import DECODING, UPDATE
-from .memory import Memory, read_setting
+from .memory import Memory
 from .plan import Built, Plan, plan, read_run
 
 RESERVE = 0.08  # share of the memory that CUDA, kernels' workspaces and fragmentation may take
@@ -135,7 +135,7 @@ def offload_reference(args: DiffusionGRPOConfig) -> Settings | None:
 
 def cache_prompts(args: DiffusionGRPOConfig) -> Settings | None:
     """Encode all prompts once, before the network is loaded."""
-    return {"cache_prompt_embeds": "disk"} if read_setting(args, "cache_prompt_embeds") == "off" else None
+    return {"cache_prompt_embeds": "disk"} if args.cache_prompt_embeds == "off" else None
 
 
 def decode_singly(args: DiffusionGRPOConfig) -> Settings | None:

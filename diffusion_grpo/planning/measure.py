@@ -33,12 +33,34 @@ ENCODING, DENOISING, DECODING, UPDATE = "encoding", "denoising", "decoding", "up
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
 
-@dataclass
-class Measurement:
-    """Sizes of one micro-batch, measured on a pipeline without weights.
+@dataclass(frozen=True)
+class CallSizes:
+    """How many rows the calls of a run have.
 
     Attributes:
-        samples: number of samples in the micro-batch.
+        rollout: samples of a rollout's call.
+        update: rows of a micro-batch's call with gradient; samples that share the call are one.
+    """
+
+    rollout: int
+    update: int
+
+    @classmethod
+    def of(cls, args: DiffusionGRPOConfig) -> "CallSizes":
+        """Read the sizes off the settings."""
+        update, sharing = args.per_device_train_batch_size, args.latent_sharing
+        if args.shares_calls and args.trains_shared_step_alone:
+            is_cut = update % sharing and sharing % update  # a micro-batch then has parts of one latent more
+            update = -(-update // sharing) + bool(is_cut)
+        return cls(args.rollout_batch_size or args.per_device_train_batch_size, update)
+
+
+@dataclass
+class Measurement:
+    """Sizes of one call and one micro-batch, measured on a pipeline without weights.
+
+    Attributes:
+        samples: number of samples in the call.
         step_bytes: bytes per recorded step and sample: latents before and after the step, log-probability, step index.
         sample_bytes: bytes per sample that do not depend on the number of trained steps, such as seeds and tokens.
         prompt_bytes: bytes per sample of what its prompts are encoded to.
@@ -60,9 +82,13 @@ class Measurement:
 
 
 def measure(
-    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], samples: int, args: DiffusionGRPOConfig
+    policy: Policy,
+    mode: FakeTensorMode,
+    make_inputs: Callable[[int], dict[str, Any]],
+    sizes: "CallSizes",
+    args: DiffusionGRPOConfig,
 ) -> Measurement:
-    """Roll out one micro-batch, and update on its first step.
+    """Roll out one call, and update on the first step of one micro-batch.
 
     Where a network has many equal blocks, a few of them run for all (`repeats.py`), unless only a share of them is
     checkpointed, or they are by reentrant passes.
@@ -70,30 +96,31 @@ def measure(
     Args:
         policy: policy of a pipeline from `build_weightless_pipeline` that is prepared for training.
         mode: the fake tensor mode of that pipeline.
-        inputs: keyword arguments of the pipeline's call for the micro-batch.
-        samples: number of samples in the micro-batch.
+        make_inputs: returns the keyword arguments of the pipeline's call for a number of samples.
+        sizes: of the calls.
         args: settings of the run.
     """
     if policy.draws_tokens:
-        return measure_tokens(policy, mode, inputs, samples, args)
+        return measure_tokens(policy, mode, make_inputs(sizes.update), sizes.update, args)
     if args.selective_checkpointing == 1 and not (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         with shorten(policy.networks) as runs:
             try:
-                return _measure_steps(policy, mode, inputs, samples, args, runs)
+                return _measure_steps(policy, mode, make_inputs, sizes, args, runs)
             except Exception:  # blocks that are not what they seem, or that something else counts on
                 if not runs:
                     raise
-    return _measure_steps(policy, mode, inputs, samples, args, [])
+    return _measure_steps(policy, mode, make_inputs, sizes, args, [])
 
 
 def _measure_steps(
     policy: Policy,
     mode: FakeTensorMode,
-    inputs: dict[str, Any],
-    samples: int,
+    make_inputs: Callable[[int], dict[str, Any]],
+    sizes: "CallSizes",
     args: DiffusionGRPOConfig,
     runs: list[Run],
 ) -> Measurement:
+    samples, inputs = sizes.rollout, make_inputs(sizes.rollout)
     settings = {"seeds": range(samples), "num_inference_steps": args.num_inference_steps, "steps": [[0]] * samples}
     watch = PhaseWatch(policy)
     watch.reset()
@@ -105,8 +132,14 @@ def _measure_steps(
             watch.reset()
             forget_conversions(mode)
             _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
-    update = measure_update(policy, mode, inputs, trajectory, runs)
     per_step, per_sample = count_trajectory_bytes(trajectory)
+    if sizes.update != samples:
+        inputs, settings["seeds"] = make_inputs(sizes.update), range(sizes.update)
+        settings["steps"] = [[0]] * sizes.update
+        policy.prompts.clear()
+        with _draw_without_weights(policy, mode):
+            _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
+    update = measure_update(policy, mode, inputs, trajectory, runs)
     evaluations = sum(watch.rows) / samples
     peaks = {**watch.live.peaks, UPDATE: update}
     return Measurement(samples, per_step, per_sample, watch.encoded // samples, evaluations, evaluations, peaks)

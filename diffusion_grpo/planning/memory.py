@@ -17,6 +17,7 @@ from ..algorithms.choose import load_algorithm
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.sharding import Sharding
 from ..training.memory import count_bytes
+from ..training.text_encoders import list_text_encoders
 from .batches import Batches
 from .measure import DECODING, DENOISING, ENCODING, UPDATE, Measurement
 
@@ -25,7 +26,6 @@ PREPARING = "preparing"  # prompts are encoded before the network is on the acce
 ALONE = (LOADING, PREPARING)  # phases in which nothing else is there
 OPTIMIZER_BLOCK = 256  # values that share a scale in the 8-bit states of bitsandbytes
 OPTIMIZER_SMALL = 4096  # bitsandbytes keeps 32-bit states of smaller tensors
-SETTINGS = {"cache_prompt_embeds": "off"}
 WEIGHT_BLOCK = 64  # values that share a scale in the 4-bit weights of bitsandbytes
 
 
@@ -186,7 +186,8 @@ def _list_copies(
 
 def _list_frozen(parts: Parts, args: DiffusionGRPOConfig) -> list[Memory]:
     """List the frozen parts; those that are moved are on the accelerator in their phase only."""
-    there = [name for name in parts.others if not (_are_prompts_cached(args) and is_text_encoder(name))]
+    released = list_text_encoders(parts.others) if _are_prompts_cached(args) else []
+    there = [name for name in parts.others if name not in released]
     moved = [name for name in there if name in parts.moved and args.offload_frozen is not None]
     stay = parts.weigh_others(name for name in there if name not in moved)
     return [Memory("frozen parts", stay, parts.weigh_others(moved), "text encoders, VAE and the like")]
@@ -214,28 +215,18 @@ def _list_phases(parts: Parts, args: DiffusionGRPOConfig, counted: Measurement, 
             found.append(Memory(name, count, 0, "text encoders at work, before the network is loaded", PREPARING))
         else:
             found.append(Memory(name, count, 0, basis, phase))
-    if read_setting(args, "cache_prompt_embeds") == "memory":
+    if args.cache_prompt_embeds == "memory":
         prompts = counted.prompt_bytes * (batches.prompts or 0)
         found.append(Memory("prompt embeddings", 0, prompts, "at most, of all prompts"))
     return found
 
 
 def _are_prompts_cached(args: DiffusionGRPOConfig) -> bool:
-    return read_setting(args, "cache_prompt_embeds") != "off"
-
-
-def is_text_encoder(name: str) -> bool:
-    """Return whether a component is a text encoder, which `cache_prompt_embeds` releases."""
-    return name.startswith("text_encoder")
+    return args.cache_prompt_embeds != "off"
 
 
 def _place(name: str, count: int, is_on_cpu: bool, basis: str) -> Memory:
     return Memory(name, 0 if is_on_cpu else count, count if is_on_cpu else 0, basis)
-
-
-def read_setting(args: DiffusionGRPOConfig, name: str) -> Any:
-    """Return a setting, or its default."""
-    return getattr(args, name, SETTINGS[name])
 
 
 def find_planned_algorithm(args: DiffusionGRPOConfig) -> Algorithm:

@@ -34,7 +34,7 @@ from ..policy.unguided import switch_guidance_off
 from ..run import adapters
 from ..training.model import check_peft_config, prepare_model
 from .batches import Batches
-from .measure import CountedMasks, Measurement, add_means, measure, measure_renoised
+from .measure import CallSizes, CountedMasks, Measurement, add_means, measure, measure_renoised
 from .memory import Memory, Parts, add_up, estimate_memory, find_planned_algorithm, has_old_policy, keeps_means
 from .weightless import build_weightless_pipeline, decode_as_set, find_configuration, move_to_cpu
 
@@ -343,16 +343,19 @@ def _measure_in_some_form(
     refusals = []
     for form in (BATCHED, SINGLE, LISTED):
         inputs.forms[given] = Form(form)
-        samples = args.per_device_train_batch_size if form == BATCHED else 1
-        call = inputs([row] * samples)
+        sizes = CallSizes.of(args) if form == BATCHED else CallSizes(1, 1)
         try:
-            counted = measure(policy, mode, call, samples, args)
+            counted = measure(policy, mode, lambda count: inputs([row] * count), sizes, args)
         except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
             refusals.append(error)
             continue
         if not args.traits.is_renoised:
             return add_means(counted) if keeps_means(args) else counted
-        unguided = measure(policy, mode, switch_guidance_off(policy.pipe, policy.networks, call), samples, args)
+
+        def make_unguided(count: int) -> dict[str, Any]:
+            return switch_guidance_off(policy.pipe, policy.networks, inputs([row] * count))
+
+        unguided = measure(policy, mode, make_unguided, sizes, args)
         return measure_renoised(counted, unguided, has_old_policy(args))
     raise refusals[0]
 

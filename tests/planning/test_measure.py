@@ -20,16 +20,26 @@ def real_peaks(config):
     script, lora, args = parse_train_arguments(config, [])
     trainer = build_trainer(script, lora, args)
     policy, trained = trainer.policy, [p for p in trainer.model.parameters() if p.requires_grad]
-    inputs = trainer.inputs([{"prompt": "a red cat"}] * args.per_device_train_batch_size)
-    watch, seeds = PhaseWatch(policy), range(args.per_device_train_batch_size)
+    inputs = lambda count: trainer.inputs([{"prompt": "a red cat"}] * count)  # noqa: E731
+    count, together = args.per_device_train_batch_size, args.rollout_batch_size or args.per_device_train_batch_size
+    watch, settings = PhaseWatch(policy), {"num_inference_steps": 4, "steps": [[0]] * together}
     with watch.watching():
-        _, trajectory = rollout(policy, inputs, seeds=seeds, num_inference_steps=4, steps=[[0]] * len(seeds))
+        rollout(policy, inputs(together), seeds=range(together), **settings)
+    settings |= {"steps": [[0]] * count, "is_complete": False}
+    _, trajectory = rollout(policy, inputs(count), seeds=range(count), initial_seeds=[7] * count, **settings)
+    calls = {"inputs": inputs(count)}
+    if args.same_initial_noise:
+        calls = {"inputs": inputs(1), "sources": [0] * count}
+        rollout(policy, inputs(1), seeds=[0], num_inference_steps=4, is_complete=False)  # the prompt is kept
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     known = [*list_weights(policy.pipe), *(p.grad for p in trained), *trajectory.tensors().values()]
     with LiveBytes(known) as live:
-        replay(policy, inputs, trajectory, 0).log_prob.mean().backward()
+        replay(policy, trajectory=trajectory, step=0, **calls).log_prob.mean().backward()
     return watch, live.peak
+
+
+SHARED = {"same_initial_noise": True, "sde_window": [0, 1], "deterministic_outside_window": True}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +52,8 @@ def real_peaks(config):
         ("sdxl", {}),
         ("wan", {"gradient_checkpointing": True}),
         ("qwen_image", {}),
+        ("sd3", {"rollout_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}),
+        ("sd3", {"per_device_train_batch_size": 4, "num_generations": 4, "rollout_batch_size": 2} | SHARED),
     ],
 )
 def test_the_most_bytes_of_each_phase_are_those_of_a_real_run(name, settings, tmp_path):
@@ -49,7 +61,7 @@ def test_the_most_bytes_of_each_phase_are_those_of_a_real_run(name, settings, tm
     made = plan(config, [])
     planned = {item.name: item.accelerator for item in made.memory if item.phase}
     watch, update = real_peaks(config)
-    assert made.evaluations["in one step"] == sum(watch.rows) / 2
+    assert made.evaluations["in one step"] == sum(watch.rows) / settings.get("rollout_batch_size", 2)
     assert planned["activations"] == pytest.approx(update, rel=0.01)
     assert planned["denoising"] == pytest.approx(watch.live.peaks[DENOISING], rel=0.01)
     assert planned["decoding"] == pytest.approx(watch.live.peaks[DECODING], rel=0.01)
