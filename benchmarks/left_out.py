@@ -1,9 +1,9 @@
 """
 Show what leaving out a reward costs: `python benchmarks/left_out.py` writes examples/demo_left_out.json.
 
-The demo runs twice with the same seed, for 34 updates of 256 samples that train three of six steps: once on both rewards, and once on spelling alone
-while colour is only measured. A finished run is not repeated. The file is what `report_experiment` in
-examples/demo.yaml shows.
+The demo runs twice with the same seed, for 34 updates of 256 samples that train three of six steps: once on both
+rewards, and once on spelling alone while colour is only measured. A finished run is not repeated. The file is what
+`report_experiment` in examples/demo.yaml shows.
 """
 
 import argparse

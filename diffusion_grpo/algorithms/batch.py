@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..policy.token_process import TokenTrajectory
-from ..policy.trajectory import CleanSamples, Trajectory
+from ..policy.trajectory import CleanSamples, Trajectory, first_of_each
 
 Rows = list[dict[str, Any]]
 
@@ -86,19 +86,20 @@ class Part:
         Those that shared the step's network call in the rollout share it again: one forward and one backward pass
         serve them all.
         """
-        whole = {"inputs": self.inputs, "trajectory": self.trajectory, "step": step}
+        sources = self._share_calls(step)
+        rows = self.rows if sources is None else [self.rows[row] for row in first_of_each(sources).tolist()]
+        found = {"inputs": self.make_inputs(rows), "trajectory": self.trajectory, "step": step}
+        return found if sources is None else found | {"sources": sources}
+
+    def _share_calls(self, step: int) -> Tensor | None:
+        """Return (batch,) the call that each sample takes part in, counted from 0; None where each has its own."""
         if self.trajectory.shared_steps is None:
-            return whole
+            return None
         seeds, shared = self.trajectory.initial_seeds.tolist(), (self.trajectory.shared_steps == step).tolist()
-        callers = [seed if is_shared else ("own", row) for row, (seed, is_shared) in enumerate(zip(seeds, shared))]
+        # a seed is a number, so no row stands for the same call as a seed
+        callers = [seed if is_shared else f"row {row}" for row, (seed, is_shared) in enumerate(zip(seeds, shared))]
         numbers = {caller: number for number, caller in enumerate(dict.fromkeys(callers))}
-        if len(numbers) == len(self):
-            return whole
-        rows = [self.rows[callers.index(caller)] for caller in numbers]
-        return whole | {
-            "inputs": self.make_inputs(rows),
-            "sources": torch.tensor([numbers[caller] for caller in callers]),
-        }
+        return None if len(numbers) == len(self) else torch.tensor([numbers[caller] for caller in callers])
 
     def old_log_prob(self, step: int) -> Tensor:
         """Return the ratio's denominator at one step, (batch,), for samples that all train on it."""

@@ -21,7 +21,16 @@ from .network_gate import NetworkAccess, replace_attribute
 from .recorders import BranchRecorder, Finisher, PrefixDriver, Recorder, SolverRecorder, join_clean
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
 from .teachers import Denoiser, Predictor, Teacher
-from .trajectory import CleanSamples, Denoised, Prediction, Prefix, RolloutRequest, StepDistribution, Trajectory
+from .trajectory import (
+    CleanSamples,
+    Denoised,
+    Prediction,
+    Prefix,
+    RolloutRequest,
+    StepDistribution,
+    Trajectory,
+    first_of_each,
+)
 from .unguided import switch_guidance_off
 
 
@@ -459,15 +468,6 @@ def _make_scheduler(pipe: DiffusionPipeline, sde_type: str, log_prob_type: str) 
             "pipelines whose call alone makes a sample can be trained."
         )
     return stochastic_scheduler(original, sde_type, log_prob_type)
-
-
-def first_of_each(sources: Tensor) -> Tensor:
-    """Return for each row that samples share the index of the first sample that does.
-
-    Args:
-        sources: (batch,) int64, rows from 0 to their number.
-    """
-    return torch.stack([(sources == row).nonzero()[0, 0] for row in range(int(sources.max()) + 1)])
 
 
 def _stop(*args: Any, **kwargs: Any) -> NoReturn:

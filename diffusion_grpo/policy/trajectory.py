@@ -369,6 +369,15 @@ class StepDistribution:
         return {"velocity/ratio_to_ref": (own / other).mean().item()}
 
 
+def first_of_each(sources: Tensor) -> Tensor:
+    """Return for each row that samples share the index of the first sample that does.
+
+    Args:
+        sources: (batch,) int64, rows from 0 to their number.
+    """
+    return torch.stack([(sources == row).nonzero()[0, 0] for row in range(int(sources.max()) + 1)])
+
+
 def make_generators(seeds: Tensor) -> list[torch.Generator]:
     """Return one generator per sample, on the CPU: what a sample gets depends on its seed, not on batch or device."""
     return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
