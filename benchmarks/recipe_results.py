@@ -45,11 +45,16 @@ def score(row: Row) -> float:
 
 def tune_scores(rows: list[Row], recipe: str) -> dict[float, list[float]]:
     """Return the scores of a recipe's tuning by learning rate, one per seed."""
-    scores = {rate: [] for rate in LEARNING_RATES}
+    return {rate: [score(row) for row in found] for rate, found in tune_rows(rows, recipe).items()}
+
+
+def tune_rows(rows: list[Row], recipe: str) -> dict[float, list[Row]]:
+    """Return the rows of a recipe's tuning by learning rate."""
+    found = {rate: [] for rate in LEARNING_RATES}
     for row in rows:
-        if row["recipe"] == recipe and row["phase"] == "tune" and row["learning_rate"] in scores:
-            scores[row["learning_rate"]].append(score(row))
-    return scores
+        if row["recipe"] == recipe and row["phase"] == "tune" and row["learning_rate"] in found:
+            found[row["learning_rate"]].append(row)
+    return found
 
 
 def choose_learning_rate(rows: list[Row], recipe: str) -> float | None:
@@ -118,17 +123,18 @@ def format_share(row: Row, baseline: dict[int, Row]) -> str:
 def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
     lines = [_line(["recipe", *(f"{rate:g}" for rate in LEARNING_RATES)]), _line(["---"] * (1 + len(LEARNING_RATES)))]
     for name in names:
-        scores, best = tune_scores(rows, name), choose_learning_rate(rows, name)
-        cells = []
-        for rate, found in scores.items():
-            text = f"{statistics.mean(found):.3f}" if found else "–"
+        best, cells = choose_learning_rate(rows, name), []
+        for rate, found in tune_rows(rows, name).items():
+            means = statistics.mean(map(score, found)) if found else None
+            ends = [row["evaluations"][-1]["reward"]["mean"] for row in found]
+            text = f"{means:.3f} ({statistics.mean(ends):.3f})" if found else "–"
             cells.append(f"**{text}**" if rate == best else text)
         lines.append(_line([f"`{name}`", *cells]))
     return [
         *lines,
         "",
-        "Each cell is the mean held-out reward over the budget's passes (the area under the curve). The best of a",
-        "finished line is bold and is the learning rate that is reported.",
+        "Each cell is the mean held-out reward over the budget's passes (the area under the curve), and in brackets",
+        "the held-out reward at its end. The best of a finished line is bold, and its learning rate is reported.",
     ]
 
 
@@ -180,6 +186,8 @@ def save_plot(path: Path, rows: list[Row]) -> None:
                     axes.plot(places, values, linewidth=1.1, label=label if axes is left else None, **style)
         left.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
         right.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
+        left.set_xscale("symlog", linthresh=20)  # the budgets differ by ten
+        left.set_xticks([0, 20, 50, 150, 500, 1500], ["0", "20", "50", "150", "500", "1500"])
         left.set_xlabel("network passes per sample, summed over updates")
         left.set_ylabel("held-out reward")
         right.set_xlabel("minutes of training")

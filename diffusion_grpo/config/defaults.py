@@ -75,6 +75,12 @@ class Sizes:
         return self.num_generations if self.same_initial_noise else self.branches or 1
 
     @property
+    def trained_sharing(self) -> float:
+        """How many samples that are trained start from one initial latent, at least on average."""
+        trained = self.best_of_n or self.num_generations
+        return trained / min(trained, self.num_generations // self.latent_sharing)
+
+    @property
     def shares_calls(self) -> bool:
         """Whether samples of one initial latent share the network calls up to their first noise.
 
@@ -84,11 +90,18 @@ class Sizes:
         return self.latent_sharing > 1 and is_recorded
 
     @property
+    def trained_share(self) -> float:
+        """How often the step whose call samples of one initial latent share is trained, from 0 to 1."""
+        start, stop = self.window
+        places = stop - start - (self.sde_window_size or stop - start) + 1
+        is_trained = 1.0 if self.deterministic_outside_window else 1 / places if start == 0 else 0.0
+        return is_trained * (self.timestep_fraction if self.permute_steps else 1.0)
+
+    @property
     def trains_shared_step_alone(self) -> bool:
         """Whether each sample trains one step, the one whose call samples of one initial latent share."""
         start, stop = self.window
-        is_one = (self.sde_window_size or stop - start) == 1
-        return is_one and (self.deterministic_outside_window or (start == 0 and self.sde_window_size is None))
+        return self.trained_share == 1 and (self.sde_window_size or stop - start) == 1
 
     @property
     def shared_calls(self) -> float:

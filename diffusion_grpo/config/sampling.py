@@ -63,8 +63,9 @@ class SamplingSettings:
     same_initial_noise: bool = field(
         default=False,
         metadata={
-            "help": "Start all samples of a prompt from one initial latent. What they do before their first noise is "
-            "then computed once for all of them, and trained on in one pass."
+            "help": "Start all samples of a prompt from one initial latent. Network calls before their first noise "
+            "are then made once for all of them; in a micro-batch so is the pass with gradient through the first "
+            "noisy step."
         },
     )
     branches: int | None = field(

@@ -57,6 +57,7 @@ class PipelineInputs:
             )
         self._columns: dict[int, tuple[Dataset, Columns]] = {}
         self.forms: dict[frozenset[str], Form] = {}  # by the columns that a row has
+        self.draws_globally = False  # whether the trial calls drew from torch's global generator
         self.describe_prompt: Callable[[dict[str, Any]], Any] | None = None  # what prompts of a call have in common
 
     def __call__(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
@@ -156,6 +157,7 @@ class PipelineInputs:
         start, stop = args.window
         last = args.num_inference_steps - 1  # which has no noise, and may be trained on re-noised samples
         start = min(start, last - 1)
+        drew, policy.draws_globally = policy.draws_globally, False  # what a reward or a decoder drew is no matter
         form = find_form(
             policy,
             row,
@@ -165,6 +167,8 @@ class PipelineInputs:
             steps=list(range(start, min(start + 2, stop, last))),
             noise_level=noise_level,
         )
+        self.draws_globally |= policy.draws_globally
+        policy.draws_globally |= drew
         if form.reason is not None and count > 1:
             logger.warning(
                 "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",

@@ -7,6 +7,7 @@ first step runs the network; later steps get the same result again.
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,10 +49,10 @@ class CallSizes:
     @classmethod
     def of(cls, args: DiffusionGRPOConfig) -> "CallSizes":
         """Read the sizes off the settings."""
-        update, sharing = args.per_device_train_batch_size, args.latent_sharing
+        update, sharing = args.per_device_train_batch_size, args.trained_sharing
         if args.shares_calls and args.trains_shared_step_alone:
             is_cut = update % sharing and sharing % update  # a micro-batch then has parts of one latent more
-            update = -(-update // sharing) + bool(is_cut)
+            update = min(update, math.ceil(update / sharing) + bool(is_cut))
         return cls(args.rollout_batch_size or args.per_device_train_batch_size, update)
 
 
@@ -69,6 +70,7 @@ class Measurement:
         peaks: the most bytes beside the weights, their gradients and the trajectory, by phase; a phase that could not
             be measured is missing.
         tokens: tokens that a language model draws per sample; 0 where none is trained.
+        is_batched: whether the pipeline takes several samples in one call.
     """
 
     samples: int
@@ -79,6 +81,7 @@ class Measurement:
     update_evaluations: float
     peaks: dict[str, int]
     tokens: int = 0
+    is_batched: bool = True
 
 
 def measure(

@@ -349,6 +349,7 @@ def _measure_in_some_form(
         except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
             refusals.append(error)
             continue
+        counted = dataclasses.replace(counted, is_batched=form == BATCHED)
         if not args.traits.is_renoised:
             return add_means(counted) if keeps_means(args) else counted
 
@@ -374,9 +375,8 @@ def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Meas
     one, update = (1.0, 1.0) if counted is None else (counted.evaluations, counted.update_evaluations)
     steps, iterations = batches.trained_steps, args.num_iterations
     rollout = one * (batches.num_inference_steps - args.shared_calls * (1 - 1 / args.latent_sharing))
-    if args.shares_calls:  # the last of these is trained on, unless a sample draws its steps among more
-        together = min(args.latent_sharing, args.per_device_train_batch_size)
-        steps -= (args.timestep_fraction if args.permute_steps else 1.0) * (1 - 1 / together)
+    if args.shares_calls and (counted is None or counted.is_batched):
+        steps -= args.trained_share * (1 - 1 / min(args.trained_sharing, args.per_device_train_batch_size))
     found = {"in one step": one, "rollout": rollout, "update, with gradient": update * steps * iterations}
     if counted is not None and counted.tokens:
         scores = {"scores of the rollout's tokens": 1.0, "update, with gradient": iterations}

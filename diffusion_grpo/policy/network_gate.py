@@ -60,7 +60,9 @@ class NetworkGates:
     ):
         self._networks, self._access, self._adjust_call = networks, access, adjust_call
         self._blank_outputs: dict[Any, Any] = {}
-        self._last_calls: dict[int, Callable] = {}  # of each network, in this call of the pipeline
+        self._last_calls: dict[int, Callable] = {}  # of each network, in this call of the pipeline or before
+        self._own_calls: dict[int, Callable] = {}  # the same, of the networks' own forwards
+        self._calls_own = True
         self._spare: list[Tensor] = []
 
     @contextlib.contextmanager
@@ -81,7 +83,8 @@ class NetworkGates:
                 )
                 for hooks in HOOKS if skips_hooks else ():
                     stack.enter_context(replace_attribute(network, hooks, OrderedDict()))
-            self._last_calls = {}
+            self._calls_own = forwards is None
+            self._last_calls = dict(self._own_calls) if self._calls_own else {}
             yield
 
     def finish(self) -> None:
@@ -149,6 +152,8 @@ class NetworkGates:
         call = functools.partial(self._call, run, args, kwargs)
         if self._access.ask_all is not None:
             self._last_calls[number] = call
+            if self._calls_own:
+                self._own_calls[number] = call
             self._keep_in_step(number * GRAPH + (GRAPH if torch.is_grad_enabled() else PLAIN))
         return self._cast(call(), tensors)
 

@@ -242,8 +242,8 @@ class RolloutGenerator:
     @property
     def _may_share_calls(self) -> bool:
         """Whether what is equal in the inputs of samples is equal in the network's calls; always so for branches."""
-        policy = self._policy
-        return self._plan.branches is not None or not (policy.draws_tokens or policy.draws_globally)
+        differs = self._policy.draws_tokens or self.inputs.draws_globally
+        return self._plan.branches is not None or not differs
 
     def _take_shared_steps(
         self, rows: Rows, calls: list[list[int]], plan: RolloutPlan

@@ -30,8 +30,8 @@ def compute_prefixes(
 ) -> Callable[[list[int]], Prefix]:
     """Take the shared steps of a process's samples once per initial latent, and predict the next.
 
-    The latents of a call of the rollout share a call here too. A replay of the same samples makes the same call, so
-    that its prediction is the same bit for bit.
+    The latents of a call of the rollout share a call here too. A micro-batch with the same latents makes the same call
+    in a replay, so that its prediction is the same bit for bit.
 
     Args:
         policy: takes the steps.

@@ -18,6 +18,7 @@ from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.planning.batches import Batches
+from diffusion_grpo.planning.measure import CallSizes
 from diffusion_grpo.planning.plan import count_evaluations, make_planned_config, plan
 
 
@@ -284,12 +285,25 @@ def test_calls_that_branches_share_are_counted_once_for_all_of_them(order, size,
     assert found["update, with gradient"] == pytest.approx(batches.trained_steps - 5 / 6)
 
 
-@pytest.mark.parametrize(("is_silent", "size", "trained"), [(True, 24, 1 / 8), (False, 4, 1 + 1 / 4)])
-def test_samples_of_one_latent_are_counted_once_in_their_first_call(is_silent, size, trained, tmp_path):
-    """In the update at most the samples of a micro-batch share it."""
-    given = {"num_generations": 8, "num_inference_steps": 4, "sde_window": [0, 1 if is_silent else 2]}
-    given |= {"same_initial_noise": True, "deterministic_outside_window": is_silent, "gradient_accumulation_steps": 6}
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, per_device_train_batch_size=size, **given)
+@pytest.mark.parametrize(
+    ("settings", "trained", "rows"),
+    [
+        ({"sde_window": [0, 1], "deterministic_outside_window": True}, 1 / 8, 3),
+        ({"sde_window": [0, 2]}, 1 + 1 / 8, 24),
+        ({"sde_window": [0, 2], "per_device_train_batch_size": 4}, 1 + 1 / 4, 4),
+        ({"sde_window": [1, 3]}, 2, 24),  # all steps draw noise, and the first is not trained
+        ({"sde_window": [0, 2], "sde_window_size": 1}, (1 / 8 + 1) / 2, 24),  # which is the first in half the rollouts
+        ({"sde_window": [0, 1], "best_of_n": 2, "steps_per_generation": 6}, 1 / 2, 12),
+        ({"sde_window": [0, 1], "advantage_estimator": "gae"}, 1, 24),
+    ],
+)
+def test_samples_of_one_latent_are_counted_once_in_their_first_call(settings, trained, rows, tmp_path):
+    """In the update at most the trained samples of a micro-batch share it."""
+    given = {"num_generations": 8, "num_inference_steps": 4, "same_initial_noise": True, "beta": 0.1}
+    given |= {"per_device_train_batch_size": 24, "gradient_accumulation_steps": 6}
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given | settings)
     found = count_evaluations(args, Batches.of(args, None), None)
-    assert found["rollout"] == pytest.approx(1 / 8 + 3)
-    assert found["update, with gradient"] == pytest.approx(trained)
+    is_shared = settings.get("advantage_estimator") != "gae"
+    assert found["rollout"] == pytest.approx(1 / 8 + 3 if is_shared else 4)
+    assert found["update, with gradient"] == found["reference in the update"] == pytest.approx(trained)
+    assert CallSizes.of(args) == CallSizes(args.per_device_train_batch_size, rows)

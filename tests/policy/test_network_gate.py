@@ -6,8 +6,9 @@ import tiny_pipelines
 import torch
 
 from diffusion_grpo.policy.denoising import DenoisingPolicy
+from diffusion_grpo.policy.drivers import Driver
 from diffusion_grpo.policy.network_gate import DONE, GRAPH, PLAIN, NetworkAccess
-from diffusion_grpo.policy.rollout import replay, rollout
+from diffusion_grpo.policy.rollout import replay, rollout, run_prefix
 
 
 def test_networks_are_called_as_on_the_process_that_calls_them_most():
@@ -38,6 +39,24 @@ def test_networks_are_called_as_on_the_process_that_calls_them_most():
     found = gradient()
     assert calls == [False, True, True, False] and not others
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_a_process_without_a_call_of_its_own_repeats_one_from_before():
+    """As where a prefix has made an expert's only call, and another process still has one to make."""
+    pipe, inputs = tiny_pipelines.build("sd3")
+    calls, others = [], []
+
+    def ask_all(own):
+        return [own, others.pop(0) if others else own]
+
+    policy = DenoisingPolicy(pipe, access=NetworkAccess(ask_all=ask_all, skips_hooks=True))
+    pipe.transformer.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    run_prefix(policy, inputs, 0, num_inference_steps=3, initial_seeds=[1, 2])
+    calls.clear()
+    others += [PLAIN, DONE]
+    with policy.gates.put_up(Driver(torch.tensor([1, 2]), 2, 0.7)):
+        policy.gates.finish()
+    assert calls == [False] and not others
 
 
 def test_of_two_experts_each_keeps_in_step():

@@ -64,6 +64,7 @@ SHARING = {  # settings, and which of the three trained steps pass once for all 
     "two iterations": (ONE_LATENT | SILENT | {"sde_window": [0, 2], "num_iterations": 2, "max_steps": 4}, (4, 1)),
     "replayed anchors": (ONE_LATENT | {"num_iterations": 2, "max_steps": 4, "old_log_prob": "replay"}, (4, 1, 1)),
     "dppo": (ONE_LATENT | {"num_iterations": 2, "max_steps": 4, "loss_type": "dppo"}, (4, 1, 1)),
+    "the best and the worst": (ONE_LATENT | SILENT | {"sde_window": [0, 1], "best_of_n": 2}, (2,)),
     "divergence as reward": (ONE_LATENT | {"kl_reward": 0.1}, (4, 1, 1)),
 }
 
@@ -72,7 +73,7 @@ def train(folder, name="sd3", draws_globally=False, **settings):
     """A trained run, how far its weights moved, and how many rows its network passed with gradient."""
     rewards = first_frame_brightness if name == "wan" else brightness
     trainer = trainer_for(folder, name, rewards=rewards, optim="sgd", learning_rate=1.0, **settings)
-    trainer.policy.draws_globally |= draws_globally
+    trainer.inputs.draws_globally |= draws_globally
     before, rows = trained_weights(trainer), []
     linear = next(part for part in trainer.policy.network.modules() if isinstance(part, torch.nn.Linear))
     linear.register_forward_hook(
