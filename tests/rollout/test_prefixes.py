@@ -88,7 +88,8 @@ def train(folder, name="sd3", draws_globally=False, **settings):
 def test_sharing_calls_changes_nothing_but_their_number(tmp_path, monkeypatch, sharing):
     settings, shares = SHARING[sharing]
     together, moved, few = train(tmp_path / "together", **settings)
-    assert max(logged(together, "ratio/max_error")[:1]) == 0.0
+    # of the best and the worst a micro-batch has those of several prompts, in another call than the rollout's
+    assert logged(together, "ratio/max_error")[0] <= (1e-6 if "best_of_n" in settings else 0.0)
     monkeypatch.setattr(DiffusionGRPOConfig, "shares_calls", False)
     apart, expected, many = train(tmp_path / "apart", **settings)
     assert (moved - expected).norm() < 1e-3 * expected.norm() > 0
