@@ -13,7 +13,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 SHORT = "--warmup_steps 0 --learning_rate 1e-3 --per_device_eval_batch_size 64"
 FIVE_ROLLOUTS = "--max_steps 10 --eval_steps 10"
 # Five updates that train the first three of six steps, on each sample once
-WINDOW = "--max_steps 5 --eval_steps 5 --num_inference_steps 6 --sde_window_size null --num_iterations 1"
+WINDOW = "--max_steps 5 --eval_steps 5 --num_inference_steps 6 --sde_window 0 3 --num_iterations 1"
 MARGIN = 0.02  # of held-out reward; the gain is about 0.1, with the sign flipped more is lost
 
 
