@@ -1,5 +1,6 @@
 """
-Run the demo with several seeds: `python benchmarks/demo_seeds.py` writes a table to docs/demo_runs.md.
+Run the demo with several seeds: `python benchmarks/demo_seeds.py` writes a table to docs/demo_runs.md, and a picture
+of the first to docs/images/demo.png.
 
 One lucky seed proves nothing. Each run is `make demo` with another seed; a finished run is not repeated.
 """
@@ -12,11 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 from diffusion_grpo.run.folder import Run, read_run
 from diffusion_grpo.run.report import measure_gain
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "demo_runs.md"
+PAGE, PICTURE = ROOT / "docs" / "demo_runs.md", ROOT / "docs" / "images" / "demo.png"
+LABEL, CELL = 64, (100, 36)  # pixels of the grid's labels, and of a word with its margin
 
 HEAD = """# The demo in {count} seeds
 
@@ -61,6 +65,18 @@ def machine() -> str:
     return f"{os.cpu_count()} CPU cores ({names[0] if names else platform.machine()})"
 
 
+def save_picture(folder: Path, words: int = 10) -> None:
+    """Draw the first words of a run before and after, above its curve."""
+    with Image.open(folder / "grid.png") as grid, Image.open(folder / "curve.png") as curve:
+        width, last = LABEL + words * CELL[0], grid.height - CELL[1]
+        rows = [grid.crop((0, top, width, top + CELL[1])) for top in (0, last)]
+        picture = Image.new("RGB", (width, 2 * CELL[1] + 8 + curve.height), "white")
+        for number, row in enumerate(rows):
+            picture.paste(row, (0, number * CELL[1]))
+        picture.paste(curve, ((width - curve.width) // 2, 2 * CELL[1] + 8))
+    picture.save(PICTURE)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -83,6 +99,7 @@ def main() -> None:
         steps=settings.get("eval_num_inference_steps") or settings["num_inference_steps"],
     )
     head += f"\n{arguments.note}\n" if arguments.note else ""
+    save_picture(ROOT / f"outputs/demo-seed-{arguments.seeds[0]}")
     PAGE.write_text("\n".join([head, *table(runs)]) + "\n", encoding="utf-8")
     print(
         json.dumps({seed: measure_gain(run, "reward") for seed, run in runs.items()}), f"-> {PAGE.relative_to(ROOT)}"
