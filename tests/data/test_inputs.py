@@ -24,7 +24,7 @@ from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
 
 KONTEXT = inspect.unwrap(FluxKontextPipeline.__call__)
 FIXED = {"max_area": 256, "_auto_resize": False}
-UNUSED = types.SimpleNamespace(draws_tokens=False)  # a policy that is not called
+UNUSED = types.SimpleNamespace(draws_globally=False, draws_tokens=False)  # a policy that is not called
 
 
 def make_image(seed=0, size=(16, 16), mode="RGB"):
@@ -245,6 +245,21 @@ def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_pa
     given.learn(UNUSED, [own, dict(own)], noise_level=0.7, accelerator=types.SimpleNamespace(process_index=0))
     assert asked == [{"prompt": "a cat"}, others]
     assert given.parts([others, others]) == [[0], [1]]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_only_what_the_trial_calls_draw_counts(draws, tmp_path, monkeypatch):
+    """A reward or a decoder may have drawn from the global generator before."""
+    policy = types.SimpleNamespace(draws_globally=True, draws_tokens=False)
+
+    def find_form(policy, *rest, **more):
+        policy.draws_globally |= draws
+        return Form("batched")
+
+    monkeypatch.setattr(module, "find_form", find_form)
+    inputs = PipelineInputs(tiny_pipelines.build("sd3")[0], settings(tmp_path))
+    inputs.learn(policy, [{"prompt": "a cat"}], noise_level=0.7)
+    assert inputs.draws_globally == draws and policy.draws_globally
 
 
 def mixed(folder, **changes):
