@@ -158,17 +158,19 @@ class PipelineInputs:
         last = args.num_inference_steps - 1  # which has no noise, and may be trained on re-noised samples
         start = min(start, last - 1)
         drew, policy.draws_globally = policy.draws_globally, False  # what a reward or a decoder drew is no matter
-        form = find_form(
-            policy,
-            row,
-            self.arguments,
-            count,
-            num_inference_steps=args.num_inference_steps,
-            steps=list(range(start, min(start + 2, stop, last))),
-            noise_level=noise_level,
-        )
-        self.draws_globally |= policy.draws_globally
-        policy.draws_globally |= drew
+        try:
+            form = find_form(
+                policy,
+                row,
+                self.arguments,
+                count,
+                num_inference_steps=args.num_inference_steps,
+                steps=list(range(start, min(start + 2, stop, last))),
+                noise_level=noise_level,
+            )
+        finally:
+            self.draws_globally |= policy.draws_globally
+            policy.draws_globally |= drew
         if form.reason is not None and count > 1:
             logger.warning(
                 "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",

@@ -17,6 +17,7 @@ from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo.planning import plan as plan_module
 from diffusion_grpo.planning.batches import Batches
 from diffusion_grpo.planning.measure import CallSizes
 from diffusion_grpo.planning.plan import count_evaluations, make_planned_config, plan
@@ -307,3 +308,18 @@ def test_samples_of_one_latent_are_counted_once_in_their_first_call(settings, tr
     assert found["rollout"] == pytest.approx(1 / 8 + 3 if is_shared else 4)
     assert found["update, with gradient"] == found["reference in the update"] == pytest.approx(trained)
     assert CallSizes.of(args) == CallSizes(args.per_device_train_batch_size, rows)
+
+
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_a_pipeline_of_one_sample_per_call_shares_none_in_the_update(is_batched, tmp_path, monkeypatch):
+    real = plan_module.measure
+
+    def measure(policy, mode, make_inputs, sizes, args):
+        if not is_batched and sizes.rollout > 1:
+            raise ValueError("one sample, please")
+        return real(policy, mode, make_inputs, sizes, args)
+
+    monkeypatch.setattr(plan_module, "measure", measure)
+    shared = {"same_initial_noise": True, "sde_window": [0, 1], "deterministic_outside_window": True}
+    found = plan(write_run(tmp_path, "flux", **shared), []).evaluations
+    assert found["update, with gradient"] == (0.5 if is_batched else 1.0)

@@ -61,7 +61,7 @@ def test_a_predictor_keeps_the_prediction_at_a_given_latent():
 
 def test_one_call_scores_all_samples_that_share_it():
     """As many rows as calls pass the network; each sample's next latent is scored by the row it shares."""
-    latents, sources = torch.tensor([[2.0, 4.0], [6.0, 8.0]]), torch.tensor([1, 0, 1])
+    latents, sources = torch.tensor([[2.0, 4.0], [6.0, 8.0]]), torch.tensor([1, 0, 0])
     next_latents = torch.arange(6.0).view(3, 2)
     teacher = Teacher(1, latents, next_latents, 0.7, SEEDS, sources=sources)
     handed = teacher.step(HalfSteps(), 0, None, None, torch.zeros(2, 2))

@@ -59,6 +59,12 @@ ONE_LATENT = {"same_initial_noise": True}
 SHARING = {  # settings, and which of the three trained steps pass once for all samples of an initial latent
     "the first step": (ONE_LATENT | SILENT | {"sde_window": [0, 1]}, (4,)),
     "all steps": (ONE_LATENT, (4, 1, 1)),
+    "two prompts in a call": (
+        ONE_LATENT
+        | SILENT
+        | {"sde_window": [0, 2], "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        (4, 1),
+    ),
     "a later step, with reference": (ONE_LATENT | SILENT | {"sde_window": [1, 3], "beta": 0.1}, (4, 1)),
     "branches": ({"branches": 2, "sde_window": [0, 2]} | SILENT, (2, 1)),
     "two iterations": (ONE_LATENT | SILENT | {"sde_window": [0, 2], "num_iterations": 2, "max_steps": 4}, (4, 1)),
