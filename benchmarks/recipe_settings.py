@@ -52,7 +52,7 @@ class Recipe:
 # passes or hold a short run back: its KL term, its moving average, and the noise in the last step
 FLOW_GRPO = {
     "num_inference_steps": 10,
-    "sde_window": None,
+    "sde_window": [0, 9],
     "deterministic_outside_window": False,
     "same_initial_noise": False,
     "scale_rewards": "group",
@@ -96,6 +96,17 @@ RECIPES = {
             "first_of_4_twice",
             "the same, and each rollout trained on twice",
             FIRST_OF_4 | {"num_iterations": 2},
+        ),
+        Recipe(
+            "first_of_4_own_latents",
+            "the first of 4 steps trained, each sample with an initial latent of its own",
+            FIRST_OF_4 | {"same_initial_noise": False},
+        ),
+        Recipe(
+            "defaults",
+            "the defaults of DiffusionGRPOConfig: one of the first 5 of 10 steps, drawn for each rollout",
+            {"num_inference_steps": 10, "sde_window": None, "scale_rewards": "group"}
+            | {"deterministic_outside_window": None, "same_initial_noise": None},
         ),
         Recipe("first_two_of_6", "the demo with the first 2 of 6 steps trained", {"sde_window": [0, 2]}),
         # Step weights, processes and ratios on recorded steps

@@ -57,6 +57,7 @@ trainer = DiffusionGRPOTrainer(
         pipeline_kwargs={"max_area": 512 * 512, "_auto_resize": False, "max_sequence_length": 128},
         sde_type="flow_sde",
         noise_level=0.9,
+        same_initial_noise=False,
         noise_in_last_step=True,
         scale_rewards="batch",
         drop_zero_advantages=True,

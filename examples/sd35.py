@@ -32,6 +32,7 @@ args = DiffusionGRPOConfig(
     pipeline_kwargs={"max_sequence_length": 128},
     sde_type="flow_sde",
     noise_level=0.7,
+    same_initial_noise=False,
     noise_in_last_step=True,
     scale_rewards="batch",
     advantage_clip=5,

@@ -39,6 +39,7 @@ args = DiffusionGRPOConfig(
     fps=16,
     sde_type="wan_sde",
     noise_level=1.0,
+    same_initial_noise=False,
     noise_in_last_step=True,
     drop_zero_advantages=True,
     epsilon=0.001,

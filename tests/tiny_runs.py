@@ -33,6 +33,22 @@ SETTINGS = {
 }
 
 
+RENOISED, LANGUAGE_MODELS = ("nft", "awm", "dgpo", "dpo"), ("writer", "vision_language_encoder")
+
+
+def with_every_step(settings: dict) -> dict:
+    """Settings under which all steps have noise, all are trained, and samples have latents of their own.
+
+    What the settings say themselves stays. The defaults train one step, whose calls samples of a prompt share; most
+    tests want to see more than that.
+    """
+    own = {"same_initial_noise": False, "deterministic_outside_window": "branches" in settings}
+    loss_type = settings.get("loss_type", "grpo")
+    if loss_type not in RENOISED and "." not in loss_type and settings.get("train_component") not in LANGUAGE_MODELS:
+        own["sde_window"] = [0, settings["num_inference_steps"] - 1]
+    return own | settings
+
+
 # of each update's two prompts one is guided by a negative prompt, in twice as many passes of the network
 OPTIONAL = {
     "name": "flux",
@@ -99,9 +115,8 @@ def trainer_for(
     eval_reward_funcs = settings.pop("eval_reward_funcs", None)
     callbacks = settings.pop("callbacks", None)
     columns = settings.pop("columns", {})
-    args = DiffusionGRPOConfig(
-        output_dir=str(output_dir), **{**SETTINGS, "pipeline_kwargs": rest, **from_config, **settings}
-    )
+    settings = with_every_step({**SETTINGS, "pipeline_kwargs": rest, **from_config, **settings})
+    args = DiffusionGRPOConfig(output_dir=str(output_dir), **settings)
     return DiffusionGRPOTrainer(
         model=pipe,
         reward_funcs=rewards,

@@ -276,12 +276,12 @@ def _check_steps(args: Sizes) -> None:
             f"sde_window={window} must be [start, stop) with 0 <= start < stop <= {last}: of {last + 1} steps the "
             "last has no noise and is never trained."
         )
-    if args.sde_window_size is not None and args.sde_window_size > window[1] - window[0]:
+    if args.window_size > window[1] - window[0]:
         raise ValueError(
             f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
             "that may be trained; lower it, or widen sde_window."
         )
-    if args.sde_window_order != "random" and args.sde_window_size is None:
+    if args.sde_window_order != "random" and args.sde_window_size is None and args.window_size > 1:
         raise ValueError(
             f"sde_window_order={args.sde_window_order!r} chooses a part of sde_window, but sde_window_size is not "
             "set, so that all of it is trained; set sde_window_size."
@@ -303,10 +303,10 @@ def _check_branches(args: Sizes) -> None:
             f"branches={args.branches} does not divide num_generations={args.num_generations}: each initial "
             "latent of a prompt needs the same number of samples; change one of them."
         )
-    if not args.deterministic_outside_window:
+    if not args.silent_outside_window:
         raise ValueError(
             f"branches={args.branches} lets samples share the steps before their first noisy one, but all steps draw "
-            "noise; set deterministic_outside_window=True."
+            "noise; set deterministic_outside_window=True and leave noise_in_last_step out."
         )
     if args.same_initial_noise and args.branches != args.num_generations:
         raise ValueError(
@@ -326,7 +326,8 @@ def _check_renoised(args: Sizes) -> None:
     recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
     recorded += ["epsilon", "epsilon_high", "old_log_prob", "step_weight", "importance_sampling_level", "kl_reward"]
     recorded += ["advantage_estimator", "branches"]
-    usual = {name: fields[name].default for name in recorded} | {"epsilon_high": args.epsilon}
+    usual = {name: fields[name].default for name in recorded}
+    usual |= {"epsilon_high": args.epsilon, "deterministic_outside_window": False}
     for name in recorded:
         if getattr(args, name) not in (fields[name].default, usual[name]):
             raise ValueError(
@@ -470,11 +471,11 @@ def check_token_settings(args: Sizes) -> None:
         ValueError: a setting has no effect or no meaning for tokens, or the loss is for Gaussian steps.
     """
     usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
-    usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": False}
+    usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": None}
     usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
     usual |= {"step_weight": "none", "kl_reward": 0.0, "advantage_estimator": "group"}
     for name, default in usual.items():
-        if getattr(args, name) != default:
+        if getattr(args, name) not in (default, False):
             raise ValueError(
                 f"{name}={getattr(args, name)!r} is for denoising steps, but a language model draws tokens; leave it "
                 "out, or train the denoising network."

@@ -57,12 +57,46 @@ class Sizes:
         return find_traits(self.loss_type)
 
     @property
+    def trains_any_step(self) -> bool:
+        """Whether all steps may be trained unless `sde_window` says otherwise.
+
+        That is so where another setting chooses among the steps or asks for noise in all of them, where a value model
+        looks at a whole trajectory, and on re-noised samples. Otherwise one early step is trained.
+        """
+        is_chosen = self.permute_steps or self.timestep_fraction < 1
+        return is_chosen or self.noise_in_last_step or self.advantage_estimator == "gae" or self.traits.is_renoised
+
+    @property
     def window(self) -> tuple[int, int]:
         """The range [start, stop) of the steps that may be trained."""
-        # a re-noised sample is handed over by the step before, and the last step can be trained as well
-        whole = (1, self.num_inference_steps) if self.traits.is_renoised else (0, self.num_inference_steps - 1)
-        start, stop = self.sde_window or whole
-        return start, stop
+        if self.sde_window:
+            start, stop = self.sde_window
+            return start, stop
+        if self.traits.is_renoised:  # the step before hands over the sample, and the last step can be trained as well
+            return 1, self.num_inference_steps
+        return 0, self.num_inference_steps - 1 if self.trains_any_step else max(1, self.num_inference_steps // 2)
+
+    @property
+    def window_size(self) -> int:
+        """How many consecutive steps of `window` a sample may train."""
+        if self.sde_window_size is not None:
+            return self.sde_window_size
+        start, stop = self.window
+        return stop - start if self.sde_window or self.trains_any_step else 1
+
+    @property
+    def silent_outside_window(self) -> bool:
+        """Whether steps that are outside the part of the window that is trained draw no noise."""
+        if self.deterministic_outside_window is not None:
+            return self.deterministic_outside_window
+        return not (self.noise_in_last_step or self.traits.is_renoised)
+
+    @property
+    def shares_initial_noise(self) -> bool:
+        """Whether all samples of a prompt start from one initial latent."""
+        if self.same_initial_noise is not None:
+            return self.same_initial_noise
+        return not (self.branches or self.advantage_estimator == "gae" or self.traits.is_renoised)
 
     @property
     def trains_own_steps(self) -> bool:
@@ -72,7 +106,7 @@ class Sizes:
     @property
     def latent_sharing(self) -> int:
         """How many samples start from one initial latent."""
-        return self.num_generations if self.same_initial_noise else self.branches or 1
+        return self.num_generations if self.shares_initial_noise else self.branches or 1
 
     @property
     def trained_sharing(self) -> float:
@@ -93,15 +127,14 @@ class Sizes:
     def trained_share(self) -> float:
         """How often the step whose call samples of one initial latent share is trained, from 0 to 1."""
         start, stop = self.window
-        places = stop - start - (self.sde_window_size or stop - start) + 1
-        is_trained = 1.0 if self.deterministic_outside_window else 1 / places if start == 0 else 0.0
+        places = stop - start - self.window_size + 1
+        is_trained = 1.0 if self.silent_outside_window else 1 / places if start == 0 else 0.0
         return is_trained * (self.timestep_fraction if self.permute_steps else 1.0)
 
     @property
     def trains_shared_step_alone(self) -> bool:
         """Whether each sample trains one step, the one whose call samples of one initial latent share."""
-        start, stop = self.window
-        return self.trained_share == 1 and (self.sde_window_size or stop - start) == 1
+        return self.trained_share == 1 and self.window_size == 1
 
     @property
     def shared_calls(self) -> float:
@@ -109,8 +142,8 @@ class Sizes:
         if not self.shares_calls:
             return 0.0
         start, stop = self.window
-        before = (start + stop - (self.sde_window_size or stop - start)) / 2
-        return 1.0 + (before if self.deterministic_outside_window else 0.0)
+        before = (start + stop - self.window_size) / 2
+        return 1.0 + (before if self.silent_outside_window else 0.0)
 
     @property
     def batch_sizes(self) -> BatchSizes:

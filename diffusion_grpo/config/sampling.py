@@ -60,12 +60,13 @@ class SamplingSettings:
             "seams are blended, so samples differ slightly."
         },
     )
-    same_initial_noise: bool = field(
-        default=False,
+    same_initial_noise: bool | None = field(
+        default=None,
         metadata={
             "help": "Start all samples of a prompt from one initial latent. Network calls before their first noise "
             "are then made once for all of them; in a micro-batch so is the pass with gradient through the first "
-            "noisy step."
+            "noisy step. By default true, and false with branches, with advantage_estimator gae and on re-noised "
+            "samples."
         },
     )
     branches: int | None = field(
@@ -73,8 +74,8 @@ class SamplingSettings:
         metadata={
             "help": "Samples that share one initial latent and all network calls before their first noise, which are "
             "computed once for all of them (TempFlow-GRPO: num_generations 24 and branches 6 are 4 latents of 6 "
-            "branches). Must divide num_generations; needs deterministic_outside_window. By default each sample has "
-            "an initial latent of its own, or with same_initial_noise each prompt."
+            "branches). Must divide num_generations; needs deterministic_outside_window. By default "
+            "same_initial_noise decides."
         },
     )
     best_of_n: int | None = field(
@@ -105,15 +106,16 @@ class SamplingSettings:
     sde_window: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Range [start, stop) of the steps that may be trained; by default all but the last, and on "
-            "re-noised samples all but the first."
+            "help": "Range [start, stop) of the steps that may be trained. By default the first half; all but the "
+            "last with timestep_fraction, permute_steps, noise_in_last_step or advantage_estimator gae; all but the "
+            "first on re-noised samples."
         },
     )
     sde_window_size: int | None = field(
         default=None,
         metadata={
-            "help": "Train only N consecutive steps within sde_window; sde_window_order says which. By default the "
-            "whole of sde_window."
+            "help": "Train only N consecutive steps within sde_window; sde_window_order says which. By default 1 if "
+            "sde_window is the first half by default, else the whole of sde_window."
         },
     )
     sde_window_order: str = field(
@@ -137,10 +139,13 @@ class SamplingSettings:
             "help": "Draw the trained steps anew for each sample; otherwise the first ones of the window are taken."
         },
     )
-    deterministic_outside_window: bool = field(
-        default=False, metadata={"help": "No noise in steps outside the window (Flow-GRPO-Fast, MixGRPO)."}
+    deterministic_outside_window: bool | None = field(
+        default=None,
+        metadata={
+            "help": "No noise in steps outside the window (Flow-GRPO-Fast, MixGRPO). By default true, and false with "
+            "noise_in_last_step."
+        },
     )
-
     noise_in_last_step: bool = field(
         default=False,
         metadata={

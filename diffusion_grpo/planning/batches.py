@@ -59,8 +59,6 @@ class Batches:
             args: the settings.
             prompts: number of rows in the dataset, None if unknown.
         """
-        start, stop = args.window
-        window = args.sde_window_size or stop - start
         updates = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
         rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)
         size = args.rollout_batch_size or args.per_device_train_batch_size
@@ -80,7 +78,7 @@ class Batches:
             micro_batches_per_update=args.gradient_accumulation_steps,
             updates_per_rollout=updates,
             samples_per_update=accumulated * args.data_processes,
-            trained_steps=max(1, round(args.timestep_fraction * window)),
+            trained_steps=max(1, round(args.timestep_fraction * args.window_size)),
             num_inference_steps=args.num_inference_steps,
             rollouts_per_epoch=rollouts,
             updates_per_epoch=None if rollouts is None else rollouts * updates,

@@ -24,7 +24,7 @@ from ..policy.drivers import StepScored
 from ..policy.language_model import Drawn
 from ..policy.network_gate import replace_attribute
 from ..policy.prompt_cache import PromptCache
-from ..policy.rollout import Policy, Trajectory, replay, rollout
+from ..policy.rollout import Policy, Trajectory, replay, rollout, run_prefix
 from ..policy.token_process import TokenTrajectory, pack_bits
 from .live_bytes import LiveBytes
 from .repeats import Run, count_repeats, shorten
@@ -40,20 +40,23 @@ class CallSizes:
 
     Attributes:
         rollout: samples of a rollout's call.
-        update: rows of a micro-batch's call with gradient; samples that share the call are one.
+        micro_batch: samples of a micro-batch.
+        update: rows of a micro-batch's call with gradient, where samples that share the call are one.
     """
 
     rollout: int
+    micro_batch: int
     update: int
 
     @classmethod
     def of(cls, args: DiffusionGRPOConfig) -> "CallSizes":
         """Read the sizes off the settings."""
-        update, sharing = args.per_device_train_batch_size, args.trained_sharing
+        micro_batch, sharing = args.per_device_train_batch_size, args.trained_sharing
+        update = micro_batch
         if args.shares_calls and args.trains_shared_step_alone:
             is_cut = update % sharing and sharing % update  # a micro-batch then has parts of one latent more
             update = min(update, math.ceil(update / sharing) + bool(is_cut))
-        return cls(args.rollout_batch_size or args.per_device_train_batch_size, update)
+        return cls(args.rollout_batch_size or micro_batch, micro_batch, update)
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Measurement:
             be measured is missing.
         tokens: tokens that a language model draws per sample; 0 where none is trained.
         is_batched: whether the pipeline takes several samples in one call.
+        shares_prediction: whether samples of one initial latent share the call that predicts their first noisy step.
     """
 
     samples: int
@@ -82,6 +86,7 @@ class Measurement:
     peaks: dict[str, int]
     tokens: int = 0
     is_batched: bool = True
+    shares_prediction: bool = False
 
 
 def measure(
@@ -104,7 +109,7 @@ def measure(
         args: settings of the run.
     """
     if policy.draws_tokens:
-        return measure_tokens(policy, mode, make_inputs(sizes.update), sizes.update, args)
+        return measure_tokens(policy, mode, make_inputs(sizes.micro_batch), sizes.micro_batch, args)
     if args.selective_checkpointing == 1 and not (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         with shorten(policy.networks) as runs:
             try:
@@ -125,6 +130,7 @@ def _measure_steps(
 ) -> Measurement:
     samples, inputs = sizes.rollout, make_inputs(sizes.rollout)
     settings = {"seeds": range(samples), "num_inference_steps": args.num_inference_steps, "steps": [[0]] * samples}
+    shares_prediction = args.shares_calls and _shares_prediction(policy, mode, make_inputs(1), args)
     watch = PhaseWatch(policy)
     watch.reset()
     forget_conversions(mode)
@@ -136,16 +142,28 @@ def _measure_steps(
             forget_conversions(mode)
             _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
     per_step, per_sample = count_trajectory_bytes(trajectory)
-    if sizes.update != samples:
-        inputs, settings["seeds"] = make_inputs(sizes.update), range(sizes.update)
-        settings["steps"] = [[0]] * sizes.update
+    rows = sizes.update if shares_prediction else sizes.micro_batch
+    per_sample += shares_prediction * trajectory.steps.element_size()  # of `Trajectory.shared_steps`
+    if rows != samples:
+        inputs, settings["seeds"] = make_inputs(rows), range(rows)
+        settings["steps"] = [[0]] * rows
         policy.prompts.clear()
         with _draw_without_weights(policy, mode):
             _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
     update = measure_update(policy, mode, inputs, trajectory, runs)
     evaluations = sum(watch.rows) / samples
     peaks = {**watch.live.peaks, UPDATE: update}
-    return Measurement(samples, per_step, per_sample, watch.encoded // samples, evaluations, evaluations, peaks)
+    found = Measurement(samples, per_step, per_sample, watch.encoded // samples, evaluations, evaluations, peaks)
+    return dataclasses.replace(found, shares_prediction=shares_prediction)
+
+
+def _shares_prediction(
+    policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], args: DiffusionGRPOConfig
+) -> bool:
+    """Make a prediction for samples of one initial latent, and say whether they can share it."""
+    with _draw_without_weights(policy, mode):
+        prefix = run_prefix(policy, inputs, 0, num_inference_steps=args.num_inference_steps, initial_seeds=[0])
+    return prefix.prediction is not None
 
 
 class PhaseWatch:

@@ -343,7 +343,7 @@ def _measure_in_some_form(
     refusals = []
     for form in (BATCHED, SINGLE, LISTED):
         inputs.forms[given] = Form(form)
-        sizes = CallSizes.of(args) if form == BATCHED else CallSizes(1, 1)
+        sizes = CallSizes.of(args) if form == BATCHED else CallSizes(1, 1, 1)
         try:
             counted = measure(policy, mode, lambda count: inputs([row] * count), sizes, args)
         except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
@@ -368,14 +368,16 @@ def _make_autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManag
 
 
 def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measurement | None) -> dict[str, float]:
-    """Count forward passes per sample, assuming one in each step if `counted` is None.
+    """Count forward passes per sample, assuming one in each step and shared calls if `counted` is None.
 
     Tokens are drawn by one pass each, and scored by one pass over all of them.
     """
     one, update = (1.0, 1.0) if counted is None else (counted.evaluations, counted.update_evaluations)
     steps, iterations = batches.trained_steps, args.num_iterations
-    rollout = one * (batches.num_inference_steps - args.shared_calls * (1 - 1 / args.latent_sharing))
-    if args.shares_calls and (counted is None or counted.is_batched):
+    shares_prediction = args.shares_calls and (counted is None or counted.shares_prediction)
+    shared_calls = args.shared_calls - (args.shares_calls and not shares_prediction)
+    rollout = one * (batches.num_inference_steps - shared_calls * (1 - 1 / args.latent_sharing))
+    if shares_prediction and (counted is None or counted.is_batched):
         steps -= args.trained_share * (1 - 1 / min(args.trained_sharing, args.per_device_train_batch_size))
     found = {"in one step": one, "rollout": rollout, "update, with gradient": update * steps * iterations}
     if counted is not None and counted.tokens:

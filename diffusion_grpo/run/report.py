@@ -188,7 +188,10 @@ def list_findings(run: Run) -> list[str]:
         )
     silent = [entry["frac_reward_zero_std"] for entry in run.train[-5:] if "frac_reward_zero_std" in entry]
     if silent and sum(silent) / len(silent) > 0.5:
-        found.append("In the last updates more than half of the groups had equal rewards and taught nothing.")
+        found.append(
+            "In the last updates more than half of the groups had equal rewards and taught nothing. If the samples "
+            "look alike, raise noise_level or sde_window_size."
+        )
     collapsed = find_collapse(run.train)
     found += [] if collapsed is None else [collapsed]
     if run.prompts.get("eval_in_train"):

@@ -188,7 +188,7 @@ class Sampler:
         If the training window moves, it moves after as many samples as a training rollout has.
         """
         train = self.settings.train
-        if train is None or not train.deterministic_outside_window:
+        if train is None or not train.silent_outside_window:
             return None
         plan, prompts = make_sampling_plan(train), train.batch_sizes.prompts_per_rollout
         rollouts = [divmod(position // self.settings.num_generations, prompts) for position in positions]

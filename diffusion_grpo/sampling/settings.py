@@ -198,7 +198,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
     if arguments.num_inference_steps is not None:  # the noise window depends on it
         overrides.append(f"--num_inference_steps={arguments.num_inference_steps}")
     script, _, train = parse_train_arguments(arguments.source, overrides)
-    names = ("num_generations", "num_inference_steps", "sde_type", "noise_level", "same_initial_noise", "seed", "fps")
+    names = ("num_generations", "num_inference_steps", "sde_type", "noise_level", "seed", "fps")
     settings = {name: getattr(train, name) for name in (*names, "reward_weights", *CALL)}
     settings |= {
         "model": script.model,
@@ -206,6 +206,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
         "split": script.dataset_train_split,
         "reward_funcs": script.reward_funcs,
         "eval_reward_funcs": script.eval_reward_funcs,
+        "same_initial_noise": train.shares_initial_noise,
         "batch_size": train.rollout_batch_size or train.per_device_train_batch_size,
         "train": train,
     }

@@ -28,6 +28,20 @@ class SyncRefModelCallback(TrainerCallback):
         ref_weights: returns those of the reference.
         alpha: share of the policy in the new reference.
         interval: updates between two synchronisations.
+
+    Examples:
+        `sync_ref_model=True` in the settings adds it to a run. By hand, with two networks:
+
+        >>> from transformers import TrainerState
+        >>> from diffusion_grpo.distributed.weights import TrainedWeights
+        >>> policy, reference = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+        >>> for network, value in ((policy, 1.0), (reference, 0.0)):
+        ...     _ = torch.nn.init.constant_(network.weight, value)
+        >>> weights = [TrainedWeights(list(network.parameters())) for network in (policy, reference)]
+        >>> callback = SyncRefModelCallback(weights[0], lambda: weights[1], alpha=0.25, interval=10)
+        >>> callback.on_step_end(None, TrainerState(global_step=10), None)
+        >>> reference.weight.item()
+        0.25
     """
 
     def __init__(
@@ -53,6 +67,20 @@ class SampleGridCallback(TrainerCallback):
 
     Args:
         handler: knows the active trackers.
+
+    Examples:
+        Every run has one. By hand, with the samples of one evaluation:
+
+        >>> from transformers import TrainerState
+        >>> samples = Path(folder, "evaluations", "step-000010")
+        >>> samples.mkdir(parents=True)
+        >>> for number, image in enumerate(images):
+        ...     image.save(samples / f"{number}.png")
+        >>> args = DiffusionGRPOConfig(folder, use_cpu=True)
+        >>> callback = SampleGridCallback(CallbackHandler([], None, None, None, None))
+        >>> callback.on_evaluate(args, TrainerState(global_step=10, is_world_process_zero=True), None)
+        >>> Path(folder, "grid.png").is_file()
+        True
     """
 
     def __init__(self, handler: CallbackHandler):
@@ -69,6 +97,17 @@ class ValidationCallback(TrainerCallback):
     Args:
         write: samples and writes the files.
         handler: knows the active trackers.
+
+    Examples:
+        `validation_prompts` in the settings adds it to a run. By hand:
+
+        >>> from transformers import TrainerState
+        >>> args = DiffusionGRPOConfig(folder, validation_prompts=["a cat"], validation_steps=20, use_cpu=True)
+        >>> callback = ValidationCallback(lambda: print("sampled"), CallbackHandler([], None, None, None, None))
+        >>> for step in (20, 30, 40):
+        ...     callback.on_step_end(args, TrainerState(global_step=step, is_world_process_zero=False), None)
+        sampled
+        sampled
     """
 
     def __init__(self, write: Callable[[], Path], handler: CallbackHandler):
@@ -99,7 +138,19 @@ def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str
 
 
 class CollapseCallback(TrainerCallback):
-    """Warns once per run when the trained reward rises while the samples of a prompt become alike."""
+    """Warns once per run when the trained reward rises while the samples of a prompt become alike.
+
+    Examples:
+        >>> from transformers import TrainerState
+        >>> log = [{"reward": step / 10, "diversity": 1 - step / 10} for step in range(10)]
+        >>> state = TrainerState(global_step=10, log_history=log, is_world_process_zero=True)
+        >>> callback = CollapseCallback()
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     callback.on_log(None, state, None)
+        ...     callback.on_log(None, state, None)
+        >>> len(told)
+        1
+    """
 
     def __init__(self):
         self.is_said = False
@@ -112,7 +163,17 @@ class CollapseCallback(TrainerCallback):
 
 
 class ReportCallback(TrainerCallback):
-    """Writes `report.html` and `summary.json` at the end, and prints where they are and what was gained."""
+    """Writes `report.html` and `summary.json` at the end, and prints where they are and what was gained.
+
+    Examples:
+        Every run has one. `trainer.remove_callback(ReportCallback)` leaves the report out; `diffusion-grpo report`
+        writes it later.
+
+        >>> handler = CallbackHandler([ReportCallback()], None, None, None, None)
+        >>> handler.remove_callback(ReportCallback)
+        >>> handler.callbacks
+        []
+    """
 
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:

@@ -91,7 +91,7 @@ def test_a_class_of_ones_own_says_what_it_asks_for():
         config(loss_type=f"{__name__}.Comparing", per_device_train_batch_size=2)
 
 
-@pytest.mark.parametrize(("name", "window", "reference"), [("grpo", (0, 9), False), ("nft", (1, 10), False)])
+@pytest.mark.parametrize(("name", "window", "reference"), [("grpo", (0, 5), False), ("nft", (1, 10), False)])
 def test_which_steps_may_be_trained(name, window, reference):
     args = config(loss_type=name)
     assert (args.window, args.needs_reference) == (window, reference)

@@ -7,7 +7,7 @@ from command_line import make_config
 from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.early_checks import check_values
 
-BRANCHED = {"branches": 4, "sde_window": [1, 4], "deterministic_outside_window": True}
+BRANCHED = {"branches": 4, "sde_window": [1, 4]}
 REFUSED = [
     ({"num_generations": 1}, "num_generations must be at least 2, got 1; one sample has no group"),
     ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, "3 x 1 x 2 = 6.*num_generations=16"),
@@ -18,7 +18,7 @@ REFUSED = [
     ({"sde_window": [3, 3]}, "start < stop"),
     ({"sde_window": [3]}, r"\[start, stop\)"),
     ({"sde_window": [0, 4], "sde_window_size": 5}, "sde_window_size=5 does not fit into the steps 0 to 3"),
-    ({"sde_window_size": 10}, "does not fit into the steps 0 to 8"),
+    ({"sde_window_size": 10}, "does not fit into the steps 0 to 4"),
     ({"sde_window_size": 0}, "sde_window_size must be at least 1"),
     ({"advantage_fn": "ranks"}, "'ranks' is no dotted path; write the module too, my_package.ranks"),
     (
@@ -32,13 +32,19 @@ REFUSED = [
         {"advantage_fn": "my.own", "multi_objective_aggregation": "min_then_normalize"},
         "'min_then_normalize' has no effect with advantage_fn='my.own'.*leave one of them out",
     ),
-    ({"sde_window_order": "sliding"}, "sde_window_order='sliding' chooses a part.*set sde_window_size"),
+    (
+        {"sde_window_order": "sliding", "sde_window": [0, 2]},
+        "sde_window_order='sliding' chooses a part.*set sde_window_size",
+    ),
     ({"sde_window_order": "slide"}, "Did you mean 'sliding'"),
     ({"sde_window_interval": 0}, "sde_window_interval must be at least 1"),
     ({"sde_window_interval": 5}, "sde_window_interval=5 is of a sliding window; set sde_window_order='sliding'"),
     ({"branches": 1}, "branches must be at least 2"),
     ({"branches": 6}, "branches=6 does not divide num_generations=16"),
-    ({"branches": 4, "sde_window": [1, 4]}, "all steps draw noise; set deterministic_outside_window=True"),
+    (
+        BRANCHED | {"deterministic_outside_window": False},
+        "all steps draw noise; set deterministic_outside_window=True",
+    ),
     (BRANCHED | {"same_initial_noise": True}, "one initial latent, and branches=4 gives it 4; leave one of them out"),
     (BRANCHED | {"advantage_estimator": "gae"}, "conditions of each sample.*leave one of them out"),
     ({"loss_type": "gropo"}, "Did you mean 'grpo'"),

@@ -179,7 +179,12 @@ def test_classes_are_given_sample_by_sample(tmp_path):
     """Those of different prompts share a call, and each sample is of its own class."""
     pipe, inputs = tiny_pipelines.build("dit")
     rows = {"prompt": ["a cat", "a dog", "a tree", "the sea"], "class_labels": [3, 7, 1, 5]}
-    own = {"num_generations": 2, "guidance_scale": inputs["guidance_scale"], "max_steps": 1}
+    own = {
+        "num_generations": 2,
+        "guidance_scale": inputs["guidance_scale"],
+        "max_steps": 1,
+        "same_initial_noise": False,
+    }
     trainer = trainer_of(tmp_path, pipe, {}, rows, **own)
     seen = []
     pipe.transformer.register_forward_pre_hook(

@@ -28,7 +28,7 @@ def real_peaks(config):
     settings |= {"steps": [[0]] * count, "is_complete": False}
     _, trajectory = rollout(policy, inputs(count), seeds=range(count), initial_seeds=[7] * count, **settings)
     calls = {"inputs": inputs(count)}
-    if args.same_initial_noise:
+    if args.shares_calls:
         calls = {"inputs": inputs(1), "sources": [0] * count}
         rollout(policy, inputs(1), seeds=[0], num_inference_steps=4, is_complete=False)  # the prompt is kept
     for parameter in trained:
@@ -39,21 +39,22 @@ def real_peaks(config):
     return watch, live.peak
 
 
-SHARED = {"same_initial_noise": True, "sde_window": [0, 1], "deterministic_outside_window": True}
+ALONE = {"same_initial_noise": False}
 
 
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("sd3", {}),
-        ("sd3", {"gradient_checkpointing": True}),
+        ("sd3", ALONE),
+        ("sd3", ALONE | {"gradient_checkpointing": True}),
         ("sd3", {"bf16": True}),
-        ("flux", {"bf16": True, "gradient_checkpointing": True}),
+        ("flux", ALONE | {"bf16": True, "gradient_checkpointing": True}),
         ("sdxl", {}),
-        ("wan", {"gradient_checkpointing": True}),
-        ("qwen_image", {}),
+        ("wan", ALONE | {"gradient_checkpointing": True}),
+        ("qwen_image", ALONE),
         ("sd3", {"rollout_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4}),
-        ("sd3", {"per_device_train_batch_size": 4, "num_generations": 4, "rollout_batch_size": 2} | SHARED),
+        ("sd3", {"per_device_train_batch_size": 4, "num_generations": 4, "rollout_batch_size": 2}),
     ],
 )
 def test_the_most_bytes_of_each_phase_are_those_of_a_real_run(name, settings, tmp_path):

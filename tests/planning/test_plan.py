@@ -21,6 +21,7 @@ from diffusion_grpo.planning import plan as plan_module
 from diffusion_grpo.planning.batches import Batches
 from diffusion_grpo.planning.measure import CallSizes
 from diffusion_grpo.planning.plan import count_evaluations, make_planned_config, plan
+from diffusion_grpo.policy.stochastic_steps import StochasticScheduler
 
 
 def size(tensors):
@@ -286,14 +287,17 @@ def test_calls_that_branches_share_are_counted_once_for_all_of_them(order, size,
     assert found["update, with gradient"] == pytest.approx(batches.trained_steps - 5 / 6)
 
 
+NOISY = {"deterministic_outside_window": False}
+
+
 @pytest.mark.parametrize(
     ("settings", "trained", "rows"),
     [
         ({"sde_window": [0, 1], "deterministic_outside_window": True}, 1 / 8, 3),
         ({"sde_window": [0, 2]}, 1 + 1 / 8, 24),
         ({"sde_window": [0, 2], "per_device_train_batch_size": 4}, 1 + 1 / 4, 4),
-        ({"sde_window": [1, 3]}, 2, 24),  # all steps draw noise, and the first is not trained
-        ({"sde_window": [0, 2], "sde_window_size": 1}, (1 / 8 + 1) / 2, 24),  # which is the first in half the rollouts
+        ({"sde_window": [1, 3]} | NOISY, 2, 24),  # all steps draw noise, and the first is not trained
+        ({"sde_window": [0, 2], "sde_window_size": 1} | NOISY, (1 / 8 + 1) / 2, 24),  # in half of the rollouts
         ({"sde_window": [0, 1], "best_of_n": 2, "steps_per_generation": 6}, 1 / 2, 12),
         ({"sde_window": [0, 1], "advantage_estimator": "gae"}, 1, 24),
     ],
@@ -307,7 +311,29 @@ def test_samples_of_one_latent_are_counted_once_in_their_first_call(settings, tr
     is_shared = settings.get("advantage_estimator") != "gae"
     assert found["rollout"] == pytest.approx(1 / 8 + 3 if is_shared else 4)
     assert found["update, with gradient"] == found["reference in the update"] == pytest.approx(trained)
-    assert CallSizes.of(args) == CallSizes(args.per_device_train_batch_size, rows)
+    assert CallSizes.of(args) == CallSizes(args.per_device_train_batch_size, args.per_device_train_batch_size, rows)
+
+
+def test_the_defaults_train_one_step_of_the_first_half_in_one_pass_per_prompt(tmp_path):
+    sizes = {"per_device_train_batch_size": 16, "num_generations": 16, "num_inference_steps": 10}
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **sizes)
+    found = count_evaluations(args, Batches.of(args, None), None)
+    expected = sum((step + 1) / 16 + 9 - step for step in range(5)) / 5
+    assert (found["rollout"], found["update, with gradient"]) == pytest.approx((expected, 1 / 16))
+    assert CallSizes.of(args) == CallSizes(16, 16, 1)
+
+
+def test_calls_that_a_pipeline_cannot_share_are_not_counted_as_shared(tmp_path, monkeypatch):
+    """As those of Cosmos, whose scheduler gets more than the prediction."""
+    config = write_run(tmp_path, "flux", sde_window=[1, 2])
+    before = plan(config, [])
+    monkeypatch.setattr(StochasticScheduler, "gets_more_of_network", property(lambda scheduler: True))
+    after = plan(config, [])
+    assert (before.evaluations["rollout"], after.evaluations["rollout"]) == (3, 3.5)  # two samples of one latent
+    update = "update, with gradient"
+    assert (before.evaluations[update], after.evaluations[update]) == (0.5, 1)
+    activations = [item.accelerator for made in (before, after) for item in made.memory if item.name == "activations"]
+    assert 1.8 < activations[1] / activations[0] < 2.2
 
 
 @pytest.mark.parametrize("is_batched", [True, False])
