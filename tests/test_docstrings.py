@@ -20,7 +20,8 @@ from diffusion_grpo.policy import rollout
 API = Path(__file__).parent.parent / "docs" / "api"
 DOCUMENTED = re.findall(r"^::: ([\w.]+)", "".join(page.read_text() for page in sorted(API.glob("*.md"))), re.MULTILINE)
 INPUTS = {"height": 32, "width": 96, "guidance_scale": 1.0, "max_sequence_length": 1}
-WITHOUT_EXAMPLE = {"TokenPolicy", "Reference"}  # of a pipeline with a language model, and a protocol
+# what takes several processes, a stopped run or a model with two experts
+WITHOUT_EXAMPLE = {"RankError", "ResumeError", "UntrainedStepError"}
 FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 
 
@@ -72,9 +73,7 @@ def test_examples_run(path, names, tmp_path):
     thing = find(path)
     tests = doctest.DocTestFinder(recurse=False).find(thing, path, globs={})
     examples = [example for test in tests for example in test.examples]
-    assert bool(examples) != (thing.__name__ in WITHOUT_EXAMPLE or is_error(thing)), (
-        "an example, or none where none is due"
-    )
+    assert bool(examples) != (thing.__name__ in WITHOUT_EXAMPLE), "an example, or none where none is due"
     runner = doctest.DocTestRunner(verbose=False, optionflags=FLAGS)
     told = []
     for test in tests:

@@ -20,11 +20,29 @@ logger = logging.getLogger(__name__)
 
 
 class RatioError(RuntimeError):
-    """The replay does not reproduce the rollout, so the ratio is not 1 where it must be."""
+    """The replay does not reproduce the rollout, so the ratio is not 1 where it must be.
+
+    Examples:
+        >>> DriftLimit(1e-5).check(0.1, "The first ratio after a rollout is", "A hook may have changed the network.")
+        Traceback (most recent call last):
+        RatioError: The first ratio after a rollout is off by 1.0e-01, more than max_ratio_error=1e-05. ...
+    """
 
 
 class Reference(Protocol):
-    """The frozen policy that an algorithm compares with."""
+    """The frozen policy that an algorithm compares with.
+
+    Examples:
+        Anything with these methods is one. The embedded model before training, for recorded steps:
+
+        >>> class Untrained:
+        ...     def replay(self, inputs, trajectory, step, sources=None):
+        ...         with torch.no_grad():
+        ...             return replay(pipe, inputs, trajectory, step)
+        >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4, steps=[[1], [1]])
+        >>> Untrained().replay(inputs, trajectory, 1).log_prob.shape
+        torch.Size([2])
+    """
 
     def replay(
         self,

@@ -14,7 +14,13 @@ from .schedulers import StochasticScheduler
 
 
 class UnsupportedPipeline(ValueError):
-    """The pipeline's steps cannot be recorded and replayed one by one."""
+    """The pipeline's steps cannot be recorded and replayed one by one.
+
+    Examples:
+        >>> run_prefix(pipe, inputs, 3, num_inference_steps=4, initial_seeds=[0, 1])
+        Traceback (most recent call last):
+        UnsupportedPipeline: The pipeline takes 4 steps, so samples cannot branch at step 3, ...
+    """
 
 
 class StepScored(Exception):

@@ -31,7 +31,15 @@ EDM_SCHEDULERS = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSo
 
 
 class UnsupportedScheduler(ValueError):
-    """The pipeline's scheduler does not take Gaussian steps that this library knows how to score."""
+    """The pipeline's scheduler does not take Gaussian steps that this library knows how to score.
+
+    Examples:
+        >>> from diffusers import LCMScheduler
+        >>> from diffusion_grpo.policy.schedulers import stochastic_scheduler
+        >>> stochastic_scheduler(LCMScheduler())
+        Traceback (most recent call last):
+        UnsupportedScheduler: LCMScheduler is a consistency sampler ...
+    """
 
 
 class CleanEstimate(NamedTuple):

@@ -31,6 +31,12 @@ class TokenPolicy(Policy):
 
     Args:
         pipe, component, access, sampling: see [`~diffusion_grpo.policy.base.Policy`].
+
+    Examples:
+        `make_policy` chooses it where `component` names a language model. The embedded model has none:
+
+        >>> isinstance(make_policy(pipe), TokenPolicy)
+        False
     """
 
     draws_tokens = True

@@ -29,7 +29,15 @@ LESS_MEMORY = (
 
 
 class RewardError(RuntimeError):
-    """A reward function failed, or returned something that is not a reward; the cause, if any, is chained."""
+    """A reward function failed, or returned something that is not a reward; the cause, if any, is chained.
+
+    Examples:
+        >>> def broken(images, **columns):
+        ...     return [1.0]
+        >>> score(load_rewards([broken]), images=images, prompts=["a cat", "a dog"])
+        Traceback (most recent call last):
+        RewardError: ...
+    """
 
 
 @dataclasses.dataclass(kw_only=True)

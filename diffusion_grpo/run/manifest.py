@@ -14,7 +14,16 @@ class ResumeError(ValueError):
 
 
 class DamagedCheckpoint(ResumeError):
-    """A file of a checkpoint is missing, or is not what was written."""
+    """A file of a checkpoint is missing, or is not what was written.
+
+    Examples:
+        >>> written = Path(folder, "weights.txt").write_text("3.14")
+        >>> write_manifest(Path(folder))
+        >>> written = Path(folder, "weights.txt").write_text("2.72")
+        >>> check_manifest(Path(folder))
+        Traceback (most recent call last):
+        DamagedCheckpoint: ...
+    """
 
 
 def write_manifest(folder: Path) -> None:

@@ -6,7 +6,13 @@ from transformers.trainer_utils import get_last_checkpoint
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; the weights are those of the last update."""
+    """A loss or gradient is NaN or infinite; the weights are those of the last update.
+
+    Examples:
+        >>> refuse_non_finite(torch.tensor(float("nan")), "loss", update=3, output_dir=folder, has_stepped=False)
+        Traceback (most recent call last):
+        NonFiniteError: The loss of update 3 is nan; the weights were not updated. ...
+    """
 
 
 def refuse_non_finite(value: Tensor, name: str, update: int, output_dir: str, has_stepped: bool) -> None:
