@@ -1,10 +1,10 @@
 """Say in docs/models what fits on cards of 24, 48 and 80 GB, as `diffusion-grpo plan --fit` finds it.
 
-    python -m benchmarks.card_sizes            # all pages; about five minutes on one CPU core
+    python -m benchmarks.card_sizes            # all pages; about eight minutes on one CPU core
     python -m benchmarks.card_sizes FLUX.1-dev
 
 Each table is between two comments of a page. The models have their published sizes and no weights
-(`real_sizes.py`); the runs are those of examples/24gb with one sample per micro-batch, gradient checkpointing and no
+(`real_sizes.py`); the runs are those of the examples with one sample per micro-batch, gradient checkpointing and no
 other memory setting.
 """
 
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,8 +25,12 @@ from .real_sizes import write_model
 
 ROOT = Path(__file__).parent.parent
 CARDS = (24, 48, 80)  # GiB
-REMOVED = ("cache_prompt_embeds", "quantization", "decode_batch_size", "use_peft", "ema_decay", "ema_update_interval")
+REMOVED = (
+    *("cache_prompt_embeds", "quantization", "decode_batch_size", "offload_trajectories", "selective_checkpointing"),
+    *("use_peft", "ema_decay", "ema_update_interval"),
+)
 PLAIN = {
+    "gradient_checkpointing": True,
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 16,
@@ -40,7 +45,7 @@ class Case:
 
     Attributes:
         page: of docs/models.
-        example: of examples/24gb.
+        example: a file of examples, without its ending.
         size: in words.
         settings: over those of the example.
     """
@@ -48,30 +53,34 @@ class Case:
     page: str
     example: str
     size: str
-    settings: dict[str, int]
+    settings: dict[str, Any]
 
 
 SQUARE = {"height": 1024, "width": 1024}
 CASES = {  # by the name of the model in `real_sizes.py`
-    "FLUX.1-dev": Case("flux", "flux", "1024 px", SQUARE),
-    "SD3.5-M": Case("sd3", "sd35_large", "1024 px", SQUARE),
-    "SD3.5-L": Case("sd3", "sd35_large", "1024 px", SQUARE),
-    "SDXL": Case("stable_diffusion", "sdxl", "1024 px", SQUARE),
-    "Qwen-Image": Case("qwen_image", "qwen_image", "1024 px", SQUARE),
-    "Wan2.1-1.3B": Case("wan", "wan21", "480p, 33 frames", {}),
-    "Wan2.2-TI2V-5B": Case("wan", "wan22_ti2v", "480p, 33 frames", {}),
+    "FLUX.1-dev": Case("flux", "24gb/flux", "1024 px", SQUARE),
+    "SD3.5-M": Case("sd3", "24gb/sd35_large", "1024 px", SQUARE),
+    "SD3.5-L": Case("sd3", "24gb/sd35_large", "1024 px", SQUARE),
+    "SD1.5": Case("stable_diffusion", "sd15", "512 px", {}),
+    "SDXL": Case("stable_diffusion", "24gb/sdxl", "1024 px", SQUARE),
+    "Qwen-Image": Case("qwen_image", "24gb/qwen_image", "1024 px", SQUARE),
+    "Wan2.1-1.3B": Case("wan", "24gb/wan21", "480p, 33 frames", {}),
+    "Wan2.2-TI2V-5B": Case("wan", "24gb/wan22_ti2v", "480p, 33 frames", {}),
+    "HunyuanVideo": Case("hunyuan_video", "hunyuan_video", "480 px, 53 frames", {"lora_r": 32, "lora_alpha": 64}),
+    "GLM-Image": Case("glm_image", "glm_image_dit", "the DiT, 1024 px", {"bf16": True}),
+    "Stable Audio Open 1.0": Case("stable_audio", "stable_audio", "10 s", {}),
 }
 
 
 def fit_case(name: str, is_lora: bool) -> list[Fit]:
     """Find what fits on each card."""
     case, built = CASES[name], Built()
-    example = read_yaml(str(ROOT / "examples" / "24gb" / f"{case.example}.yaml"))
-    settings = {key: value for key, value in example.items() if key not in REMOVED and (is_lora or "lora_" not in key)}
+    run = read_yaml(str(ROOT / "examples" / f"{case.example}.yaml")) | PLAIN | case.settings
+    settings = {key: value for key, value in run.items() if key not in REMOVED and (is_lora or "lora_" not in key)}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         own = {"model": str(write_model(name, Path(folder) / "model")), "use_peft": is_lora}
-        config.write_text(yaml.safe_dump(settings | PLAIN | case.settings | own))
+        config.write_text(yaml.safe_dump(settings | own))
         return [fit(str(config), [], size * 2**30, built=built) for size in CARDS]
 
 

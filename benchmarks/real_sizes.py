@@ -3,7 +3,7 @@
 The folders are what `plan` needs: each part has the class and the sizes that its published `config.json` names. The
 pipelines are built from such a folder on the device where they will be, in half precision or in 4 bits, so nothing is
 downloaded and nothing passes through CPU memory. Tokenizers are stand-ins with one token per word; prompts are padded
-as in the real models.
+as in the real models. Stable Diffusion 1.5 is without its safety checker.
 """
 
 import contextlib
@@ -57,6 +57,7 @@ KL_AUTOENCODER = {
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
+SD_SCHEDULER = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 SD3_SCHEDULER = ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0})
 SD3_PARTS = {
     "vae": ("AutoencoderKL", KL_AUTOENCODER | {"scaling_factor": 1.5305, "shift_factor": 0.0609}),
@@ -76,6 +77,33 @@ SD3_NETWORK = {
 SD3_TOKENIZERS = {"tokenizer": 77, "tokenizer_2": 77, "tokenizer_3": 512}
 SMALL_SD3 = {"num_layers": 2, "num_attention_heads": 1, "caption_projection_dim": 64}
 WAN_SCHEDULER = {"flow_shift": 3.0, "prediction_type": "flow_prediction", "use_flow_sigmas": True}
+T5_BASE = {
+    "d_model": 768,
+    "d_kv": 64,
+    "d_ff": 3072,
+    "num_heads": 12,
+    "num_layers": 12,
+    "vocab_size": 32128,
+}
+BYT5_SMALL = {
+    "d_model": 1472,
+    "d_kv": 64,
+    "d_ff": 3584,
+    "num_heads": 6,
+    "num_layers": 12,
+    "vocab_size": 384,
+    "feed_forward_proj": "gated-gelu",
+}
+LLAMA_3_8B = {  # with the tokens that LLaVA adds
+    "vocab_size": 128320,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+}
 UMT5 = ("UMT5EncoderModel", T5_XXL | {"vocab_size": 256384})
 WAN_NETWORK = {"attention_head_dim": 128, "text_dim": 4096, "freq_dim": 256, "num_layers": 30}
 SMALL_WAN = {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64}
@@ -98,9 +126,55 @@ QWEN_VISION = {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
+# ids of the stand-in tokenizer, after the visual tokens
+GLM_MARKS = {"<unk>": 16512, "<|endoftext|>": 16513, "<|image|>": 16514, "<sop>": 16515, "<eop>": 16516}
+GLM_TEXT = {
+    "vocab_size": 168064,
+    "vision_vocab_size": 16512,
+    "pad_token_id": GLM_MARKS["<|endoftext|>"],
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "mrope_section": [8, 12, 12],
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10_000.0,
+    },
+}
+GLM_VISION = {
+    "depth": 40,
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_heads": 16,
+    "image_size": 2048,
+    "patch_size": 16,
+}
 
-# of each model: its pipeline, scheduler, tokenizers with their lengths, and parts; `small` changes the network for
-# `is_tiny`
+
+def make_glm_processor() -> transformers.GlmImageProcessor:
+    """Make GLM-Image's processor with a stand-in tokenizer: visual tokens under their real ids, words unknown."""
+    visual = {f"<|dit_token_{index}|>": index for index in range(GLM_TEXT["vision_vocab_size"])}
+    inner = Tokenizer(models.WordLevel(visual | GLM_MARKS, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        unk_token="<unk>",
+        pad_token="<|endoftext|>",
+        bos_token="<|dit_token_16384|>",
+        eos_token="<|dit_token_16385|>",
+        extra_special_tokens={"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"},
+        padding_side="left",
+    )
+    chat = "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    images = transformers.GlmImageImageProcessorPil(patch_size=16, merge_size=1, temporal_patch_size=1)
+    return transformers.GlmImageProcessor(image_processor=images, tokenizer=tokenizer, chat_template=chat)
+
+
+# of each model: its pipeline, scheduler, tokenizers with their lengths or what makes them, and parts; `small`
+# changes the network for `is_tiny`
 MODELS: dict[str, dict[str, Any]] = {
     "FLUX.1-dev": {
         "pipeline": "FluxPipeline",
@@ -167,12 +241,43 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "small": SMALL_SD3,
     },
+    "SD1.5": {
+        "pipeline": "StableDiffusionPipeline",
+        "arguments": {
+            "safety_checker": [None, None],
+            "feature_extractor": [None, None],
+            "requires_safety_checker": False,
+        },
+        "scheduler": ("PNDMScheduler", SD_SCHEDULER | {"skip_prk_steps": True}),
+        "tokenizers": {"tokenizer": 77},
+        "parts": {
+            "unet": (
+                "UNet2DConditionModel",
+                {
+                    "sample_size": 64,
+                    "block_out_channels": [320, 640, 1280, 1280],
+                    "layers_per_block": 2,
+                    "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
+                    "up_block_types": ["UpBlock2D", *["CrossAttnUpBlock2D"] * 3],
+                    "attention_head_dim": 8,
+                    "cross_attention_dim": 768,
+                },
+            ),
+            "vae": (
+                "AutoencoderKL",
+                KL_AUTOENCODER
+                | {"latent_channels": 4, "use_quant_conv": True, "use_post_quant_conv": True}
+                | {"sample_size": 512, "scaling_factor": 0.18215},
+            ),
+            "text_encoder": ("CLIPTextModel", CLIP_L),
+        },
+        "small": {"block_out_channels": [32, 64, 64, 64], "layers_per_block": 1, "attention_head_dim": 1},
+    },
     "SDXL": {
         "pipeline": "StableDiffusionXLPipeline",
         "scheduler": (
             "EulerDiscreteScheduler",
-            {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-            | {"steps_offset": 1, "timestep_spacing": "leading"},
+            SD_SCHEDULER | {"timestep_spacing": "leading"},
         ),
         "tokenizers": {"tokenizer": 77, "tokenizer_2": 77},
         "parts": {
@@ -278,11 +383,128 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "small": SMALL_WAN,
     },
+    "HunyuanVideo": {
+        "pipeline": "HunyuanVideoPipeline",
+        "scheduler": ("FlowMatchEulerDiscreteScheduler", {"shift": 7.0}),
+        "tokenizers": {"tokenizer": 256, "tokenizer_2": 77},
+        "parts": {
+            "transformer": (
+                "HunyuanVideoTransformer3DModel",
+                {
+                    "in_channels": 16,
+                    "out_channels": 16,
+                    "num_layers": 20,
+                    "num_single_layers": 40,
+                    "num_refiner_layers": 2,
+                    "attention_head_dim": 128,
+                    "num_attention_heads": 24,
+                    "text_embed_dim": 4096,
+                    "pooled_projection_dim": 768,
+                    "rope_axes_dim": [16, 56, 56],
+                    "guidance_embeds": True,
+                },
+            ),
+            "vae": (
+                "AutoencoderKLHunyuanVideo",
+                {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16},
+            ),
+            "text_encoder": ("LlamaModel", LLAMA_3_8B),
+            "text_encoder_2": ("CLIPTextModel", CLIP_L),
+        },
+        "small": {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 2},
+    },
+    "Stable Audio Open 1.0": {
+        "pipeline": "StableAudioPipeline",
+        "scheduler": (
+            "CosineDPMSolverMultistepScheduler",
+            {"sigma_min": 0.3, "sigma_max": 500, "sigma_data": 1.0, "prediction_type": "v_prediction"},
+        ),
+        "tokenizers": {"tokenizer": 128},
+        "parts": {
+            "transformer": (
+                "StableAudioDiTModel",
+                {
+                    "sample_size": 1024,
+                    "in_channels": 64,
+                    "out_channels": 64,
+                    "num_layers": 24,
+                    "attention_head_dim": 64,
+                    "num_attention_heads": 24,
+                    "num_key_value_attention_heads": 12,
+                    "cross_attention_dim": 768,
+                    "cross_attention_input_dim": 768,
+                    "global_states_input_dim": 1536,
+                    "time_proj_dim": 256,
+                },
+            ),
+            "vae": (
+                "AutoencoderOobleck",
+                {
+                    "encoder_hidden_size": 128,
+                    "decoder_channels": 128,
+                    "decoder_input_channels": 64,
+                    "channel_multiples": [1, 2, 4, 8, 16],
+                    "downsampling_ratios": [2, 4, 4, 8, 8],
+                    "audio_channels": 2,
+                    "sampling_rate": 44100,
+                },
+            ),
+            "text_encoder": ("T5EncoderModel", T5_BASE),
+            "projection_model": (
+                "StableAudioProjectionModel",
+                {"text_encoder_dim": 768, "conditioning_dim": 768, "min_value": 0, "max_value": 512},
+            ),
+        },
+        "small": {"num_layers": 1},
+    },
+    "GLM-Image": {
+        "pipeline": "GlmImagePipeline",
+        "scheduler": (
+            "FlowMatchEulerDiscreteScheduler",
+            {"base_shift": 0.25, "max_shift": 0.75, "time_shift_type": "linear", "use_dynamic_shifting": True},
+        ),
+        "tokenizers": {"tokenizer": transformers.ByT5Tokenizer, "processor": make_glm_processor},
+        "parts": {
+            "transformer": (
+                "GlmImageTransformer2DModel",
+                {
+                    "in_channels": 16,
+                    "out_channels": 16,
+                    "num_layers": 30,
+                    "attention_head_dim": 128,
+                    "num_attention_heads": 32,
+                    "text_embed_dim": 1472,
+                    "time_embed_dim": 512,
+                    "condition_dim": 256,
+                    "prior_vq_quantizer_codebook_size": 16384,
+                },
+            ),
+            "vae": (
+                "AutoencoderKL",
+                KL_AUTOENCODER
+                | {"block_out_channels": [128, 512, 1024, 1024], "layers_per_block": 3}
+                | {"mid_block_add_attention": False, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16},
+            ),
+            "text_encoder": ("T5EncoderModel", BYT5_SMALL),
+            "vision_language_encoder": (
+                "GlmImageForConditionalGeneration",
+                {
+                    "text_config": GLM_TEXT,
+                    "vision_config": GLM_VISION,
+                    "vq_config": {"embed_dim": 2048, "num_embeddings": 16384, "latent_channels": 1536},
+                    "image_token_id": GLM_MARKS["<|image|>"],
+                    "image_start_token_id": 16384,
+                    "image_end_token_id": 16385,
+                },
+            ),
+        },
+        "small": {"num_layers": 1, "num_attention_heads": 2},
+    },
 }
 # the sizes of all other parts for `is_tiny`: depths, and widths that nobody else sees
 SMALL_PARTS = {
     "num_layers": 1,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,  # HunyuanVideo takes the output of the last but two
     "depth": 1,
     "num_heads": 4,
     "d_ff": 64,
@@ -292,7 +514,7 @@ SMALL_PARTS = {
     "block_out_channels": [32] * 4,
     "base_dim": 8,
     "decoder_base_dim": 8,
-    "layer_types": ["full_attention"],
+    "layer_types": ["full_attention"] * 2,
     "fullatt_block_indexes": [0],
 }
 NETWORKS = ("transformer", "unet")
@@ -313,9 +535,11 @@ def write_model(name: str, folder: Path, is_tiny: bool = False) -> Path:
     index = {"_class_name": model["pipeline"], "scheduler": ["diffusers", model["scheduler"][0]]}
     index |= model.get("arguments", {})
     getattr(diffusers, model["scheduler"][0])(**model["scheduler"][1]).save_pretrained(folder / "scheduler")
-    for part, length in model["tokenizers"].items():
-        make_tokenizer(length).save_pretrained(folder / part)
-        index[part] = ["transformers", "PreTrainedTokenizerFast"]
+    for part, made in model["tokenizers"].items():
+        is_length = isinstance(made, int)
+        tokenizer = make_tokenizer(made) if is_length else made()
+        tokenizer.save_pretrained(folder / part)
+        index[part] = ["transformers", "PreTrainedTokenizerFast" if is_length else type(tokenizer).__name__]
     for part, (cls, config) in model["parts"].items():
         if is_tiny:
             config = config | model["small"] if part in NETWORKS else _shrink(config)
@@ -328,6 +552,8 @@ def write_model(name: str, folder: Path, is_tiny: bool = False) -> Path:
 
 def _shrink(config: dict[str, Any]) -> dict[str, Any]:
     small = {key: SMALL_PARTS.get(key, value) for key, value in config.items()}
+    if "vision_vocab_size" in config:  # words come after the visual tokens, whose ids are fixed
+        small["vocab_size"] += config["vision_vocab_size"]
     return {key: _shrink(value) if isinstance(value, dict) else value for key, value in small.items()}
 
 
@@ -354,9 +580,12 @@ def build_pipeline(
         in_4bit: parts whose linear layers are nf4 layers of bitsandbytes, each quantised as soon as it is made.
     """
     index = json.loads((folder / "model_index.json").read_text())
-    parts = {}
+    parts: dict[str, Any] = {}
     for name, entry in index.items():
-        if name.startswith("_") or not isinstance(entry, list):
+        if name.startswith("_"):
+            continue
+        if not isinstance(entry, list) or entry[1] is None:
+            parts[name] = None if isinstance(entry, list) else entry
             continue
         cls = getattr(diffusers, entry[1], None) or getattr(transformers, entry[1])
         if not issubclass(cls, nn.Module):
@@ -367,8 +596,7 @@ def build_pipeline(
             parts[name] = _build_part(cls, folder / name)
         parts[name].is_loaded_in_4bit = name in in_4bit  # by which PEFT chooses its layer
         _keep_in_float32(parts[name])
-    cls = getattr(diffusers, index["_class_name"])
-    return cls(**parts, **{name: value for name, value in index.items() if name == "expand_timesteps"})
+    return getattr(diffusers, index["_class_name"])(**parts)
 
 
 def _build_part(cls: type[nn.Module], folder: Path) -> nn.Module:

@@ -6,17 +6,23 @@ from pathlib import Path
 
 import pytest
 import ranks_server
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import compiled
 import distributed
+import half_precision
 import recipe_results
 import recipe_run
 import recipe_settings
 import recipes
 from recipe_settings import LEARNING_RATES, RECIPES, Recipe
 
+from benchmarks import weight_sizes
 from diffusion_grpo.run.records import write_json
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def test_time_in_several_collectives_at_once_counts_once():
@@ -225,3 +231,36 @@ def test_recipes_that_this_package_cannot_train_are_named(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recipes.py", "--recipes=mine", "--max-updates=1"])
     recipes.main()
     assert "mine: skipped, this package has no setting no_such\n" in capsys.readouterr().out
+
+
+def test_half_precision_is_compared_with_float32_and_with_batches_of_one():
+    same = half_precision.measure("sd3", torch.float32, is_guided=True, steps=2)
+    assert not same["error"].any() and not same["drift"].any() and len(same["drift_alone"]) == half_precision.SAMPLES
+    half = half_precision.measure("sd3", torch.bfloat16, is_guided=False, steps=2)
+    assert 1e-3 < half["error"].median() < 0.1 and 0 < half["drift"].max() and half["share"].max() < 1
+    assert half_precision.find_guidance({"true_cfg_scale": 4.0, "guidance_scale": 1.0}) == "true_cfg_scale"
+    assert [half_precision.format_share(torch.tensor(x)) for x in (0.0061, 0.25, 0.0)] == ["0.61 %", "25 %", "0 %"]
+
+
+def test_compiled_blocks_are_compared_with_others(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "cache_size_limit", torch._dynamo.config.cache_size_limit)
+    case = compiled.Case("wan", "eager", heights=(32,))
+    assert compiled.make_row(case, steps=2) == "| wan | `eager` | float32 | 4 | 0 | 0 | 0 |"
+    torch._dynamo.reset()
+
+
+def test_sizes_of_weights_on_the_pages_are_those_of_the_configurations():
+    rows = (DOCS / "rewards" / "built_in.md").read_text(encoding="utf-8").splitlines()
+    with torch.device("meta"):
+        for names, network in weight_sizes.list_rewards():
+            size = weight_sizes.format_bytes(4 * weight_sizes.count_weights(network))
+            for name in names.partition(" (")[0].split(", "):
+                assert any(row.startswith(f"| `{name}` |") and size in row.split("|")[-2] for row in rows), (
+                    name,
+                    size,
+                )
+    page = (DOCS / "memory.md").read_text(encoding="utf-8")
+    encoders = weight_sizes.count_weights(*weight_sizes.list_encoders("Wan2.1-1.3B"))
+    assert f"{weight_sizes.format_bytes(2 * encoders)} for Wan" in page.replace("\n", " ")
+    for optim, name in (("adamw_torch_8bit", "AdamW8bit"), ("adamw_torch_4bit", "AdamW4bit")):
+        assert f"| `{optim}` | torchao | {weight_sizes.count_states(name):.2f} |" in page

@@ -26,6 +26,7 @@ def test_each_page_has_its_table(name):
         for row, card in zip(rows, CARDS, strict=True):
             is_fitting = float(re.search(r"([\d.]+) GiB", row[column])[1]) <= 0.92 * card + 0.05  # as rounded
             assert is_fitting == (not row[column].startswith("no"))
+    assert (ROOT / "examples" / f"{CASES[name].example}.yaml").is_file()
 
 
 def test_a_table_says_what_fits_and_how():

@@ -215,6 +215,14 @@ def _list_phases(parts: Parts, args: DiffusionGRPOConfig, counted: Measurement, 
             found.append(Memory(name, count, 0, "text encoders at work, before the network is loaded", PREPARING))
         else:
             found.append(Memory(name, count, 0, basis, phase))
+    released = list_text_encoders(parts.others) if cached else []
+    rest = [name for name in moved if name in parts.others and name not in released]
+    if counted.tokens and rest:
+        most = max(parts.weigh_others([name]) for name in rest)
+        found.append(Memory("decoding", most, 0, "the largest part that turns tokens into samples", DECODING))
+    elif cached and (encoders := [name for name in rest if name not in parts.decodes]):
+        basis = "parts that work in each rollout although prompts are cached"
+        found.append(Memory("encoding prompts", parts.weigh_others(encoders), 0, basis, ENCODING))
     if args.cache_prompt_embeds == "memory":
         prompts = counted.prompt_bytes * (batches.prompts or 0)
         found.append(Memory("prompt embeddings", 0, prompts, "at most, of all prompts"))
@@ -334,7 +342,7 @@ def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig
     """
     name = OptimizerNames(args.optim).value
     if "8bit" in name:
-        count = 1 if "lion" in name else 2
+        count = 1 if "lion" in name else 3 if "ademamix" in name else 2
         sizes = [p.numel() for p in trained]
         small = sum(4 * size for size in sizes if size < OPTIMIZER_SMALL)
         large = sum(size + 4 * math.ceil(size / OPTIMIZER_BLOCK) for size in sizes if size >= OPTIMIZER_SMALL)

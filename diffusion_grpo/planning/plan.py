@@ -238,6 +238,7 @@ def _plan_model(
     made.notes += notes
     if counted is not None and counted.tokens:
         made.batches.trained_steps, made.batches.trained_tokens = 1, counted.tokens
+        made.notes.append("What turns tokens into samples is planned with its weights, without activations.")
     made.model |= {
         "network": ", ".join(parts.networks),
         "weights": sum(p.numel() for p in parts.model.parameters()),

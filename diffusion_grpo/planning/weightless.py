@@ -54,7 +54,8 @@ def build_weightless_pipeline(
     for name, entry in index.items():
         if name.startswith("_"):
             continue
-        if not isinstance(entry, list) or entry[0] is None or entry[1] is None:
+        is_left_out = (args.model_init_kwargs or {}).get(name, entry) is None
+        if not isinstance(entry, list) or entry[0] is None or entry[1] is None or is_left_out:
             parts[name] = None if isinstance(entry, list) else entry
             continue
         own = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, dict) else dtype
@@ -83,7 +84,8 @@ def decode_as_set(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Iterato
 
 def _build_part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeTensorMode) -> Any:
     library, name = entry
-    cls = getattr(diffusers, name, None) or getattr(transformers, name, None)
+    own_library = getattr(diffusers.pipelines, library, None)  # as of Stable Diffusion's safety checker
+    cls = getattr(diffusers, name, None) or getattr(transformers, name, None) or getattr(own_library, name, None)
     if cls is None:
         raise ValueError(f"{folder.name} is a {name} of {library}, which diffusers and transformers do not have.")
     if not issubclass(cls, nn.Module):

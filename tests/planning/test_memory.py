@@ -1,12 +1,14 @@
 """Bytes by kind: optimizer states, quantised weights, blocks that are swapped, and phases."""
 
 import pytest
+import tiny_pipelines
 import torch
 from planned_runs import write_run
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
 
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo.planning.measure import DECODING, ENCODING
 from diffusion_grpo.planning.memory import Memory, add_up, count_optimizer_bytes, count_quantised_bytes, weigh
 from diffusion_grpo.planning.plan import plan
 from diffusion_grpo.training.block_swap import Group
@@ -16,6 +18,8 @@ def test_eight_bit_states_are_a_byte_a_value_and_a_scale_a_block():
     _, _, args = parse_train_arguments(None, "--model a/b --dataset x --reward_funcs y --optim adamw_8bit".split())
     large, small = torch.nn.Parameter(torch.empty(64, 100)), torch.nn.Parameter(torch.empty(10))
     assert count_optimizer_bytes([large, small], args) == 2 * (6400 + 4 * 25) + 2 * 4 * 10
+    args.optim = "ademamix_8bit"  # which has two momenta
+    assert count_optimizer_bytes([large, small], args) == 3 * (6400 + 4 * 25) + 3 * 4 * 10
 
 
 def test_only_the_largest_phase_counts_beside_what_is_always_there():
@@ -90,3 +94,26 @@ class Parameters:
 
     def __contains__(self, tensor):
         return id(tensor) in self._known
+
+
+def test_what_works_beside_cached_prompts_is_counted(tmp_path):
+    """GLM-Image's language model writes tokens in each rollout, though the text encoder is gone."""
+    swap = {"offload_frozen": "cpu", "cache_prompt_embeds": "memory"}
+    config = write_run(tmp_path, "glm_image", **swap)
+    pipe, _ = tiny_pipelines.build("glm_image")
+    own = sum(p.nbytes for p in pipe.vision_language_encoder.parameters())
+    rows = [item for item in plan(config, []).memory if item.phase == ENCODING]
+    assert [item.accelerator for item in rows] == [own]
+
+
+def test_what_turns_tokens_into_samples_is_counted_by_its_weights(tmp_path):
+    settings = {"train_component": "vision_language_encoder", "offload_frozen": "cpu", "epsilon": 0.2}
+    config = write_run(tmp_path, "glm_image", **settings)
+    made = plan(config, [])
+    trainer = build_trainer(*parse_train_arguments(config, []))
+    parts = [part for name, part in trainer.pipe.components.items() if isinstance(part, torch.nn.Module)]
+    others = [part for part in parts if part is not trainer.pipe.vision_language_encoder]
+    largest = max(sum(p.nbytes for p in part.parameters()) for part in others)
+    [row] = [item for item in made.memory if item.phase == DECODING]
+    assert row.accelerator == largest
+    assert any("without activations" in note for note in made.notes)

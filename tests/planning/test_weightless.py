@@ -5,8 +5,11 @@ import json
 import diffusers
 import pytest
 import torch
+import transformers
+from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
 from planned_runs import write_run
 from tiny_runs import brightness  # noqa: F401  named by its dotted path below
+from transformers import CLIPConfig, CLIPImageProcessor
 
 from benchmarks.real_sizes import write_model
 from diffusion_grpo.planning.plan import plan
@@ -25,16 +28,60 @@ def test_no_weights_are_needed(tmp_path, capsys):
         ("FLUX.1-dev", "transformer", 11_901_408_320),
         ("SD3.5-M", "transformer", 2_243_171_520),
         ("SD3.5-L", "transformer", 8_056_627_520),
+        ("SD1.5", "unet", 859_520_964),
         ("SDXL", "unet", 2_567_463_684),
         ("Qwen-Image", "transformer", 20_430_401_088),
         ("Wan2.1-1.3B", "transformer", 1_418_996_800),
         ("Wan2.2-TI2V-5B", "transformer", 4_999_787_712),
+        ("HunyuanVideo", "transformer", 12_821_012_544),
+        ("HunyuanVideo", "vae", 246_478_803),
+        ("Stable Audio Open 1.0", "transformer", 1_056_939_136),
+        ("Stable Audio Open 1.0", "vae", 156_112_514),
+        ("Stable Audio Open 1.0", "text_encoder", 109_628_544),
     ],
 )
 def test_folders_of_real_sizes_have_the_published_numbers_of_weights(name, network, weights, tmp_path):
     folder = write_model(name, tmp_path)
-    cls = getattr(diffusers, json.loads((folder / "model_index.json").read_text())[network][1])
-    with torch.device("meta"):
-        made = cls.from_config(cls.load_config(folder / network))
-    assert sum(p.numel() for p in made.parameters()) == weights
+    assert count_weights(make_without_weights(folder, network)) == weights
     assert not list(folder.rglob("*.safetensors"))
+
+
+def test_glm_image_has_the_published_sizes(tmp_path):
+    """7B and 9B, as its card says; the vision tower and the codebook are not in the 9B."""
+    folder = write_model("GLM-Image", tmp_path)
+    assert round(count_weights(make_without_weights(folder, "transformer")) / 1e9) == 7
+    model = make_without_weights(folder, "vision_language_encoder")
+    assert round((count_weights(model.model.language_model) + count_weights(model.lm_head)) / 1e9) == 9
+
+
+def make_without_weights(folder, part):
+    name = json.loads((folder / "model_index.json").read_text())[part][1]
+    with torch.device("meta"):
+        if hasattr(diffusers, name):
+            cls = getattr(diffusers, name)
+            return cls.from_config(cls.load_config(folder / part))
+        cls = getattr(transformers, name)
+        return cls(cls.config_class.from_pretrained(folder / part))
+
+
+def count_weights(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_a_safety_checker_is_planned_unless_it_is_left_out(tmp_path):
+    """Its class is neither in diffusers nor in transformers, but beside the pipeline."""
+    config = write_run(tmp_path, "sd15")
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    checker = CLIPConfig(text_config=small, vision_config=small | {"image_size": 8, "patch_size": 4}, projection_dim=8)
+    checker.save_pretrained(tmp_path / "model" / "safety_checker")
+    index = tmp_path / "model" / "model_index.json"
+    CLIPImageProcessor().save_pretrained(tmp_path / "model" / "feature_extractor")
+    own = {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}
+    own |= {"feature_extractor": ["transformers", "CLIPImageProcessor"]}
+    index.write_text(json.dumps(json.loads(index.read_text()) | own))
+
+    def frozen(*words):
+        return next(item.accelerator for item in plan(config, list(words)).memory if item.name == "frozen parts")
+
+    expected = sum(p.nbytes for p in StableDiffusionSafetyChecker(checker).parameters())
+    assert frozen() - frozen("--model_init_kwargs", '{"safety_checker": null}') == pytest.approx(expected, rel=0.01)
