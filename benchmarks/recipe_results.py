@@ -80,22 +80,22 @@ def _report_table(rows: list[Row]) -> list[str]:
     if not rows:
         return ["No row of this phase yet."]
     target = rows[0]["target"]
-    head = ["recipe", "learning rate", "passes per sample", "updates", "all passes"]
+    head = ["recipe", "learning rate", "seeds", "passes per sample", "updates", "all passes"]
     head += ["held-out reward at the end", "Tesseract"]
     head += [f"passes to {target:g}", "of Flow-GRPO's", "minutes"]
     lines = [_line(head), _line(["---"] * len(head))]
-    baseline = {row["seed"]: row for row in rows if row["recipe"] == BASELINE}
-    for name in dict.fromkeys(row["recipe"] for row in rows):
-        own = [row for row in rows if row["recipe"] == name]
+    baseline = {row["seed"]: row for row in sorted(rows, key=score) if row["recipe"] == BASELINE}  # its best rate
+    for name, rate in dict.fromkeys((row["recipe"], row["learning_rate"]) for row in rows):
+        own = [row for row in rows if (row["recipe"], row["learning_rate"]) == (name, rate)]
         reached = [row["passes_to_target"] for row in own]
-        cells = [f"`{name}`", f"{own[0]['learning_rate']:g}", f"{own[0]['passes_per_sample']:.4g}"]
+        cells = [f"`{name}`", f"{rate:g}", ", ".join(str(row["seed"]) for row in own)]
+        cells += [f"{own[0]['passes_per_sample']:.4g}"]
         cells += [str(own[0]["updates"]), f"{own[0]['passes']:.0f}"]
         cells += [_list_ends(own, "reward"), _list_ends(own, "tesseract")]
         cells += [", ".join("–" if passes is None else f"{passes:.0f}" for passes in reached)]
         cells += [", ".join(format_share(row, baseline) for row in own)]
         lines.append(_line([*cells, f"{statistics.mean(row['seconds'] for row in own) / 60:.1f}"]))
-    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
-    return [*lines, "", f"Numbers separated by commas belong to seeds {seeds}, in this order."]
+    return [*lines, "", "Numbers separated by commas belong to the seeds, in this order."]
 
 
 def _list_ends(rows: list[Row], name: str) -> str:
