@@ -24,7 +24,16 @@ POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
 
 
 class UntrainedStepError(ValueError):
-    """A step is trained on that passes none of the trained networks."""
+    """A step is trained on that passes none of the trained networks.
+
+    Examples:
+        Raised where, of two experts, only one is trained, and a step belongs to the other:
+
+        >>> from diffusion_grpo.policy.token import make_policy
+        >>> make_policy(pipe).refuse_step(3)
+        Traceback (most recent call last):
+        UntrainedStepError: Step 3 of StableDiffusion3Pipeline's loop does not pass transformer ...
+    """
 
 
 class Policy(ABC):

@@ -10,7 +10,15 @@ THREADS = 8
 
 
 class ResumeError(ValueError):
-    """A run cannot start in its folder, or go on from the checkpoint that was asked for."""
+    """A run cannot start in its folder, or go on from the checkpoint that was asked for.
+
+    Examples:
+        >>> from diffusion_grpo.run.records import refuse_used_folder
+        >>> written = Path(folder, "summary.json").write_text("{}")  # what a run leaves at its end
+        >>> refuse_used_folder(folder, "set resume_from_checkpoint=True")
+        Traceback (most recent call last):
+        ResumeError: ...
+    """
 
 
 class DamagedCheckpoint(ResumeError):
