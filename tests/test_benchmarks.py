@@ -242,11 +242,14 @@ def test_half_precision_is_compared_with_float32_and_with_batches_of_one():
     assert [half_precision.format_share(torch.tensor(x)) for x in (0.0061, 0.25, 0.0)] == ["0.61 %", "25 %", "0 %"]
 
 
-def test_compiled_blocks_are_compared_with_others(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "cache_size_limit", torch._dynamo.config.cache_size_limit)
-    case = compiled.Case("wan", "eager", heights=(32,))
-    assert compiled.make_row(case, steps=2) == "| wan | `eager` | float32 | 4 | 0 | 0 | 0 |"
-    torch._dynamo.reset()
+def test_compiled_blocks_are_compared_with_others():
+    limit = torch._dynamo.config.cache_size_limit  # pytest's monkeypatch would delete it: it is an alias
+    try:
+        case = compiled.Case("wan", "eager", heights=(32,))
+        assert compiled.make_row(case, steps=2) == "| wan | `eager` | float32 | 4 | 0 | 0 | 0 |"
+    finally:
+        torch._dynamo.config.cache_size_limit = limit
+        torch._dynamo.reset()
 
 
 def test_sizes_of_weights_on_the_pages_are_those_of_the_configurations():
