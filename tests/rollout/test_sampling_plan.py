@@ -113,6 +113,20 @@ def test_the_steps_without_noise(tmp_path, silent, settings, expected):
     assert trajectory.steps.tolist() == [list(range(start, stop))] * 8
 
 
+def test_by_default_one_early_step_is_noisy_and_trained_and_its_call_shared(tmp_path, silent):
+    default = dict.fromkeys(("sde_window", "same_initial_noise", "deterministic_outside_window"))
+    _, found = rollouts(tmp_path, 4, num_inference_steps=6, **default)
+    drawn = [trajectory.steps.unique().tolist() for _, trajectory in found]
+    assert all(len(steps) == 1 and steps[0] < 3 for steps in drawn) and len({steps[0] for steps in drawn}) > 1
+    calls = [steps for steps in silent if 5 in steps]  # to the end; steps before the noise are taken once for a group
+    trained = [step for (step,) in drawn for _ in range(2)]
+    assert [max(set(range(6)) - steps) for steps in calls] == trained
+    for (_, trajectory), steps in zip(found, drawn, strict=True):
+        assert trajectory.shared_steps.tolist() == steps * 8
+        assert [distinct(trajectory.latents[first : first + 4, 0]) for first in (0, 4)] == [1, 1]
+        assert distinct(trajectory.next_latents[:, 0]) == 8
+
+
 def test_a_window_moves_from_rollout_to_rollout(tmp_path, silent):
     settings = {"num_inference_steps": 6, "sde_window_size": 2, "deterministic_outside_window": True}
     _, found = rollouts(tmp_path, 4, **settings)

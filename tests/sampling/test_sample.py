@@ -142,7 +142,6 @@ def training(models, prompts, tmp_path):
         "width": 32,
         "num_frames": 5,
         "guidance_scale": 3.0,
-        "same_initial_noise": True,
         "pipeline_kwargs": {"max_sequence_length": 32},
     }
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(settings))
@@ -159,7 +158,7 @@ def test_the_settings_of_a_run_are_those_of_its_rollouts(training, tmp_path):
     assert {"brightness", "motion", "reward", "advantage"} <= set(rows[0])
     assert rows[0]["advantage"] == pytest.approx(-rows[1]["advantage"], abs=1e-3) and rows[0]["advantage"] != 0
     assert not (tmp_path / "run").exists()
-    # one initial latent a group: almost without the steps' noise its samples are almost one
+    # one initial latent a group, by default: almost without the steps' noise its samples are almost one
     apart = {}
     for name, options in (("shared", []), ("own", ["--same_initial_noise", "false"])):
         run(training, "--output_dir", tmp_path / name, "--max_prompts", 1, "--noise_level", 1e-4, *options)
@@ -170,7 +169,7 @@ def test_the_settings_of_a_run_are_those_of_its_rollouts(training, tmp_path):
 
 def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
     words = ["sample", str(training), "--num_inference_steps", "6", "--sde_window_size", "2"]
-    arguments, others = cli.build_parser().parse_known_args([*words, "--deterministic_outside_window", "true"])
+    arguments, others = cli.build_parser().parse_known_args(words)
     settings = read_settings(arguments, others)
     sampler = sample.Sampler(tiny_pipelines.build("wan")[0], settings)
     rollout = settings.train.batch_sizes.prompts_per_rollout * settings.num_generations
