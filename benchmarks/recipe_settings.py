@@ -98,6 +98,12 @@ RECIPES = {
             FIRST_OF_4 | {"num_iterations": 2},
         ),
         Recipe(
+            "first_of_8_twice",
+            "the first of 8 steps trained, each rollout trained on twice, with the passes of Flow-GRPO",
+            {"num_inference_steps": 8, "sde_window": [0, 1], "num_iterations": 2},
+            LONG,
+        ),
+        Recipe(
             "first_of_4_own_latents",
             "the first of 4 steps trained, each sample with an initial latent of its own",
             FIRST_OF_4 | {"same_initial_noise": False},
