@@ -69,6 +69,8 @@ def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
         check_same_run(str(tmp_path), record("owner/other", seed=3))
     with pytest.raises(ValueError, match="prompts_per_rollout is"):
         check_same_run(str(tmp_path), record(seed=3, steps_per_generation=64))
+    with pytest.raises(ValueError, match="same_initial_noise is the default there and False here"):
+        check_same_run(str(tmp_path), record(seed=3, same_initial_noise=False))
     check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
     assert "was interrupted (newest: checkpoint-3)" in caplog.text
     (tmp_path / "summary.json").write_text("{}")
