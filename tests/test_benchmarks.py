@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import compiled
 import distributed
+import eval_steps
 import half_precision
 import recipe_results
 import recipe_run
@@ -241,6 +242,12 @@ def test_half_precision_is_compared_with_float32_and_with_batches_of_one():
     assert 1e-3 < half["error"].median() < 0.1 and 0 < half["drift"].max() and half["share"].max() < 1
     assert half_precision.find_guidance({"true_cfg_scale": 4.0, "guidance_scale": 1.0}) == "true_cfg_scale"
     assert [half_precision.format_share(torch.tensor(x)) for x in (0.0061, 0.25, 0.0)] == ["0.61 %", "25 %", "0 %"]
+
+
+def test_a_model_trained_with_few_steps_is_evaluated_with_several_numbers_of_steps():
+    words = ["--eval_max_prompts=4", "--max_steps=1", "--warmup_steps=0", "--per_device_train_batch_size=16"]
+    untrained, trained = (eval_steps.measure(steps, [1, 2], words) for steps in (0, 2))
+    assert len({*untrained, *trained}) == 4 and all(0 < reward < 1 for reward in untrained + trained)
 
 
 def test_compiled_blocks_are_compared_with_others():
