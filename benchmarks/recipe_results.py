@@ -82,7 +82,7 @@ def _report_table(rows: list[Row]) -> list[str]:
     target = rows[0]["target"]
     head = ["recipe", "learning rate", "seeds", "passes per sample", "updates", "all passes"]
     head += ["held-out reward at the end", "Tesseract"]
-    head += [f"passes to {target:g}", "of Flow-GRPO's", "minutes"]
+    head += [f"passes to {target:g}", "of Flow-GRPO's", "CPU minutes"]
     lines = [_line(head), _line(["---"] * len(head))]
     baseline = {row["seed"]: row for row in sorted(rows, key=score) if row["recipe"] == BASELINE}  # its best rate
     for name, rate in dict.fromkeys((row["recipe"], row["learning_rate"]) for row in rows):
@@ -94,7 +94,7 @@ def _report_table(rows: list[Row]) -> list[str]:
         cells += [_list_ends(own, "reward"), _list_ends(own, "tesseract")]
         cells += [", ".join("–" if passes is None else f"{passes:.0f}" for passes in reached)]
         cells += [", ".join(format_share(row, baseline) for row in own)]
-        lines.append(_line([*cells, f"{statistics.mean(row['seconds'] for row in own) / 60:.1f}"]))
+        lines.append(_line([*cells, f"{statistics.mean(row['cpu_seconds'] for row in own) / 60:.1f}"]))
     return [*lines, "", "Numbers separated by commas belong to the seeds, in this order."]
 
 
@@ -158,12 +158,12 @@ def write_tables(page: Path, rows: list[Row], plot: Path) -> None:
     after = rest.partition(END)[2]
     lines = format_tables(rows)
     if plot.is_file():
-        lines = [f"![held-out reward against passes and seconds]({plot.relative_to(page.parent)})", "", *lines]
+        lines = [f"![held-out reward against passes and CPU minutes]({plot.relative_to(page.parent)})", "", *lines]
     page.write_text("\n".join([before + START, "", *lines, "", END + after]), encoding="utf-8")
 
 
 def save_plot(path: Path, rows: list[Row]) -> None:
-    """Draw held-out reward against passes and against minutes, a colour per recipe and a line per seed.
+    """Draw held-out reward against passes and against CPU minutes, a colour per recipe and a line per seed.
 
     The reported seeds are drawn; of a recipe without any, the tuning seeds at its best learning rate so far.
     """
@@ -181,7 +181,7 @@ def save_plot(path: Path, rows: list[Row]) -> None:
             for number, row in enumerate(choose_shown(rows, name)):
                 values = [entry["reward"]["mean"] for entry in row["evaluations"]]
                 label = (name if row["phase"] == "report" else f"{name} (tuning)") if number == 0 else None
-                for axes, key, unit in ((left, "passes", 1), (right, "seconds", 60)):
+                for axes, key, unit in ((left, "passes", 1), (right, "cpu_seconds", 60)):
                     places = [entry[key] / unit for entry in row["evaluations"]]
                     axes.plot(places, values, linewidth=1.1, label=label if axes is left else None, **style)
         left.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
@@ -190,7 +190,7 @@ def save_plot(path: Path, rows: list[Row]) -> None:
         left.set_xticks([0, 20, 50, 150, 500, 1500], ["0", "20", "50", "150", "500", "1500"])
         left.set_xlabel("network passes per sample, summed over updates")
         left.set_ylabel("held-out reward")
-        right.set_xlabel("minutes of training")
+        right.set_xlabel("CPU minutes of training")
         figure.legend(loc="outside right upper", fontsize=8)
         figure.savefig(path, dpi=110, metadata={"Software": None})
 

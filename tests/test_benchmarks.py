@@ -72,7 +72,7 @@ def train_small(settings, **budget):
 def entry(passes, reward):
     """An evaluation as a row has it."""
     cell = {"mean": reward, "std_error": 0.01}
-    return {"passes": passes, "seconds": 2 * passes, "reward": cell, "rewards": {"tesseract": cell}}
+    return {"passes": passes, "cpu_seconds": 2 * passes, "reward": cell, "rewards": {"tesseract": cell}}
 
 
 def made_row(recipe, rate, seed, rewards, to_target=None):
@@ -86,7 +86,7 @@ def made_row(recipe, rate, seed, rewards, to_target=None):
         "eval_passes": 9.0,
         "passes_per_sample": 9.0,
         "updates": 11,
-        "seconds": 200,
+        "cpu_seconds": 200,
         "target": 0.86,
         "passes_to_target": to_target,
         "evaluations": evaluations,
