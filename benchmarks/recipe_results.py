@@ -165,42 +165,44 @@ def write_tables(page: Path, rows: list[Row], plot: Path) -> None:
 def save_plot(path: Path, rows: list[Row]) -> None:
     """Draw held-out reward against passes and against CPU minutes, a colour per recipe and a line per seed.
 
-    The reported seeds are drawn; of a recipe without any, the tuning seeds at its best learning rate so far.
+    Recipes of each budget have a line of two pictures. The reported seeds are drawn; of a recipe without any, the
+    tuning seeds; of several learning rates the best.
     """
     from matplotlib import colormaps, rc_context
     from matplotlib.figure import Figure
 
     from diffusion_grpo.run.plots import STYLE
 
-    names = list(dict.fromkeys(row["recipe"] for row in rows))
+    budgets = sorted({row["max_passes"] for row in rows}, reverse=True)
     with rc_context(STYLE):
-        figure = Figure(figsize=(12, 5.2), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
-        for place, name in enumerate(names):
-            style = {"color": colormaps["tab20"](place % 20), "linestyle": "-" if place < 20 else "--"}
-            for number, row in enumerate(choose_shown(rows, name)):
-                values = [entry["reward"]["mean"] for entry in row["evaluations"]]
-                label = (name if row["phase"] == "report" else f"{name} (tuning)") if number == 0 else None
-                for axes, key, unit in ((left, "passes", 1), (right, "cpu_seconds", 60)):
-                    places = [entry[key] / unit for entry in row["evaluations"]]
-                    axes.plot(places, values, linewidth=1.1, label=label if axes is left else None, **style)
-        left.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
-        right.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
-        left.set_xscale("symlog", linthresh=20)  # the budgets differ by ten
-        left.set_xticks([0, 20, 50, 150, 500, 1500], ["0", "20", "50", "150", "500", "1500"])
-        left.set_xlabel("network passes per sample, summed over updates")
-        left.set_ylabel("held-out reward")
-        right.set_xlabel("CPU minutes of training")
-        figure.legend(loc="outside right upper", fontsize=8)
+        figure = Figure(figsize=(12, 4.6 * len(budgets)), layout="constrained")
+        pictures = figure.subplots(len(budgets), 2, sharey="row", squeeze=False)
+        for (left, right), budget in zip(pictures, budgets):
+            own = [row for row in rows if row["max_passes"] == budget]
+            for place, name in enumerate(dict.fromkeys(row["recipe"] for row in own)):
+                style = {"color": colormaps["tab10"](place % 10), "linestyle": ("-", "--", ":")[place // 10 % 3]}
+                for number, row in enumerate(choose_shown(own, name)):
+                    values = [entry["reward"]["mean"] for entry in row["evaluations"]]
+                    label = (name if row["phase"] == "report" else f"{name} (tuning)") if number == 0 else None
+                    for axes, key, unit in ((left, "passes", 1), (right, "cpu_seconds", 60)):
+                        places = [entry[key] / unit for entry in row["evaluations"]]
+                        axes.plot(places, values, linewidth=1.2, label=label, **style)
+            left.set_xlabel("network passes per sample, summed over updates")
+            left.set_ylabel("held-out reward")
+            right.set_xlabel("CPU minutes of training")
+            right.legend(
+                loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8, title=f"budget of {budget:g} passes"
+            )
+            for axes in (left, right):
+                axes.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
+                axes.set_xlim(left=0)
         figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def choose_shown(rows: list[Row], recipe: str) -> list[Row]:
-    """Return the rows of a recipe that the plot shows."""
+    """Return the rows of a recipe that the plot shows: of the reported ones, else of all, those of the best rate."""
     own = [row for row in rows if row["recipe"] == recipe]
-    reported = [row for row in own if row["phase"] == "report"]
-    scores = {rate: found for rate, found in tune_scores(rows, recipe).items() if found}
-    if reported or not scores:
-        return reported or own
-    best = max(scores, key=lambda rate: statistics.mean(scores[rate]))
-    return [row for row in own if row["phase"] == "tune" and row["learning_rate"] == best]
+    own = [row for row in own if row["phase"] == "report"] or own
+    rates = dict.fromkeys(row["learning_rate"] for row in own)
+    found = [[row for row in own if row["learning_rate"] == rate] for rate in rates]
+    return max(found, key=lambda same: statistics.mean(map(score, same)))
