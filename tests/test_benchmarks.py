@@ -198,7 +198,7 @@ def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
     rows += [made_row("flow_grpo", 2e-3, 3, [0.7, 0.3])]  # the same seed at a worse rate does not count
     rows += [made_row("demo", 1e-3, seed, [0.7, 0.9], passes) for seed, passes in ((3, 8.0), (4, None), (5, 10.0))]
     assert recipe_results.choose_shown(rows, "flow_grpo") == rows[:3]
-    assert recipe_results.choose_shown([made_row("demo", 1e-3, 0, [0.7]), *rows], "demo") == rows[4:]
+    assert recipe_results.choose_shown([made_row("demo", 1e-3, 0, [0.7, 0.99]), *rows], "demo") == rows[4:]
     page = tmp_path / "page.md"
     page.write_text(f"before\n{recipe_results.START}\na stale row\n{recipe_results.END}\nafter\n")
     recipe_results.write_tables(page, rows, tmp_path / "none.png")
