@@ -69,8 +69,9 @@ def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
         check_same_run(str(tmp_path), record("owner/other", seed=3))
     with pytest.raises(ValueError, match="prompts_per_rollout is"):
         check_same_run(str(tmp_path), record(seed=3, steps_per_generation=64))
-    with pytest.raises(ValueError, match="same_initial_noise is the default there and False here"):
-        check_same_run(str(tmp_path), record(seed=3, same_initial_noise=False))
+    for name, value in (("same_initial_noise", False), ("deterministic_outside_window", False), ("branches", 2)):
+        with pytest.raises(ValueError, match=f"{name} is the default there and {value} here"):
+            check_same_run(str(tmp_path), record(seed=3, **{name: value}))
     check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
     assert "was interrupted (newest: checkpoint-3)" in caplog.text
     (tmp_path / "summary.json").write_text("{}")
