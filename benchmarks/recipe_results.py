@@ -65,6 +65,13 @@ def choose_learning_rate(rows: list[Row], recipe: str) -> float | None:
     return max(scores, key=lambda rate: statistics.mean(scores[rate]))
 
 
+def cpu_minutes_per_pass(rows: list[Row], recipe: str) -> float:
+    """Return what a pass of a recipe costs, by its rows that were made without a preloaded library, if it has any."""
+    own = [row for row in rows if row["recipe"] == recipe]
+    plain = [row for row in own if not row.get("preload")] or own
+    return sum(row["cpu_seconds"] for row in plain) / sum(row["passes"] for row in plain) / 60
+
+
 def format_tables(rows: list[Row]) -> list[str]:
     """Return Markdown: the reported seeds, the tuning over the grid, and what each recipe is."""
     names = list(dict.fromkeys(row["recipe"] for row in rows))

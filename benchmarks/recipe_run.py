@@ -5,11 +5,13 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import os
 import subprocess
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -276,6 +278,7 @@ def train_row(
         "evaluations": race.evaluations,
         "machine": machine(),
         "threads": torch.get_num_threads(),
+        "preload": Path(os.environ.get("LD_PRELOAD", "")).name or None,  # such as mkl_avx512.so
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
         "commit": commit,
         "command": f"python benchmarks/recipes.py --row {recipe.name} {learning_rate:g} {seed}"
