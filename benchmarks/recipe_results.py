@@ -10,6 +10,8 @@ from recipe_settings import LEARNING_RATES, RECIPES, TUNE_SEEDS
 Row = dict[str, Any]
 BASELINE = "flow_grpo"
 START, END = "<!-- rows: written by --table -->", "<!-- end of rows -->"
+SOME, SOME_END = "<!-- rows of ", "<!-- end of these rows -->"  # on other pages: a short table of the recipes named
+SUMMARIES = ("algorithms/index.md", "algorithms/fast.md")  # beside the folder of rows
 
 
 def read_rows(folder: Path, max_passes: float | None, max_updates: int | None) -> list[Row]:
@@ -75,7 +77,8 @@ def cpu_minutes_per_pass(rows: list[Row], recipe: str) -> float:
 def format_tables(rows: list[Row]) -> list[str]:
     """Return Markdown: the reported seeds, the tuning over the grid, and what each recipe is."""
     names = list(dict.fromkeys(row["recipe"] for row in rows))
-    lines = ["## Reported seeds", "", *_report_table([row for row in rows if row["phase"] == "report"])]
+    costs = {name: cpu_minutes_per_pass(rows, name) for name in names}
+    lines = ["## Reported seeds", "", *_report_table([row for row in rows if row["phase"] == "report"], costs)]
     lines += ["", "## Tuning", "", *_tune_table(rows, names), "", "## Recipes", "", *_recipe_table(rows, names)]
     for key, title in (("machine", "Machines"), ("commit", "Commits")):
         lines += ["", f"{title}: " + ", ".join(sorted({row[key] for row in rows})) + "."]
@@ -83,7 +86,7 @@ def format_tables(rows: list[Row]) -> list[str]:
     return [*lines, "", f"Versions: {', '.join(versions)}."]
 
 
-def _report_table(rows: list[Row]) -> list[str]:
+def _report_table(rows: list[Row], costs: dict[str, float]) -> list[str]:
     if not rows:
         return ["No row of this phase yet."]
     target = rows[0]["target"]
@@ -101,7 +104,7 @@ def _report_table(rows: list[Row]) -> list[str]:
         cells += [_list_ends(own, "reward"), _list_ends(own, "tesseract")]
         cells += [", ".join("–" if passes is None else f"{passes:.0f}" for passes in reached)]
         cells += [", ".join(format_share(row, baseline) for row in own)]
-        lines.append(_line([*cells, f"{statistics.mean(row['cpu_seconds'] for row in own) / 60:.1f}"]))
+        lines.append(_line([*cells, f"{own[0]['passes'] * costs[name]:.1f}"]))
     return [*lines, "", "Numbers separated by commas belong to the seeds, in this order."]
 
 
@@ -169,6 +172,33 @@ def write_tables(page: Path, rows: list[Row], plot: Path) -> None:
     page.write_text("\n".join([before + START, "", *lines, "", END + after]), encoding="utf-8")
 
 
+def write_summaries(page: Path, rows: list[Row]) -> None:
+    """Write a short table after each mark on a page that names recipes, the best of them first."""
+    before, *parts = page.read_text(encoding="utf-8").split(SOME)
+    text = before
+    for part in parts:
+        names, _, rest = part.partition(" -->")
+        lines = _summary_table(rows, names.split(", "))
+        text += f"{SOME}{names} -->\n\n" + "\n".join(lines) + f"\n\n{SOME_END}" + rest.partition(SOME_END)[2]
+    page.write_text(text, encoding="utf-8")
+
+
+def _summary_table(rows: list[Row], names: list[str]) -> list[str]:
+    head = ["recipe", "what it does", "passes per sample", "learning rate", "seeds", "held-out reward at the end"]
+    head += ["all passes", f"passes to {rows[0]['target']:g}"]
+    found = {name: choose_shown(rows, name) for name in names}
+    end = {name: statistics.mean(row["evaluations"][-1]["reward"]["mean"] for row in found[name]) for name in names}
+    lines = [_line(head), _line(["---"] * len(head))]
+    for name in sorted(names, key=lambda name: -end[name]):
+        own = found[name]
+        reached = ["–" if row["passes_to_target"] is None else f"{row['passes_to_target']:.0f}" for row in own]
+        cells = [f"`{name}`", RECIPES[name].summary, f"{own[0]['passes_per_sample']:.3g}"]
+        cells += [f"{own[0]['learning_rate']:g}", ", ".join(str(row["seed"]) for row in own)]
+        cells += [_list_ends(own, "reward"), f"{own[0]['passes']:.0f}", ", ".join(reached)]
+        lines.append(_line(cells))
+    return lines
+
+
 def save_plot(path: Path, rows: list[Row]) -> None:
     """Draw held-out reward against passes and against CPU minutes, a colour per recipe and a line per seed.
 
@@ -187,12 +217,13 @@ def save_plot(path: Path, rows: list[Row]) -> None:
         for (left, right), budget in zip(pictures, budgets):
             own = [row for row in rows if row["max_passes"] == budget]
             for place, name in enumerate(dict.fromkeys(row["recipe"] for row in own)):
+                cost = cpu_minutes_per_pass(own, name)
                 style = {"color": colormaps["tab10"](place % 10), "linestyle": ("-", "--", ":")[place // 10 % 3]}
                 for number, row in enumerate(choose_shown(own, name)):
                     values = [entry["reward"]["mean"] for entry in row["evaluations"]]
                     label = (name if row["phase"] == "report" else f"{name} (tuning)") if number == 0 else None
-                    for axes, key, unit in ((left, "passes", 1), (right, "cpu_seconds", 60)):
-                        places = [entry[key] / unit for entry in row["evaluations"]]
+                    for axes, unit in ((left, 1), (right, cost)):
+                        places = [entry["passes"] * unit for entry in row["evaluations"]]
                         axes.plot(places, values, linewidth=1.2, label=label, **style)
             left.set_xlabel("network passes per sample, summed over updates")
             left.set_ylabel("held-out reward")

@@ -77,44 +77,45 @@ SHORT_CLEAN = CLEAN | {"num_inference_steps": 6, "timestep_fraction": 0.6, "perm
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("flow_grpo", "Flow-GRPO as published, without guidance: 10 steps, 9 trained", FLOW_GRPO, LONG),
-        Recipe("flow_grpo_guided", "the same with guidance 4.5", FLOW_GRPO | {"guidance_scale": 4.5}, LONG),
+        Recipe("flow_grpo", "Flow-GRPO without guidance: 10 steps, 9 trained", FLOW_GRPO, LONG),
+        Recipe(
+            "flow_grpo_guided",
+            "Flow-GRPO at guidance 4.5: 10 steps, 9 trained",
+            FLOW_GRPO | {"guidance_scale": 4.5},
+            LONG,
+        ),
         Recipe(
             "flow_grpo_fast",
             "Flow-GRPO-Fast: 2 consecutive steps of the first 5, drawn for each rollout",
             HALF | {"sde_window_size": 2},
             LONG,
         ),
-        Recipe("demo", "the demo before the race: 6 steps, the first 3 trained, shared initial noise", {}),
-        Recipe("first_of_6", "the demo with the first of 6 steps trained", FIRST_STEP),
-        Recipe(
-            "first_of_4",
-            "the demo with the first of 4 steps trained",
-            FIRST_OF_4,
-        ),
+        Recipe("demo", "the first 3 of 6 steps trained, one latent per prompt (the demo before the race)", {}),
+        Recipe("first_of_6", "the first of 6 steps trained, one latent per prompt", FIRST_STEP),
+        Recipe("first_of_4", "the first of 4 steps trained, one latent per prompt", FIRST_OF_4),
         Recipe(
             "first_of_4_twice",
-            "the same, and each rollout trained on twice",
+            "the first of 4 steps trained, one latent per prompt, two updates per rollout",
             FIRST_OF_4 | {"num_iterations": 2},
         ),
         Recipe(
             "first_of_8_twice",
-            "the first of 8 steps trained, each rollout trained on twice, with the passes of Flow-GRPO",
+            "the first of 8 steps trained, one latent per prompt, two updates per rollout",
             {"num_inference_steps": 8, "sde_window": [0, 1], "num_iterations": 2},
             LONG,
         ),
         Recipe(
             "first_of_4_own_latents",
-            "the first of 4 steps trained, each sample with an initial latent of its own",
+            "the first of 4 steps trained, each sample with a latent of its own",
             FIRST_OF_4 | {"same_initial_noise": False},
         ),
         Recipe(
             "defaults",
-            "the defaults of DiffusionGRPOConfig: one of the first 5 of 10 steps, drawn for each rollout",
+            "the defaults of DiffusionGRPOConfig: one of the first 5 of 10 steps per rollout, one latent per prompt",
             {"num_inference_steps": 10, "sde_window": None, "scale_rewards": "group"}
             | {"deterministic_outside_window": None, "same_initial_noise": None},
         ),
-        Recipe("first_two_of_6", "the demo with the first 2 of 6 steps trained", {"sde_window": [0, 2]}),
+        Recipe("first_two_of_6", "the first 2 of 6 steps trained, one latent per prompt", {"sde_window": [0, 2]}),
         # Step weights, processes and ratios on recorded steps
         Recipe(
             "tempflow",
@@ -124,7 +125,11 @@ RECIPES = {
             | {"step_weight": "noise"},
             LONG,
         ),
-        Recipe("tempflow_tuned", "the demo with steps weighted by their noise", {"step_weight": "noise"}),
+        Recipe(
+            "tempflow_tuned",
+            "the first 3 of 6 steps trained, weighted by their noise, one latent per prompt",
+            {"step_weight": "noise"},
+        ),
         Recipe(
             "flash",
             "Flash-GRPO: one step drawn for each prompt of the first 10 of 20",
@@ -140,29 +145,29 @@ RECIPES = {
         ),
         Recipe(
             "flash_tuned",
-            "the demo with one step drawn for each prompt of the first 3 of 6",
+            "one of the first 3 of 6 steps, drawn for each prompt, with Flash-GRPO's weights; one latent per prompt",
             {"sde_window_size": 1, "sde_window_order": "per_prompt", "step_weight": "velocity"},
         ),
         Recipe(
             "grpo_guard",
-            "GRPO-Guard: normalized ratios, two updates per rollout",
+            "GRPO-Guard: normalized ratios, 9 of 10 steps, two updates per rollout",
             FLOW_GRPO | TWO_UPDATES | {"loss_type": "grpo_guard", "loss_kwargs": {"clip_range": 4e-6}},
             LONG,
         ),
         Recipe(
             "grpo_guard_tuned",
-            "the demo with its ratio and its weight per step",
+            "the first 3 of 6 steps trained with GRPO-Guard's ratios and weights, one latent per prompt",
             {"loss_type": "grpo_guard", "loss_kwargs": {"clip_range": 4e-6}},
         ),
         Recipe(
             "precise",
-            "the process of Precise at 1.5, on 9 of 10 steps",
+            "Precise: its process at noise 1.5, 9 of 10 steps",
             FLOW_GRPO | {"sde_type": "precise", "noise_level": 1.5},
             LONG,
         ),
         Recipe(
             "precise_tuned",
-            "the first of 6 steps by that process",
+            "the first of 6 steps by the process of Precise, one latent per prompt",
             FIRST_STEP | {"sde_type": "precise", "noise_level": 1.5},
         ),
         Recipe(
@@ -176,7 +181,7 @@ RECIPES = {
         ),
         Recipe(
             "dppo_tuned",
-            "the first of 6 steps with that mask, two updates per rollout",
+            "the first of 6 steps with Flow-DPPO's mask, one latent per prompt, two updates per rollout",
             FIRST_STEP | TWO_UPDATES | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-5}},
         ),
         # Algorithms on re-noised samples
@@ -188,7 +193,7 @@ RECIPES = {
         ),
         Recipe(
             "nft_tuned",
-            "6 steps without noise, trained at 3 levels, without old policy and reference",
+            "DiffusionNFT in 6 steps, trained at 3 levels, without old policy and reference",
             SHORT_CLEAN | {"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}},
         ),
         Recipe(
@@ -201,7 +206,7 @@ RECIPES = {
         ),
         Recipe(
             "awm_tuned",
-            "6 steps without noise, trained at 3 levels, with a looser pull to the average, without reference",
+            "AWM in 6 steps, trained at 3 levels, with a looser pull to the average, without reference",
             SHORT_CLEAN | {"loss_type": "awm", "loss_kwargs": {"ema_beta": 0.1, "clip": 1e-5}},
         ),
         Recipe(
@@ -212,7 +217,9 @@ RECIPES = {
             | {"loss_type": "dgpo", "loss_kwargs": {"preference_beta": 100.0}},
             LONG,
         ),
-        Recipe("dgpo_tuned", "6 steps without guidance, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dgpo"}),
+        Recipe(
+            "dgpo_tuned", "DGPO in 6 steps without guidance, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dgpo"}
+        ),
         Recipe(
             "dpo",
             "online Diffusion-DPO: best and worst of a group at one level of 9",
@@ -221,7 +228,7 @@ RECIPES = {
             | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 2000.0}},
             LONG,
         ),
-        Recipe("dpo_tuned", "6 steps without noise, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dpo"}),
+        Recipe("dpo_tuned", "online DPO in 6 steps, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dpo"}),
     )
 }
 

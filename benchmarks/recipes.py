@@ -15,7 +15,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recipe_results import Row, choose_learning_rate, read_rows, save_plot, write_tables
+from recipe_results import (
+    SUMMARIES,
+    Row,
+    choose_learning_rate,
+    read_rows,
+    save_plot,
+    write_summaries,
+    write_tables,
+)
 from recipe_settings import LEARNING_RATES, RECIPES, REPORT_SEEDS, TUNE_SEEDS, Recipe, find_unknown
 
 ROOT = Path(__file__).parent.parent
@@ -147,6 +155,9 @@ def show_results(arguments: argparse.Namespace, table: bool, plot: bool) -> None
         print(f"Plot: {image}")
     if table:
         write_tables(page, rows, image)
+        for summary in (arguments.out.parent / name for name in SUMMARIES):
+            if summary.is_file():
+                write_summaries(summary, rows)
         print(page.read_text(encoding="utf-8"), f"Page: {page}", sep="\n")
 
 

@@ -1,6 +1,7 @@
 """The benchmarks run and read what they measure; no time is asserted."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -206,6 +207,36 @@ def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
     (line,) = (line for line in text.splitlines() if line.startswith("| `demo` | 0.001 |"))
     assert "| 8, –, 10 | 0.100, –, < 0.100 |" in line
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+
+
+def test_what_a_pass_costs_is_of_rows_without_a_preloaded_library():
+    rows = [made_row("demo", rate, 0, [0.7, 0.9]) for rate in LEARNING_RATES]
+    rows[1] |= {"preload": "mkl_avx512.so", "cpu_seconds": 100}
+    assert recipe_results.cpu_minutes_per_pass(rows, "demo") == pytest.approx(200 / 99 / 60)
+    assert recipe_results.cpu_minutes_per_pass(rows[1:2], "demo") == pytest.approx(100 / 99 / 60)  # none is without
+
+
+def test_short_tables_on_other_pages_are_of_the_recipes_that_they_name(tmp_path):
+    rows = [made_row("flow_grpo", 1e-3, 0, [0.7, 0.8]), made_row("demo", 1e-3, 0, [0.7, 0.9], 80.0)]
+    rows += [made_row("nft", 1e-3, 0, [0.7, 0.85])]
+    page, mark, end = tmp_path / "page.md", recipe_results.SOME, recipe_results.SOME_END
+    page.write_text(f"a\n{mark}flow_grpo, demo -->\nstale\n{end}\nb\n{mark}nft -->\n{end}\nc\n")
+    for _ in range(2):  # a page that is written again stays as it is
+        recipe_results.write_summaries(page, rows)
+        first, second = page.read_text().split("\nb\n")
+        assert "| 9 | 0.001 | 0 | 0.900 | 99 | 80 |" in first and "stale" not in first
+        assert first.startswith("a\n") and second.endswith(f"{end}\nc\n")
+
+
+def test_pages_have_the_tables_of_the_rows(tmp_path):
+    shutil.copytree(recipes.ROOT / "docs" / "recipes", tmp_path / "recipes")
+    (tmp_path / "algorithms").mkdir()
+    pages = ("recipes.md", *recipe_results.SUMMARIES)
+    for page in pages:
+        shutil.copy(recipes.ROOT / "docs" / page, tmp_path / page)
+    recipes.show_results(recipes.parse([f"--out={tmp_path / 'recipes'}"]), table=True, plot=False)
+    for page in pages:
+        assert (tmp_path / page).read_text() == (recipes.ROOT / "docs" / page).read_text(), "run recipes.py --table"
 
 
 def test_recipes_leave_alone_what_all_share():
