@@ -224,6 +224,8 @@ def test_short_tables_on_other_pages_are_of_the_recipes_that_they_name(tmp_path)
     for _ in range(2):  # a page that is written again stays as it is
         recipe_results.write_summaries(page, rows)
         first, second = page.read_text().split("\nb\n")
+        named = [line.split("`")[1] for line in first.splitlines() if line.startswith("| `")]
+        assert named == ["demo", "flow_grpo"] and "| `nft` |" in second and "`demo`" not in second
         assert "| 9 | 0.001 | 0 | 0.900 | 99 | 80 |" in first and "stale" not in first
         assert first.startswith("a\n") and second.endswith(f"{end}\nc\n")
 
