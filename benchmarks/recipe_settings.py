@@ -99,6 +99,12 @@ RECIPES = {
             FIRST_OF_4 | {"num_iterations": 2},
         ),
         Recipe(
+            "first_of_6_twice",
+            "the first of 6 steps trained, one latent per prompt, two updates per rollout",
+            FIRST_STEP | {"num_iterations": 2},
+            LONG,
+        ),
+        Recipe(
             "first_of_8_twice",
             "the first of 8 steps trained, one latent per prompt, two updates per rollout",
             {"num_inference_steps": 8, "sde_window": [0, 1], "num_iterations": 2},
