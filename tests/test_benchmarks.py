@@ -189,8 +189,13 @@ def test_rows_of_another_budget_are_left_out(tmp_path):
     assert [row["seed"] for row in recipe_results.read_rows(tmp_path, None, None)] == [0]
     assert [row["seed"] for row in recipe_results.read_rows(tmp_path, 100, None)] == [3]
     own, same = recipes.parse([]), recipes.parse(["--max-passes=100"])
-    assert [recipes.budget(own, RECIPES[name])["max_passes"] for name in ("demo", "flow_grpo")] == [148, 1480]
-    assert recipes.budget(same, RECIPES["flow_grpo"]) == {"max_passes": 100, "max_updates": None, "eval_passes": 12.5}
+    assert [recipes.budget(own, RECIPES[name], 0)["max_passes"] for name in ("demo", "flow_grpo")] == [148, 1480]
+    assert [recipes.budget(own, RECIPES["flow_grpo"], seed)["eval_passes"] for seed in (0, 3)] == [185, 74]
+    assert recipes.budget(same, RECIPES["flow_grpo"], 3) == {
+        "max_passes": 100,
+        "max_updates": None,
+        "eval_passes": 12.5,
+    }
 
 
 def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
