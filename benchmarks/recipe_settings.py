@@ -111,6 +111,12 @@ RECIPES = {
             LONG,
         ),
         Recipe(
+            "fast",
+            "the settings of examples/fast: one of the first 4 of 8 steps per rollout, two updates on each",
+            {"num_inference_steps": 8, "sde_window": [0, 4], "sde_window_size": 1, "num_iterations": 2},
+            LONG,
+        ),
+        Recipe(
             "first_of_4_own_latents",
             "the first of 4 steps trained, each sample with a latent of its own",
             FIRST_OF_4 | {"same_initial_noise": False},
