@@ -67,11 +67,10 @@ def choose_learning_rate(rows: list[Row], recipe: str) -> float | None:
     return max(scores, key=lambda rate: statistics.mean(scores[rate]))
 
 
-def cpu_minutes_per_pass(rows: list[Row], recipe: str) -> float:
-    """Return what a pass of a recipe costs, by its rows that were made without a preloaded library, if it has any."""
-    own = [row for row in rows if row["recipe"] == recipe]
-    plain = [row for row in own if not row.get("preload")] or own
-    return sum(row["cpu_seconds"] for row in plain) / sum(row["passes"] for row in plain) / 60
+def cpu_minutes_per_pass(rows: list[Row], recipe: str) -> float | None:
+    """Return what a pass of a recipe costs, by its rows without a preloaded library; None if it has none."""
+    plain = [row for row in rows if row["recipe"] == recipe and not row.get("preload")]
+    return sum(row["cpu_seconds"] for row in plain) / sum(row["passes"] for row in plain) / 60 if plain else None
 
 
 def format_tables(rows: list[Row]) -> list[str]:
@@ -86,7 +85,7 @@ def format_tables(rows: list[Row]) -> list[str]:
     return [*lines, "", f"Versions: {', '.join(versions)}."]
 
 
-def _report_table(rows: list[Row], costs: dict[str, float]) -> list[str]:
+def _report_table(rows: list[Row], costs: dict[str, float | None]) -> list[str]:
     if not rows:
         return ["No row of this phase yet."]
     target = rows[0]["target"]
@@ -104,7 +103,7 @@ def _report_table(rows: list[Row], costs: dict[str, float]) -> list[str]:
         cells += [_list_ends(own, "reward"), _list_ends(own, "tesseract")]
         cells += [", ".join("–" if passes is None else f"{passes:.0f}" for passes in reached)]
         cells += [", ".join(format_share(row, baseline) for row in own)]
-        lines.append(_line([*cells, f"{own[0]['passes'] * costs[name]:.1f}"]))
+        lines.append(_line([*cells, f"{own[0]['passes'] * costs[name]:.1f}" if costs[name] else "–"]))
     return [*lines, "", "Numbers separated by commas belong to the seeds, in this order."]
 
 
@@ -222,14 +221,18 @@ def save_plot(path: Path, rows: list[Row]) -> None:
                 for number, row in enumerate(choose_shown(own, name)):
                     values = [entry["reward"]["mean"] for entry in row["evaluations"]]
                     label = (name if row["phase"] == "report" else f"{name} (tuning)") if number == 0 else None
-                    for axes, unit in ((left, 1), (right, cost)):
+                    for axes, unit in ((left, 1), (right, cost)) if cost else ((left, 1),):
                         places = [entry["passes"] * unit for entry in row["evaluations"]]
                         axes.plot(places, values, linewidth=1.2, label=label, **style)
             left.set_xlabel("network passes per sample, summed over updates")
             left.set_ylabel("held-out reward")
             right.set_xlabel("CPU minutes of training")
             right.legend(
-                loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8, title=f"budget of {budget:g} passes"
+                *left.get_legend_handles_labels(),
+                loc="upper left",
+                bbox_to_anchor=(1.01, 1.0),
+                fontsize=8,
+                title=f"budget of {budget:g} passes",
             )
             for axes in (left, right):
                 axes.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
