@@ -172,12 +172,13 @@ def write_tables(page: Path, rows: list[Row], plot: Path) -> None:
 
 
 def write_summaries(page: Path, rows: list[Row]) -> None:
-    """Write a short table after each mark on a page that names recipes, the best of them first."""
+    """Write a short table after each mark on a page that names recipes, the best of those that have rows first."""
+    known = {row["recipe"] for row in rows}
     before, *parts = page.read_text(encoding="utf-8").split(SOME)
     text = before
     for part in parts:
         names, _, rest = part.partition(" -->")
-        lines = _summary_table(rows, names.split(", "))
+        lines = _summary_table(rows, [name for name in names.split(", ") if name in known])
         text += f"{SOME}{names} -->\n\n" + "\n".join(lines) + f"\n\n{SOME_END}" + rest.partition(SOME_END)[2]
     page.write_text(text, encoding="utf-8")
 
@@ -221,9 +222,10 @@ def save_plot(path: Path, rows: list[Row]) -> None:
                 for number, row in enumerate(choose_shown(own, name)):
                     values = [entry["reward"]["mean"] for entry in row["evaluations"]]
                     label = (name if row["phase"] == "report" else f"{name} (tuning)") if number == 0 else None
-                    for axes, unit in ((left, 1), (right, cost)) if cost else ((left, 1),):
-                        places = [entry["passes"] * unit for entry in row["evaluations"]]
-                        axes.plot(places, values, linewidth=1.2, label=label, **style)
+                    passes = [entry["passes"] for entry in row["evaluations"]]
+                    left.plot(passes, values, linewidth=1.2, label=label, **style)
+                    if cost:
+                        right.plot([cost * count for count in passes], values, linewidth=1.2, **style)
             left.set_xlabel("network passes per sample, summed over updates")
             left.set_ylabel("held-out reward")
             right.set_xlabel("CPU minutes of training")

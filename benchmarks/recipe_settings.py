@@ -112,7 +112,7 @@ RECIPES = {
         ),
         Recipe(
             "fast",
-            "the settings of examples/fast: one of the first 4 of 8 steps per rollout, two updates on each",
+            "the steps of examples/fast: one of the first 4 of 8 steps per rollout, two updates on each",
             {"num_inference_steps": 8, "sde_window": [0, 4], "sde_window_size": 1, "num_iterations": 2},
             LONG,
         ),

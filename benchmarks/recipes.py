@@ -119,7 +119,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--phase", choices=SEEDS, help="only this one; default: tune, then report")
     parser.add_argument(
-        "--recipes", type=names, default=list(RECIPES), help="names, separated by commas; default: all"
+        "--recipes", type=names, default=list(RECIPES), help="to train, separated by commas; default: all"
     )
     every = [*TUNE_SEEDS, *REPORT_SEEDS]
     parser.add_argument("--seeds", type=numbers, default=every, help="of the phases' seeds only these; default: all")
@@ -147,7 +147,6 @@ def show_results(arguments: argparse.Namespace, table: bool, plot: bool) -> None
     """Write the plot and the tables of the rows that are there."""
     rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
     others = len(list(arguments.out.glob("*/*.json"))) - len(rows)
-    rows = [row for row in rows if row["recipe"] in arguments.recipes]
     left_out = f"; rows of other budgets that are left out: {others}" if others else ""
     print(f"Rows of this budget in {arguments.out}: {len(rows)}{left_out}.")
     if not rows:
