@@ -2,10 +2,11 @@
 
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from recipe_settings import LEARNING_RATES, RECIPES, TUNE_SEEDS
+from recipe_settings import LEARNING_RATES, RECIPES, TUNE_SEEDS, find_phase
 
 Row = dict[str, Any]
 BASELINE = "flow_grpo"
@@ -23,6 +24,7 @@ def read_rows(folder: Path, max_passes: float | None, max_updates: int | None) -
         max_updates: as in the rows.
     """
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/*.json")]
+    rows = [row | {"phase": find_phase(row["seed"])} for row in rows]  # whatever it was when the row was made
     own = {name: recipe.max_passes for name, recipe in RECIPES.items()}
     kept = [
         row
@@ -68,9 +70,14 @@ def choose_learning_rate(rows: list[Row], recipe: str) -> float | None:
 
 
 def cpu_minutes_per_pass(rows: list[Row], recipe: str) -> float | None:
-    """Return what a pass of a recipe costs, by its rows without a preloaded library; None if it has none."""
-    plain = [row for row in rows if row["recipe"] == recipe and not row.get("preload")]
-    return sum(row["cpu_seconds"] for row in plain) / sum(row["passes"] for row in plain) / 60 if plain else None
+    """Return what a pass of a recipe costs on the machine of most rows; None if it has no row there.
+
+    Rows with a preloaded library do not count.
+    """
+    plain = [row for row in rows if not row.get("preload")]
+    machine = Counter(row["machine"] for row in plain).most_common(1)
+    own = [row for row in plain if row["recipe"] == recipe and row["machine"] == machine[0][0]]
+    return sum(row["cpu_seconds"] for row in own) / sum(row["passes"] for row in own) / 60 if own else None
 
 
 def format_tables(rows: list[Row]) -> list[str]:
@@ -164,11 +171,23 @@ def write_tables(page: Path, rows: list[Row], plot: Path) -> None:
     """Write the tables into a page between its two marks, or make a page of them."""
     text = page.read_text(encoding="utf-8") if page.is_file() else f"{START}\n{END}\n"
     before, _, rest = text.partition(START)
-    after = rest.partition(END)[2]
+    after = _text_after(END, rest, page)
     lines = format_tables(rows)
     if plot.is_file():
         lines = [f"![held-out reward against passes and CPU minutes]({plot.relative_to(page.parent)})", "", *lines]
     page.write_text("\n".join([before + START, "", *lines, "", END + after]), encoding="utf-8")
+
+
+def _text_after(mark: str, text: str, page: Path) -> str:
+    """Return what follows a mark.
+
+    Raises:
+        ValueError: the mark is not there, so nobody knows what the tables may replace.
+    """
+    _, found, after = text.partition(mark)
+    if not found:
+        raise ValueError(f"{page} has no {mark!r} where the tables end; add it, and write them again")
+    return after
 
 
 def write_summaries(page: Path, rows: list[Row]) -> None:
@@ -179,7 +198,7 @@ def write_summaries(page: Path, rows: list[Row]) -> None:
     for part in parts:
         names, _, rest = part.partition(" -->")
         lines = _summary_table(rows, [name for name in names.split(", ") if name in known])
-        text += f"{SOME}{names} -->\n\n" + "\n".join(lines) + f"\n\n{SOME_END}" + rest.partition(SOME_END)[2]
+        text += f"{SOME}{names} -->\n\n" + "\n".join(lines) + f"\n\n{SOME_END}" + _text_after(SOME_END, rest, page)
     page.write_text(text, encoding="utf-8")
 
 

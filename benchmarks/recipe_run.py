@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from demo_seeds import ROOT, machine
-from recipe_settings import BASE, DEMO, REPORT_SEEDS, TUNE_SEEDS, Recipe
+from recipe_settings import BASE, DEMO, Recipe, find_phase
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 from transformers import PrinterCallback, TrainerCallback
@@ -285,11 +285,6 @@ def train_row(
         f" --max-passes {max_passes:g} --eval-passes {eval_passes:g}"
         + (f" --max-updates {max_updates}" if max_updates else ""),
     }
-
-
-def find_phase(seed: int) -> str | None:
-    """Return which phase a seed belongs to; None for any other seed."""
-    return "tune" if seed in TUNE_SEEDS else "report" if seed in REPORT_SEEDS else None
 
 
 def read_commit() -> str:

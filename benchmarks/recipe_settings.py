@@ -245,6 +245,11 @@ RECIPES = {
 }
 
 
+def find_phase(seed: int) -> str | None:
+    """Return which phase a seed belongs to; None for any other seed."""
+    return "tune" if seed in TUNE_SEEDS else "report" if seed in REPORT_SEEDS else None
+
+
 def find_unknown(recipe: Recipe) -> str | None:
     """Say in a few words what this package lacks for a recipe; None where it has everything."""
     settings = recipe.settings

@@ -80,7 +80,7 @@ def made_row(recipe, rate, seed, rewards, to_target=None):
     """A row of a run of 100 passes, with evaluations evenly spread over them."""
     evaluations = [entry(100 * at / (len(rewards) - 1), reward) for at, reward in enumerate(rewards)]
     return {"recipe": recipe, "settings": RECIPES[recipe].settings, "learning_rate": rate, "seed": seed} | {
-        "phase": recipe_run.find_phase(seed),
+        "phase": recipe_settings.find_phase(seed),
         "max_passes": 100.0,
         "passes": 99.0,
         "max_updates": None,
@@ -187,9 +187,10 @@ def test_the_learning_rate_with_the_largest_area_is_reported_once_tuning_is_whol
 def test_rows_of_another_budget_are_left_out(tmp_path):
     """What papers publish has ten times the budget of the others, unless the command line gives one for all."""
     for seed, passes in ((0, 148.0), (1, 1480.0), (3, 100.0)):
-        row = made_row("demo", 1e-3, seed, [0.7, 0.9]) | {"max_passes": passes}
+        row = made_row("demo", 1e-3, seed, [0.7, 0.9]) | {"max_passes": passes, "phase": None}
         write_json(recipes.row_path(tmp_path, "demo", 1e-3, seed), row)
-    assert [row["seed"] for row in recipe_results.read_rows(tmp_path, None, None)] == [0]
+    (row,) = recipe_results.read_rows(tmp_path, None, None)
+    assert (row["seed"], row["phase"]) == (0, "tune")  # whatever the phase was when the row was made
     assert [row["seed"] for row in recipe_results.read_rows(tmp_path, 100, None)] == [3]
     own, same = recipes.parse([]), recipes.parse(["--max-passes=100"])
     assert [recipes.budget(own, RECIPES[name], 0)["max_passes"] for name in ("demo", "flow_grpo")] == [148, 1480]
@@ -217,11 +218,17 @@ def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
 
 
-def test_what_a_pass_costs_is_of_rows_without_a_preloaded_library():
+def test_what_a_pass_costs_is_of_one_machine_and_of_rows_without_a_preloaded_library():
     rows = [made_row("demo", rate, 0, [0.7, 0.9]) for rate in LEARNING_RATES]
     rows[1] |= {"preload": "mkl_avx512.so", "cpu_seconds": 100}
+    rows += [made_row("demo", 1e-3, 1, [0.7, 0.9]) | {"machine": "another machine", "cpu_seconds": 100}]
     assert recipe_results.cpu_minutes_per_pass(rows, "demo") == pytest.approx(200 / 99 / 60)
     assert recipe_results.cpu_minutes_per_pass(rows[1:2], "demo") is None
+
+
+def write_whole(page, rows):
+    """Write the page of all rows."""
+    recipe_results.write_tables(page, rows, page.with_suffix(".png"))
 
 
 def test_short_tables_on_other_pages_are_of_the_recipes_that_they_name(tmp_path):
@@ -236,6 +243,11 @@ def test_short_tables_on_other_pages_are_of_the_recipes_that_they_name(tmp_path)
         assert named == ["demo", "flow_grpo"] and "| `nft` |" in second and "`demo`" not in second
         assert "| 9 | 0.001 | 0 | 0.900 | 99 | 80 |" in first and "stale" not in first
         assert first.startswith("a\n") and second.endswith(f"{end}\nc\n")
+    for write, text in ((recipe_results.write_summaries, f"{mark}nft -->\nc\n"), (write_whole, recipe_results.START)):
+        page.write_text(text)
+        with pytest.raises(ValueError, match="where the tables end"):  # what follows would be lost
+            write(page, rows)
+        assert page.read_text() == text
 
 
 def test_pages_have_the_tables_of_the_rows(tmp_path):
