@@ -88,7 +88,7 @@ def describe(found: Fit) -> str:
     """Say in a cell of a table how a run fits."""
     most = f"{found.after.accelerator / 2**30:.1f} GiB"
     if not found.fits:
-        return f"no; the least is {most}"
+        return f"no; at least {most}"
     chosen = [f"`{name}: {str(value).lower()}`" for name, value in found.settings.items() if value]
     return f"{most}: {', '.join(chosen) or 'as it is'}"
 

@@ -62,7 +62,7 @@ input was refused, and `diffusion-grpo --version` prints the version.
 | exit code | means |
 |---|---|
 | 0 | success |
-| 1 | a check failed: a pipeline cannot be trained, or a score differs from the published one |
+| 1 | a check failed (of a pipeline, a score or `plan --fit`), or a run ended in an error |
 | 2 | an input was refused, in one sentence and where possible before a model is loaded |
 | 130 | Ctrl-C |
 """
@@ -169,7 +169,8 @@ def group_fields(settings: type) -> Iterator[tuple[str, list[str]]]:
                 names.append(name[1])
             elif line.startswith("    def "):
                 break
-        yield title, names
+        if names:
+            yield title, names
 
 
 def format_table(settings: list[dataclasses.Field]) -> str:

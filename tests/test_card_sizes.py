@@ -36,7 +36,7 @@ def test_a_table_says_what_fits_and_how():
     )
     assert describe(chosen) == "20.0 GiB: `load_in_4bit: true`"
     assert describe(Fit(80, 73 * 2**30, before, before)) == "50.0 GiB: as it is"
-    assert describe(Fit(24, 22 * 2**30, before, before)) == "no; the least is 50.0 GiB"
+    assert describe(Fit(24, 22 * 2**30, before, before)) == "no; at least 50.0 GiB"
     table = make_table("SDXL", [chosen] * 3, [chosen] * 3)
     page = "above\n<!-- sizes: SDXL -->\n\nold\n\n<!-- end -->\nbelow"
     written = replace_table(page, "SDXL", table)

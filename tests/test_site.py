@@ -39,6 +39,17 @@ def test_every_page_is_built(site):
         assert built.is_file(), page
 
 
+def test_every_picture_of_a_page_is_built(site):
+    pictures = set()
+    for page in site.rglob("*.html"):
+        for source in re.findall(r'<img[^>]* src="([^"]+)"', page.read_text()):
+            if not source.startswith("data:"):
+                assert (page.parent / source).is_file(), f"{page.relative_to(site)}: {source}"
+                pictures.add(Path(source).name)
+    assert "race.png" in pictures
+    assert not list(site.rglob("lr-*.json"))  # the rows of the race are not pages
+
+
 def test_nothing_is_loaded_from_other_servers(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"((?:https?:)?//[^\"]+)", page.read_text())

@@ -20,8 +20,9 @@ def main(argv: list[str] | None = None) -> int:
         argv: the arguments; `sys.argv[1:]` by default.
 
     Returns:
-        0 on success. 1 if a check fails, because a pipeline cannot be trained or a score differs from the published
-        one. 2 if input is refused. 130 after Ctrl-C.
+        0 on success. 1 if a check fails, because a pipeline cannot be trained, a score differs from the published one
+        or nothing fits. 2 if input is refused. 130 after Ctrl-C. An error in a run is raised, and ends the process
+        with 1.
     """
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:

@@ -30,9 +30,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.epilog = "\n\n".join(
         [
             "Keys, in the file or as --key value:",
-            describe_settings(ScriptArguments),
-            describe_settings(LoraArguments),
-            describe_settings(LaunchArguments),
+            *map(describe_settings, (ScriptArguments, LoraArguments, LaunchArguments)),
             "and every setting of DiffusionGRPOConfig (--list-settings; docs/config.md).",
         ]
     )
@@ -56,9 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     from ..config.parse import parse_launch_arguments, parse_train_arguments, read_values
 
     if arguments.list_settings:
+        from ..config.arguments import LaunchArguments, LoraArguments, ScriptArguments
         from ..config.settings import DiffusionGRPOConfig
 
-        print(describe_settings(DiffusionGRPOConfig))
+        for settings in (ScriptArguments, LoraArguments, LaunchArguments, DiffusionGRPOConfig):
+            print(describe_settings(settings))
         return 0
     processes, overrides = call_or_refuse(parse_launch_arguments, arguments.config, arguments.overrides)
     is_launcher = (

@@ -142,7 +142,9 @@ class LaunchArguments:
     )
     num_processes: int | None = field(
         default=None,
-        metadata={"help": "Processes on all machines together; by default one per accelerator."},
+        metadata={
+            "help": "Processes on all machines together; by default one, with accelerate_config one per accelerator."
+        },
     )
     num_machines: int | None = field(
         default=None, metadata={"help": "Number of machines; the same command runs on each."}

@@ -36,8 +36,10 @@ class DiffusionGRPOConfig(
     r"""Settings of [`DiffusionGRPOTrainer`], beside everything in [`~transformers.TrainingArguments`].
 
     The fields that this library adds are in the base classes, one theme each; fields with only another default are in
-    the class body. Each field explains itself in its `help`. The defaults are Flow-GRPO's recipe for LoRA on SD3.5-M
-    (https://huggingface.co/papers/2505.05470) with smaller batches, not tried on a model of that size yet.
+    the class body. Each field explains itself in its `help`. By default one early step of each rollout is trained, and
+    the samples of a prompt share their initial latent (docs/algorithms/fast.md); the rest is Flow-GRPO's recipe for
+    LoRA on SD3.5-M (https://huggingface.co/papers/2505.05470) with smaller batches. No large model has been trained
+    with these defaults yet.
 
     Raises:
         ValueError: a setting is out of range, unknown, or contradicts another one.
@@ -79,7 +81,10 @@ class DiffusionGRPOConfig(
     gradient_accumulation_steps: int = field(default=32, metadata={"help": "Micro-batches in one optimizer update."})
     activation_checkpointing: bool | None = field(
         default=True,
-        metadata={"help": "Recompute activations in the backward pass, which takes less memory and more time."},
+        metadata={
+            "help": "Recompute activations in the backward pass, which takes less memory and more time. "
+            "gradient_checkpointing, the name that TRL uses, sets the same."
+        },
     )
     bf16: bool | None = field(
         default=None, metadata={"help": "Mixed bfloat16 precision. By default on if the accelerator supports it."}

@@ -43,6 +43,7 @@ from .model import (
     plan_quantization,
 )
 from .quantization import QuantizedLoading, list_trained_methods
+from .trackers import check_trackers
 from .watched_rewards import load_watched_rewards
 
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # where the settings give none
@@ -120,8 +121,10 @@ def check_run(
     Raises:
         TypeError: `model` or `args` is something else.
         ValueError: settings, rewards, datasets or an output folder that a run cannot have.
+        ImportError: the package of a tracker or a backend of quantization is not installed.
     """
     args = prepare_args(model, args)
+    check_trackers(args.report_to)
     rewards = load_run_rewards(reward_funcs, eval_reward_funcs, args)
     is_full_training = prepare_training(args, peft_config)
     check_datasets(rewards, args, train_dataset, eval_dataset)

@@ -1,12 +1,19 @@
 """Images, videos and sounds for the trackers that `report_to` names: tensorboard, wandb, trackio, mlflow."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 from transformers import TrainerCallback
-from transformers.integrations import MLflowCallback, TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.integrations import (
+    MLflowCallback,
+    TensorBoardCallback,
+    TrackioCallback,
+    WandbCallback,
+    get_reporting_integration_callbacks,
+)
 from transformers.trainer_callback import CallbackHandler
 
 from ..media.files import read_sound, read_video
@@ -14,6 +21,26 @@ from ..media.samples import frame_positions
 
 GRID_CELL = 256  # pixels, the longest side of an image in the grid
 STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in an image that shows its motion
+# Trackers by their names in transformers, which are their modules' too; torch also writes with tensorboardX
+TRACKERS = {name: (name,) for name in ("clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")}
+TRACKERS["tensorboard"] = ("tensorboard", "tensorboardX")
+
+
+def check_trackers(names: list[str]) -> None:
+    """Refuse trackers that are unknown or not installed; transformers would after the model has been loaded.
+
+    Args:
+        names: those of `report_to`.
+
+    Raises:
+        ValueError: a name that transformers does not know.
+        ImportError: one sentence with how to install it.
+    """
+    get_reporting_integration_callbacks(names)
+    for name in names:
+        if name in TRACKERS and not any(importlib.util.find_spec(module) for module in TRACKERS[name]):
+            package = name.replace("_", "-")
+            raise ImportError(f"report_to={name!r} needs a package: pip install {package}, or set report_to='none'.")
 
 
 class PipelineTensorBoardCallback(TensorBoardCallback):

@@ -16,7 +16,9 @@ from PIL import Image
 from tiny_runs import first_frame_brightness, trainer_for
 from transformers.integrations import TrackioCallback, WandbCallback
 
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.media.files import write_sound, write_video
+from diffusion_grpo.training import trackers
 from diffusion_grpo.training.trackers import draw_grid, log_files, log_image
 
 RUN = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0, "max_steps": 1}
@@ -28,6 +30,19 @@ def train(folder, tracker, **settings):
     trainer = trainer_for(folder / "run", **RUN, report_to=tracker, run_name="one", **settings)
     trainer.train()
     return trainer
+
+
+def test_trackers_that_are_missing_or_unknown_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setitem(trackers.TRACKERS, "comet_ml", ("no_such_module",))
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", ("no_such_module", "json"))  # either will do
+    trackers.check_trackers(["tensorboard"])
+    with pytest.raises(ImportError, match="report_to='comet_ml' needs a package: pip install comet-ml, or set"):
+        trackers.check_trackers(["tensorboard", "comet_ml"])
+    with pytest.raises(ValueError, match="nowhere is not supported"):
+        trackers.check_trackers(["nowhere"])
+    config = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, report_to="comet_ml")
+    with pytest.raises(ImportError, match="pip install comet-ml"):
+        DiffusionGRPOTrainer("no/such-model", first_frame_brightness, config)
 
 
 def test_tensorboard_has_curves_and_frames(tmp_path):
