@@ -22,8 +22,7 @@ class Reinforce(Algorithm):
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
         """Train every sample on each of its recorded steps."""
-        steps = sorted({step for part in batch.parts for step in part.trajectory.steps.flatten().tolist()})
-        return [[(part.at_step(step), step) for part in batch.parts for step in steps]]
+        return batch.part_passes()
 
     def loss(self, policy: Policy, reference: Reference | None, part: Part, step: int) -> PassOutput:
         """Compute one pass; the drift is the difference from the log-probability that the rollout recorded."""

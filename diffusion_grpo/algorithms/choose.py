@@ -70,7 +70,7 @@ def check_loss_kwargs(
     given, own = loss_kwargs or {}, _own_parameters(find_algorithm(loss_type))
     known = [name for name, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD]
     for name in given:
-        if name in _run_settings():
+        if name in _run_settings() and name not in known:
             raise ValueError(f"loss_kwargs: {name} comes from the run's own settings; leave it out here.")
         if name not in known and len(known) == len(own):  # or it takes any
             near = difflib.get_close_matches(name, known, n=1)
@@ -89,6 +89,29 @@ def check_loss_kwargs(
         return
     for name, value in given.items():  # ranges that limit a step
         check_number(name, value, lambda x: x > 0, "above 0")
+
+
+def check_run_settings(loss_type: str | Loss | type[Algorithm], beta: float, is_loss_per_reward: bool) -> None:
+    """Refuse settings of the run that a class of the user's own does not take, and would silently do without.
+
+    Args:
+        loss_type: as in [`find_algorithm`].
+        beta: weight of the KL divergence to the reference.
+        is_loss_per_reward: whether the advantages have a column per reward.
+
+    Raises:
+        ValueError: such a setting.
+    """
+    found = find_algorithm(loss_type)
+    if not inspect.isclass(found):
+        return
+    needed = {"beta": f"beta={beta}"} if beta else {}
+    needed |= {"reward_weights": "multi_objective_aggregation='loss_per_reward'"} if is_loss_per_reward else {}
+    for name in needed.keys() - inspect.signature(found).parameters.keys():
+        raise ValueError(
+            f"{needed[name]} would have no effect: the constructor of {loss_type} has no argument {name}; add it "
+            "there, or leave the setting out."
+        )
 
 
 def load_algorithm(

@@ -89,7 +89,7 @@ class GRPO(Algorithm):
             ),
             part.weights,
         )
-        metrics = {name: value.item() for name, value in output.metrics.items()}
+        metrics = {name: float(value) for name, value in output.metrics.items()}
         if isinstance(now, StepDistribution) and now.scale is not None:
             jacobian = now.scale.jacobian.view(-1, *[1] * (now.mean.ndim - 1))
             metrics |= measure_gradient(output.loss, now.mean, jacobian, step)

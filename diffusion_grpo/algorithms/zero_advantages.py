@@ -41,13 +41,30 @@ def sum_loss(loss: Loss, inputs: LossInputs, weights: Tensor | None) -> LossOutp
         are no metrics.
     """
     if weights is None:
-        output = loss(inputs)
+        output = _call(loss, inputs)
         return dataclasses.replace(output, loss=output.loss * len(inputs.log_prob))
     is_kept = (weights > 0).to(inputs.log_prob.device)
     if not is_kept.any():
-        return LossOutput(loss(inputs).loss * 0.0, {})
-    output = loss(select_samples(inputs, is_kept))
+        return LossOutput(_call(loss, inputs).loss * 0.0, {})
+    output = _call(loss, select_samples(inputs, is_kept))
     return dataclasses.replace(output, loss=output.loss * weights.sum().item())
+
+
+def _call(loss: Loss, inputs: LossInputs) -> LossOutput:
+    """Call a loss, and refuse what one of the user's own must not return.
+
+    Raises:
+        TypeError: that is no `LossOutput`, or its loss is no mean over samples or has no gradient.
+    """
+    output, name = loss(inputs), getattr(getattr(loss, "func", loss), "__name__", loss)
+    if not isinstance(output, LossOutput):
+        raise TypeError(f"{name} returned a {type(output).__name__}; let it return LossOutput(loss, metrics).")
+    if not torch.is_tensor(output.loss) or output.loss.ndim:
+        found = f"of shape {tuple(output.loss.shape)}" if torch.is_tensor(output.loss) else repr(output.loss)
+        raise TypeError(f"{name} returned the loss {found}; let it return the mean over the samples, as one tensor.")
+    if inputs.log_prob.requires_grad and not output.loss.requires_grad:
+        raise TypeError(f"{name} returned a loss without a gradient; compute it from inputs.log_prob or inputs.mean.")
+    return output
 
 
 def select_samples(inputs: LossInputs, chosen: Tensor) -> LossInputs:

@@ -16,7 +16,7 @@ import torch
 from transformers import SchedulerType, TrainingArguments
 
 from ..algorithms.advantage_fn import load_advantage_fn
-from ..algorithms.choose import check_loss_kwargs, find_algorithm
+from ..algorithms.choose import check_loss_kwargs, check_run_settings, find_algorithm
 from .algorithm_traits import AlgorithmTraits, find_traits
 from .checks import check_settings
 from .defaults import Sizes
@@ -137,6 +137,7 @@ class DiffusionGRPOConfig(
         self.check_machine()
         is_first_replay = self.batch_sizes.updates_per_rollout == 1
         check_loss_kwargs(self.loss_type, self.loss_kwargs, is_first_replay)  # a loss of the user's own is imported
+        check_run_settings(self.loss_type, self.beta, self.multi_objective_aggregation == "loss_per_reward")
         load_advantage_fn(self.advantage_fn)
 
     @property

@@ -224,6 +224,30 @@ def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dty
     return {**dict.fromkeys(name_networks(args), torch.float32), "default": half} if is_full_training else half
 
 
+def check_gradient_range(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
+    """Refuse a network in float16 without the loss scaling of `fp16`: most of its gradients would be 0.
+
+    The derivative of a log-probability, a mean over the latent, by one element of the prediction is below the
+    smallest number of float16.
+
+    Raises:
+        ValueError: such a network.
+    """
+    if args.fp16:
+        return
+    wanted = choose_dtype(args, is_full_training=False) if isinstance(model, str) else {}
+    for name in name_networks(args):
+        if isinstance(model, str):
+            dtype = wanted.get(name, wanted.get("default")) if isinstance(wanted, dict) else wanted
+        else:
+            dtype = getattr(getattr(model, name, None), "dtype", None)
+        if dtype == torch.float16:
+            raise ValueError(
+                "The network would be trained in float16, where most gradients are 0; load it in bfloat16 or float32, "
+                "or set fp16=True, which scales the loss."
+            )
+
+
 def name_networks(args: DiffusionGRPOConfig) -> tuple[str, ...]:
     """Name the components that may be the trained networks of a pipeline that is not loaded yet."""
     if args.train_component:

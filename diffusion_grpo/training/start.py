@@ -35,6 +35,7 @@ from ..run.reproduce import describe_script
 from ..tiny import default_settings
 from .model import (
     check_args,
+    check_gradient_range,
     check_model,
     check_peft_config,
     check_scheduler,
@@ -125,6 +126,7 @@ def check_run(
     """
     args = prepare_args(model, args)
     check_trackers(args.report_to)
+    check_gradient_range(model, args)
     rewards = load_run_rewards(reward_funcs, eval_reward_funcs, args)
     is_full_training = prepare_training(args, peft_config)
     check_datasets(rewards, args, train_dataset, eval_dataset)

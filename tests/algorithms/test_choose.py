@@ -14,6 +14,7 @@ from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.algorithms.choose import check_loss_kwargs, find_algorithm, load_algorithm
 from diffusion_grpo.algorithms.grpo import GRPO
 from diffusion_grpo.algorithms.losses import LossInputs, LossOutput, grpo
+from diffusion_grpo.algorithms.zero_advantages import sum_loss
 from examples.own_algorithm import Reinforce
 
 NOT_A_LOSS = math.pi
@@ -27,7 +28,7 @@ def reinforce(given: LossInputs) -> LossOutput:
 def scaled_reinforce(given: LossInputs, *, scale: float, offset: float = 0.0) -> LossOutput:
     """One with settings."""
     loss = -((given.advantages + offset) * given.log_prob).mean()
-    return LossOutput(scale * loss, {"offset": torch.tensor(offset)})
+    return LossOutput(scale * loss, {"offset": torch.tensor(offset), "scale": scale})  # numbers do as well
 
 
 class NoPasses:
@@ -108,6 +109,69 @@ def test_what_takes_any_setting_gets_any_but_the_runs():
     check_loss_kwargs(loose, {"anything": 1})
     with pytest.raises(ValueError, match="beta comes from the run's own settings"):
         check_loss_kwargs(loose, {"beta": 1})
+
+
+def test_a_function_may_have_a_setting_with_the_name_of_one_of_the_runs():
+    def clipped(given, *, epsilon):
+        return LossOutput(given.log_prob.sum() * epsilon, {})
+
+    check_loss_kwargs(clipped, {"epsilon": 0.1})
+    with pytest.raises(ValueError, match="needs epsilon"):
+        check_loss_kwargs(clipped, None)
+
+
+class Deaf(Reinforce):
+    """Takes none of the run's settings."""
+
+    def __init__(self):
+        super().__init__(beta=0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta": 0.1}, "beta=0.1 would have no effect: the constructor of .*Deaf has no argument beta; add it there"),
+        (
+            {"multi_objective_aggregation": "loss_per_reward"},
+            "'loss_per_reward' would have no effect.*reward_weights",
+        ),
+    ],
+)
+def test_settings_of_the_run_that_a_class_does_not_take_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(Deaf), **settings)
+    DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(Deaf))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: x.log_prob.mean(), "mine returned a Tensor; let it return LossOutput"),
+        (lambda x: (x.log_prob.mean(), {}), "mine returned a tuple; let it"),
+        (lambda x: LossOutput(x.log_prob, {}), r"mine returned the loss of shape \(2,\); let it return the mean"),
+        (lambda x: LossOutput(0.5, {}), "mine returned the loss 0.5; let it return the mean"),
+        (lambda x: LossOutput(x.log_prob.detach().mean(), {}), "mine returned a loss without a gradient"),
+    ],
+)
+def test_what_a_loss_of_the_users_own_must_not_return(returned, message):
+    def mine(given, *, scale):
+        return returned(given)
+
+    log_prob = torch.zeros(2, requires_grad=True)
+    inputs = LossInputs(
+        log_prob=log_prob,
+        old_log_prob=log_prob.detach(),
+        advantages=torch.ones(2),
+        mean=torch.zeros(2, 4),
+        std=torch.tensor(0.1),
+        ref_mean=None,
+        epsilon=1e-4,
+        epsilon_high=1e-4,
+        beta=0.0,
+    )
+    for weights in (None, torch.tensor([1.0, 1.0])):
+        with pytest.raises(TypeError, match=message):
+            sum_loss(partial(mine, scale=1.0), inputs, weights)
 
 
 def test_a_function_becomes_grpos_step_loss_and_a_class_gets_what_it_names():

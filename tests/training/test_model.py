@@ -13,6 +13,7 @@ from tiny_runs import LORA, brightness, logged, trained_weights, trainer_for
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.training.model import (
     check_args,
+    check_gradient_range,
     check_model,
     check_peft_config,
     checkpoint_share,
@@ -133,6 +134,27 @@ NETWORKS = [f"{name}{number}" for name in ("transformer", "unet", "prior", "deco
 )
 def test_the_dtype_in_which_a_pipeline_is_loaded(settings, is_full, expected):
     assert choose_dtype(make_config(**settings), is_full) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, "float16", {"default": torch.float32, "transformer": torch.float16}])
+def test_float16_needs_the_loss_scaling_of_fp16(dtype, tmp_path):
+    """The gradient of a mean over a latent of 512 px by one element of the prediction is 0 in float16."""
+    element = torch.zeros((), dtype=torch.float16) + 1 / (16 * 64 * 64 * 128 * 32)
+    assert element == 0
+    named = make_config(model_init_kwargs={"torch_dtype": dtype})
+    with pytest.raises(ValueError, match="trained in float16.*load it in bfloat16 or float32, or set fp16=True"):
+        check_gradient_range("no/such-model", named)
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, model_init_kwargs={"torch_dtype": dtype})
+    with pytest.raises(ValueError, match="set fp16=True"):
+        DiffusionGRPOTrainer("no/such-model", brightness, args=args)
+    pipe = tiny_pipelines.build("sd3")[0]
+    check_gradient_range(pipe, make_config())
+    pipe.transformer.to(torch.float16)
+    with pytest.raises(ValueError, match="trained in float16"):
+        check_gradient_range(pipe, make_config())
+    named.fp16 = True
+    check_gradient_range("no/such-model", named)
+    check_gradient_range("no/such-model", make_config(model_init_kwargs={"torch_dtype": torch.bfloat16}))
 
 
 def test_the_class_of_a_pipeline_is_known_before_its_weights_are_loaded(tmp_path):
