@@ -292,7 +292,10 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             if place.is_first:
                 self.backend.begin_update(self.optimizer)
             self.update.train_values(self.feed.value_targets, place)
-            return self.update.train_policy(model, batch, place)
+            loss = self.update.train_policy(model, batch, place)
+        if self.feed.is_used_up:
+            self.metrics.finish_rollout()
+        return loss
 
     def _next_batch(self, row_indices: list[int]) -> MicroBatch:
         """Return the next micro-batch; leave a checkpoint where a reward fails in its rollout."""
@@ -302,7 +305,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             self._save_before_stopping()
             raise
         if self.args.importance_sampling_level == "sequence" and not batch.is_on_policy:  # on policy all ratios are 1
-            batch.log_ratio = self.learner.run_passes(self.replays.sequence_log_ratio, batch)
+            with self.metrics.time("time/update"):
+                batch.log_ratio = self.learner.run_passes(self.replays.sequence_log_ratio, batch)
         return batch
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

@@ -34,8 +34,8 @@ class Advantages:
             which `best_of_n` chooses.
         rewards: `(samples,)` float32, weighted sum (minimum, product) of the functions; NaN where none scored it.
         group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or in its batch, if it
-            is compared with that), 0 where all are equal.
-        frac_reward_zero_std: share of the samples in groups of equal rewards.
+            is compared with that, or if no group has a second sample), 0 where all are equal.
+        frac_reward_zero_std: share of the samples whose `group_std` is 0.
         is_dropped: `(samples,)` bool, in a group below `reward_threshold`.
         by_reward: `(samples, functions)` float32, the advantage of each reward by itself, clipped, without its weight;
             only with `"loss_per_reward"`.
@@ -115,7 +115,8 @@ def compute_advantages(
         )
     device, rewards, weights = rewards.device, rewards.detach().cpu().double(), weights.detach().cpu().double()
     group, batch = _number(groups), _number(torch.zeros_like(groups) if batches is None else batches)
-    compared = group if reward_baseline == "group" else batch
+    has_groups = len(group.unique()) < len(group)  # an advantage_fn may be given one sample per prompt
+    compared = group if reward_baseline == "group" and has_groups else batch
     scaled = {"group": compared, "batch": batch, "none": None}[scale_rewards]
     total = combine(rewards, weights, multi_objective_aggregation)
     std = group_statistics(total, compared)[1]

@@ -46,6 +46,8 @@ class LossInputs:
         beta: weight of the KL divergence to the reference; without a reference it has no effect.
         noise: `(batch,)`, `std` averaged over the numbers that the step moves.
         jacobian: `(batch,)`, |d mean / d prediction| of the step.
+        moving: `(batch,)`, how many numbers the step moves: what a pipeline holds fixed does not count in averages.
+            `None`: all of them.
         old_divergence: `(batch,)`, KL divergence from the policy that rolled out, with gradient; only for a loss that
             is marked with [`needs_old_mean`].
 
@@ -75,6 +77,7 @@ class LossInputs:
     noise: torch.Tensor | None = None
     jacobian: torch.Tensor | None = None
     old_divergence: torch.Tensor | None = None
+    moving: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +118,10 @@ def needs_old_mean(loss: Loss) -> Loss:
     return loss
 
 
-def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Return the KL divergence of two Gaussians with one standard deviation, averaged over dimensions.
+def kl_divergence(
+    mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor, moving: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the KL divergence of two Gaussians with one standard deviation, averaged over the dimensions that move.
 
     See arXiv 2505.05470.
 
@@ -124,6 +129,7 @@ def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor)
         mean: `(batch, ...)`, mean under the policy.
         ref_mean: `(batch, ...)`, mean under the reference.
         std: broadcastable to `mean`, greater than 0.
+        moving: `(batch,)`, how many numbers move; at the others both means are equal. `None`: all of them.
 
     Returns:
         `(batch,)`, `mean((mean - ref_mean)**2 / (2 * std**2))` over all but the batch dimension, with gradient.
@@ -133,7 +139,8 @@ def kl_divergence(mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor)
         >>> kl_divergence(torch.ones(1, 4), torch.zeros(1, 4), torch.tensor(0.5)).item()
         2.0
     """
-    return ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)
+    each = ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1)
+    return each.mean(1) if moving is None else each.sum(1) / moving
 
 
 def token_kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
@@ -297,7 +304,7 @@ def _select_counted(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Te
 def _kl(inputs: LossInputs) -> torch.Tensor | None:
     """Return the KL to the reference, a scalar with gradient; None without a reference."""
     if inputs.ref_mean is not None:
-        return kl_divergence(inputs.mean, inputs.ref_mean, inputs.std).mean()
+        return kl_divergence(inputs.mean, inputs.ref_mean, inputs.std, inputs.moving).mean()
     if inputs.ref_log_prob is not None:
         return _mean(token_kl_divergence(inputs.log_prob, inputs.ref_log_prob), inputs.mask)
     return None

@@ -339,7 +339,7 @@ class StepDistribution:
         """Return what a loss gets of the step beside its log-probability."""
         found = {"mean": self.mean, "std": self.std, "ref_mean": reference and reference.mean}
         if self.scale is not None:
-            found |= {"noise": self.scale.std, "jacobian": self.scale.jacobian}
+            found |= {"noise": self.scale.std, "jacobian": self.scale.jacobian, "moving": self.scale.moving}
         return found
 
     def divergence(self, mean: Tensor) -> Tensor:

@@ -120,6 +120,8 @@ class CreditAssigner:
         metrics |= measure_spread("advantage", every)
         metrics["spread/advantage_mean"] = every.double().mean().item()
         metrics["frac_advantage_zero"] = (every == 0).reshape(len(every), -1).all(1).double().mean().item()
+        if self._advantage_clip is not None:
+            metrics["frac_advantage_clipped"] = (every.abs() >= self._advantage_clip).double().mean().item()
         return Estimate(result, every[positions], targets, every, columns, metrics)
 
     def _measure(self, rewards: Tensor, result: Advantages) -> dict[str, float]:
@@ -131,9 +133,6 @@ class CreditAssigner:
         }
         if not result.rewards.isnan().all():
             metrics["reward"] = result.rewards.nanmean().item()
-        if self._advantage_clip is not None:
-            reached = result.advantages.abs() >= self._advantage_clip
-            metrics["frac_advantage_clipped"] = reached.float().mean().item()
         for name, column in zip(self.names, rewards.T, strict=True):
             known = column[~column.isnan()]
             if len(known):

@@ -64,6 +64,11 @@ class RolloutFeed:
         """Whether the last micro-batch handed out is the first of its update."""
         return self._micro_step == 1
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the last micro-batch handed out is the last of its rollout."""
+        return self._slot == self._sizes.slots - 1
+
     def next(self, row_indices: list[int], step: int, last_step: int) -> MicroBatch:
         """Return the next micro-batch.
 

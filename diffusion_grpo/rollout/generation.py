@@ -137,7 +137,8 @@ class RolloutGenerator:
         """
         positions = order.own()
         extra: dict[str, list] = {}
-        with self._monitor.barrier_after("reads its rows"):  # one that fails here reaches no collective
+        with self._monitor.barrier_after("reads its rows"), self._metrics.time("time/rollout"):
+            # one that fails here reaches no collective
             rows = self.rows_at(positions.tolist(), row_indices)
             scoring = self._scorer.begin_rollout(order, row_indices, rows, self._read_rows)
         scoring.arrivals.watch = self._progress.advance
@@ -152,18 +153,19 @@ class RolloutGenerator:
             start = time.perf_counter()
             local = self._scorer.finish_rollout(scoring, self._metrics.add, extra, self._progress.advance)
             self._metrics.add("time/reward", time.perf_counter() - start + scoring.waited)
-        divergences, states = (gather_by_position(self._backend, part, order) for part in observed)
-        rewards, local, extra = self._scorer.share_rollout(scoring, local, extra, order)
-        self._unscored.add(rewards)
-        self._metrics.samples += len(rewards)
+        with self._metrics.time("time/rollout"):
+            divergences, states = (gather_by_position(self._backend, part, order) for part in observed)
+            rewards, local, extra = self._scorer.share_rollout(scoring, local, extra, order)
+            self._unscored.add(rewards)
+            self._metrics.samples += len(rewards)
 
-        found = self._credit(rewards, positions, divergences, states)
-        self._metrics.add_all(found.metrics)
-        self._note_diversity(samples, order)
-        seeds = torch.cat([trajectory.seeds for trajectory in trajectories]).tolist()
-        columns = found.columns | {"seed": seeds} | extra
-        self._writer.write(step, last_step, rows, samples, positions, local, columns)
-        return self._buffer(rows, trajectories, found, order)
+            found = self._credit(rewards, positions, divergences, states)
+            self._metrics.add_all(found.metrics)
+            self._note_diversity(samples, order)
+            seeds = torch.cat([trajectory.seeds for trajectory in trajectories]).tolist()
+            columns = found.columns | {"seed": seeds} | extra
+            self._writer.write(step, last_step, rows, samples, positions, local, columns)
+            return self._buffer(rows, trajectories, found, order)
 
     def rows_at(self, positions: list[int], row_indices: list[int]) -> Rows:
         """Return the dataset rows of the samples at `positions`; `row_indices` has the row index of each position."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..algorithms.base import Reference
 from ..algorithms.batch import MicroBatch, Part, Rows
-from ..algorithms.losses import kl_divergence
 from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
 from ..policy.base import Policy
@@ -105,8 +104,7 @@ class Replays:
 
     def _divergence(self, part: Part, step: int) -> Tensor:
         arguments = part.replay_arguments(step)
-        now = self._policy.replay(**arguments)
-        return kl_divergence(now.mean, self._reference.replay(**arguments).mean, now.std)
+        return self._policy.replay(**arguments).divergence(self._reference.replay(**arguments).mean)
 
     @torch.no_grad()
     def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor], passes: int | None = None) -> Tensor:

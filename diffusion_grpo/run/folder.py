@@ -117,7 +117,8 @@ def read_run(run_dir: str | Path) -> Run:
         raise ValueError(f"{path} holds no run.json, so it is not the output folder of a run.")
     info = json.loads((path / "run.json").read_text(encoding="utf-8"))
     history = read_log_history(path)
-    train = [entry for entry in history if "reward" in entry and "eval_reward" not in entry]
+    # an update on a rollout that was made for an earlier one has no reward
+    train = [entry for entry in history if entry.keys() & {"reward", "time/update"} and "eval_reward" not in entry]
     evaluations = list({entry["step"]: entry for entry in history if "eval_reward" in entry}.values())
     baselines = path / "baselines.json"
     samples = read_samples(path)
@@ -197,7 +198,8 @@ def summarise(run: Run) -> dict[str, Any]:
     """Return what summary.json holds; None where nothing was measured.
 
     `before` is measured before the first update and nothing else is called so; `first` is what the first of several
-    evaluations gave, whenever that was; `after` is what the last one gave that came after an update.
+    evaluations gave, whenever that was; `after` is what the last one gave that came after an update. All rollouts have
+    the same size, so the speed of the run is the harmonic mean of the speeds that were logged.
     """
     steps = [entry["step"] for entry in run.evaluations]
     total, speeds = compare(run, "reward"), [e["samples_per_second"] for e in run.train if "samples_per_second" in e]
@@ -210,7 +212,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "standard_error": total["standard_error"],
         "rewards": {name: compare(run, name) for name in run.reward_names},
         "seconds": run.seconds,
-        "samples_per_second": math.fsum(speeds) / len(speeds) if speeds else None,
+        "samples_per_second": statistics.harmonic_mean(speeds) if speeds else None,
         "updates": run.updates,
     }
 

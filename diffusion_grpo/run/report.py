@@ -186,10 +186,10 @@ def list_findings(run: Run) -> list[str]:
             f"The ratio of a first update was off 1 by up to {format_number(max(errors))}: rollout and replay differ "
             "(see the troubleshooting page)."
         )
-    silent = [entry["frac_reward_zero_std"] for entry in run.train[-5:] if "frac_reward_zero_std" in entry]
+    silent = [entry["frac_reward_zero_std"] for entry in run.train if "frac_reward_zero_std" in entry][-5:]
     if silent and sum(silent) / len(silent) > 0.5:
         found.append(
-            "In the last updates more than half of the groups had equal rewards and taught nothing. If the samples "
+            "In the last rollouts more than half of the groups had equal rewards and taught nothing. If the samples "
             "look alike, raise noise_level or sde_window_size."
         )
     collapsed = find_collapse(run.train)

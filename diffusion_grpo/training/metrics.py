@@ -20,7 +20,7 @@ LARGEST = (
     "memory/peak_gib",
     *TOTALS,
 )
-SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min")
+SMALLEST = ("ratio/min", "spread/reward_min", "spread/advantage_min", "samples_per_second")
 
 
 class Metrics:
@@ -28,14 +28,13 @@ class Metrics:
 
     Attributes:
         values: what was noted since the last log, by name.
-        samples: made by all processes since the last log.
+        samples: of the rollout that is being trained on, made by all processes; 0 where a run is resumed within it.
     """
 
     def __init__(self):
         self.values: dict[str, list[float]] = defaultdict(list)
         self._is_paused = False
-        self._logged_step: int | None = None
-        self.samples = 0
+        self.reset()
 
     def __bool__(self) -> bool:
         return bool(self.values)
@@ -44,6 +43,7 @@ class Metrics:
         """Note one value."""
         if not self._is_paused:
             self.values[name].append(value)
+            self._seconds += value if name in TOTALS else 0.0
 
     def add_all(self, values: Mapping[str, float]) -> None:
         """Note a value of each name."""
@@ -74,7 +74,16 @@ class Metrics:
     def reset(self) -> None:
         """Forget everything: another run begins."""
         self.values.clear()
-        self._logged_step = None
+        self._logged_step: int | None = None
+        self.samples, self._seconds = 0, 0.0  # of the rollout that is being trained on
+        self._finished_samples, self._finished_seconds = 0, 0.0  # of rollouts that were used up since the last log
+
+    def finish_rollout(self) -> None:
+        """Count the rollout in `samples_per_second`: its last update is done, so all its seconds are known."""
+        if self.samples:  # or it was made before the run was resumed
+            self._finished_samples += self.samples
+            self._finished_seconds += self._seconds
+        self.samples, self._seconds = 0, 0.0
 
     def gather(self, backend: DistributedBackend, step: int) -> dict[str, float]:
         """Return means over all processes since the last log, and forget them; a collective.
@@ -86,9 +95,8 @@ class Metrics:
         updates = max(1, step - self._logged_step)
         measured = self.values | {name: [sum(self.values[name]) / updates] for name in TOTALS}
         measured["memory/peak_gib"] = [measure_peak_memory(backend.accelerator.device)]
-        found = gather_means(backend.accelerator, measured, largest=LARGEST, smallest=SMALLEST)
-        if self.samples:
-            found["samples_per_second"] = self.samples / (sum(found[name] for name in TOTALS) * updates)
-        self.samples, self._logged_step = 0, step
+        if self._finished_samples:
+            measured["samples_per_second"] = [self._finished_samples / self._finished_seconds]
+        self._finished_samples, self._finished_seconds, self._logged_step = 0, 0.0, step
         self.values.clear()
-        return found
+        return gather_means(backend.accelerator, measured, largest=LARGEST, smallest=SMALLEST)

@@ -250,6 +250,18 @@ def test_advantages_of_each_reward_by_itself():
     assert not torch.allclose(clipped.by_reward @ torch.tensor(weights), together.advantages, atol=0.1)
 
 
+def test_where_no_group_has_a_second_sample_spreads_are_of_the_batch():
+    def double(rewards, groups, *, weights, batches):
+        return 2 * rewards[:, 0]
+
+    rewards, batches = [1.0, 3.0, 5.0, 5.0], torch.tensor([0, 0, 1, 1])
+    alone = compute([rewards], [0, 1, 2, 3], advantage_fn=double, batches=batches)
+    assert_close(alone.group_std, [math.sqrt(2), math.sqrt(2), 0, 0])
+    assert alone.frac_reward_zero_std == 0.5 and alone.advantages.tolist() == [2.0, 6.0, 10.0, 10.0]
+    pairs = compute([rewards], [0, 1, 0, 1], advantage_fn=double)
+    assert_close(pairs.group_std, torch.tensor([4.0, 2.0, 4.0, 2.0]) / math.sqrt(2))
+
+
 def test_threshold_drops_groups_whatever_they_are_compared_with():
     rewards, groups = [0.0, 1.0, 4.0, 6.0], [0, 0, 1, 1]
     result = compute([rewards], groups, reward_baseline="batch", reward_threshold=0.9)

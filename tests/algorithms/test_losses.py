@@ -8,7 +8,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_grpo.algorithms.losses import LossInputs, grpo, kl_divergence, loss_per_reward
+from diffusion_grpo.algorithms.zero_advantages import sum_loss
 from diffusion_grpo.policy.processes import flow_sde, log_density
+from diffusion_grpo.policy.trajectory import StepDistribution, StepScale
 
 
 def inputs(ratio, advantages, *, epsilon=0.1, epsilon_high=0.3, beta=0.0, ref_mean=None) -> LossInputs:
@@ -151,6 +153,36 @@ def test_kl_equals_torch_averaged_over_dimensions(std_shape):
     normals = [torch.distributions.Normal(m, std.expand(4, 3, 5)) for m in (mean, ref_mean)]
     expected = torch.distributions.kl_divergence(*normals).mean((1, 2))
     torch.testing.assert_close(kl_divergence(mean, ref_mean, std), expected, rtol=1e-12, atol=0)
+
+
+def held_step():
+    """A step of two samples of which 5 and 12 of 15 numbers move, its KL at each of them, and a reference."""
+    torch.manual_seed(0)
+    mean, ref_mean = torch.randn(2, 2, 3, 5, dtype=torch.float64)
+    moves = (torch.arange(15) < torch.tensor([[5], [12]])).view(2, 3, 5)
+    std = torch.where(moves, torch.rand(2, 3, 5, dtype=torch.float64) + 0.1, 1.0)
+    mean, ref_mean = mean.requires_grad_(), torch.where(moves, ref_mean, mean.detach())
+    each = torch.distributions.kl_divergence(*(torch.distributions.Normal(m, std) for m in (mean, ref_mean)))
+    scale = StepScale(*torch.tensor([[0.5, 0.5], [0.2, 0.2], [5.0, 12.0]], dtype=torch.float64))
+    log_prob = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    step, reference = (StepDistribution(m, std, log_prob, scale) for m in (mean, ref_mean))
+    return step, reference, torch.stack([values[moved].mean() for values, moved in zip(each, moves, strict=True)])
+
+
+def test_kl_is_averaged_over_the_numbers_that_move():
+    step, reference, expected = held_step()
+    exact = {"rtol": 1e-12, "atol": 0}
+    torch.testing.assert_close(
+        kl_divergence(step.mean, reference.mean, step.std, step.scale.moving), expected, **exact
+    )
+    torch.testing.assert_close(step.divergence(reference.mean), expected, **exact)
+    given = dataclasses.replace(inputs([1.0, 1.0], [0.0, 0.0], beta=0.5), **step.loss_inputs(reference))
+    output = grpo(given)
+    torch.testing.assert_close(output.metrics["kl"], expected.mean().detach(), **exact)
+    gradients = [torch.autograd.grad(loss, step.mean, retain_graph=True)[0] for loss in (output.loss, expected.mean())]
+    torch.testing.assert_close(gradients[0], 0.5 * gradients[1], **exact)
+    alone = sum_loss(grpo, given, torch.tensor([0.0, 1.0]))  # each sample keeps its own count
+    torch.testing.assert_close(alone.metrics["kl"], expected[1].detach(), **exact)
 
 
 def test_kl_carries_a_gradient_with_weight_beta():

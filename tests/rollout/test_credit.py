@@ -176,6 +176,17 @@ def test_an_advantage_function_may_have_groups_of_one_sample():
     assert_close(found(args, random_rewards()).advantages, torch.tensor(random_rewards()[0]))
 
 
+def test_groups_of_one_sample_are_no_groups_of_equal_rewards():
+    """What is logged of them is of each batch: its rewards differ, and the function learns from them."""
+    rewards = random_rewards()
+    args = settings(advantage_fn=f"{HERE}.told", num_generations=1, num_batches_per_step=2)
+    metrics = found(args, rewards).metrics
+    halves = torch.tensor(rewards[0], dtype=torch.float64).chunk(2)
+    assert metrics["reward_std"] == pytest.approx(sum(half.std().item() for half in halves) / 2, rel=1e-6)
+    assert metrics["frac_reward_zero_std"] == 0 and metrics["frac_advantage_zero"] == 0
+    assert found(args, [[1.0] * 8 + rewards[0][8:]]).metrics["frac_reward_zero_std"] == 0.5
+
+
 class OfOwnMaking:
     """An object is as good as a function."""
 
@@ -258,6 +269,23 @@ def test_clip_threshold_and_missing_rewards_of_a_value_model():
     assert estimated.advantages[5].eq(0).all() and estimated.targets.returns[5].isnan().all()
     assert estimated.advantages[12:].eq(0).all() and estimated.targets.returns[12:].isfinite().all()
     assert estimated.advantages.abs().max() == 0.5 and estimated.advantages.isfinite().all()
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "none"])
+def test_clipped_are_the_advantages_of_a_value_model(scale_rewards):
+    """The share of what is trained on, not of the rewards' distances to their mean."""
+    model, states = value_model()
+    args = settings(advantage_estimator="gae", gae_lambda=0.5, advantage_clip=0.8, scale_rewards=scale_rewards)
+    estimated = found(args, random_rewards(), states=states, model=model)
+    share = (estimated.advantages.abs() == torch.tensor(0.8)).double().mean().item()
+    assert estimated.metrics["frac_advantage_clipped"] == share and 0 < share < 1
+
+
+def test_clipped_are_the_advantages_of_each_reward():
+    args = settings(multi_objective_aggregation="loss_per_reward", advantage_clip=1.0)
+    estimated = found(args, random_rewards(2), weights=(0.7, 0.7))
+    share = (estimated.advantages.abs() == 1).double().mean().item()
+    assert estimated.metrics["frac_advantage_clipped"] == share and 0 < share < 1
 
 
 def test_best_of_n_goes_by_the_reward_with_a_value_model():

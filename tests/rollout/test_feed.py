@@ -60,11 +60,14 @@ def make(accumulation=2, steps_per_generation=4, num_iterations=1):
 )
 def test_the_order_of_three_updates(sizes, expected):
     feed, generator = make(**sizes)
-    found, firsts = [], []
+    found, firsts, used_up = [], [], []
     for step in range(3):
         for _ in range(2):
             found.append(feed.next([7, 8], step, last_step=9))
             firsts.append(feed.is_first)
+            used_up.append(feed.is_used_up)
+    following = [*found[1:], feed.next([7, 8], 3, last_step=9)]
+    assert used_up == [rollout != after for (rollout, _), (after, _) in zip(found, following, strict=True)]
     assert found == expected and firsts == [True, False] * 3
     assert generator.calls[0] == ([7, 8], 0, 9) and feed.value_targets is None
 

@@ -1,9 +1,11 @@
 """Replays without a gradient: the values of each sample at each of its steps."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from diffusion_grpo.policy.trajectory import StepDistribution
+from diffusion_grpo.policy.trajectory import StepDistribution, StepScale
 from diffusion_grpo.rollout.replays import Replays
 from tests.algorithms.test_batch import batch_of, rows_of, samples_of
 
@@ -71,6 +73,20 @@ def test_the_ratio_of_a_trajectory_is_the_mean_over_its_steps():
 
 def test_divergences_are_of_the_two_means():
     found = make(Network(mean=1.0), Network(mean=3.0)).divergences(batch_of(3, STEPS[:3]))
+    assert found.tolist() == [[pytest.approx((3 - 1) ** 2 / (2 * 0.5**2))] * 2] * 3
+
+
+def test_divergences_are_averaged_over_the_numbers_that_move():
+    """Of four numbers one is held fixed: its mean is the reference's."""
+
+    class Holding(Network):
+        def replay(self, inputs, trajectory, step):
+            now = super().replay(inputs, trajectory, step)
+            now.mean[:, 0] = 0.0
+            count = torch.ones(len(now.mean))
+            return dataclasses.replace(now, scale=StepScale(0.5 * count, count, 3 * count))
+
+    found = make(Holding(mean=1.0), Holding(mean=3.0)).divergences(batch_of(3, STEPS[:3]))
     assert found.tolist() == [[pytest.approx((3 - 1) ** 2 / (2 * 0.5**2))] * 2] * 3
 
 

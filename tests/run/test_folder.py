@@ -17,7 +17,7 @@ from diffusion_grpo.run.folder import (
     read_samples,
     summarise_table,
 )
-from diffusion_grpo.run.report import write_report, write_summary
+from diffusion_grpo.run.report import summarise_times, write_report, write_summary
 
 pytestmark = pytest.mark.plots
 
@@ -47,6 +47,20 @@ def test_summary_has_the_promised_keys_and_the_first_and_last_evaluation(tmp_pat
         "samples_per_second": pytest.approx(40.0),
         "updates": 20,
     }
+
+
+def test_the_speed_of_a_run_is_that_of_all_its_rollouts(tmp_path):
+    """Two rollouts of 80 samples, in 8 s and in 2 s; each serves two updates, and the second one logs the speed."""
+    run = make_run(tmp_path / "run", updates=0)
+    stages = {"time/rollout": 0.0, "time/reward": 0.0, "time/update": 1.0}
+    history = [{"step": step, "loss": 0.1, **stages} for step in range(1, 5)]
+    for entry, seconds in ((history[0], 6.0), (history[2], 0.0)):
+        entry |= {"reward": 0.5, "time/rollout": seconds}
+    history[1]["samples_per_second"], history[3]["samples_per_second"] = 80 / 8, 80 / 2
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    assert write_summary(run)["samples_per_second"] == pytest.approx(160 / 10)
+    assert [entry["step"] for entry in read_run(run).train] == [1, 2, 3, 4]
+    assert summarise_times(read_run(run))["total"] == pytest.approx(10 / 4)
 
 
 def test_a_run_that_has_saved_nothing_yet_is_read_from_its_tables(tmp_path):

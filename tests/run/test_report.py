@@ -103,6 +103,18 @@ def test_report_says_when_nothing_was_learned(tmp_path):
     assert "fell on held-out prompts" in page
 
 
+def test_groups_of_equal_rewards_stand_out_however_many_updates_a_rollout_serves(tmp_path):
+    run = make_run(tmp_path / "run")
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    for entry in history:
+        if entry["step"] == 10 and "reward" in entry:
+            entry["frac_reward_zero_std"] = 1.0
+        elif "reward" in entry:  # an update on a rollout that was made before
+            del entry["reward"], entry["frac_reward_zero_std"]
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    assert "more than half of the groups had equal rewards" in write_report(run).read_text()
+
+
 def test_prompts_are_escaped(tmp_path):
     run = make_run(tmp_path / "run", prompts=1)
     for table in (run / "evaluations").glob("*.parquet"):

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_runs import first_frame_brightness, trainer_for
+from transformers import TrainerCallback
 
-from diffusion_grpo.training.metrics import Metrics
+from diffusion_grpo.rollout import generation
+from diffusion_grpo.training import metrics as metrics_module
+from diffusion_grpo.training.metrics import TOTALS, Metrics
 
 
 def test_metrics_of_a_log_entry(tmp_path):
@@ -16,8 +19,11 @@ def test_metrics_of_a_log_entry(tmp_path):
     for entry in trainer.state.log_history[:2]:
         assert 0.05 < entry["memory/peak_gib"] < 100
         assert "images_per_second" not in entry
-    assert trainer.state.log_history[0]["samples_per_second"] > 0  # the second update uses that rollout again
     first, second = trainer.state.log_history[:2]
+    seconds = sum(entry[name] for entry in (first, second) for name in TOTALS)
+    samples = trainer.args.batch_sizes.samples_per_rollout
+    assert "samples_per_second" not in first  # the second update uses that rollout again
+    assert second["samples_per_second"] == pytest.approx(samples / seconds)
     assert first["ratio/min"] == first["ratio/max"] == 1 and second["ratio/min"] < second["ratio/max"]
     assert first["spread/reward_min"] <= first["reward"] <= first["spread/reward_max"]
     assert first["spread/advantage_min"] < 0 < first["spread/advantage_max"]
@@ -48,12 +54,91 @@ def test_means_extremes_and_seconds_per_update():
     metrics.add("time/rollout", 3.0)
     metrics.add("time/rollout", 5.0)
     metrics.samples = 16
+    metrics.finish_rollout()
     found = metrics.gather(Alone(), step=4)
     assert (found["reward"], found["ratio/max"], found["ratio/min"]) == (1.5, 5.0, 3.0)
     assert found["time/rollout"] == 4.0 and found["time/reward"] == 0.0  # two updates
     assert found["samples_per_second"] == 16 / 8 and found["memory/peak_gib"] > 0
     assert not metrics and metrics.samples == 0
     assert "samples_per_second" not in metrics.gather(Alone(), step=5)
+
+
+def speeds(updates, made_at, used_up_at, logging_steps=1):
+    """The speeds that are logged where a rollout of 100 samples takes 10 s, and each update on it 10 s."""
+    metrics, logged = Metrics(), []
+    metrics.start(0)
+    for step in range(1, updates + 1):
+        if step in made_at:
+            metrics.samples += 100
+            metrics.add("time/rollout", 8.0)
+            metrics.add("time/reward", 2.0)
+        metrics.add("time/update", 10.0)
+        if step in used_up_at:
+            metrics.finish_rollout()
+        if step % logging_steps == 0:
+            logged.append(metrics.gather(Alone(), step).get("samples_per_second"))
+    return logged
+
+
+def test_the_speed_is_that_of_a_rollout_and_all_its_updates():
+    assert speeds(2, made_at=(1, 2), used_up_at=(1, 2)) == [5.0, 5.0]
+    assert speeds(9, made_at=(1, 5, 9), used_up_at=(4, 8)) == [None, None, None, 2.0, None, None, None, 2.0, None]
+    assert speeds(9, made_at=(1, 5, 9), used_up_at=(4, 8), logging_steps=3) == [None, 2.0, 2.0]
+    assert speeds(8, made_at=(1, 5), used_up_at=(4, 8), logging_steps=8) == [2.0]
+
+
+def test_the_samples_of_a_rollout_that_is_resumed_are_not_counted():
+    assert speeds(6, made_at=(3,), used_up_at=(2, 6)) == [None] * 5 + [2.0]
+
+
+def test_a_reset_forgets_the_rollout_too():
+    metrics = Metrics()
+    metrics.samples = 7
+    metrics.add("time/rollout", 5.0)
+    metrics.reset()
+    metrics.start(0)
+    metrics.add("time/update", 1.0)
+    metrics.samples = 2
+    metrics.finish_rollout()
+    assert metrics.gather(Alone(), step=1)["samples_per_second"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"old_log_prob": "replay"},
+        {"importance_sampling_level": "sequence"},
+        {"loss_type": "nft"},
+        {"loss_type": "awm"},
+        {"loss_type": "dgpo"},
+    ],
+    ids=lambda settings: next(iter(settings.values()), "grpo"),
+)
+def test_every_pass_of_the_network_is_in_one_stage(tmp_path, monkeypatch, settings):
+    """By a clock that each pass moves by a second; the rest takes no time."""
+    clock = SimpleNamespace(now=0)
+    for module in (generation, metrics_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    short = {"gradient_accumulation_steps": 1, "num_inference_steps": 3, "num_iterations": 2, "max_steps": 3}
+    trainer = trainer_for(tmp_path, **short, **settings)
+    seconds = []
+
+    def tick(module, args):
+        clock.now += 1
+
+    class Updates(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            seconds.append(-clock.now)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            seconds[-1] += clock.now
+
+    trainer.pipe.transformer.register_forward_pre_hook(tick)
+    trainer.add_callback(Updates())
+    trainer.train()
+    logged = [sum(entry[name] for name in TOTALS) for entry in trainer.state.log_history if TOTALS[0] in entry]
+    assert logged == pytest.approx(seconds) and min(seconds) > 0
 
 
 def test_nothing_is_noted_in_a_pause():
