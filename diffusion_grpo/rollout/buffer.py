@@ -14,6 +14,7 @@ from ..algorithms.batch import MicroBatch, Rows
 from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory
+from ..run.resume_settings import describe_rollout, hash_rows
 from .order import update_order
 from .value_model import ValueTargets
 
@@ -153,7 +154,7 @@ class RolloutBuffer:
         self.has_current_old = is_current
 
     def save(self, path: Path, processes: int = 1) -> None:
-        """Write everything but the rows, which are read from the dataset again.
+        """Write everything but the rows, which are read from the dataset again, and what a replay depends on.
 
         Args:
             path: of this process's file.
@@ -169,4 +170,6 @@ class RolloutBuffer:
             tensors |= {f"targets.{name}": getattr(self.targets, name).contiguous() for name in ValueTargets.TENSORS}
         first = self.samples[0]
         kind: dict[str, Any] = {"kind": type(first).__name__, "settings": json.dumps(first.settings())}
+        kind |= {"made_under": json.dumps(describe_rollout(self.inputs))}
+        kind |= {"rows": json.dumps(hash_rows(self.rows, self.inputs))}
         save_file(tensors, path, metadata=kind | {"processes": str(processes), "updates": str(self.updates)})

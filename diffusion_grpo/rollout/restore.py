@@ -17,6 +17,7 @@ from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory
 from ..run.resume_point import refuse_unreadable
+from ..run.resume_settings import check_rollout, check_rows
 from .buffer import RolloutBuffer
 from .order import RolloutOrder
 from .value_model import ValueTargets
@@ -43,10 +44,13 @@ def restore_buffer(
 
     Raises:
         ValueError: a file is missing.
+        ResumeError: the rollout was made with other settings or of other prompts.
     """
     sizes = order.sizes
     own = rollout_file(folder, sizes.data_process)
     shares = [_Share(own if own.is_file() else rollout_file(folder, 0), device)]  # there may have been fewer processes
+    if shares[0].made_under is not None:
+        check_rollout(folder, shares[0].made_under, inputs)
     if shares[0].processes != sizes.data_processes:
         shares = [_Share(rollout_file(folder, process), device) for process in range(shares[0].processes)]
         trained = torch.stack([share.positions.view(share.updates, -1) for share in shares], 1).flatten()
@@ -55,6 +59,9 @@ def restore_buffer(
         positions = shares[0].positions
     where = {position: (share, index) for share in shares for index, position in enumerate(share.positions.tolist())}
     found = [where[position] for position in positions.tolist()]
+    rows = rows_at(positions.tolist())
+    if shares[0].rows is not None:
+        check_rows(folder, [share.rows[index] for share, index in found], rows, inputs)
 
     def column(name: str) -> Tensor | None:
         if name not in shares[0].tensors:
@@ -63,7 +70,7 @@ def restore_buffer(
 
     targets = {name: column(f"targets.{name}") for name in ValueTargets.TENSORS}
     buffer = RolloutBuffer(
-        rows_at(positions.tolist()),
+        rows,
         [share.sample(index) for share, index in found],
         column("advantages"),
         inputs,
@@ -82,7 +89,10 @@ def restore_buffer(
 
 
 class _Share:
-    """The samples that one process wrote."""
+    """The samples that one process wrote.
+
+    What they were made under, and hashes of their rows, are None in a file of an earlier version.
+    """
 
     def __init__(self, path: Path, device: Any):
         if not path.is_file():
@@ -99,6 +109,7 @@ class _Share:
         self.positions = self.tensors["positions"].cpu()
         self.processes, self.updates = int(about["processes"]), int(about["updates"])
         self._kind, self._settings = KINDS[about["kind"]], json.loads(about["settings"])
+        self.made_under, self.rows = (json.loads(about.get(name, "null")) for name in ("made_under", "rows"))
         self._samples: list[dict[str, Tensor]] = [{} for _ in self.positions]
         for name, tensor in self.tensors.items():
             field, _, index = name.rpartition(".")

@@ -18,35 +18,16 @@ from transformers.trainer_utils import get_last_checkpoint
 from .. import __version__
 from ..config.settings import DiffusionGRPOConfig, describe
 from ..media.files import write_sample
+from ..policy.base import split_component
 from .card_data import public_model_name, strip_folders, strip_secrets
 from .manifest import ResumeError
+from .resume_settings import IDENTITY_SETTINGS, describe_lora, find_difference, resolve_settings
 
 logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
 IDENTITY = ("model", "trains_by", "reward_funcs")
-# settings without which a resumed run would no longer be the one that was started; others may be changed on the way
-IDENTITY_SETTINGS = (
-    "seed",
-    "num_generations",
-    "num_inference_steps",
-    "sde_type",
-    "noise_level",
-    "noise_in_last_step",
-    "log_prob_type",
-    "sde_window",
-    "sde_window_size",
-    "sde_window_order",
-    "deterministic_outside_window",
-    "same_initial_noise",
-    "branches",
-    "scheduler_kwargs",
-    "num_iterations",
-    "best_of_n",
-    "advantage_estimator",
-    "load_in_4bit",
-    "load_in_8bit",
-    "quantization",
-)
+# entries that a record may lack, and what they are called in messages
+KNOWN_LATE = {"component": "train_component", "prompts_per_rollout": "prompts_per_rollout"}
 # what a run leaves at its end, or `save_model` at any time
 RESULTS = ("summary.json", "model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 SAMPLES = ("evaluations", "samples", "validation")  # folders in which each update's have its number
@@ -63,7 +44,7 @@ def make_record(
     reward_weights: list[float],
 ) -> dict[str, Any]:
     """Return the contents of `run.json`, as far as they are known before the model is loaded."""
-    return {
+    record = {
         "model": public_model_name(model),
         "trains_by": _trains_by(args, peft_config),
         "reward_funcs": reward_funcs,
@@ -71,8 +52,13 @@ def make_record(
         "reward_weights": reward_weights,
         "prompts_per_rollout": args.batch_sizes.prompts_per_rollout,  # over all processes, however many there are
         "settings": list_changed_settings(args),
+        "resolved": resolve_settings(args),
+        "lora": describe_lora(peft_config),
         "versions": {"diffusion-grpo": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES},
     }
+    if args.train_component is not None:  # otherwise the pipeline decides
+        record["component"] = ", ".join(split_component(args.train_component))
+    return record
 
 
 def _trains_by(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> str:
@@ -169,27 +155,37 @@ def clear_started_run(output_dir: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def check_same_run(output_dir: str, run: dict[str, Any]) -> None:
-    """Refuse an output folder that holds another run.
+def check_same_run(folder: str | Path, run: dict[str, Any], advice: str = "choose another output_dir") -> None:
+    """Refuse a folder that holds another run.
+
+    Args:
+        folder: an output folder; one without a `run.json` is accepted.
+        run: what this run says of itself. What is not known before the model is loaded is compared once it is.
+        advice: what to do about another run.
 
     Raises:
         ValueError: model, rewards, what is trained or how it is sampled differ from the run that is there.
     """
-    path = Path(output_dir) / "run.json"
+    path = Path(folder) / "run.json"
     if not path.is_file():
         return
     other = json.loads(path.read_text(encoding="utf-8"))
     other["model"] = public_model_name(other["model"])  # as it is kept now
-    differences = [(key, other[key], run[key]) for key in IDENTITY]
-    differences += [(key, other["settings"].get(key), run["settings"].get(key)) for key in IDENTITY_SETTINGS]
-    here = run["prompts_per_rollout"]
-    differences.append(("prompts_per_rollout", other.get("prompts_per_rollout", here), here))
-    for key, there, here in differences:
-        if there != here:
-            there, here = ("the default" if value is None else repr(value) for value in (there, here))
-            raise ValueError(
-                f"{output_dir} holds another run ({key} is {there} there and {here} here); choose another output_dir."
-            )
+    difference = _find_difference(other, run)
+    if difference is not None:
+        raise ValueError(f"{folder} holds another run ({difference}); {advice}.")
+
+
+def _find_difference(other: dict[str, Any], run: dict[str, Any]) -> str | None:
+    theirs, ours = ({key: record[key] for key in IDENTITY} | record.get("lora", {}) for record in (other, run))
+    for record, found in ((other, theirs), (run, ours)):
+        found |= {name: record[key] for key, name in KNOWN_LATE.items() if key in record}
+    if other.get("resolved", {}).get("is_renoised") == run["resolved"]["is_renoised"]:
+        theirs, ours = theirs | other["resolved"], ours | run["resolved"]
+    else:  # an earlier version kept only changed settings, and another kind of algorithm has other defaults
+        theirs |= {key: other["settings"].get(key) for key in IDENTITY_SETTINGS}
+        ours |= {key: run["settings"].get(key) for key in IDENTITY_SETTINGS}
+    return find_difference(theirs, ours)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -23,7 +23,7 @@ from ..distributed.backend import DistributedBackend
 from ..run import resume_point
 from ..run.lock import lock_folder
 from ..run.manifest import ResumeError, write_manifest
-from ..run.records import clear_started_run, refuse_used_folder
+from ..run.records import check_same_run, clear_started_run, refuse_used_folder
 from .checkpoints import Checkpointer, replace_folder
 
 logger = logging.getLogger(__name__)
@@ -32,13 +32,18 @@ logger = logging.getLogger(__name__)
 class DiffusersTrainer(Trainer):
     """transformers' `Trainer` for a diffusers model, with whole checkpoints in diffusers' layout.
 
-    A subclass calls `use_checkpointer` before anything is saved or trained, and defines `write_card`.
+    A subclass sets `run` and calls `use_checkpointer` before anything is saved or trained, and defines `write_card`.
 
     Args:
         backend: of the processes.
         networks: the trained ones, as the pipeline calls them.
         kwargs: of `Trainer`.
+
+    Attributes:
+        run: what run.json says of this run.
     """
+
+    run: dict[str, Any]
 
     def __init__(self, *, backend: DistributedBackend, networks: list[nn.Module], **kwargs: Any):
         self._backend, self._networks = backend, networks
@@ -102,6 +107,7 @@ class DiffusersTrainer(Trainer):
         Raises:
             ResumeError: another run is writing there, the checkpoint is damaged, or the output folder holds a run and
                 `wanted` does not say to go on with it.
+            ValueError: the checkpoint is another run's.
         """
         folder, point, error = Path(self.args.output_dir), None, None
         if self.args.should_save:
@@ -123,10 +129,14 @@ class DiffusersTrainer(Trainer):
         resume_point.clear_leftovers(folder)
         if wanted and str(wanted).lower() != "true":
             resume_point.check_named(Path(wanted))
+            advice = "resume with the settings of that run, or from a checkpoint of this one"
+            check_same_run(Path(wanted).resolve().parent, self.run, advice)
             return None
         if not wanted and (resume_point.checkpoints(folder) or not self._owns_folder):
             refuse_used_folder(folder, "pass resume_from_checkpoint=True")
         point = resume_point.find_newest_whole(folder) if wanted else None
+        if point is not None:
+            check_same_run(folder, self.run)  # again, with what is known of the model now
         if point is None and not self._owns_folder:
             clear_started_run(folder)
         return point

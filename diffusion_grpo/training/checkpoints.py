@@ -4,6 +4,7 @@ Folders `checkpoint-N` are written aside and renamed into place, so that a kill 
 they were.
 """
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ..run.resume_point import refuse_unreadable
 from ..run.weights import POLICY_FOLDER, PolicyFiles
 from .average import PolicyAverage, find_policy_folder
 
+logger = logging.getLogger(__name__)
 REFERENCE_FOLDER, OLD_POLICY_FOLDER = "reference", "old_policy"
 
 
@@ -87,18 +89,20 @@ class Checkpointer:
     def load(self, folder: Path) -> None:
         """Read a checkpoint; the next micro-batch continues the rollout that it lies within.
 
+        A checkpoint of a run without an average, an old policy or a moving reference has none to read: the first two
+        start from its policy, the reference from the model as it was before training. A warning says so.
+
         Raises:
             ResumeError: it is not whole, or a file cannot be read.
         """
         if not (folder / TRAINER_STATE_NAME).is_file():
             raise ResumeError(f"{folder} is no whole checkpoint: it has no {TRAINER_STATE_NAME}.")
         with refuse_unreadable(folder):
+            policy = find_policy_folder(folder, has_average=self._average is not None)
             self._load_moving(self._average, folder)
-            self._load_moving(self._old_policy, folder / OLD_POLICY_FOLDER)
-            if self._reference is not None:
-                with self._reference.weights.rewrite():
-                    self._files.load(self._reference.plain_module, folder / REFERENCE_FOLDER)
-            self._load_policy(find_policy_folder(folder, has_average=self._average is not None))
+            self._load_moving(self._old_policy, self._find_old_policy(folder, policy))
+            self._load_reference(folder)
+            self._load_policy(policy)
             if self._values is not None:
                 self._values.load(folder)
         self._feed.resume_from(folder)
@@ -123,6 +127,22 @@ class Checkpointer:
     def _load_policy(self, folder: Path) -> None:
         with self._weights.rewrite():
             self._files.load(self._model, folder)
+
+    def _find_old_policy(self, folder: Path, policy: Path) -> Path:
+        if self._old_policy is None or (folder / OLD_POLICY_FOLDER).is_dir():
+            return folder / OLD_POLICY_FOLDER
+        logger.warning("%s holds no old policy: it starts from the policy's weights there.", folder)
+        return policy
+
+    def _load_reference(self, folder: Path) -> None:
+        """Read the moving reference; the one that is loaded is the model before training, which it starts as."""
+        if self._reference is None:
+            return
+        if not (folder / REFERENCE_FOLDER).is_dir():
+            logger.warning("%s holds no reference: it starts from the model as it was before training.", folder)
+            return
+        with self._reference.weights.rewrite():
+            self._files.load(self._reference.plain_module, folder / REFERENCE_FOLDER)
 
     def _load_moving(self, moving: PolicyAverage | None, folder: Path) -> None:
         """Read a moving average; the model holds it afterwards too, until its own weights are loaded."""

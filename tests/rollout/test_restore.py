@@ -1,14 +1,24 @@
 """What several processes kept of a rollout is read back by fewer or more of them, bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from command_line import make_config
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rollout.buffer import RolloutBuffer
 from diffusion_grpo.rollout.restore import restore_buffer, rollout_file
 from diffusion_grpo.rollout.value_model import ValueTargets
+from diffusion_grpo.run.manifest import ResumeError
 from tests.rollout.test_order import order_of
+
+
+def inputs_of(**settings):
+    """Inputs of a pipeline that takes a prompt alone."""
+    return SimpleNamespace(args=make_config(**settings), parameters={}, accepted=set(), fixed={})
 
 
 def sample(position):
@@ -27,14 +37,14 @@ def buffer_of(order, ranking):
     targets = ValueTargets(numbers[..., None], numbers, numbers + 1)
     rows = [{"prompt": str(position)} for position in positions.tolist()]
     samples = [sample(position) for position in positions.tolist()]
-    return RolloutBuffer(rows, samples, numbers / 7, None, 2, order.seed, targets, positions, order.updates)
+    return RolloutBuffer(rows, samples, numbers / 7, inputs_of(), 2, order.seed, targets, positions, order.updates)
 
 
-def restore(folder, order):
+def restore(folder, order, shift=0, **settings):
     def rows_at(positions):
-        return [{"prompt": str(position)} for position in positions]
+        return [{"prompt": str(position + shift)} for position in positions]
 
-    return restore_buffer(folder, order, None, rows_at, "cpu")
+    return restore_buffer(folder, order, inputs_of(**settings), rows_at, "cpu")
 
 
 @pytest.mark.parametrize("best_of_n", [None, 2])
@@ -67,3 +77,16 @@ def test_a_file_that_is_missing_or_of_another_order_is_refused(tmp_path):
     save_file(load_file(path), path, metadata={"kind": "Trajectory", "settings": "{}"})
     with pytest.raises(ValueError, match="a version that did not keep the samples' positions"):
         restore(tmp_path, order)
+
+
+def test_a_rollout_of_other_settings_or_prompts_is_refused(tmp_path):
+    order, path = order_of(1, 0), rollout_file(tmp_path, 0)
+    buffer_of(order, torch.zeros(16)).save(path)
+    with pytest.raises(ResumeError, match="permute_steps is False there and True here.*a checkpoint between two roll"):
+        restore(tmp_path, order, permute_steps=True)
+    with pytest.raises(ResumeError, match="other dataset rows .the one with the prompt '[0-9]+'"):
+        restore(tmp_path, order, shift=1)
+    with safe_open(path, "pt") as file:
+        about = {name: value for name, value in file.metadata().items() if name not in ("made_under", "rows")}
+    save_file(load_file(path), path, metadata=about)  # as an earlier version did
+    assert len(restore(tmp_path, order, shift=1, permute_steps=True).rows) == 16

@@ -63,14 +63,23 @@ def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
     write_json(tmp_path / "run.json", record(seed=3))
     (tmp_path / "checkpoint-3").mkdir()
     check_same_run(str(tmp_path), record(seed=3, beta=0.5))  # beta may change on the way
-    with pytest.raises(ValueError, match="holds another run .seed is 3 there and the default here."):
+    with pytest.raises(ValueError, match="holds another run .seed is 3 there and 42 here.; choose another output_dir"):
         check_same_run(str(tmp_path), record())
+    with pytest.raises(ValueError, match="seed is 3 there and 42 here.; go elsewhere[.]$"):
+        check_same_run(tmp_path, record(), "go elsewhere")
     with pytest.raises(ValueError, match="model is 'owner/name' there and 'owner/other' here"):
         check_same_run(str(tmp_path), record("owner/other", seed=3))
     with pytest.raises(ValueError, match="prompts_per_rollout is"):
         check_same_run(str(tmp_path), record(seed=3, steps_per_generation=64))
-    for name, value in (("same_initial_noise", False), ("deterministic_outside_window", False), ("branches", 2)):
-        with pytest.raises(ValueError, match=f"{name} is the default there and {value} here"):
+    for name, there, here in (
+        ("same_initial_noise", True, False),
+        ("deterministic_outside_window", True, False),
+        ("branches", "the default", 2),
+        ("noise_level", "the default", 0.5),
+        ("sde_type", "'auto'", "'cps'"),
+    ):
+        value = here.strip("'") if isinstance(here, str) else here
+        with pytest.raises(ValueError, match=f"{name} is {there} there and {here} here"):
             check_same_run(str(tmp_path), record(seed=3, **{name: value}))
     check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
     assert "was interrupted (newest: checkpoint-3)" in caplog.text
@@ -78,6 +87,41 @@ def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
     check_output_folder(str(tmp_path), record(seed=3), is_resumed=True)
     with pytest.raises(ResumeError, match="set resume_from_checkpoint=True in the settings"):
         check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
+
+
+def test_defaults_that_are_written_out_are_no_other_run(tmp_path):
+    write_json(tmp_path / "run.json", record())
+    same = {"same_initial_noise": True, "deterministic_outside_window": True, "sde_type": "flow_sde"}
+    check_same_run(tmp_path, record(**same, sde_window=[0, 5], sde_window_size=1))
+    with pytest.raises(ValueError, match=r"sde_window is \[0, 5\] there and \[0, 9\] here"):
+        check_same_run(tmp_path, record(permute_steps=True))  # by which another window is the default
+    check_same_run(tmp_path, record(loss_type="nft"))  # whose windows are of something else
+
+
+def test_a_record_of_an_earlier_version_is_compared_by_what_it_has(tmp_path):
+    old = record(seed=3, sde_window=[0, 5])
+    del old["resolved"], old["lora"]
+    write_json(tmp_path / "run.json", old)
+    check_same_run(tmp_path, record(seed=3, sde_window=[0, 5]))
+    with pytest.raises(ValueError, match=r"sde_window is \[0, 5\] there and the default here"):
+        check_same_run(tmp_path, record(seed=3))
+
+
+def test_what_is_trained_is_compared_as_far_as_it_is_known(tmp_path):
+    def lora(**settings):
+        return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_v"]} | settings)
+
+    write_json(tmp_path / "run.json", record(peft_config=lora()) | {"component": "transformer"})
+    check_same_run(tmp_path, record(peft_config=lora(target_modules=["to_v", "to_q"])))  # the network: not yet known
+    check_same_run(tmp_path, record(peft_config=lora(), train_component="transformer"))
+    with pytest.raises(ValueError, match="train_component is 'transformer' there and 'transformer_2' here"):
+        check_same_run(tmp_path, record(peft_config=lora(), train_component="transformer_2"))
+    with pytest.raises(ValueError, match="lora_alpha is 8 there and 16 here"):
+        check_same_run(tmp_path, record(peft_config=lora(lora_alpha=16)))
+    with pytest.raises(ValueError, match=r"target_modules is \['to_q', 'to_v'\] there and \['to_q'\] here"):
+        check_same_run(tmp_path, record(peft_config=lora(target_modules=["to_q"])))
+    with pytest.raises(ValueError, match="trains_by is 'LoRA rank 4' there and 'full' here"):
+        check_same_run(tmp_path, record())
 
 
 def test_samples_of_a_run_that_starts_again_are_removed_but_those_before_it(tmp_path):

@@ -1,10 +1,14 @@
 """What transformers' Trainer forces: checkpoints that rotate, folders that are not overwritten, predict."""
 
+import json
+
 import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from tiny_runs import brightness, trained_weights, trainer_for
+
+from diffusion_grpo.run.records import write_json
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
@@ -17,6 +21,32 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
         trainer_for(tmp_path, lora=False, **settings)
     with pytest.raises(ValueError, match="holds another run.*noise_level is the default there and 0.5 here"):
         trainer_for(tmp_path, noise_level=0.5, **settings)
+
+
+def test_a_checkpoint_of_another_folder_is_compared_with_the_run_there(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer_for(tmp_path / "a", **settings).train()
+    point, longer = str(tmp_path / "a" / "checkpoint-1"), settings | {"max_steps": 2}
+    other = trainer_for(tmp_path / "b", noise_level=0.3, **longer)
+    with pytest.raises(ValueError, match="a holds another run .noise_level is .*resume with the settings of that run"):
+        other.train(resume_from_checkpoint=point)
+    same = trainer_for(tmp_path / "c", **longer)
+    same.train(resume_from_checkpoint=point)
+    assert same.state.global_step == 2
+    for path in (tmp_path / "a").glob("run.json"):
+        path.unlink()
+    other.train(resume_from_checkpoint=point)
+    assert other.state.global_step == 2
+
+
+def test_the_trained_network_is_compared_once_it_is_known(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer_for(tmp_path, **settings).train()
+    record = json.loads((tmp_path / "run.json").read_text())
+    write_json(tmp_path / "run.json", record | {"component": "text_encoder"})
+    again = trainer_for(tmp_path, **settings, resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="train_component is 'text_encoder' there and 'transformer' here"):
+        again.train()
 
 
 def test_a_folder_with_a_run_without_checkpoints_is_not_overwritten(tmp_path):

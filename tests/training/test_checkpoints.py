@@ -54,19 +54,26 @@ class Average:
         yield
 
 
+class Reference:
+    plain_module = "reference"
+
+    def __init__(self, log):
+        self.weights = Weights(log)
+
+
 class Feed:
     def __init__(self, log):
         self.save, self.resume_from = log.note("save rollout"), log.note("resume")
 
 
-def make(log, *, has_average=False, has_old_policy=False, is_writer=True):
+def make(log, *, has_average=False, has_old_policy=False, has_reference=False, is_writer=True):
     return Checkpointer(
         model="model",
         files=Files(log),
         weights=Weights(log),
         average=Average(log) if has_average else None,
         old_policy=Average(log) if has_old_policy else None,
-        reference=None,
+        reference=Reference(log) if has_reference else None,
         values=None,
         feed=Feed(log),
         is_writer=is_writer,
@@ -94,12 +101,35 @@ def test_an_old_policy_lies_beside_the_weights_and_is_read_back_before_the_polic
     log = Log()
     checkpointer = make(log, has_old_policy=True)
     checkpointer.save_beside_weights(tmp_path)
+    (tmp_path / "old_policy").mkdir()
     assert log == [("show", ["average"], True), ("save", "model", tmp_path / "old_policy", False), ("hide",)]
     log.clear()
     (tmp_path / TRAINER_STATE_NAME).write_text("{}")
     checkpointer.load(tmp_path)
     loads = [("load", "model", tmp_path / "old_policy"), ("take", ["exact"]), ("load", "model", tmp_path)]
     assert log == [*loads, ("resume", tmp_path)]
+
+
+def test_an_old_policy_that_a_checkpoint_lacks_starts_from_its_policy(tmp_path, caplog):
+    log = Log()
+    (tmp_path / TRAINER_STATE_NAME).write_text("{}")
+    (tmp_path / "policy").mkdir()  # beside an average, which is no policy
+    make(log, has_old_policy=True).load(tmp_path)
+    policy = ("load", "model", tmp_path / "policy")
+    assert log == [policy, ("take", ["exact"]), policy, ("resume", tmp_path)]
+    assert "holds no old policy: it starts from the policy's weights there" in caplog.text
+
+
+def test_a_moving_reference_is_read_where_there_is_one(tmp_path, caplog):
+    log = Log()
+    (tmp_path / TRAINER_STATE_NAME).write_text("{}")
+    make(log, has_reference=True).load(tmp_path)
+    assert log == [("load", "model", tmp_path), ("resume", tmp_path)]
+    assert "holds no reference: it starts from the model as it was before training" in caplog.text
+    caplog.clear(), log.clear()
+    (tmp_path / "reference").mkdir()
+    make(log, has_reference=True).load(tmp_path)
+    assert log[0] == ("load", "reference", tmp_path / "reference") and not caplog.text
 
 
 def test_processes_that_write_nothing_take_part_in_showing_the_weights(tmp_path):

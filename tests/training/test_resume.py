@@ -1,7 +1,9 @@
 """A run that was killed and resumed ends with the weights of one that was not, bit for bit."""
 
+import contextlib
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -121,6 +123,44 @@ def test_resume_from_every_checkpoint(tmp_path, settings):
             assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_only_between_two_rollouts_may_the_guidance_change(tmp_path):
+    own = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer_for(tmp_path / "whole", **own).train()
+    assert (tmp_path / "whole" / "checkpoint-1" / "rollout-rank0.safetensors").is_file()
+    changed = own | {"guidance_scale": 9.0, "max_steps": 3}
+    for step in (1, 2):
+        again = trainer_for(tmp_path / f"from-{step}", **changed)
+        refusal = pytest.raises(ValueError, match="guidance_scale is .* there and 9.0 here.; resume with the former")
+        with refusal if step == 1 else contextlib.nullcontext():
+            again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert again.state.global_step == (1 if step == 1 else 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "missing"),
+    [
+        (
+            {"loss_type": "nft", "loss_kwargs": {"decay_max": 0.0}},
+            {"loss_type": "nft"},
+            "no old policy: it starts from the policy's weights",
+        ),
+        (
+            {"lora": False, "beta": 0.05},
+            {"lora": False, "beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 1},
+            "no reference: it starts from the model as it was before training",
+        ),
+    ],
+    ids=["old policy", "moving reference"],
+)
+def test_what_the_run_did_not_have_before_starts_anew(tmp_path, caplog, before, after, missing):
+    own = {"save_strategy": "steps", "save_steps": 1}
+    first = trainer_for(tmp_path / "first", **own, **before, max_steps=1)
+    first.train()
+    again = trainer_for(tmp_path / "again", **own, **after)
+    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"))
+    assert again.state.global_step == 2 and missing in caplog.text
+
+
 def test_resuming_where_rollouts_are_larger_than_micro_batches(tmp_path):
     """The rollout encoded two prompts, the resumed micro-batches ask for one of them at a time."""
     settings = {"rollout_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
@@ -212,10 +252,12 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, caplog):
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1}
     trainer_for(tmp_path / "lora", **settings).train()
+    full = trainer_for(tmp_path / "full", lora=False, **settings)
+    with pytest.raises(ValueError, match="trains_by is 'LoRA rank 4' there and 'full' here"):
+        full.train(resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-1"))
+    shutil.copytree(tmp_path / "lora" / "checkpoint-1", tmp_path / "alone" / "checkpoint-1")
     with pytest.raises(ValueError, match="no folder 'transformer'.*full training"):
-        trainer_for(tmp_path / "full", lora=False, **settings).train(
-            resume_from_checkpoint=str(tmp_path / "lora" / "checkpoint-1")
-        )
+        full.train(resume_from_checkpoint=str(tmp_path / "alone" / "checkpoint-1"))
     (tmp_path / "lora" / "checkpoint-2" / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match="trainer_state.json is missing; resume from .*checkpoint-1, which is whole"):
         trainer_for(tmp_path / "lora2", **settings).train(

@@ -1,0 +1,200 @@
+"""Compare settings of a run with those of the checkpoint that it goes on from.
+
+Some say which run it is. Within a rollout, everything that the replay of its samples depends on has to stay as well.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftConfig
+
+from ..algorithms.batch import Rows
+from ..config.settings import DiffusionGRPOConfig, describe
+from ..data.inputs import PipelineInputs
+from ..policy.processes import PROCESSES, processes_of
+from .card_data import strip_folders, strip_secrets
+from .manifest import ResumeError
+
+# settings without which a resumed run would no longer be the one that was started; others may be changed on the way
+IDENTITY_SETTINGS = (
+    "seed",
+    "num_generations",
+    "num_inference_steps",
+    "sde_type",
+    "noise_level",
+    "noise_in_last_step",
+    "log_prob_type",
+    "sde_window",
+    "sde_window_size",
+    "sde_window_order",
+    "deterministic_outside_window",
+    "branches",
+    "same_initial_noise",
+    "scheduler_kwargs",
+    "num_iterations",
+    "best_of_n",
+    "advantage_estimator",
+    "load_in_4bit",
+    "load_in_8bit",
+    "quantization",
+)
+# the properties that say what is done where a setting is left open
+RESOLVED = {
+    "sde_window": "window",
+    "sde_window_size": "window_size",
+    "deterministic_outside_window": "silent_outside_window",
+    "same_initial_noise": "shares_initial_noise",
+}
+LORA_SETTINGS = (
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+)
+# What else a rollout is replayed with. Batch sizes are left out: they change results by rounding alone.
+ROLLOUT_SETTINGS = (
+    "loss_type",
+    "timestep_fraction",
+    "permute_steps",
+    "sde_window_interval",
+    "temperature",
+    "top_k",
+    "top_p",
+    "shuffle_dataset",
+    "bf16",
+    "fp16",
+)
+
+
+def resolve_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
+    """Return what a run has to keep, by the names of settings; a default and the same value written out are equal.
+
+    `is_renoised` says which kind of algorithm the defaults are for.
+    """
+    found = {name: getattr(args, RESOLVED.get(name, name)) for name in IDENTITY_SETTINGS}
+    found["is_renoised"] = args.traits.is_renoised
+    process = PROCESSES.get(args.sde_type)
+    if process is None:  # "auto"; the scheduler decides once the model is loaded
+        return _publish(found)
+    if processes_of(process.coordinates)[0] is process:  # what "auto" means for every scheduler that it fits
+        return _publish(found | {"sde_type": "auto"})
+    level = process.noise_level if args.noise_level is None else args.noise_level
+    return _publish(found | {"noise_level": level})
+
+
+def describe_lora(peft_config: PeftConfig | None) -> dict[str, Any]:
+    """Return what the trained layers depend on besides the rank; nothing without a new LoRA."""
+    if peft_config is None:
+        return {}
+    found = {name: getattr(peft_config, name, None) for name in LORA_SETTINGS}
+    return {name: sorted(value) if isinstance(value, (set, list, tuple)) else value for name, value in found.items()}
+
+
+def describe_rollout(inputs: PipelineInputs) -> dict[str, Any]:
+    """Return what the replay of a rollout depends on: settings, and the arguments of every pipeline call.
+
+    Args:
+        inputs: of the pipeline's calls.
+    """
+    args = inputs.args
+    found = {name: getattr(args, name) for name in ROLLOUT_SETTINGS} | resolve_settings(args)
+    found["data_seed"] = args.seed if args.data_seed is None else args.data_seed
+    found["updates per rollout"] = args.batch_sizes.updates_per_rollout
+    calls = {name: None if it.default is it.empty else it.default for name, it in inputs.parameters.items()}
+    for name, value in (calls | inputs.fixed).items():
+        found[f"pipeline_kwargs: {name}" if name in found else name] = _sum_up(value)
+    return _publish(found)
+
+
+def hash_rows(rows: Rows, inputs: PipelineInputs) -> list[str]:
+    """Return a hash of what the pipeline gets from each row; of images and videos only the sizes count.
+
+    Their pixels may differ by rounding where another version of a library decodes them.
+    """
+    hashes: dict[int, str] = {}  # samples of a prompt share one row
+    for row in rows:
+        if id(row) not in hashes:
+            given = {name: row[name] for name in sorted({"prompt", *inputs.accepted} & row.keys())}
+            hashes[id(row)] = _hash(json.dumps(_sum_up(given)).encode())
+    return [hashes[id(row)] for row in rows]
+
+
+def find_difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
+    """Say which setting has another value here; None where those that both know are the same."""
+    for name in there:
+        if name in here and there[name] != here[name]:
+            found = ("the default" if value is None else repr(value) for value in (there[name], here[name]))
+            return "{} is {} there and {} here".format(name, *found)
+    return None
+
+
+def check_rollout(checkpoint: Path, made_under: dict[str, Any], inputs: PipelineInputs) -> None:
+    """Refuse to go on within a rollout under other settings.
+
+    Args:
+        checkpoint: which lies within it.
+        made_under: what `describe_rollout` returned when it was written.
+        inputs: of the pipeline's calls.
+
+    Raises:
+        ResumeError: the replay would depend on a setting that has changed.
+    """
+    difference = find_difference(made_under, describe_rollout(inputs))
+    if difference is not None:
+        raise ResumeError(
+            f"{checkpoint} lies within a rollout that was made with other settings ({difference}); resume with the "
+            "former settings, or from a checkpoint between two rollouts."
+        )
+
+
+def check_rows(checkpoint: Path, hashes: list[str], rows: Rows, inputs: PipelineInputs) -> None:
+    """Refuse to go on within a rollout of other prompts.
+
+    Args:
+        checkpoint: which lies within it.
+        hashes: of the rows of its samples, as `hash_rows` returned them.
+        rows: that the dataset has for the same samples.
+        inputs: of the pipeline's calls.
+
+    Raises:
+        ResumeError: a row differs.
+    """
+    pairs = zip(rows, hashes, hash_rows(rows, inputs), strict=True)
+    changed = next((row for row, there, here in pairs if there != here), None)
+    if changed is not None:
+        raise ResumeError(
+            f"{checkpoint} lies within a rollout of other dataset rows (the one with the prompt "
+            f"{changed.get('prompt')!r} is not among them, or has other inputs now); resume with the former dataset, "
+            "or from a checkpoint between two rollouts."
+        )
+
+
+def _publish(settings: dict[str, Any]) -> dict[str, Any]:
+    """Make settings fit for JSON, without folders and secrets."""
+    return strip_folders(strip_secrets(describe(settings)))
+
+
+def _sum_up(value: Any) -> Any:
+    """Make a value fit for JSON as `describe` does, with a hash of what a tensor or an array holds."""
+    if isinstance(value, dict):
+        return {str(name): _sum_up(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_sum_up(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        content = value.detach().cpu().flatten().view(torch.uint8).numpy()
+    elif isinstance(value, np.ndarray):
+        content = value
+    else:
+        return describe(value)
+    return f"{describe(value)} {_hash(content.tobytes())}"
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
