@@ -87,7 +87,10 @@ class DiffusionGRPOConfig(
         },
     )
     bf16: bool | None = field(
-        default=None, metadata={"help": "Mixed bfloat16 precision. By default on if the accelerator supports it."}
+        default=None,
+        metadata={
+            "help": "Mixed bfloat16 precision. By default on if the GPU computes in it; set fp16 on older ones."
+        },
     )
     logging_steps: float = field(default=1, metadata={"help": "Log every N updates."})
     save_steps: float = field(default=50, metadata={"help": "Write a checkpoint every N updates."})
@@ -113,9 +116,8 @@ class DiffusionGRPOConfig(
         if count_launched_processes() > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # or each process would be a run of its own
         if self.bf16 is None:
-            self.bf16 = (
-                not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-            )
+            is_fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+            self.bf16 = is_fast and not self.fp16 and not self.use_cpu
         watches = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type) in WATCHING_SCHEDULES
         if self.metric_for_best_model is None and (
             watches or self.load_best_model_at_end or self.save_strategy == "best"

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from pyarrow import ArrowException
 
 from ..config.names import check_name
 from .columns import make_paths_absolute
@@ -21,7 +22,7 @@ SPLITS = ("train", "validation", "val", "test")  # names of files that hold one
 
 def read_lines(path: Path) -> list[str]:
     """Read the lines of a text file that are not blank, without the white space around them."""
-    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
 
 
 def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
@@ -35,7 +36,7 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
         split: which split of the dataset; a single file has none and is returned whole.
 
     Raises:
-        ValueError: the file does not exist, or the folder has no such split.
+        ValueError: the file does not exist, is empty or cannot be read, or the folder has no such split.
     """
     path = Path(source)
     if source == "tiny":
@@ -45,7 +46,7 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     if path.suffix in READERS and (path.is_file() or not path.exists()):
         if not path.exists():
             raise ValueError(f"There is no file {source}; give the path of an existing file with prompts.")
-        return make_paths_absolute(READERS[path.suffix](path), path.absolute().parent)
+        return make_paths_absolute(_read_file(path), path.absolute().parent)
     if (path / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(source)
         if split not in splits:
@@ -61,6 +62,16 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     if path.is_dir() and "prompt" not in loaded.column_names and "text" in loaded.column_names:
         loaded = loaded.rename_column("text", "prompt")
     return loaded
+
+
+def _read_file(path: Path) -> datasets.Dataset:
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty; write prompts into it.")
+    try:
+        return READERS[path.suffix](path)
+    except (datasets.exceptions.DatasetsError, ArrowException, StopIteration, ValueError) as error:
+        why = " ".join(str(error.__cause__ or error).split()) or "it holds no rows"
+        raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {why}") from error
 
 
 def find_splits(folder: Path) -> dict[str, Path]:

@@ -21,9 +21,8 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from trl.models.utils import add_hooks, remove_hooks
 
-from ..config.optimizers import TORCHAO
 from ..policy.network_gate import HOOKS, NetworkAccess, replace_attribute
-from . import late_weights
+from . import late_weights, refusals
 from .backend import VALUES_BESIDE, DistributedBackend
 from .context_parallel import ContextGroups
 from .deepspeed_checkpoints import restore_engine
@@ -37,9 +36,6 @@ LAYERED_TOKENS = (
     "ds3_gather_for_generation=False gathers each layer anew for every token, and processes that end early would be "
     "waited for; set it to True."
 )
-
-
-TENSOR_SUBCLASSES = {"torchao", "quanto"}  # neither flattened nor swapped by DeepSpeed
 
 
 class DeepSpeedBackend(DistributedBackend):
@@ -78,18 +74,10 @@ class DeepSpeedBackend(DistributedBackend):
         return super().mode | {"zero_stage": self.stage}
 
     def check_quantization(self, methods: Collection[str]) -> None:
-        for method in TENSOR_SUBCLASSES & set(methods):
-            raise ValueError(
-                f"DeepSpeed cannot move or send {method}'s weights, which are tensors of a class of their own; start "
-                "without it (DDP), or quantise with bitsandbytes (load_in_4bit, load_in_8bit)."
-            )
+        refusals.check_quantization("zero", methods)
 
     def check_optimizer(self, name: str) -> None:
-        if name in TORCHAO:
-            raise ValueError(
-                f"optim={name!r} compresses pieces of whole blocks only, and DeepSpeed cuts the weights elsewhere, so "
-                "that nearly all states would keep 32 bits; use adamw_8bit, or DDP."
-            )
+        refusals.check_optimizer("zero", name)
 
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:

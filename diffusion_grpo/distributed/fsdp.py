@@ -23,9 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from ..config.optimizers import BITSANDBYTES, TORCHAO
 from ..policy.network_gate import NetworkAccess, replace_attribute
-from . import late_weights
+from . import late_weights, refusals
 from .backend import VALUES_BESIDE, DistributedBackend
 from .context_parallel import ContextGroups
 from .dtensor import as_dtensor, as_shard, is_sharded
@@ -87,17 +86,10 @@ class FSDP2Backend(DistributedBackend):
         configure_plugin(accelerator.state.fsdp_plugin, networks)
 
     def check_quantization(self, methods: Collection[str]) -> None:
-        for method in sorted({*methods} - {"bitsandbytes_4bit"}):
-            raise ValueError(
-                f"FSDP2 cannot shard {method}'s weights; set load_in_4bit and bnb_4bit_quant_storage: bfloat16, which "
-                "it can, or start without FSDP (DDP), where each process holds the quantised network."
-            )
+        refusals.check_quantization("fsdp2", methods)
 
     def check_optimizer(self, name: str) -> None:
-        reason = "bitsandbytes cannot step FSDP2's sharded tensors" if name in BITSANDBYTES else None
-        reason = "FSDP2's checkpoints cannot hold torchao's compressed states" if name in TORCHAO else reason
-        if reason is not None:
-            raise ValueError(f"optim={name!r}: {reason}; use adamw_torch, or DeepSpeed with adamw_8bit.")
+        refusals.check_optimizer("fsdp2", name)
 
     def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
         if has_values:

@@ -121,7 +121,9 @@ def estimate_memory(
         return found
     trajectory = batches.samples_per_process * (counted.sample_bytes + batches.trained_steps * counted.step_bytes)
     found.append(_place("trajectory", trajectory, args.offload_trajectories, "recorded by the rollout's own code"))
-    return found + _list_phases(parts, args, counted, batches)
+    reference = _weigh_reference(parts, args, peft_config, sharding)
+    gathered = _weigh_gathered(parts, args, reference, sharding)
+    return found + _list_phases(parts, args, counted, batches, gathered, reference if args.offload_ref_model else 0)
 
 
 def _plan_loading(parts: Parts, sharding: Sharding) -> Memory:
@@ -137,13 +139,9 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
     """List weights, gradients and the optimizer's states, as the processes share them."""
     trained = parts.trained
     own, grads, states = count_bytes(trained), count_bytes(trained), count_optimizer_bytes(trained, args)
-    whole = own + parts.frozen
-    masters = 0
+    whole, masters = _weigh_whole(parts, args, sharding), 0
     if sharding.keeps_masters:
         masters = 4 * sum(p.numel() for p in trained)  # whatever the dtype of the weights
-        if (args.bf16 or args.fp16) and not parts.specs:
-            every = parts.model.parameters()
-            whole = sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in every)
         grads = masters // 2 if args.bf16 or args.fp16 else grads
     engine, away, away_optimizer = sharding.basis, sharding.offload_parameters, sharding.offload_optimizer
     found = [
@@ -166,17 +164,43 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
     return found
 
 
+def _weigh_whole(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> int:
+    """Return the bytes of all weights of the networks, undivided."""
+    if sharding.keeps_masters and (args.bf16 or args.fp16) and not parts.specs:
+        return sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
+    return count_bytes(parts.trained) + parts.frozen
+
+
+def _weigh_reference(
+    parts: Parts, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, sharding: Sharding
+) -> int:
+    """Return the bytes of a copied reference, undivided; 0 where there is none."""
+    if not args.needs_reference or peft_config is not None:
+        return 0
+    if sharding.keeps_masters and (args.bf16 or args.fp16):
+        return sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
+    return count_bytes(parts.model.parameters())
+
+
+def _weigh_gathered(parts: Parts, args: DiffusionGRPOConfig, reference: int, sharding: Sharding) -> int:
+    """Return what a process holds besides its shard while samples are made, where shards are gathered whole."""
+    gathers = {"zero3": args.ds3_gather_for_generation, "fsdp2": args.fsdp_gather_for_generation}
+    if sharding.processes == 1 or not gathers.get(sharding.name):
+        return 0
+    whole = _weigh_whole(parts, args, sharding) + (0 if args.offload_ref_model else reference)
+    return whole if sharding.offload_parameters else whole - sharding.share(whole, True)
+
+
 def _list_copies(
     parts: Parts, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, sharding: Sharding
 ) -> list[Memory]:
     """List copies of the weights: the reference, the moving average, the old policy."""
     found = []
     own = sharding.share(count_bytes(parts.trained), sharding.parameters)
-    if args.needs_reference and peft_config is None:
-        whole = count_bytes(parts.model.parameters())
-        if sharding.keeps_masters and (args.bf16 or args.fp16):
-            whole = sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
-        found.append(_place("reference", whole, args.offload_ref_model, "a copy of the network"))
+    if reference := _weigh_reference(parts, args, peft_config, sharding):
+        is_divided = sharding.parameters and not args.offload_ref_model
+        is_away = args.offload_ref_model or is_divided and sharding.offload_parameters
+        found.append(_place("reference", sharding.share(reference, is_divided), is_away, "a copy of the network"))
     if args.ema_decay is not None:
         found.append(Memory("moving average", own, basis=sharding.basis))
     if has_old_policy(args):
@@ -193,10 +217,23 @@ def _list_frozen(parts: Parts, args: DiffusionGRPOConfig) -> list[Memory]:
     return [Memory("frozen parts", stay, parts.weigh_others(moved), "text encoders, VAE and the like")]
 
 
-def _list_phases(parts: Parts, args: DiffusionGRPOConfig, counted: Measurement, batches: Batches) -> list[Memory]:
-    """List what comes and goes: one row for each phase that was measured."""
+def _list_phases(
+    parts: Parts, args: DiffusionGRPOConfig, counted: Measurement, batches: Batches, gathered: int, visiting: int
+) -> list[Memory]:
+    """List what comes and goes: one row for each phase that was measured.
+
+    Args:
+        parts: of the pipeline.
+        args: of the run.
+        counted: the peak of each phase.
+        batches: sizes of a rollout.
+        gathered: bytes of weights that come while samples are made.
+        visiting: bytes of a reference that comes from CPU memory for its passes.
+    """
     moved = parts.moved if args.offload_frozen is not None else ()
     cached, found = _are_prompts_cached(args), []
+    size = args.per_device_train_batch_size
+    without_gradient = counted.peaks.get(DENOISING, 0) * size // (args.rollout_batch_size or size)
     for phase, name, basis in (
         (ENCODING, "encoding prompts", "the most at a time, for one call of a rollout"),
         (DENOISING, "denoising", "the most at a time, for one call of a rollout"),
@@ -213,6 +250,11 @@ def _list_phases(parts: Parts, args: DiffusionGRPOConfig, counted: Measurement, 
             count += parts.weigh_others(n for n in moved if n in parts.decodes)
         if phase == ENCODING and cached:
             found.append(Memory(name, count, 0, "text encoders at work, before the network is loaded", PREPARING))
+        elif phase == UPDATE and visiting and visiting + without_gradient > count:
+            count = visiting + without_gradient
+            found.append(Memory(name, count, 0, "the reference's pass, for which it comes from CPU memory", phase))
+        elif phase != UPDATE and gathered:
+            found.append(Memory(name, count + gathered, 0, basis + ", and the network, gathered whole", phase))
         else:
             found.append(Memory(name, count, 0, basis, phase))
     released = list_text_encoders(parts.others) if cached else []

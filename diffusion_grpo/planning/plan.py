@@ -25,6 +25,7 @@ from ..config.quantization import choose_specs
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings
+from ..distributed.refusals import check_optimizer, check_quantization
 from ..distributed.sharding import Sharding
 from ..policy.base import Policy
 from ..policy.batching import BATCHED, LISTED, SINGLE, Form
@@ -33,6 +34,7 @@ from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
 from ..run import adapters
 from ..training.model import check_peft_config, prepare_model
+from ..training.quantization import name_method
 from .batches import Batches
 from .measure import CallSizes, CountedMasks, Measurement, add_means, measure, measure_renoised
 from .memory import Memory, Parts, add_up, estimate_memory, find_planned_algorithm, has_old_policy, keeps_means
@@ -231,9 +233,12 @@ def _plan_model(
             f"group_offload={args.group_offload!r} moves the frozen weights under a LoRA, on one process or with DDP; "
             "leave it out."
         )
+    check_optimizer(made.sharding.name, getattr(args.optim, "value", args.optim))
     prepared, counted, notes = _build_and_measure(folder, args, peft_config, rows, built)
     parts = prepared.parts
     parts = dataclasses.replace(parts, specs=_find_specs(folder, args, parts, peft_config is None))
+    methods = {name_method(parts.specs.get(name)) for name in parts.networks}
+    check_quantization(made.sharding.name, methods - {None})
     made.model["pipeline"] = type(prepared.pipe).__name__
     made.notes += notes
     if counted is not None and counted.tokens:

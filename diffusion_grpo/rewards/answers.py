@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import torch
 from PIL import Image
 from torch import Tensor
@@ -138,10 +139,20 @@ class Call:
         self.metrics.append((name, float(value)))
 
     def log_extra(self, name: str, values: list) -> None:
-        """Keep a column that the function logs, one value per item."""
+        """Keep a column that the function logs, one value per item.
+
+        Raises:
+            ValueError: another number of values, or values that a table cannot hold.
+        """
         if len(values) != len(self.rows):
             raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
-        self.extras[name] = list(values)
+        plain = values.tolist() if hasattr(values, "tolist") else list(values)
+        plain = [value.tolist() if hasattr(value, "tolist") else value for value in plain]  # tensors, numpy's numbers
+        try:
+            pyarrow.array(plain)
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"log_extra({name!r}) got values that a table cannot hold: {error}") from error
+        self.extras[name] = plain
 
 
 class Failure:

@@ -267,8 +267,8 @@ def check_eval_rewards(rewards: list[Reward], eval_rewards: list[Reward]) -> Non
 def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> None:
     """Refuse a dataset without the columns that the rewards need.
 
-    A reward needs the parameters without a default in its signature, and the columns that its `..._column` arguments
-    name.
+    A reward needs the parameters without a default in its signature, the columns that its `..._column` arguments
+    name, and those in its attribute `needed_columns`, where it has one.
 
     Raises:
         ValueError: a column is missing, or a `..._column` argument names one that cannot be passed. The message names
@@ -281,7 +281,7 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
             for name, parameter in reward.parameters.items()
             if parameter.default is parameter.empty and parameter.kind not in VARIADIC and name not in reward.arguments
         ]
-        required += _columns_in_arguments(reward)
+        required += [*_columns_in_arguments(reward), *sorted(getattr(reward.function, "needed_columns", ()))]
         for name in required:
             if name == "prompts" and "prompt" not in columns:
                 raise ValueError(
@@ -295,8 +295,9 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
 
 
 def list_columns(reward: Reward) -> set[str]:
-    """Return the columns that a reward names, as parameters or in `..._column` arguments."""
-    return {*reward.parameters} - reward.fixed | {*_columns_in_arguments(reward)}
+    """Return the columns that a reward names: as parameters, in `..._column` arguments or as `needed_columns`."""
+    named = {*_columns_in_arguments(reward), *getattr(reward.function, "needed_columns", ())}
+    return {*reward.parameters} - reward.fixed | named
 
 
 def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> None:

@@ -118,7 +118,7 @@ def _check_type(name: str, function: Callable, key: str, value: Any) -> None:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
+    origin = typing.get_origin(hint) or hint
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(hint))
     if origin is Literal:

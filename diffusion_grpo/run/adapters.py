@@ -26,7 +26,7 @@ from ..distributed.late_weights import fill
 from ..policy.network_gate import replace_attribute
 from ..policy.quantized import find_quantization
 from .dequantize import show_plain_layers
-from .weights import ADAPTER_WEIGHTS, LORA_WEIGHTS, load_weights
+from .weights import ADAPTER_WEIGHTS, LORA_WEIGHTS, fetch_lora, load_weights
 
 TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
 REFERENCE = "grpo_reference"  # copy of an adapter that is trained further: what it was at the start
@@ -169,11 +169,11 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
     if list_adapters(pipe):
         check_adapters(pipe, names, None, keep_adapters, is_full_training=False)
     name = choose_adapter_name(pipe)
-    folder = _peft_folder(source)
-    if folder is None:
-        load_weights(pipe, source, adapter_name=name)
+    place = fetch_lora(pipe, source) or source
+    if _is_peft_alone(Path(place).expanduser()):
+        PeftModel.from_pretrained(getattr(pipe, names[0]), Path(place).expanduser(), adapter_name=name)
     else:
-        PeftModel.from_pretrained(getattr(pipe, names[0]), folder, adapter_name=name)
+        load_weights(pipe, place, adapter_name=name)
     carried = list_adapters(pipe)
     missing = [component for component in names if name not in carried.get(component, [])]
     if missing:
@@ -187,17 +187,10 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
     return name
 
 
-def _peft_folder(source: str) -> Path | None:
-    """Find a LoRA in PEFT's layout alone, which diffusers does not load; the Hub is asked for it."""
-    folder = Path(source).expanduser()
-    if not folder.exists():
-        try:
-            folder = Path(hf_hub_download(source, "adapter_config.json")).parent
-            hf_hub_download(source, ADAPTER_WEIGHTS)
-        except EntryNotFoundError:
-            return None
+def _is_peft_alone(folder: Path) -> bool:
+    """Tell whether a LoRA has PEFT's layout only, which diffusers does not load."""
     is_peft = (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_config.json").is_file()
-    return folder if is_peft and not (folder / LORA_WEIGHTS).is_file() else None
+    return is_peft and not (folder / LORA_WEIGHTS).is_file()
 
 
 def read_config(source: str) -> LoraConfig:

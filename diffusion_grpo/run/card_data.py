@@ -5,9 +5,10 @@ Names stand there without this machine's folders.
 
 import inspect
 import logging
+import os
 import re
 from collections.abc import Collection, Iterable
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import yaml
@@ -15,7 +16,12 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import metadata_load, try_to_load_from_cache
 
 logger = logging.getLogger(__name__)
-SECRET = re.compile(r"(token|secret|password|(api|access|secret)[_-]?key|credentials?)$", re.IGNORECASE)  # its name
+# the name of what is secret
+SECRET = re.compile(r"(token|secret|password|authorization|(api|access|secret)[_-]?key|credentials?)$", re.IGNORECASE)
+USER_INFO = re.compile(r"(?<=://)[^/\s]*@")  # a name or a password in a URL
+# Characters that no file name has there tell a path from a regular expression such as `A:\s*(\d)`.
+WINDOWS_PATH = re.compile(r"""([A-Za-z]:[\\/]|\\\\[\w.-]+\\[\w.$' -]+\\)[^<>:"|?*\n]+""")
+HOMES = ("home", "Users")  # folders of people, also on another machine
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*"]  # in every push
 # in one without push_samples: weights, what diffusers needs beside them, the card and the images that it shows
@@ -28,10 +34,24 @@ def public_model_name(model: str) -> str:
     """Return a model's name for people elsewhere: a Hub id as it is, of a local folder the last part of its path."""
     path = Path(model).expanduser()
     if not (path.is_absolute() or path.exists()):
-        return model
+        return strip_folders(model)  # a Hub id, or a path of another machine
     parts = path.resolve().parts
     cached = [part.removeprefix("models--") for part in parts if part.startswith("models--")]  # the Hub's cache
     return cached[-1].replace("--", "/", 1) if cached else parts[-1]
+
+
+def public_source_name(source: str, model: str | None) -> str:
+    """Return the public name of the model that a network was loaded from.
+
+    Args:
+        source: of the network: a Hub id, or a folder, also one in the Hub's cache.
+        model: the pipeline's Hub id or folder. A network in that folder has its name.
+    """
+    path = Path(source)
+    is_local = path.is_absolute() or path.exists()
+    if model and is_local and path.resolve().is_relative_to(Path(model).expanduser().resolve()):
+        return public_model_name(model)
+    return public_model_name(source)
 
 
 def name_repository(pushed: str | None, planned: str | None) -> str | None:
@@ -45,19 +65,38 @@ def name_repository(pushed: str | None, planned: str | None) -> str | None:
 
 
 def strip_folders(value: Any) -> Any:
-    """Strip settings for readers elsewhere: of an absolute path only the last part is left."""
+    """Strip settings for readers elsewhere: of an absolute path only the last part is left.
+
+    Other text stays, such as a prompt that starts with a slash.
+    """
     if isinstance(value, dict):
         return {name: strip_folders(item) for name, item in value.items()}
     if isinstance(value, list):
         return [strip_folders(item) for item in value]
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+    path = _find_path(value) if isinstance(value, str) else None
+    return value if path is None else path.name
+
+
+def _find_path(text: str) -> PurePath | None:
+    """Return a text as an absolute path, if it is one that names a folder; None for other text, such as a prompt."""
+    if WINDOWS_PATH.fullmatch(text):
+        return PureWindowsPath(text)
+    path = PurePosixPath(text)
+    if not path.is_absolute() or len(path.parts) < 3 or "\n" in text:
+        return None
+    # with spaces it may be prose; a path of this machine starts with a folder that is here
+    first = path.parts[1]
+    is_path = not re.search(r"\s", text) or first in HOMES or os.path.isdir(path.anchor + first)
+    return path if is_path else None
 
 
 def strip_secrets(value: Any) -> Any:
-    """Leave out entries of dictionaries that hold a secret by their name, such as a token."""
+    """Leave out entries of dictionaries that hold a secret by their name, such as a token, and passwords in URLs."""
     if isinstance(value, dict):
         return {name: strip_secrets(item) for name, item in value.items() if not SECRET.search(str(name))}
-    return [strip_secrets(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [strip_secrets(item) for item in value]
+    return USER_INFO.sub("", value) if isinstance(value, str) else value
 
 
 def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str | None:

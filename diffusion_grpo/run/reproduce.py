@@ -52,9 +52,12 @@ def describe_script(argv: Sequence[str], processes: int) -> str | None:
 
 
 def _strip_secret_words(words: Sequence[str]) -> list[str]:
-    """Reduce absolute paths to their last part, and put dots for the values of secret options."""
+    """Reduce absolute paths to their last part, and put dots for the values of secret options.
+
+    Names and passwords in URLs are left out.
+    """
     kept, hides_next = [], False
-    for word in words:
+    for word in map(strip_secrets, words):
         name, equals, value = word.partition("=")
         is_flag = word.startswith("-")
         if is_flag and SECRET.search(name):

@@ -4,11 +4,12 @@ A LoRA is written in both PEFT's and diffusers' form. Full training writes the n
 whole pipeline, as diffusers lays it out.
 """
 
+import copy
 import dataclasses
 import inspect
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ from diffusers import DiffusionPipeline
 from diffusers.loaders import PeftAdapterMixin
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.utils import convert_state_dict_to_diffusers
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..distributed.late_weights import load_held
 from ..policy.base import policy_component, split_component
+from .card_data import public_source_name
 
+SOURCE = "_name_or_path"  # where diffusers says what a pipeline or network was loaded from
 POLICY_FOLDER = "policy"  # the policy itself, beside its published average
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -72,6 +77,8 @@ def save_policy(
             Full training: `folder/<component>`.
         whole_pipeline: for full training, write the other parts too, for `DiffusionPipeline.from_pretrained(folder)`.
 
+    The files name the base model as people elsewhere know it, without this machine's folders.
+
     Where several networks share the steps, the LoRA of the first goes to `folder` and that of any other to
     `folder/<component>`: `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
     """
@@ -84,8 +91,25 @@ def save_policy(
         _save_lora(model, pipe, name, folder)
     elif whole_pipeline:
         pipe.save_pretrained(folder)
+        _publish_sources(folder, pipe.components, pipe)
     else:
         model.save_pretrained(folder / name)
+        _publish_sources(folder, (name,), pipe)
+
+
+def _publish_sources(folder: Path, names: Iterable[str], pipe: DiffusionPipeline) -> None:
+    """Put public names for the paths in the files just written for these parts of the pipeline."""
+
+    def publish(found: dict[str, Any]) -> dict[str, Any]:
+        return found | {SOURCE: public_source_name(found[SOURCE], base)} if found.get(SOURCE) else found
+
+    base = pipe.config.get(SOURCE)
+    configs = [path for name in names for path in (folder / name).rglob("*config.json")]
+    for path in (folder / pipe.config_name, *configs):
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if f'"{SOURCE}"' in text:
+            content = json.loads(text, object_hook=publish)
+            path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _first(model: nn.Module, component: tuple[str, ...]) -> tuple[nn.Module, str]:
@@ -103,7 +127,9 @@ def _save_lora(model: PeftModel, pipe: DiffusionPipeline, name: str, folder: Pat
     layers = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     state = {name: tensor.contiguous() for name, tensor in layers.items()}
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = model.peft_config[model.active_adapter]
+    config = copy.copy(model.peft_config[model.active_adapter])  # the model keeps its own
+    if config.base_model_name_or_path:
+        config.base_model_name_or_path = public_source_name(config.base_model_name_or_path, pipe.config.get(SOURCE))
     config.save_pretrained(folder)
     way = lora_loader(pipe, name)
     layers = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
@@ -142,13 +168,14 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str 
     Args:
         pipe: of the model that was trained.
         source: a run's folder or one of its checkpoints (or the `policy` in it), with a LoRA (of a second expert too)
-            or with the networks of full training; or any LoRA that the pipeline itself loads, a file or a Hub id.
+            or with the networks of full training; the Hub id of a pushed LoRA; or any LoRA that the pipeline itself
+            loads, a file or a Hub id.
         adapter_name: of a LoRA in the pipeline; by default diffusers chooses one.
 
     Raises:
         ValueError: the folder holds no such weights.
     """
-    folder = Path(source)
+    folder = fetch_lora(pipe, source) or Path(source)
     is_lora = any((folder / name).is_file() for name in (ADAPTER_WEIGHTS, LORA_WEIGHTS))
     networks = [name for name in pipe.components if (folder / name / "config.json").is_file()]
     networks = [name for name in networks if isinstance(getattr(pipe, name), nn.Module)]
@@ -165,6 +192,26 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str 
         raise ValueError(f"{type(pipe).__name__} loads no LoRA from {source}; give the folder of a run.")
     else:
         pipe.load_lora_weights(source, adapter_name=adapter_name)
+
+
+def fetch_lora(pipe: DiffusionPipeline, source: str | Path) -> Path | None:
+    """Fetch a LoRA that lies on the Hub as a run writes it, with those of further networks.
+
+    Returns:
+        its folder in the cache; None where `source` is no Hub id, or only the pipeline can tell which file to load.
+    """
+    name = str(source)
+    if isinstance(source, Path) or Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        return None
+    try:
+        hf_hub_download(name, "adapter_config.json")
+    except EntryNotFoundError:
+        return None
+    files = (ADAPTER_WEIGHTS, "adapter_config.json", LORA_WEIGHTS)
+    networks = [component for component, part in pipe.components.items() if isinstance(part, nn.Module)]
+    inside = [f"{network}/{file}" for network in networks for file in files]
+    folder = Path(snapshot_download(name, allow_patterns=[*files, "run.json", *inside]))
+    return folder if any((folder / file).is_file() for file in (ADAPTER_WEIGHTS, LORA_WEIGHTS)) else None
 
 
 def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> None:

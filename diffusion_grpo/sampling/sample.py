@@ -99,8 +99,8 @@ def write_samples(
     path, count = settings.output_dir / TABLE, settings.num_generations
     table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
     for row, prompt in zip(table[::count], get_prompt_column(dataset)):
-        if row["prompt"] != prompt:
-            raise ValueError(f"{path} holds samples of {row['prompt']!r} where the prompts say {prompt!r}.")
+        if (there := row.get("prompt", "")) != prompt:  # without a column there are only embeddings
+            raise ValueError(f"{path} holds samples of {there!r} where the prompts say {prompt!r}.")
     make = Sampler(pipe, settings)
     records.write_json(settings.output_dir / JOB, settings.identity)
     step = max(1, settings.batch_size // count)  # prompts between two writes of the table

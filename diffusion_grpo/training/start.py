@@ -29,7 +29,7 @@ from ..rewards import (
 )
 from ..rewards.reward_processes import is_scorer
 from ..run.adapters import continues_lora
-from ..run.card_data import find_license, strip_secrets
+from ..run.card_data import find_license, strip_folders, strip_secrets
 from ..run.records import check_output_folder, make_record
 from ..run.reproduce import describe_script
 from ..tiny import default_settings
@@ -276,7 +276,7 @@ def describe_run(
     """Return what run.json says before the model is loaded."""
     evaluated = [reward.name for reward in rewards.evaluated]
     run = make_record(name_model(model), args, peft_config, rewards.names, evaluated, rewards.weights)
-    run["reward_options"] = {reward.name: strip_secrets(reward.options()) for reward in rewards.all}
+    run["reward_options"] = {reward.name: strip_folders(strip_secrets(reward.options())) for reward in rewards.all}
     run["license"] = find_license(name_model(model))
     run["command"] = describe_script(sys.argv, args.world_size)
     return run

@@ -117,6 +117,25 @@ def test_missing_file(tmp_path):
         load_prompts(str(tmp_path / "absent.txt"))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet"])
+def test_an_empty_or_broken_file_is_refused_in_a_sentence(name, tmp_path):
+    path = tmp_path / name
+    path.touch()
+    with pytest.raises(ValueError, match=f"{name} is empty; write prompts into it"):
+        load_prompts(str(path))
+    broken = (
+        b"\xff\xfe\n" if path.suffix == ".txt" else b'{"prompt": "a"}\n{"prompt": \n' if "js" in name else b'"a\nb'
+    )
+    path.write_bytes(broken)
+    with pytest.raises(ValueError, match=f"{name} cannot be read as {path.suffix[1:]}: .+"):
+        load_prompts(str(path))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
+    (tmp_path / "a.txt").write_text("a cat\na dog\n", encoding="utf-8-sig")
+    assert list(load_prompts(str(tmp_path / "a.txt"))["prompt"]) == ["a cat", "a dog"]
+
+
 def test_any_other_source_goes_to_the_hub(monkeypatch, table):
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda source, split: asked.append((source, split)) or table)

@@ -121,6 +121,32 @@ def test_each_mode_divides_what_it_says(tmp_path):
         assert loaded == alone["frozen parts"].accelerator + networks
 
 
+@pytest.mark.parametrize(
+    ("mode", "setting", "is_default"),
+    [("zero3", "ds3_gather_for_generation", True), ("fsdp2", "fsdp_gather_for_generation", False)],
+)
+def test_networks_that_are_gathered_whole_are_there_while_samples_are_made(tmp_path, mode, setting, is_default):
+    config = write_run(tmp_path, "sd3", use_peft=False, beta=0.1, bf16=False)
+
+    def items(*words):
+        return {item.name: item for item in plan(config, list(words), LaunchArguments(mode, num_processes=4)).memory}
+
+    whole, layers = items(f"--{setting}", "true"), items(f"--{setting}", "false")
+    assert items()["denoising"] == (whole if is_default else layers)["denoising"]
+    alone = {item.name: item.accelerator for item in plan(config, []).memory}
+    network = sum(alone[name] - layers[name].accelerator for name in ("parameters", "reference"))
+    assert whole["denoising"].accelerator - layers["denoising"].accelerator == network
+    assert whole["activations"] == layers["activations"]  # updates gather block by block
+    assert whole["reference"].accelerator == -(-alone["reference"] // 4)
+
+
+def test_a_reference_from_cpu_memory_is_on_the_accelerator_for_its_pass(tmp_path):
+    config = write_run(tmp_path, "sd3", use_peft=False, beta=0.1, gradient_checkpointing=True)
+    words = ["--offload_ref_model", "true"]
+    here, away = ({item.name: item.accelerator for item in plan(config, more).memory} for more in ([], words))
+    assert away["activations"] == here["reference"] + here["denoising"] > here["activations"]
+
+
 def test_offloads_move_bytes_to_the_cpu(tmp_path):
     config = write_run(tmp_path, "sd3", use_peft=False, beta=0.1)
     words = ["--offload_frozen", "cpu", "--offload_ref_model", "true", "--offload_trajectories", "true"]
@@ -231,6 +257,11 @@ def test_the_plan_refuses_what_the_trainer_refuses(tmp_path, capsys):
     assert "there is no file" in refusal(capsys, "plan", "nothing.yaml")
     assert "there is no folder" in refusal(capsys, "plan", config, "--model", "./nothing")
     assert "nearest is zero3" in refusal(capsys, "plan", config, "--accelerate_config", "zero4")
+    fsdp2 = ("--accelerate_config", "fsdp2", "--num_processes", "8")
+    words = ("plan", config, *fsdp2, "--optim", "adamw_bnb_8bit")
+    assert "bitsandbytes cannot step FSDP2's sharded tensors" in refusal(capsys, *words)
+    words = ("plan", config, *fsdp2, "--load_in_8bit", "true")
+    assert "FSDP2 cannot shard bitsandbytes_8bit's weights" in refusal(capsys, *words)
 
 
 def test_passes_on_renoised_samples_are_counted(tmp_path):

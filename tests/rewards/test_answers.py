@@ -108,6 +108,22 @@ def test_extra_columns_are_put_in_place() -> None:
     score([grouped, partly], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
     assert extras == {"heard": ["A", "B", "A", "B"], "place": [0, 1, 2, 3]}
 
+    def tensors(images, log_extra):
+        log_extra("sharp", torch.tensor([0.5, 1.0, 2.0, 4.0]))
+        log_extra("dark", [torch.tensor(1.5), np.float32(0.5)] * 2)
+        return [0.0] * len(images)
+
+    score([tensors], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
+    assert extras["sharp"] == [0.5, 1.0, 2.0, 4.0] and extras["dark"] == [1.5, 0.5] * 2
+    assert {type(value) for value in extras["dark"]} == {float}
+
+    def unfit(images, log_extra):
+        log_extra("objects", [object()] * len(images))
+        return [0.0] * len(images)
+
+    with pytest.raises(RewardError, match="'unfit'.*log_extra.'objects'. got values that a table cannot hold"):
+        score([unfit], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
+
     def wrong(images, log_extra):
         log_extra("short", [1])
         return [0.0] * len(images)

@@ -22,6 +22,7 @@ from diffusion_grpo.rewards import (
     reward_weights,
     score,
 )
+from diffusion_grpo.rewards.contract import list_columns
 
 # what is written
 
@@ -48,6 +49,13 @@ def test_columns_that_the_dataset_lacks_are_refused() -> None:
     check_columns(load_rewards([scaled, "text"]), ["prompt"], "train")
     with pytest.raises(ValueError, match="'word'"):
         check_columns(load_rewards({scaled: {"text_column": "word"}}), ["prompt"], "train")
+    remote = load_rewards({"remote": {"url": "http://a", "columns": ["goal", "mood"]}})
+    judge = load_rewards({"vlm_judge": {"url": "http://a", "model": "m", "template": "Is {prompt} {mood}? {goal}"}})
+    for rewards in (remote, judge):
+        assert {"goal", "mood"} <= list_columns(*rewards)
+        check_columns(rewards, ["prompt", "mood", "goal"], "train")
+        with pytest.raises(ValueError, match="needs the column 'mood', which train lacks; it has prompt, goal"):
+            check_columns(rewards, ["prompt", "goal"], "train")
 
 
 def test_an_evaluation_only_reward_may_not_take_the_name_of_another() -> None:

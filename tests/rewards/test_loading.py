@@ -57,6 +57,7 @@ def test_a_class_is_made_with_its_arguments() -> None:
         ({"ssim": {"target_column": 3}}, "target_column=3; expected str"),
         ({scaled: {"factor": "two"}}, "factor='two'; expected float"),
         ({scaled: {"images": []}}, "no argument 'images'"),
+        ({"remote": {"url": "http://a", "columns": "word"}}, "columns='word'; expected list"),
         ({"brigthness": 1}, "Did you mean 'brightness'"),
         ({"brightness": "high"}, "'brightness' has 'high'; give its weight"),
         ({"brightness": True}, "give its weight"),

@@ -1,6 +1,7 @@
 """Pipelines that carry LoRAs: trained further, kept, or refused before anything is lost; saved so that they load."""
 
 import json
+import shutil
 
 import pytest
 import tiny_pipelines
@@ -8,12 +9,12 @@ import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig, get_peft_model
-from tiny_runs import LORA, trained_weights, trainer_for
+from tiny_runs import LORA, first_frame_brightness, trained_weights, trainer_for
 
 from diffusion_grpo.rollout.reference import disable_adapters
 from diffusion_grpo.run import adapters
 from diffusion_grpo.run import weights as hub
-from tests.run.test_weights import draw_sample
+from tests.run.test_weights import draw_sample, put_on_hub, save_experts
 
 STRONG = {"learning_rate": 0.02}
 
@@ -91,6 +92,27 @@ def test_a_saved_lora_is_trained_further(tmp_path, style, layout):
     assert close(draw_sample(fresh, inputs), draw_sample(trainer.pipe, inputs)) and not close(
         draw_sample(fresh, inputs), drawn
     )
+
+
+@pytest.mark.parametrize("layout", ["as pushed", "peft"])
+def test_a_lora_on_the_hub_is_trained_further(tmp_path, style, layout, monkeypatch):
+    put_on_hub(monkeypatch, pushed := tmp_path / "pushed", tmp_path / "cache")
+    shutil.copytree(style[0], pushed)
+    if layout == "peft":
+        (pushed / hub.LORA_WEIGHTS).unlink()
+    trainer = trainer_for(tmp_path / "run", lora=False, lora_path="me/style", **STRONG)
+    assert close(draw_sample(trainer.pipe, tiny_pipelines.build("sd3")[1]), style[1])
+    assert trainer.run["trains_by"] == "LoRA me/style, trained further"
+
+
+def test_the_loras_of_two_experts_on_the_hub_are_trained_further(tmp_path, monkeypatch):
+    """As pushed, in PEFT's layout and diffusers', with the second expert's in a folder."""
+    expected = save_experts(tmp_path / "pushed")
+    put_on_hub(monkeypatch, tmp_path / "pushed", tmp_path / "cache")
+    settings = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}
+    trainer = trainer_for(tmp_path / "run", lora=False, lora_path="me/wan-lora", **settings)
+    assert {name.split(".")[0] for name in trained_weights(trainer)} == {"transformer", "transformer_2"}
+    assert close(draw_sample(trainer.pipe, tiny_pipelines.build("wan_experts")[1]), expected)
 
 
 def test_a_run_that_trains_a_lora_further_resumes_exactly(tmp_path, style):

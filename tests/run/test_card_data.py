@@ -4,12 +4,14 @@ import diffusers
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
+from diffusion_grpo.rewards.loading import load_rewards
 from diffusion_grpo.run.card_data import (
     find_license,
     list_upload_patterns,
     name_repository,
     pipeline_tag,
     public_model_name,
+    public_source_name,
     strip_folders,
     strip_secrets,
 )
@@ -77,6 +79,58 @@ def test_names_without_this_machines_folders(tmp_path, monkeypatch):
     assert strip_folders(settings) == {"deepspeed": "zero.json", "names": ["y", "a/b"], "rate": 0.1}
 
 
+def test_a_network_has_the_name_of_the_model_that_it_came_with(tmp_path):
+    (tmp_path / "my-model" / "vae").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    model = str(tmp_path / "my-model")
+    assert public_source_name(f"{model}/vae", model) == public_source_name(model, model) == "my-model"
+    assert public_source_name(str(tmp_path / "other"), model) == public_source_name("/x/other", None) == "other"
+    cached = tmp_path / "models--someone--some-model" / "snapshots" / "abc" / "vae"
+    for base in ("someone/some-model", model, None):
+        assert public_source_name(str(cached), base) == "someone/some-model"
+        assert public_source_name("someone/vae", base) == "someone/vae"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/imagine ugly, bad/blurry",
+        "/imagine",
+        "/no_think",
+        "/home/sweet\n{prompt}/10",
+        "a/b",
+        "http://host/a/b",
+        r"A:\s*(\d+)/10",
+        r"\\boxed\{(\d+)\}",
+        "",
+        "/" + "ugly, " * 1000 + "/bad",
+    ],
+)
+def test_text_that_is_no_path_stays(text):
+    assert strip_folders({"negative_prompt": text}) == {"negative_prompt": text}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/x/jane/model",
+        "/x/jane/model/",
+        "/home/Jane Doe/model",
+        "/Users/Jane Doe/My Models/model",
+        r"C:\Users\Jane Doe\model",
+        "c:/Users/Jane Doe/model",
+        r"\\jane\Jane's files\a\model",
+        r"\\jane\share\model",
+    ],
+)
+def test_of_a_path_its_last_part_is_left(path):
+    assert strip_folders([path]) == ["model"] and public_model_name(path) == "model"
+
+
+def test_a_path_with_spaces_on_this_machine_is_one(tmp_path):
+    assert strip_folders(str(tmp_path / "Jane Doe" / "not there yet.txt")) == "not there yet.txt"
+
+
 def test_the_licence_of_the_base_model(tmp_path, caplog):
     assert find_license("tiny") == {"license": "apache-2.0"} and find_license("someone/unknown") == {}
     (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: theirs\ntags: [a]\n---\nText\n")
@@ -94,3 +148,19 @@ def test_what_is_secret_by_its_name_is_left_out_wherever_it_stands():
     given = {"model_init_kwargs": {"token": "hf_1", "revision": "main"}, "rewards": [{"API_KEY": "sk-1", "key": 1}]}
     assert strip_secrets(given) == {"model_init_kwargs": {"revision": "main"}, "rewards": [{"key": 1}]}
     assert strip_secrets({"token_sampling": 1, "max_tokens": 2}) == {"token_sampling": 1, "max_tokens": 2}
+
+
+def test_no_password_of_a_url_is_published():
+    given = {"url": ["http://me:pass@host:8000/v1", "https://me@host"], "extra": {"Authorization": "Bearer 1", "n": 1}}
+    assert strip_secrets(given) == {"url": ["http://host:8000/v1", "https://host"], "extra": {"n": 1}}
+    assert strip_secrets("either ws://a:b@c or http://p@ss:w@rd@host?a") == "either ws://c or http://host?a"
+    for text in ("http://host:8000/v1", "https://host/@someone", "me@mail.example", "cats://a dog @home"):
+        assert strip_secrets(text) == text
+
+
+def test_what_a_reward_is_told_is_recorded_without_secrets():
+    request = {"api_key": "sk-1", "seed": 0}
+    settings = {"url": "http://h", "model": "m", "template": "{prompt}", "extra": request}
+    (reward,) = load_rewards({"vlm_judge": settings})
+    recorded = strip_secrets(reward.options())
+    assert recorded["extra"] == {"seed": 0} and "sk-1" not in str(recorded)

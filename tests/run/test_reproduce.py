@@ -36,13 +36,15 @@ def test_the_file_holds_no_secret_and_no_folder(tmp_path):
         "dataset": "/home/me/words.txt",
         "hub_token": "hf_1",
         "hub_model_id": "me/mine",
-        "reward_funcs": [{"remote": {"url": "http://a", "token": "abc", "token_env": "TOKEN"}}],
+        "reward_funcs": [{"remote": {"url": "http://me:pass@a", "token": "abc", "token_env": "TOKEN"}}],
+        "pipeline_kwargs": {"negative_prompt": "/imagine ugly, bad/blurry"},
     }
     save_settings(tmp_path / "run", values)
     text = (tmp_path / "run" / "train.yaml").read_text()
     assert yaml.safe_load(text) == {
         "dataset": "words.txt",
         "reward_funcs": [{"remote": {"url": "http://a", "token_env": "TOKEN"}}],
+        "pipeline_kwargs": {"negative_prompt": "/imagine ugly, bad/blurry"},
         "output_dir": "outputs/run",
     }
 
@@ -56,6 +58,9 @@ def test_the_command_of_a_script():
         assert shown == f"python train.py {name} ... --key name"
         assert describe_script(["train.py", f"{name}=sk-1"], 1) == f"python train.py {name}=..."
     assert describe_script(["train.py"], 4) == "accelerate launch --num_processes 4 train.py"
+    assert describe_script(["train.py", "--url=http://me:pass@a", "http://b@c"], 1) == (
+        "python train.py --url=http://a http://c"
+    )
     for argv in ([], [""], ["/x/ipykernel_launcher.py", "-f"], ["/x/pytest/__main__.py"], ["/bin/pytest"], ["-c"]):
         assert describe_script(argv, 1) is None
 

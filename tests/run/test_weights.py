@@ -1,16 +1,23 @@
 """What is saved is loaded by plain diffusers, and makes the same image."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel, WanTransformer3DModel
+from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_runs import first_frame_brightness, trained_weights, trainer_for
+from torch import nn
 
+from diffusion_grpo.run import adapters
 from diffusion_grpo.run import weights as hub
+from diffusion_grpo.run.card_data import list_upload_patterns
 
 
 def draw_sample(pipe, inputs, output_type="np"):
@@ -22,6 +29,38 @@ def draw_sample(pipe, inputs, output_type="np"):
 
 def first_number(completions, **columns):
     return [float(torch.as_tensor(completion).float().mean()) for completion in completions]
+
+
+def save_experts(folder):
+    """Write a LoRA of both experts of Wan 2.2 that is not zero, and return what the pipeline draws with it."""
+    pipe, inputs = tiny_pipelines.build("wan_experts")
+    names = ("transformer", "transformer_2")
+    config = LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: get_peft_model(getattr(pipe, name), config) for name in names})
+    hub.save_policy(model, pipe, names, folder)
+    return draw_sample(pipe, inputs)
+
+
+def put_on_hub(monkeypatch, repository, cache):
+    """Let every Hub id name the folder `repository`; only what is asked for is copied to `cache`."""
+
+    def snapshot_download(name, allow_patterns):
+        files = [str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file()]
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (cache / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(repository / file, cache / file)
+        return str(cache)
+
+    def hf_hub_download(name, file):
+        if not (repository / file).is_file():
+            raise EntryNotFoundError(f"{name} has no {file}")
+        snapshot_download(name, allow_patterns=[file])
+        return str(cache / file)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    for module in (hub, adapters):
+        monkeypatch.setattr(module, "hf_hub_download", hf_hub_download)
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "sdxl", "sd15"])
@@ -57,6 +96,60 @@ def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
     again, _ = tiny_pipelines.build("wan_experts")
     hub.load_weights(again, tmp_path)
     assert torch.equal(draw_sample(again, inputs), trained)
+
+
+def test_the_loras_of_two_experts_from_the_hub(tmp_path, monkeypatch):
+    """By the id alone both are loaded, and of what else was pushed nothing is fetched."""
+    pushed, cache = tmp_path / "pushed", tmp_path / "cache"
+    expected = save_experts(pushed)
+    needed = {str(path.relative_to(pushed)) for path in pushed.rglob("*.*")} - {"README.md", "transformer_2/README.md"}
+    assert len(needed) == 6
+    for extra in ("samples/1.mp4", "last-checkpoint/adapter_model.safetensors", "transformer_2/optimizer.pt"):
+        (pushed / extra).parent.mkdir(exist_ok=True)
+        (pushed / extra).write_bytes(b"large")
+    (pushed / "run.json").write_text('{"component": "transformer, transformer_2"}')
+    put_on_hub(monkeypatch, pushed, cache)
+    fresh, inputs = tiny_pipelines.build("wan_experts")
+    hub.load_weights(fresh, "me/wan-lora", adapter_name="mine")
+    assert adapters.list_adapters(fresh) == {"transformer": ["mine"], "transformer_2": ["mine"]}
+    assert torch.equal(draw_sample(fresh, inputs), expected)
+    fetched = {str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()}
+    assert fetched == needed | {"run.json"}
+
+
+def test_the_loras_of_two_experts_from_the_cache_offline(tmp_path, monkeypatch):
+    """As the Hub's client finds them with HF_HUB_OFFLINE."""
+    cached = tmp_path / "models--me--wan-lora"
+    expected = save_experts(cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    fresh, inputs = tiny_pipelines.build("wan_experts")
+    hub.load_weights(fresh, "me/wan-lora")
+    assert torch.equal(draw_sample(fresh, inputs), expected)
+
+
+@pytest.mark.parametrize("files", [["style.safetensors"], ["adapter_config.json", "style.safetensors"]], ids=len)
+def test_another_lora_on_the_hub_is_left_to_the_pipeline(tmp_path, monkeypatch, files):
+    (pushed := tmp_path / "pushed").mkdir()
+    for file in files:
+        (pushed / file).write_text("{}")
+    put_on_hub(monkeypatch, pushed, tmp_path / "cache")
+    pipe, _ = tiny_pipelines.build("sd3")
+    loaded = []
+    monkeypatch.setattr(pipe, "load_lora_weights", lambda source, adapter_name: loaded.append((source, adapter_name)))
+    hub.load_weights(pipe, "someone/style", adapter_name="style")
+    assert loaded == [("someone/style", "style")]
+
+
+def test_the_hub_is_not_asked_for_a_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *args: pytest.fail(f"{args} asked for"))
+    monkeypatch.chdir(tmp_path)
+    Path("runs/here").mkdir(parents=True)
+    pipe, _ = tiny_pipelines.build("sd3")
+    for source in ("runs/here", "./gone", "~/gone", "/gone", "runs/gone/checkpoint-1", "gone", Path("runs/gone")):
+        assert hub.fetch_lora(pipe, source) is None
 
 
 def test_a_lora_that_the_pipeline_does_not_load(tmp_path):
@@ -132,6 +225,53 @@ def test_full_weights_and_the_whole_pipeline(tmp_path):
     part = SD3Transformer2DModel.from_pretrained(tmp_path / "checkpoint-2" / "transformer")
     state = part.state_dict()
     assert all(torch.equal(state[name], value) for name, value in trained_weights(trainer).items())
+
+
+def load_from(folder: Path) -> DiffusionPipeline:
+    """A tiny pipeline that was saved to a folder and is loaded from there."""
+    tiny_pipelines.build("sd3")[0].save_pretrained(folder)
+    return DiffusionPipeline.from_pretrained(folder)
+
+
+def list_leaks(root: Path, text: str) -> list[Path]:
+    """The files under a folder that hold a text."""
+    return [path for path in root.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("jane/my-model", "my-model"), ("jane/models--some--model/snapshots/abc", "some/model")],
+)
+def test_saved_files_name_the_base_model_and_no_folder(tmp_path, place, name):
+    pipe, saved = load_from(tmp_path / place), tmp_path / "saved"
+    hub.save_policy(pipe.transformer, pipe, ("transformer",), saved / "whole", whole_pipeline=True)
+    hub.save_policy(pipe.transformer, pipe, ("transformer",), saved / "part")
+    lora = get_peft_model(pipe.text_encoder, LoraConfig(r=2, target_modules=["q_proj"]))
+    hub.save_policy(lora, pipe, ("text_encoder",), saved / "lora")
+    assert list_leaks(saved, "jane") == []
+    for file in ("whole/model_index.json", "whole/transformer/config.json", "whole/vae/config.json"):
+        assert json.loads((saved / file).read_text())["_name_or_path"] == name, file
+    assert json.loads((saved / "part/transformer/config.json").read_text())["_name_or_path"] == name
+    adapter = json.loads((saved / "lora/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == name
+    assert lora.peft_config["default"].base_model_name_or_path == str(tmp_path / place / "text_encoder")
+    hub.load_policy(lora, ("text_encoder",), saved / "lora")
+    hub.load_policy(pipe.transformer, ("transformer",), saved / "part")
+    again = DiffusionPipeline.from_pretrained(saved / "whole")
+    assert all(value.equal(again.vae.state_dict()[key]) for key, value in pipe.vae.state_dict().items())
+    assert again.transformer.config.patch_size == pipe.transformer.config.patch_size
+
+
+def test_a_run_of_a_local_model_publishes_no_folder_and_goes_on(tmp_path):
+    run, settings = tmp_path / "run", {"lora": False, "save_strategy": "steps", "save_steps": 1}
+    model = tmp_path / "jane" / "my-model"
+    trainer_for(run, model=load_from(model), max_steps=1, **settings).train()
+    trainer = trainer_for(run, model=DiffusionPipeline.from_pretrained(model), resume_from_checkpoint=True, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    trainer.save_model()
+    assert trainer.state.global_step == 2
+    files = [str(path.relative_to(run)) for path in list_leaks(run, "jane")]
+    assert list(filter_repo_objects(files, **list_upload_patterns(trainer.pipe.components, push_samples=True))) == []
 
 
 def test_what_was_measured_is_what_is_published(tmp_path):

@@ -70,6 +70,24 @@ async def ask(client: httpx2.AsyncClient, method: str, url: str, timeout: float,
     return Answer(response.status_code, dict(response.headers), content.decode("utf-8", "replace"))
 
 
+def check_url(url: Any, reward: str, form: str, setting: str) -> None:
+    """Refuse what is no URL, or one that holds a name or key.
+
+    Args:
+        url: what was given.
+        reward: whose setting it is.
+        form: what a URL should look like.
+        setting: of the reward, for the name of an environment variable with the key.
+
+    Raises:
+        ValueError: it cannot be used; the message shows no key.
+    """
+    if isinstance(url, str) and "@" in url:  # it would be written to run.json and into messages
+        raise ValueError(f"{reward}: url holds a name or key; put it into an environment variable, see {setting}.")
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise ValueError(f"{reward}: url is {url!r}; give {form}.")
+
+
 def is_loopback(url: str) -> bool:
     """Whether a URL names this machine itself."""
     host = urllib.parse.urlsplit(url).hostname or ""

@@ -19,7 +19,17 @@ from ...media.samples import frame_positions
 from ..answers import RewardError
 from ..contract import PROVIDED
 from ..needs import check_package
-from .http import Answer, FailedRequest, Slots, ask, read_error, read_object, seconds_to_wait, transport_errors
+from .http import (
+    Answer,
+    FailedRequest,
+    Slots,
+    ask,
+    check_url,
+    read_error,
+    read_object,
+    seconds_to_wait,
+    transport_errors,
+)
 from .wire import CONTENT_TYPES, Body, write_request
 
 if TYPE_CHECKING:
@@ -68,7 +78,7 @@ class RemoteReward:
             images; 1 sends only the first. All by default.
 
     Raises:
-        ValueError: there is no URL, or a number is out of range.
+        ValueError: there is no URL, one holds a name or password, or a number is out of range.
         RewardError: when called, if all servers are gone or one refuses the request.
 
     Examples:
@@ -95,8 +105,8 @@ class RemoteReward:
         latents: bool = False,
     ):
         urls = [url] if isinstance(url, str) else list(url)
-        if not urls or not all(isinstance(one, str) and one.startswith(("http://", "https://")) for one in urls):
-            raise ValueError(f"remote: url is {url!r}; give http://host:port, or a list of these.")
+        for one in urls or [url]:
+            check_url(one, "remote", "http://host:port, or a list of these", "token_env")
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("concurrency", concurrency, 1),
@@ -119,6 +129,7 @@ class RemoteReward:
             raise ValueError(f"remote: token_env names {token_env}, but no such environment variable is set.")
         self.servers = [_Server(one.rstrip("/")) for one in urls]
         self.reward, self.columns, self.token_env = reward, list(columns or []), token_env
+        self.needed_columns = {*self.columns}
         self.batch_size, self.concurrency, self._slots = batch_size, concurrency, Slots(concurrency)
         self.timeout, self.retries, self.backoff, self.wait = timeout, retries, backoff, wait
         self.is_groupwise, self.takes_latents = groupwise, latents  # contract.py reads these marks

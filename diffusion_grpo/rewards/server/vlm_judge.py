@@ -29,6 +29,7 @@ from .http import (
     FailedRequest,
     Slots,
     ask,
+    check_url,
     is_loopback,
     read_error,
     read_object,
@@ -70,7 +71,7 @@ class VlmJudge:
         extra: further fields of the request, such as `{"seed": 0}`; None removes a field that this server refuses.
 
     Raises:
-        ValueError: an argument is out of range, or the variable is not set.
+        ValueError: an argument is out of range, the URL holds a key, or the variable is not set.
         RewardError: when called, if a request is refused or gets no answer after all retries.
 
     Examples:
@@ -98,7 +99,7 @@ class VlmJudge:
     extra: dict | None = None
 
     def __post_init__(self):
-        _check_url(self.url)
+        check_url(self.url, "vlm_judge", "http://host:port/v1", "api_key_env")
         _check_pattern(self.pattern)
         least = {"num_frames": 1, "max_tokens": 1, "concurrency": 1, "retries": 0, "backoff": 0}
         for name, value in least.items():
@@ -116,6 +117,7 @@ class VlmJudge:
         self.url = self.url.rstrip("/")
         self._slots = Slots(self.concurrency)
         self._fields = _fields(self.template) | _fields(self.video_template or "")
+        self.needed_columns = self._fields - {"prompt"}
 
     def check_needs(self) -> None:
         """Raise ImportError if the HTTP client is missing; the server is not asked before the first scoring."""
@@ -137,7 +139,7 @@ class VlmJudge:
 
         async def score(row: int) -> float | None:
             async with limit:
-                values = {name: columns[name][row] for name in self._fields - {"prompt"}}
+                values = {name: columns[name][row] for name in self.needed_columns}
                 body = await asyncio.to_thread(self._body, completions[row], {**values, "prompt": prompts[row]})
                 return await self._ask(client, body)
 
@@ -224,13 +226,6 @@ class UnifiedReward(VlmJudge):
     max_tokens: int = 1024
 
     __hash__ = VlmJudge.__hash__
-
-
-def _check_url(url: str) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"vlm_judge: url is {url!r}; give http://host:port/v1.")
-    if "@" in url:  # it would be written to run.json and into messages
-        raise ValueError("vlm_judge: url holds a name or key; put it into an environment variable, see api_key_env.")
 
 
 def _check_pattern(pattern: str) -> None:

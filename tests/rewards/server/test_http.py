@@ -11,6 +11,7 @@ from diffusion_grpo.rewards.server.http import (
     FailedRequest,
     Slots,
     ask,
+    check_url,
     is_loopback,
     read_error,
     read_object,
@@ -43,6 +44,16 @@ def test_an_answer_without_end_and_one_too_long_are_refused(monkeypatch):
     assert send(lambda request: httpx2.Response(200, content=b"x" * 10)).text == "x" * 10
     with pytest.raises(FailedRequest, match="more than 10 bytes"):
         send(lambda request: httpx2.Response(200, content=b"x" * 11))
+
+
+def test_a_url_holds_no_key():
+    check_url("https://host:8000/v1", "mine", "http://host:port", "key_env")
+    with pytest.raises(ValueError, match="mine: url is 'host'; give http://host:port."):
+        check_url("host", "mine", "http://host:port", "key_env")
+    for url in ("http://me:secret@host", "me:secret@host"):
+        with pytest.raises(ValueError, match="mine: url holds a name or key;.*key_env") as error:
+            check_url(url, "mine", "http://host:port", "key_env")
+        assert "secret" not in str(error.value)
 
 
 def test_slots_limit_the_requests_at_one_server():

@@ -327,6 +327,9 @@ def test_a_column_that_is_not_there() -> None:
     [
         ({"url": []}, "http://host:port"),
         ({"url": "localhost:8000"}, "http://host:port"),
+        ({"url": ["http://a", 8000]}, "http://host:port"),
+        ({"url": "http://me:password@a:8000"}, "holds a name or key.*token_env"),
+        ({"url": ["http://a", "http://me@b"]}, "holds a name or key.*token_env"),
         ({"url": "http://a", "batch_size": 0}, "batch_size"),
         ({"url": "http://a", "num_frames": 0}, "num_frames"),
         ({"url": "http://a", "body": "pickle"}, "expected Literal"),
@@ -336,8 +339,9 @@ def test_a_column_that_is_not_there() -> None:
     ids=str,
 )
 def test_settings_that_cannot_work_are_refused(arguments, message) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         load_rewards({"remote": arguments})
+    assert "password" not in str(error.value)
 
 
 # the command

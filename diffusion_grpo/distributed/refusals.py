@@ -1,0 +1,52 @@
+"""What processes that share the training state cannot do: asked before a run, and by its plan."""
+
+from collections.abc import Collection
+
+from ..config.optimizers import BITSANDBYTES, TORCHAO
+
+TENSOR_SUBCLASSES = {"torchao", "quanto"}  # neither flattened nor swapped by DeepSpeed
+
+
+def check_optimizer(sharding: str, name: str) -> None:
+    """Refuse an optimizer that cannot step weights as the processes hold them.
+
+    Args:
+        sharding: `fsdp2`, a name that begins with `zero`, or any other where each process holds all weights.
+        name: the setting `optim`.
+
+    Raises:
+        ValueError: one sentence with what to change.
+    """
+    if sharding == "fsdp2" and name in (*BITSANDBYTES, *TORCHAO):
+        reason = "FSDP2's checkpoints cannot hold torchao's compressed states"
+        if name in BITSANDBYTES:
+            reason = "bitsandbytes cannot step FSDP2's sharded tensors"
+        raise ValueError(f"optim={name!r}: {reason}; use adamw_torch, or DeepSpeed with adamw_8bit.")
+    if sharding.startswith("zero") and name in TORCHAO:
+        raise ValueError(
+            f"optim={name!r} compresses pieces of whole blocks only, and DeepSpeed cuts the weights elsewhere, so "
+            "that nearly all states would keep 32 bits; use adamw_8bit, or DDP."
+        )
+
+
+def check_quantization(sharding: str, methods: Collection[str]) -> None:
+    """Refuse a quantised network that the processes cannot train a LoRA on.
+
+    Args:
+        sharding: as in [`check_optimizer`].
+        methods: how the trained networks are quantised; see
+            [`~diffusion_grpo.policy.quantized.find_quantization`].
+
+    Raises:
+        ValueError: one sentence with what to change.
+    """
+    for method in sorted({*methods} - {"bitsandbytes_4bit"}) if sharding == "fsdp2" else []:
+        raise ValueError(
+            f"FSDP2 cannot shard {method}'s weights; set load_in_4bit and bnb_4bit_quant_storage: bfloat16, which "
+            "it can, or start without FSDP (DDP), where each process holds the quantised network."
+        )
+    for method in sorted(TENSOR_SUBCLASSES & {*methods}) if sharding.startswith("zero") else []:
+        raise ValueError(
+            f"DeepSpeed cannot move or send {method}'s weights, which are tensors of a class of their own; start "
+            "without it (DDP), or quantise with bitsandbytes (load_in_4bit, load_in_8bit)."
+        )
