@@ -116,7 +116,7 @@ def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str
     lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base}){note}"]
     names = split_component(run["component"])
     for name in names if lora else []:
-        into = "" if name == names[0] else f", load_into_{name}=True"
+        into = f", load_into_{name}=True" if name.endswith("_2") else ""  # of two experts the second
         place = json.dumps(source)
         if name != names[0]:
             place = f'{place}, subfolder="{name}"' if is_on_hub else json.dumps(f"{source}/{name}")

@@ -223,7 +223,8 @@ def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> 
             continue
         way = lora_loader(pipe, name)
         if way == "load_lora_weights":
-            pipe.load_lora_weights(place, **({f"load_into_{name}": True} if place != folder else {}), **named)
+            into = {f"load_into_{name}": True} if name in policy_component(pipe)[1:] else {}
+            pipe.load_lora_weights(place, **into, **named)
         elif way == "load_lora_adapter":
             getattr(pipe, name).load_lora_adapter(place, prefix=None, weight_name=LORA_WEIGHTS, **named)
         else:

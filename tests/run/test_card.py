@@ -103,6 +103,13 @@ def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
     compile(code, "card", "exec")
 
 
+def test_the_card_puts_the_lora_of_a_second_expert_into_it(tmp_path):
+    for component, expected in (("transformer", ""), ("transformer_2", ", load_into_transformer_2=True")):
+        write_model_card(tmp_path, RUN | {"model": "a/b", "component": component}, [], name=None, updates=3)
+        (line,) = (line for line in (tmp_path / "README.md").read_text().splitlines() if "load_lora" in line)
+        assert line.endswith(f'"{expected})') and line.startswith("pipe.load_lora_weights(")
+
+
 @pytest.mark.parametrize("model", ["../away", "a b/c", "x/y: z"])
 def test_a_base_model_that_is_no_repository_is_not_linked(tmp_path, model):
     write_model_card(tmp_path, RUN | {"model": model}, [], name=None, updates=3)

@@ -98,6 +98,21 @@ def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
     assert torch.equal(draw_sample(again, inputs), trained)
 
 
+def test_the_lora_of_the_second_expert_alone(tmp_path):
+    """It is at the top of the folder, and still goes into the second network."""
+    pipe, inputs = tiny_pipelines.build("wan_experts")
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    model = get_peft_model(pipe.transformer_2, config)
+    hub.save_policy(model, pipe, ("transformer_2",), tmp_path)
+    (tmp_path / "run.json").write_text('{"component": "transformer_2"}')
+    expected = draw_sample(pipe, inputs)
+    fresh, inputs = tiny_pipelines.build("wan_experts")
+    hub.load_weights(fresh, tmp_path, adapter_name="mine")
+    assert adapters.list_adapters(fresh) == {"transformer_2": ["mine"]}
+    assert torch.equal(draw_sample(fresh, inputs), expected)
+
+
 def test_the_loras_of_two_experts_from_the_hub(tmp_path, monkeypatch):
     """By the id alone both are loaded, and of what else was pushed nothing is fetched."""
     pushed, cache = tmp_path / "pushed", tmp_path / "cache"
