@@ -240,6 +240,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     ),
     "ref_model_mixup_alpha": Turned(0.1, "reference@1 reference@2", "gradient@1 weights@1", SYNCED),
     "ref_model_sync_steps": Turned(2, "reference@1", "gradient@1 weights@1", SYNCED),
+    "report_to": Elsewhere("training/test_trackers.py::test_tensorboard_has_curves_and_frames"),
     "ds3_gather_for_generation": Elsewhere(
         "distributed/test_deepspeed.py::test_rows_may_differ_in_how_often_they_pass_the_network"
     ),
