@@ -29,6 +29,11 @@ from .update import UpdateSettings
 WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # learning rates that follow the evaluations
 
 
+def computes_in_bf16() -> bool:
+    """Tell whether there is a GPU with bfloat16 of its own; older ones emulate it, slowly."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 @dataclass
 class DiffusionGRPOConfig(
     Sizes, RunSettings, QuantizationSettings, UpdateSettings, SamplingSettings, TrainingArguments
@@ -116,8 +121,7 @@ class DiffusionGRPOConfig(
         if count_launched_processes() > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # or each process would be a run of its own
         if self.bf16 is None:
-            is_fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-            self.bf16 = is_fast and not self.fp16 and not self.use_cpu
+            self.bf16 = not self.fp16 and not self.use_cpu and computes_in_bf16()
         watches = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type) in WATCHING_SCHEDULES
         if self.metric_for_best_model is None and (
             watches or self.load_best_model_at_end or self.save_strategy == "best"

@@ -175,11 +175,7 @@ def _weigh_reference(
     parts: Parts, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, sharding: Sharding
 ) -> int:
     """Return the bytes of a copied reference, undivided; 0 where there is none."""
-    if not args.needs_reference or peft_config is not None:
-        return 0
-    if sharding.keeps_masters and (args.bf16 or args.fp16):
-        return sum(2 * p.numel() if p.is_floating_point() else p.nbytes for p in parts.model.parameters())
-    return count_bytes(parts.model.parameters())
+    return _weigh_whole(parts, args, sharding) if args.needs_reference and peft_config is None else 0
 
 
 def _weigh_gathered(parts: Parts, args: DiffusionGRPOConfig, reference: int, sharding: Sharding) -> int:

@@ -4,9 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from command_line import make_config
 
-from diffusion_grpo.config.settings import check_launched, count_launched_processes
+from diffusion_grpo.config.settings import check_launched, computes_in_bf16, count_launched_processes
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
@@ -18,6 +19,16 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     check_launched(2, 2)
     with pytest.raises(ValueError, match="2 processes were started, but each would be a run of its own.*use_cpu=True"):
         check_launched(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("is_there", "is_its_own", "expected"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_emulated_bf16_is_no_default(monkeypatch, is_there, is_its_own, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
+    supported = lambda including_emulation=True: including_emulation or is_its_own  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert computes_in_bf16() == expected
 
 
 def test_a_setting_of_older_versions_is_explained():

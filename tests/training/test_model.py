@@ -138,9 +138,6 @@ def test_the_dtype_in_which_a_pipeline_is_loaded(settings, is_full, expected):
 
 @pytest.mark.parametrize("dtype", [torch.float16, "float16", {"default": torch.float32, "transformer": torch.float16}])
 def test_float16_needs_the_loss_scaling_of_fp16(dtype, tmp_path):
-    """The gradient of a mean over a latent of 512 px by one element of the prediction is 0 in float16."""
-    element = torch.zeros((), dtype=torch.float16) + 1 / (16 * 64 * 64 * 128 * 32)
-    assert element == 0
     named = make_config(model_init_kwargs={"torch_dtype": dtype})
     with pytest.raises(ValueError, match="trained in float16.*load it in bfloat16 or float32, or set fp16=True"):
         check_gradient_range("no/such-model", named)
