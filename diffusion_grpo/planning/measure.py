@@ -133,7 +133,6 @@ def _measure_steps(
     shares_prediction = args.shares_calls and _shares_prediction(policy, mode, make_inputs(1), args)
     watch = PhaseWatch(policy)
     watch.reset()
-    forget_conversions(mode)
     with watch.watching(), count_repeats(runs, watch.live), _draw_without_weights(policy, mode):
         try:
             _, trajectory = rollout(policy, inputs, **settings)
@@ -258,6 +257,7 @@ def measure_update(
             parameter.grad = torch.empty_like(parameter)
     known = [*list_weights(policy.pipe), *(p.grad for p in trained), *trajectory.tensors().values()]
     live = LiveBytes(known, UPDATE)
+    forget_conversions(mode)
     try:
         with torch.enable_grad(), live, count_repeats(runs or [], live):
             replay(policy, inputs, trajectory, 0).log_prob.mean().backward()
@@ -323,7 +323,10 @@ def _find_places(mask: Tensor) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def _draw_without_weights(policy: Policy, mode: FakeTensorMode, drawn: list[Drawn] | None = None) -> Iterator[None]:
-    """Let a language model in the pipeline's call draw zeros; with `drawn`, keep them there and end the call."""
+    """Prepare for a call of the pipeline, in which a language model draws zeros.
+
+    With `drawn`, keep what it draws there and end the call.
+    """
 
     def draw(call: dict[str, Any], seeds: Tensor) -> Drawn:
         shape = len(seeds), policy.family.token_count(call)
@@ -340,6 +343,7 @@ def _draw_without_weights(policy: Policy, mode: FakeTensorMode, drawn: list[Draw
         drawn.append(made)
         raise StepScored
 
+    forget_conversions(mode)
     with replace_attribute(policy, "draw_tokens", draw):
         yield
 
