@@ -258,7 +258,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     def _resize(self) -> None:
         """Take changed sizes of micro-batches to where they are needed."""
         self._train_batch_size = self.args.train_batch_size
-        self.replays.batch_size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
+        self.replays.batch_size = self.args.rollout_call_size
         self.feed.resize(self.args.batch_sizes)
         self.metrics.reset()
 

@@ -42,6 +42,11 @@ class Sizes:
         return self.process_index // self.context_parallel_size
 
     @property
+    def rollout_call_size(self) -> int:
+        """Samples rolled out together."""
+        return self.rollout_batch_size or self.per_device_train_batch_size
+
+    @property
     def scores_on_some(self) -> bool:
         """Whether samples are sent to other processes that compute the rewards."""
         return self.reward_processes is not None and self.world_size > 1

@@ -83,6 +83,9 @@ class DiffusionGRPOConfig(
     per_device_train_batch_size: int = field(
         default=4, metadata={"help": "Samples in one forward and backward pass; rollouts use the same size."}
     )
+    per_device_eval_batch_size: int | None = field(
+        default=None, metadata={"help": "Samples generated together in an evaluation; by default as in rollouts."}
+    )
     gradient_accumulation_steps: int = field(default=32, metadata={"help": "Micro-batches in one optimizer update."})
     activation_checkpointing: bool | None = field(
         default=True,
@@ -145,6 +148,11 @@ class DiffusionGRPOConfig(
         check_loss_kwargs(self.loss_type, self.loss_kwargs, is_first_replay)  # a loss of the user's own is imported
         check_run_settings(self.loss_type, self.beta, self.multi_objective_aggregation == "loss_per_reward")
         load_advantage_fn(self.advantage_fn)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples generated together in an evaluation."""
+        return self.per_device_eval_batch_size or self.rollout_call_size
 
     @property
     def traits(self) -> AlgorithmTraits:

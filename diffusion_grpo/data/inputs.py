@@ -153,7 +153,7 @@ class PipelineInputs:
         self, policy: Policy, row: dict[str, Any], noise_level: float | None, args: DiffusionGRPOConfig
     ) -> Form:
         """Find out by calling the pipeline with one row; warn if it takes samples one by one."""
-        count = args.rollout_batch_size or args.per_device_train_batch_size
+        count = args.rollout_call_size
         start, stop = args.window
         last = args.num_inference_steps - 1  # which has no noise, and may be trained on re-noised samples
         start = min(start, last - 1)
@@ -236,7 +236,7 @@ class PipelineInputs:
         Args:
             rows: one per sample.
         """
-        size = self.args.rollout_batch_size or self.args.per_device_train_batch_size
+        size = self.args.rollout_call_size
         starts = range(0, len(rows), size)
         return [[start + i for i in indices] for start in starts for indices in self.parts(rows[start : start + size])]
 

@@ -61,7 +61,7 @@ class Batches:
         """
         updates = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
         rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)
-        size = args.rollout_batch_size or args.per_device_train_batch_size
+        size = args.rollout_call_size
         scored = _count_scored(args)
         accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return cls(

@@ -101,7 +101,7 @@ def count_usable(size: int) -> int:
 def halve_micro_batch(args: DiffusionGRPOConfig) -> Settings | None:
     """Halve the micro-batch and double the accumulation: an update trains on as many samples.
 
-    Evaluations, which are not planned, take no larger batches than training.
+    Where evaluations have a size of their own, which is not planned, it becomes no larger than that of training.
     """
     size = args.per_device_train_batch_size
     if size % 2:
@@ -111,8 +111,7 @@ def halve_micro_batch(args: DiffusionGRPOConfig) -> Settings | None:
         "gradient_accumulation_steps": 2 * args.gradient_accumulation_steps,
         "steps_per_generation": 2 * args.steps_per_generation,
     }
-    evaluates = getattr(args.eval_strategy, "value", args.eval_strategy) != "no" or args.eval_on_start
-    is_larger = evaluates and args.per_device_eval_batch_size > size // 2
+    is_larger = (args.per_device_eval_batch_size or 0) > size // 2
     return found | ({"per_device_eval_batch_size": size // 2} if is_larger else {})
 
 

@@ -56,7 +56,7 @@ class CallSizes:
         if args.shares_calls and args.trains_shared_step_alone:
             is_cut = update % sharing and sharing % update  # a micro-batch then has parts of one latent more
             update = min(update, math.ceil(update / sharing) + bool(is_cut))
-        return cls(args.rollout_batch_size or micro_batch, micro_batch, update)
+        return cls(args.rollout_call_size, micro_batch, update)
 
 
 @dataclass

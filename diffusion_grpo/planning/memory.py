@@ -229,7 +229,7 @@ def _list_phases(
     moved = parts.moved if args.offload_frozen is not None else ()
     cached, found = _are_prompts_cached(args), []
     size = args.per_device_train_batch_size
-    without_gradient = counted.peaks.get(DENOISING, 0) * size // (args.rollout_batch_size or size)
+    without_gradient = counted.peaks.get(DENOISING, 0) * size // args.rollout_call_size
     for phase, name, basis in (
         (ENCODING, "encoding prompts", "the most at a time, for one call of a rollout"),
         (DENOISING, "denoising", "the most at a time, for one call of a rollout"),

@@ -207,7 +207,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
         "reward_funcs": script.reward_funcs,
         "eval_reward_funcs": script.eval_reward_funcs,
         "same_initial_noise": train.shares_initial_noise,
-        "batch_size": train.rollout_batch_size or train.per_device_train_batch_size,
+        "batch_size": train.rollout_call_size,
         "train": train,
     }
     if train.traits.is_renoised:  # its rollouts draw no noise

@@ -74,6 +74,8 @@ def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
         )
     elif (args.rollout_batch_size or 1) > 1:
         found.append("rollout_batch_size: 1")
+    if args.eval_batch_size > args.rollout_call_size:
+        found.append(f"per_device_eval_batch_size: {args.rollout_call_size}, if it happened in an evaluation")
     if not args.activation_checkpointing:
         found.append("gradient_checkpointing: true")
     if not args.offload_trajectories and counts.get("trajectory", 0) > sum(counts.values()) / 20:
@@ -172,7 +174,8 @@ class MicroBatchSearch:
         try:
             return train()
         except Exception as error:
-            is_smallest = max(self._args.per_device_train_batch_size, self._args.rollout_batch_size or 1) == 1
+            args = self._args
+            is_smallest = max(args.per_device_train_batch_size, args.rollout_call_size, args.eval_batch_size) == 1
             if not is_wanted or is_smallest or not is_out_of_memory(error) or self._updates() > 0:
                 raise
         return None
@@ -187,6 +190,8 @@ class MicroBatchSearch:
             args.steps_per_generation *= factor
         if (args.rollout_batch_size or 1) > 1:
             args.rollout_batch_size = max(1, args.rollout_batch_size // 2)
+        if (args.per_device_eval_batch_size or 1) > 1:
+            args.per_device_eval_batch_size = max(1, args.per_device_eval_batch_size // 2)
         self._resize()
         logger.warning(
             "Out of memory: the run starts again with per_device_train_batch_size=%d and "

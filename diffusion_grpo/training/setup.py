@@ -138,7 +138,7 @@ def make_evaluation_settings(args: DiffusionGRPOConfig, sampling_rate: int | Non
         seed=args.seed,
         num_generations=args.num_generations_eval,
         num_inference_steps=args.eval_num_inference_steps or args.num_inference_steps,
-        batch_size=args.per_device_eval_batch_size,
+        batch_size=args.eval_batch_size,
         watched=args.watch_rewards,
         shown=args.num_completions_to_log,
         aggregation=args.multi_objective_aggregation,
@@ -272,7 +272,7 @@ class RunBuilder:
 
     def make_replays(self) -> Replays:
         """Make what measures recorded steps, in batches as large as those of the rollout."""
-        batch_size = self._args.rollout_batch_size or self._args.per_device_train_batch_size
+        batch_size = self._args.rollout_call_size
         return Replays(self._policy, self._learner.reference, self._inputs, self._backend, batch_size)
 
     def make_generator(

@@ -105,9 +105,10 @@ def test_what_is_set_already_is_not_proposed_again(config):
     }
     assert propose("smaller micro-batches", half)["per_device_train_batch_size"] == 1
     assert propose("smaller micro-batches", half | {"per_device_train_batch_size": 1}) is None
-    evaluates = {"eval_on_start": True}  # in batches of 8 by default, which are not planned
-    assert propose("smaller micro-batches", evaluates) == half | {"per_device_eval_batch_size": 2}
-    assert propose("smaller micro-batches", evaluates | {"per_device_eval_batch_size": 2}) == half
+    assert propose("smaller micro-batches", {"eval_on_start": True}) == half  # evaluated in batches of a rollout's size
+    own = {"per_device_eval_batch_size": 8}  # which are not planned
+    assert propose("smaller micro-batches", own) == half | {"per_device_eval_batch_size": 2}
+    assert propose("smaller micro-batches", {"per_device_eval_batch_size": 2}) == half
     swap = propose("block swap", {})
     assert swap["group_offload"] == "block_level" and propose("block swap", swap) is None
 

@@ -77,6 +77,23 @@ def test_without_the_search_or_a_smaller_size_the_message_comes_at_once(tmp_path
     assert "per_device_train_batch_size" not in str(raised.value)
 
 
+def test_an_evaluation_is_as_large_as_a_rollouts_call_unless_it_has_a_size_of_its_own(tmp_path):
+    """Guidance doubles the rows of a call; there are two prompts, with four samples each."""
+    evaluated = RUN | {"eval_strategy": "steps", "eval_on_start": True, "num_generations_eval": 4}
+    trainer = trainer_for(tmp_path / "default", rollout_batch_size=2, **evaluated)
+    seen = run_out(trainer, largest=8)
+    trainer.evaluate()
+    assert set(seen) == {4}
+    own = trainer_for(tmp_path / "own", auto_find_batch_size=True, per_device_eval_batch_size=8, **evaluated)
+    seen = run_out(own, largest=8)
+    own.train()
+    assert max(seen) == 8 and (own.args.eval_batch_size, own.args.per_device_train_batch_size) == (4, 2)
+    refused = trainer_for(tmp_path / "refused", per_device_eval_batch_size=8, **evaluated)
+    run_out(refused, largest=8)
+    with pytest.raises(torch.OutOfMemoryError, match="per_device_eval_batch_size: 4, if it happened in an evaluation"):
+        refused.train()
+
+
 def test_other_errors_pass(tmp_path):
     trainer = trainer_for(tmp_path, auto_find_batch_size=True, **RUN)
     trainer.policy.network.forward = lambda *args, **kwargs: 1 / 0
