@@ -105,7 +105,7 @@ def test_what_is_set_already_is_not_proposed_again(config):
     }
     assert propose("smaller micro-batches", half)["per_device_train_batch_size"] == 1
     assert propose("smaller micro-batches", half | {"per_device_train_batch_size": 1}) is None
-    assert propose("smaller micro-batches", {"eval_on_start": True}) == half  # evaluated in batches of a rollout's size
+    assert propose("smaller micro-batches", {"eval_on_start": True}) == half  # of a rollout's size
     own = {"per_device_eval_batch_size": 8}  # which are not planned
     assert propose("smaller micro-batches", own) == half | {"per_device_eval_batch_size": 2}
     assert propose("smaller micro-batches", {"per_device_eval_batch_size": 2}) == half
