@@ -17,7 +17,21 @@ from .scoring import NAMED, Detection
 
 PHRASES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
 NEED_SCIPY = ("owlv2", "maskformer", "mask2former")  # transformers needs it to load or call these
+# not supported; of EoMT, transformers returns one map, in which objects that overlap hide each other
+REFUSED = ("omdet-turbo", "oneformer", "eomt", "eomt_dinov3", "videomt")
 GREY = "#999999"  # fills the area outside an object's mask
+SYNONYMS = (  # names of one class: GenEval's, COCO's, and those in `id2label` of published detectors
+    ("computer mouse", "mouse"),
+    ("computer keyboard", "keyboard"),
+    ("tv remote", "remote", "remote control"),
+    ("tv", "tv monitor", "television"),
+    ("cell phone", "mobile phone"),
+    ("couch", "sofa"),
+    ("airplane", "aeroplane"),
+    ("motorcycle", "motorbike"),
+    ("donut", "doughnut"),
+    ("hair drier", "hair dryer"),
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,14 +40,18 @@ class TransformersDetector(ModelReward):
 
     Zero-shot detectors (OWL-ViT, OWLv2, Grounding DINO, MM Grounding DINO) are asked for the classes. Of the objects
     that other detectors (DETR and similar) and segmenters (Mask2Former, MaskFormer) report, those are kept whose class
-    in `id2label` was asked for.
+    was asked for, by its name in `id2label` or by another one in `SYNONYMS`; case and spaces do not matter.
+
+    Grounding DINO scores tokens. The score of a class is the mean over its tokens, as in mmdet, and an object gets the
+    class with the highest score.
 
     Args:
         model: Hub id or folder.
         min_score: detections with a lower score are dropped.
 
     Raises:
-        ValueError: when first called, if the model is of none of these families.
+        ValueError: when first called, if the model is of none of these families; when called with a class that the
+            detector was not trained on.
     """
 
     batch_size: int = 8
@@ -72,7 +90,7 @@ class TransformersDetector(ModelReward):
         if config.model_type == "detr":  # it is in both families, but was trained on boxes
             del families["segmenter"]
         known = [name for name, mapping in families.items() if type(config) in mapping]
-        if not known or config.model_type in ("omdet-turbo", "oneformer"):
+        if not known or config.model_type in REFUSED:
             raise ValueError(
                 f"{self.model} is a {config.model_type}, which is no detector that is known here; use OWLv2, "
                 "Grounding DINO, DETR or Mask2Former, or pass a callable."
@@ -83,7 +101,7 @@ class TransformersDetector(ModelReward):
         import transformers as tf
 
         config = tf.AutoConfig.from_pretrained(self.model, revision=self.revision)
-        self.family, self.needs_ids = self._family(config), "grounding-dino" in config.model_type
+        self.family, self.scores_tokens = self._family(config), "grounding-dino" in config.model_type
         loader = tf.AutoProcessor if self.family == "zero-shot" else tf.AutoImageProcessor
         self.processor = loader.from_pretrained(self.model, revision=self.revision)
         cls = {
@@ -100,49 +118,71 @@ class TransformersDetector(ModelReward):
     def _detect(self, network: nn.Module, images: list, labels: list[str]) -> list[list[Detection]]:
         chunk = [image.convert("RGB") for image in images]
         sizes = [(image.height, image.width) for image in chunk]
-        read = {"zero-shot": self._detect_by_text, "detector": self._boxes, "segmenter": self._masks}[self.family]
-        return [[d for d in own if d.label in labels] for own in read(network, chunk, sizes, labels)]
+        if self.family == "zero-shot":
+            # one image per call: all have the same texts, and padding would change an image's result
+            return [self._ask(network, image, size, labels) for image, size in zip(chunk, sizes, strict=True)]
+        names = self._find_classes(network.config.id2label, labels)
+        outputs = _outputs(network, self.processor(images=chunk, return_tensors="pt"))
+        read = self._masks if self.family == "segmenter" else self._boxes
+        return read(outputs, sizes, names)
 
-    def _detect_by_text(
-        self, network: nn.Module, images: list, sizes: list, labels: list[str]
-    ) -> list[list[Detection]]:
-        # one image per call: all have the same texts, and padding would change an image's result
-        results = []
-        for image, size in zip(images, sizes, strict=True):
-            inputs = self.processor(images=image, text=[labels], return_tensors="pt", padding=True)
-            outputs = _outputs(network, inputs)
-            options = {"threshold": self.min_score, "target_sizes": [size]}
-            if self.needs_ids:
-                options |= {"input_ids": inputs["input_ids"], "text_threshold": self.min_score}
-            else:
-                options["text_labels"] = [labels]
-            (result,) = self.processor.post_process_grounded_object_detection(outputs, **options)
-            named = [_nearest(text, labels) for text in result["text_labels"]]
-            results.append(_detections(named, result["scores"], result["boxes"]))
-        return results
-
-    def _boxes(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
-        outputs = _outputs(network, self.processor(images=images, return_tensors="pt"))
-        results = self.processor.post_process_object_detection(outputs, threshold=self.min_score, target_sizes=sizes)
-        return [_detections(_names(network, r["labels"].tolist()), r["scores"], r["boxes"]) for r in results]
-
-    def _masks(self, network: nn.Module, images: list, sizes: list, labels: list[str]) -> list[list[Detection]]:
-        outputs = _outputs(network, self.processor(images=images, return_tensors="pt"))
-        results = self.processor.post_process_instance_segmentation(
-            outputs, threshold=self.min_score, target_sizes=sizes
-        )
-        found = []
-        for result in results:
-            segments, parts = result["segmentation"].cpu().numpy(), result["segments_info"]
-            names = _names(network, [part["label_id"] for part in parts])
-            masks = [segments == part["id"] for part in parts]
-            found.append(
-                [
-                    Detection(name, float(part["score"]), _box(mask), mask)
-                    for name, part, mask in zip(names, parts, masks, strict=True)
-                    if mask.any()
-                ]
+    def _find_classes(self, id2label: dict[int, str], labels: list[str]) -> dict[int, list[str]]:
+        """Return the asked names of each id of the detector; raise ValueError for names that it does not know."""
+        ids: dict[str, list[int]] = {}
+        for number, name in id2label.items():
+            ids.setdefault(_fold(name), []).append(number)
+        names: dict[int, list[str]] = {}
+        unknown = []
+        for label in labels:
+            own = next((ids[name] for name in _synonyms(label) if name in ids), [])
+            if not own:
+                unknown.append(label)
+            for number in own:
+                names.setdefault(number, []).append(label)
+        if unknown:
+            raise ValueError(
+                f"geneval asks for {', '.join(map(repr, unknown))}, but {self.model} was trained on other classes "
+                "(id2label in its config.json); rename the class in the dataset, or take a detector that is asked by "
+                "name, such as OWLv2."
             )
+        return names
+
+    def _ask(self, network: nn.Module, image: Image.Image, size: tuple, labels: list[str]) -> list[Detection]:
+        """Detect objects of these classes by their names."""
+        inputs = self.processor(images=image, text=[labels], return_tensors="pt", padding=True)
+        outputs = _outputs(network, inputs)
+        if self.scores_tokens:
+            outputs["logits"] = self._class_logits(outputs.logits, inputs["input_ids"][0].tolist(), labels)
+        read = self.processor.image_processor.post_process_object_detection
+        (result,) = read(outputs, threshold=self.min_score, target_sizes=[size])
+        return _detections(result, {number: [label] for number, label in enumerate(labels)})
+
+    def _class_logits(self, logits: torch.Tensor, ids: list[int], labels: list[str]) -> torch.Tensor:
+        """Turn logits of tokens, `(1, queries, tokens)`, into those of classes, `(1, queries, classes)`.
+
+        The text is `[CLS] first class . second class . [SEP]`.
+        """
+        stop = self.processor.tokenizer.convert_tokens_to_ids(".")
+        ends = [place for place, token in enumerate(ids) if token == stop]
+        starts = [1, *(end + 1 for end in ends[:-1])]
+        parts = [logits[..., start:end] for start, end, _ in zip(starts, ends, labels, strict=True)]
+        return torch.stack([part.sigmoid().mean(-1) for part in parts], -1).logit()
+
+    def _boxes(self, outputs: Any, sizes: list, names: dict[int, list[str]]) -> list[list[Detection]]:
+        results = self.processor.post_process_object_detection(outputs, threshold=self.min_score, target_sizes=sizes)
+        return [_detections(result, names) for result in results]
+
+    def _masks(self, outputs: Any, sizes: list, names: dict[int, list[str]]) -> list[list[Detection]]:
+        # binary maps, because in one map of all objects those that overlap would hide each other
+        results = self.processor.post_process_instance_segmentation(
+            outputs, threshold=self.min_score, target_sizes=sizes, return_binary_maps=True
+        )
+        found: list[list[Detection]] = [[] for _ in results]
+        for own, result in zip(found, results, strict=True):
+            for number, part in enumerate(result["segments_info"]):  # without any, there are no masks either
+                for name in names.get(part["label_id"], ()):
+                    mask = result["segmentation"][number].bool().cpu().numpy()
+                    own.append(Detection(name, float(part["score"]), _box(mask), mask))
         return found
 
 
@@ -200,19 +240,20 @@ def _outputs(network: nn.Module, inputs: Any) -> Any:
     return outputs
 
 
-def _names(network: nn.Module, ids: list[int]) -> list[str]:
-    return [network.config.id2label[number] for number in ids]
+def _synonyms(label: str) -> list[str]:
+    """Return the names of a class, folded, its own first."""
+    own = _fold(label)
+    groups = [[_fold(name) for name in group] for group in SYNONYMS]
+    return [own, *(name for group in groups if own in group for name in group if name != own)]
 
 
-def _detections(names: list[str], scores: torch.Tensor, boxes: torch.Tensor) -> list[Detection]:
-    rows = zip(names, scores.tolist(), boxes.tolist(), strict=True)
-    return [Detection(name, score, tuple(box)) for name, score, box in rows]
+def _fold(name: str) -> str:
+    return "".join(name.lower().split())
 
 
-def _nearest(text: str, labels: list[str]) -> str:
-    """Return the longest class name that a detected phrase contains, or else the phrase itself."""
-    held = [label for label in labels if label.lower() in text.lower()]
-    return max(held, key=len) if held else text
+def _detections(result: dict[str, torch.Tensor], names: dict[int, list[str]]) -> list[Detection]:
+    rows = zip(*(result[key].tolist() for key in ("labels", "scores", "boxes")), strict=True)
+    return [Detection(name, score, tuple(box)) for label, score, box in rows for name in names.get(label, ())]
 
 
 def _box(mask: np.ndarray) -> tuple[float, float, float, float]:

@@ -105,6 +105,8 @@ class GenEval:
         rows = [read_requirements(columns, row) for row in range(len(images))]
         labels = [tuple(sorted({part["class"] for part in row["include"] + row["exclude"]})) for row in rows]
         scores: list[float | None] = [None] * len(images)
+        for model in self._models:  # also what these rows do not use: see `load_once`
+            model.load_once()
         try:
             self._score_images(images, rows, labels, scores)
         finally:
@@ -113,9 +115,8 @@ class GenEval:
 
     def check_needs(self) -> None:
         """Raise FileNotFoundError or ImportError if the detector, or CLIP for colours, cannot be loaded."""
-        for model in (self._detect, self._name):
-            if isinstance(model, ModelReward):
-                model.check_needs()
+        for model in self._models:
+            model.check_needs()
 
     def _score_images(self, images: list[Image.Image], rows: list[dict], labels: list[tuple], scores: list) -> None:
         # ask a zero-shot detector only for the classes of the image's own prompt, whatever else is in the batch
@@ -134,8 +135,8 @@ class GenEval:
 
     def _rest(self) -> None:
         """Offload the models once, after the last of their many calls."""
-        for model in (vars(self).get(name) for name in ("_detect", "_name")):
-            if self.offload and isinstance(model, ModelReward):
+        if self.offload:
+            for model in self._models:
                 model.rest()
 
     def verdict(self, image: Image.Image, detections: list[Detection], wanted: dict[str, Any]) -> Verdict:
@@ -148,6 +149,11 @@ class GenEval:
     def _objects(self, detections: list[Detection], wanted: dict[str, Any]) -> dict[str, list[Detection]]:
         least = self.min_score_counting if wanted["tag"] == COUNTING else self.min_score
         return group_by_class(detections, least, self.max_objects, self.max_overlap)
+
+    @property
+    def _models(self) -> list[ModelReward]:
+        """The detector and the namer of colours, where they have weights."""
+        return [model for model in (self._detect, self._name) if isinstance(model, ModelReward)]
 
     @cached_property
     def _detect(self) -> Callable:

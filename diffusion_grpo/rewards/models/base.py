@@ -95,14 +95,23 @@ class ModelReward(abc.ABC):
     def __hash__(self) -> int:
         return hash((type(self), self.model))
 
+    def load_once(self) -> None:
+        """Load the network to CPU memory, unless it is loaded.
+
+        The first call of a reward has to do this even if there is nothing to score. Later calls may run in a thread
+        beside the rollout, and loading changes torch's default dtype for the whole process.
+        """
+        with self._lock, torch.no_grad(), torch.autocast(self.torch_device.type, enabled=False):
+            if self._network is None:
+                with torch.random.fork_rng(devices=[]), without_sharding():
+                    self._network = self.load().eval().requires_grad_(False)
+
     @contextlib.contextmanager
     def network(self) -> Iterator[nn.Module]:
         """Yield the network on its device, without gradients or autocast; then offload it if so set."""
         device = self.torch_device
+        self.load_once()
         with self._lock, torch.no_grad(), torch.autocast(device.type, enabled=False):
-            if self._network is None:
-                with torch.random.fork_rng(devices=[]), without_sharding():
-                    self._network = self.load().eval().requires_grad_(False)
             try:
                 yield self._network.to(device)
             finally:
@@ -118,6 +127,8 @@ class ModelReward(abc.ABC):
     def in_batches(self, function: Callable[..., Any], *lists: list) -> list:
         """Call `function(network, *parts)` on batches of the lists and return its answers as one list.
 
+        Empty lists load the network too; see `load_once`.
+
         Args:
             function: returns one value per entry, as a list or as a tensor `(batch, ...)`, whose rows become floats
                 or nested lists.
@@ -129,6 +140,7 @@ class ModelReward(abc.ABC):
         rows = list(zip(*lists, strict=True))
         answers: list = []
         if not rows:
+            self.load_once()
             return answers
         with self.network() as network:
             for start in range(0, len(rows), self.batch_size):

@@ -8,6 +8,7 @@ import transformers as tf
 from PIL import Image
 from tiny_pipelines import clip_tokenizer
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
+from transformers.utils import ModelOutput
 
 from diffusion_grpo.rewards.geneval.detectors import ClipColors, TransformersDetector
 from diffusion_grpo.rewards.geneval.reward import GenEval
@@ -37,11 +38,11 @@ def backbone():
     )
 
 
-def detr(folder):
+def detr(folder, labels=LABELS):
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = tf.DetrConfig(
         backbone_config=backbone(), num_queries=6, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes,
-        id2label=LABELS, label2id={name: key for key, name in LABELS.items()},
+        id2label=labels, label2id={name: key for key, name in labels.items()},
     )  # fmt: skip
     tf.DetrForObjectDetection(config).save_pretrained(folder)
     tf.DetrImageProcessorPil(size={"shortest_edge": 32, "longest_edge": 64}).save_pretrained(folder)
@@ -61,6 +62,23 @@ def mask2former(folder):
     tf.Mask2FormerImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
 
 
+def maskformer(folder):
+    swin = tf.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 1, 1], window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    decoder = tf.DetrConfig(
+        d_model=16, num_queries=6, decoder_layers=1, decoder_ffn_dim=16, decoder_attention_heads=2,
+        encoder_layers=1, encoder_ffn_dim=16, encoder_attention_heads=2,
+    )  # fmt: skip
+    config = tf.MaskFormerConfig(
+        backbone_config=swin, decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32, num_queries=6,
+        id2label=LABELS, label2id={name: key for key, name in LABELS.items()},
+    )  # fmt: skip
+    tf.MaskFormerForInstanceSegmentation(config).save_pretrained(folder)
+    tf.MaskFormerImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+
+
 def grounding_dino(folder):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "cat", "dog", "red", "car"]
     tokenizer = tf.BertTokenizer(vocab={word: index for index, word in enumerate(words)})
@@ -78,7 +96,14 @@ def grounding_dino(folder):
     tf.GroundingDinoProcessor(processor, tokenizer).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("make", [owlv2, detr, mask2former, grounding_dino], ids=lambda make: make.__name__)
+SEGMENTERS = {
+    mask2former: tf.Mask2FormerForUniversalSegmentation,
+    maskformer: tf.MaskFormerForInstanceSegmentation,
+}
+FAMILIES = [owlv2, detr, mask2former, maskformer, grounding_dino]
+
+
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
 def test_detections_of_every_family(make, tmp_path) -> None:
     torch.manual_seed(0)
     make(tmp_path)
@@ -91,7 +116,7 @@ def test_detections_of_every_family(make, tmp_path) -> None:
             left, top, right, bottom = detection.box
             assert detection.label in ("cat", "dog", "red car") and 0.01 <= detection.score <= 1
             assert -side <= left <= right <= 2 * side and -side <= top <= bottom <= 2 * side  # in pixels
-            assert (detection.mask is not None) == (make is mask2former)
+            assert (detection.mask is not None) == (make in SEGMENTERS)
             if detection.mask is not None:
                 assert detection.mask.shape == (height, width) and detection.mask.any()
     (alone,) = detector(IMAGES[1:], ["cat", "dog", "red car"])
@@ -106,6 +131,136 @@ def test_what_is_no_detector_is_refused(tmp_path) -> None:
     tf.BertConfig(vocab_size=10, **TEXT).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is a bert, which is no detector"):
         TransformersDetector(str(tmp_path))(IMAGES, ["cat"])
+    tf.EomtConfig().save_pretrained(tmp_path)  # of which transformers gives no masks that overlap
+    with pytest.raises(ValueError, match="is a eomt, which is no detector"):
+        TransformersDetector(str(tmp_path))(IMAGES, ["cat"])
+
+
+SIDE = 64
+SQUARE = Image.new("RGB", (SIDE, SIDE))
+
+
+def answer(monkeypatch, cls, **outputs) -> None:
+    """Let every network of a class answer with these outputs."""
+    monkeypatch.setattr(cls, "forward", lambda self, **inputs: ModelOutput(outputs))
+
+
+def queries(*found) -> dict[str, torch.Tensor]:
+    """A segmenter's outputs: per query, the probabilities of cat, dog and red car, and the box that its mask fills."""
+    logits, masks = torch.zeros(1, len(found), 4), torch.full((1, len(found), 16, 16), -20.0)
+    for query, (probabilities, (left, top, right, bottom)) in enumerate(found):
+        logits[0, query] = torch.tensor([*probabilities, 1 - sum(probabilities)]).log()
+        masks[0, query, top // 4 : bottom // 4, left // 4 : right // 4] = 20.0
+    return {"class_queries_logits": logits, "masks_queries_logits": masks}
+
+
+@pytest.mark.parametrize("make", SEGMENTERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("dog", "cat"),
+    [((16, 16, 48, 48), (0, 0, 64, 64)), ((0, 16, 48, 48), (24, 0, 64, 64)), ((8, 8, 40, 40), (8, 8, 40, 40))],
+    ids=["inside", "half covered", "the same"],
+)
+def test_masks_may_overlap(make, dog, cat, tmp_path, monkeypatch) -> None:
+    make(tmp_path)
+    answer(monkeypatch, SEGMENTERS[make], **queries(([0.0, 0.97, 0.0], dog), ([0.60, 0.0, 0.0], cat)))
+    (found,) = TransformersDetector(str(tmp_path), "cpu")([SQUARE], ["cat", "dog"])
+    found = {one.label: one for one in found}
+    for label, score, box in (("dog", 0.97, dog), ("cat", 0.60, cat)):
+        assert found[label].score == pytest.approx(score, abs=0.01)  # the edges are smoothed
+        assert found[label].box == pytest.approx(box, abs=1)
+        assert found[label].mask.sum() == pytest.approx((box[2] - box[0]) * (box[3] - box[1]), rel=0.05)
+
+
+@pytest.mark.parametrize("make", SEGMENTERS, ids=lambda make: make.__name__)
+def test_one_query_may_stand_for_two_classes_or_for_none(make, tmp_path, monkeypatch) -> None:
+    make(tmp_path)
+    box, detector = (16, 16, 48, 48), TransformersDetector(str(tmp_path), "cpu")
+    answer(monkeypatch, SEGMENTERS[make], **queries(([0.55, 0.42, 0.0], box), ([0.0, 0.0, 0.0], box)))
+    (found,) = detector([SQUARE], ["cat", "dog"])
+    assert {one.label: round(one.score, 2) for one in found} == {"cat": 0.55, "dog": 0.42}
+    answer(monkeypatch, SEGMENTERS[make], **queries(([0.0, 0.0, 0.0], box)))
+    assert detector([SQUARE], ["cat", "dog"]) == [[]]
+
+
+def boxes(probabilities: torch.Tensor) -> torch.Tensor:
+    """One box in the middle per query of `(1, queries, classes)`."""
+    return torch.full((*probabilities.shape[:2], 4), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "known"),
+    [
+        ("computer mouse", "mouse"),
+        ("mouse", "computer mouse"),
+        ("computer keyboard", "keyboard"),
+        ("tv remote", "remote"),
+        ("tv", "tvmonitor"),
+        ("couch", "sofa"),
+        ("airplane", "aeroplane"),
+        ("motorcycle", "motorbike"),
+        ("potted plant", "pottedplant"),
+        ("dining table", "diningtable"),
+        ("cell phone", "Cell Phone"),
+        ("hair drier", "Hair Dryer"),
+    ],
+)
+def test_the_classes_of_geneval_are_found_by_the_names_of_the_detector(asked, known, tmp_path, monkeypatch) -> None:
+    detr(tmp_path, {0: "N/A", 1: known, 2: "cat"})
+    certain = torch.tensor([[[0.05, 0.9, 0.03, 0.02], [0.05, 0.03, 0.9, 0.02]]])
+    answer(monkeypatch, tf.DetrForObjectDetection, logits=certain.log(), pred_boxes=boxes(certain))
+    (found,) = TransformersDetector(str(tmp_path), "cpu")([SQUARE], [asked])
+    assert [(one.label, round(one.score, 2)) for one in found] == [(asked, 0.9)]
+    reward = GenEval(str(tmp_path), device="cpu")
+    assert reward([SQUARE], include=[[{"class": asked, "count": 1}]]) == [1]
+    assert reward([SQUARE], include=[[]], exclude=[[{"class": asked, "count": 1}]]) == [0]
+
+
+def test_a_class_of_its_own_name_goes_before_a_synonym(tmp_path, monkeypatch) -> None:
+    detr(tmp_path, {0: "Mouse", 1: "Computer mouse", 2: "cat"})  # the first is an animal
+    certain = torch.tensor([[[0.9, 0.05, 0.03, 0.02]]])
+    answer(monkeypatch, tf.DetrForObjectDetection, logits=certain.log(), pred_boxes=boxes(certain))
+    detector = TransformersDetector(str(tmp_path), "cpu")
+    assert detector([SQUARE], ["computer mouse"]) == [[]]
+    assert [one.label for one in detector([SQUARE], ["mouse", "cat"])[0]] == ["mouse"]
+
+
+@pytest.mark.parametrize("make", [detr, mask2former], ids=lambda make: make.__name__)
+def test_classes_that_the_detector_does_not_know_are_refused(make, tmp_path) -> None:
+    make(tmp_path)
+    detector = TransformersDetector(str(tmp_path), "cpu")
+    with pytest.raises(ValueError, match="asks for 'computer mouse', 'drum', but .* was trained on other classes"):
+        detector([SQUARE], ["cat", "computer mouse", "drum"])
+    with pytest.raises(ValueError, match="asks for 'drum'"):
+        GenEval(str(tmp_path), device="cpu")([SQUARE], include=[[]], exclude=[[{"class": "drum", "count": 1}]])
+
+
+def tokens(**probabilities) -> torch.Tensor:
+    """Grounding DINO's logits of one query for `[CLS] cat . dog . red car . [SEP]`, at most 32 tokens."""
+    places = {"cls": 0, "cat": 1, "dog": 3, "red": 5, "car": 6, "stop": 7}
+    found = torch.full((1, 1, 32), 0.0)
+    for word, probability in probabilities.items():
+        found[0, 0, places[word]] = probability
+    return found.logit()
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "expected"),
+    [
+        ({"dog": 0.80, "red": 0.35, "car": 0.35}, [("dog", 0.80)]),  # and not the longest name above the threshold
+        ({"dog": 0.35, "red": 0.80, "car": 0.70}, [("red car", 0.75)]),
+        ({"dog": 0.60, "red": 0.90, "car": 0.10}, [("dog", 0.60)]),  # red, but no car
+        ({"dog": 0.20, "cls": 0.90, "stop": 0.90}, []),
+    ],
+)
+def test_grounding_dino_gives_the_class_whose_tokens_score_best(
+    probabilities, expected, tmp_path, monkeypatch
+) -> None:
+    grounding_dino(tmp_path)
+    logits = tokens(**probabilities)
+    answer(monkeypatch, tf.GroundingDinoForObjectDetection, logits=logits, pred_boxes=boxes(logits))
+    (found,) = TransformersDetector(str(tmp_path), "cpu", min_score=0.3)([SQUARE], ["cat", "dog", "red car"])
+    assert [(one.label, round(one.score, 4)) for one in found] == expected
+    assert all(one.box == (16, 16, 48, 48) and one.mask is None for one in found)
 
 
 @pytest.mark.parametrize("make", [owlv2, detr, mask2former], ids=lambda make: make.__name__)
@@ -153,6 +308,25 @@ def test_models_are_loaded_and_kept_as_those_of_other_rewards(tmp_path, monkeypa
     reward.offload = False
     reward(IMAGES, include=include)
     assert rested == []
+
+
+def test_all_models_are_loaded_at_the_first_call_whatever_its_rows_need(tmp_path, monkeypatch) -> None:
+    """Later calls may be made in a thread, and loading changes torch's default dtype for the rollout beside it."""
+    detr(tmp_path / "detector")
+    clip_model(tmp_path / "colors")
+    reward = GenEval(str(tmp_path / "detector"), str(tmp_path / "colors"), device="cpu", dtype="bfloat16")
+    loaded = []
+    plain = tf.PreTrainedModel.from_pretrained.__func__
+
+    def note(cls, name, *args, **kwargs):
+        loaded.append(Path(name).name)
+        return plain(cls, name, *args, **kwargs)
+
+    monkeypatch.setattr(tf.PreTrainedModel, "from_pretrained", classmethod(note))
+    assert reward(IMAGES, include=[None, None]) == [None, None]
+    assert loaded == ["detector", "colors"]
+    reward(IMAGES, include=[[{"class": "cat", "count": 1, "color": "red"}]] * 2)
+    assert loaded == ["detector", "colors"]
 
 
 def clip_model(folder):

@@ -60,6 +60,14 @@ def test_it_is_loaded_at_the_first_call_and_scores_frozen_in_batches() -> None:
     assert reward.options() == {"batch_size": 2, "factor": 3.0}
 
 
+def test_it_is_loaded_at_the_first_call_even_an_empty_one() -> None:
+    """Later calls may be made in a thread, and loading changes torch's default dtype for the rollout beside it."""
+    Doubled.loads = 0
+    reward = Doubled(device="cpu")
+    assert reward(**columns()) == [] and Doubled.loads == 1
+    assert reward(**columns(1.0)) == [2.0] and reward(**columns()) == [] and Doubled.loads == 1
+
+
 def test_it_keeps_its_own_dtype_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert Doubled(factor=1.0)(**columns(1.001)) == [pytest.approx(1.001, abs=1e-6)]
