@@ -112,11 +112,11 @@ SMOOTH_REWARDS = SMOOTH["rewards"]
 
 def built(folder, settings, rewards=brightness):
     """Build a trainer; sizes in `settings` are given for one process, `rows` are the columns of the dataset; `mode` is
-    "zero2", "zero3", "zero3-layered", "fsdp2", or DDP by default."""
+    "zero1", "zero2", "zero3", "zero3-layered", "fsdp2", or DDP by default."""
     settings = dict(settings)
     processes = int(os.environ.get("WORLD_SIZE", 1)) // settings.get("context_parallel_size", 1)
     mode = settings.pop("mode", "ddp")
-    assert mode in ("ddp", "zero2", "zero3", "zero3-layered", "fsdp2"), mode
+    assert mode in ("ddp", "zero1", "zero2", "zero3", "zero3-layered", "fsdp2"), mode
     if mode.startswith("zero"):
         settings |= {"deepspeed": deepspeed_config(int(mode[4])), "ds3_gather_for_generation": mode == "zero3"}
     elif mode == "fsdp2":

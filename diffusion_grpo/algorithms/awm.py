@@ -61,13 +61,14 @@ class AWM(RenoisedWithOldPolicy):
         if self.ema_beta == 0:
             self._refuse_decay()
             self.old_decay = None  # nothing asks for the average
-        if self.clip >= 1 and self.old_decay is None:
-            off = (
-                f"decay_max={self.decay_max} keeps the average equal to the policy" if self.ema_beta else "ema_beta=0"
-            )
+        is_clipped = self.clip < 1 and not self.is_first_replay  # the ratio of the first replay is 1
+        if not is_clipped and self.old_decay is None:
+            kept = f"decay_max={self.decay_max} keeps the average equal to the policy"
+            off = "is off" if self.clip >= 1 else "has no effect with one update per rollout"
+            also = "" if self.is_first_replay else "clip below 1, or "
             raise ValueError(
-                f"loss_kwargs: clip={self.clip} is off, and {off}, so nothing limits the move; set clip below 1, or "
-                "ema_beta and decay_max above 0."
+                f"loss_kwargs: clip={self.clip} {off}, and {kept if self.ema_beta else 'ema_beta=0'}, so nothing "
+                f"limits the move; set {also}ema_beta and decay_max above 0."
             )
 
     def _refuse_decay(self) -> None:

@@ -6,6 +6,7 @@ These are the messages that a user reads first. None needs a model, and nothing 
 import difflib
 import logging
 import math
+import re
 from typing import Any
 
 from ..policy.log_prob_type import check_log_prob
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 # arguments of a pipeline's call that are the rollout's own
 RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
 
+LIST_TYPE = re.compile(r"list\[\w+\]( \| None)?")  # of settings that are a list, and nothing else
+
 OWN_CLIPS = {"grpo_guard": "clip_range", "dppo": "threshold"}  # losses with another limit than epsilon -> its name
 
 
@@ -35,6 +38,7 @@ def check_settings(args: Sizes) -> None:
     Raises:
         ValueError: in one sentence, what was found and what to change.
     """
+    _check_lists(args)
     _check_choices(args)
     _check_combinations(args)
     _check_trainer_settings(args)
@@ -49,6 +53,14 @@ def check_settings(args: Sizes) -> None:
     _check_group_offload(args)
     check_quantization(args)
     _check_prompt_embeds(args)
+
+
+def _check_lists(args: Sizes) -> None:
+    """Refuse a string where a list is expected: its characters would be the items."""
+    for name, setting in config_fields().items():
+        value = getattr(args, name, None)
+        if isinstance(value, str) and LIST_TYPE.fullmatch(setting.type):
+            raise ValueError(f"{name}={value!r} is a string where a list is expected; write [{value!r}].")
 
 
 def _check_prompt_embeds(args: Sizes) -> None:
@@ -281,10 +293,13 @@ def _check_steps(args: Sizes) -> None:
             f"sde_window_size={args.sde_window_size} does not fit into the steps {window[0]} to {window[1] - 1} "
             "that may be trained; lower it, or widen sde_window."
         )
-    if args.sde_window_order != "random" and args.sde_window_size is None and args.window_size > 1:
+    if args.sde_window_order != "random" and args.window_size == window[1] - window[0]:
         raise ValueError(
-            f"sde_window_order={args.sde_window_order!r} chooses a part of sde_window, but sde_window_size is not "
-            "set, so that all of it is trained; set sde_window_size."
+            f"sde_window_order={args.sde_window_order!r} chooses which part of the window is trained, but all "
+            f"{args.window_size} of its steps are; set sde_window_size below that."
+            if args.window_size > 1
+            else f"sde_window_order={args.sde_window_order!r} chooses among the steps of the window, but it has only "
+            "one; widen sde_window."
         )
     usual = config_fields()["sde_window_interval"].default
     if args.sde_window_order != "sliding" and args.sde_window_interval != usual:
@@ -350,6 +365,11 @@ def _check_renoised(args: Sizes) -> None:
             "its worst sample, and one of equal advantages not at all; leave it out."
         )
     group = args.best_of_n or args.num_generations
+    if args.traits.whole_groups and group < 2:
+        raise ValueError(
+            f"loss_type={args.loss_type!r} compares the samples of a prompt with each other, so num_generations must "
+            f"be at least 2, got {group}."
+        )
     if args.traits.whole_groups and args.per_device_train_batch_size % group:
         name = "best_of_n" if args.best_of_n else "num_generations"
         raise ValueError(
@@ -473,7 +493,8 @@ def check_token_settings(args: Sizes) -> None:
     usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
     usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": None}
     usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
-    usual |= {"step_weight": "none", "kl_reward": 0.0, "advantage_estimator": "group"}
+    usual |= {"step_weight": "none", "kl_reward": 0.0, "advantage_estimator": "group", "branches": None}
+    usual |= {"sde_window_order": "random", "sde_window_interval": config_fields()["sde_window_interval"].default}
     for name, default in usual.items():
         if getattr(args, name) not in (default, False):
             raise ValueError(

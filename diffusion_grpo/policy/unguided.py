@@ -1,7 +1,8 @@
 """Calls of a pipeline without classifier-free guidance, which is no part of what losses on re-noised samples train."""
 
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffusers import DiffusionPipeline
@@ -10,9 +11,15 @@ from torch import nn
 from .drivers import UnsupportedPipeline
 
 # scales by the value at which they change nothing; a prior's own guidance is not among them: it makes the condition
-OFF = {"guidance_scale": 1.0, "guidance_scale_2": 1.0, "audio_guidance_scale": 1.0, "pag_scale": 0.0}
+OFF = {"guidance_scale": 1.0, "guidance_scale_2": 1.0, "audio_guidance_scale": 1.0, "true_cfg_scale": 1.0}
+OFF |= {"min_guidance_scale": 1.0, "max_guidance_scale": 1.0}  # of the first and the last frame
+OFF |= {"image_guidance_scale": 1.0, "img_guidance_scale": 1.0}  # between a call with the image and one without
 OFF |= {"stg_scale": 0.0, "audio_stg_scale": 0.0, "modality_scale": 1.0, "audio_modality_scale": 1.0}
-EMBEDS_GUIDANCE = ("guidance_embeds", "guidance_embed", "time_cond_proj_dim")  # in the config of a distilled network
+OFF |= {"pag_scale": 0.0, "sag_scale": 0.0}
+ADDS_GUIDANCE = ("ZImage", "Krea2")  # cond + guidance_scale * (cond - uncond): theirs changes nothing at 0
+# a condition's, a network's input, and one that acts only beside guidance_scale
+STAYS = ("prior_guidance_scale", "distilled_guidance_scale", "skip_layer_guidance_scale")
+SCALE = re.compile(r"(.+_)?(guidance|cfg)_(scale|schedule|amount|weight)(_\w+)?")  # a name that sounds like guidance
 
 
 def switch_guidance_off(
@@ -29,33 +36,68 @@ def switch_guidance_off(
         inputs: keyword arguments of its `__call__`.
 
     Raises:
-        UnsupportedPipeline: guidance is a component of the pipeline, which no argument switches off.
+        UnsupportedPipeline: guidance is a component of the pipeline, which no argument switches off, or it has a scale
+            that is not known here.
     """
-    if getattr(pipe, "guider", None) is not None:
-        raise UnsupportedPipeline(
-            f"{type(pipe).__name__} guides by its component {type(pipe.guider).__name__}, which no argument switches "
-            "off, and losses on re-noised samples train the prediction without guidance; use loss_type='grpo'."
-        )
+    guider = getattr(pipe, "guider", None)
+    refuse_guider(type(pipe).__name__, None if guider is None else type(guider).__name__)
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
-    if "true_cfg_scale" in parameters:
-        return _drop_negatives(pipe, inputs) | {"true_cfg_scale": 1.0}
-    configs = [getattr(network, "config", {}) for network in networks]
-    if any(config.get(name) for config in configs for name in EMBEDS_GUIDANCE if hasattr(config, "get")):
-        return inputs
     # a scale that is None unless given follows the first one
-    off = {
-        name: value
-        for name, value in OFF.items()
-        if name in parameters and (name in inputs or parameters[name].default is not None)
-    }
-    return (_drop_negatives(pipe, inputs) if off else inputs) | off
+    used = [name for name in parameters if inputs.get(name, parameters[name].default) is not None]
+    _refuse_unknown(pipe, used)
+    scales = OFF | ({"guidance_scale": 0.0} if _adds_guidance(pipe) else {})
+    if any(_embeds_guidance(pipe, network) for network in networks):
+        del scales["guidance_scale"]
+    off = {name: value for name, value in scales.items() if name in used}
+    return (_drop_negatives(pipe, parameters, inputs) if off else inputs) | off
 
 
-def _drop_negatives(pipe: DiffusionPipeline, inputs: dict[str, Any]) -> dict[str, Any]:
+def _adds_guidance(pipe: DiffusionPipeline) -> bool:
+    return any(base.__name__.startswith(ADDS_GUIDANCE) for base in type(pipe).__mro__)
+
+
+def _embeds_guidance(pipe: DiffusionPipeline, network: nn.Module) -> bool:
+    config, names = getattr(network, "config", None), ["guidance_embeds", "guidance_embed"]
+    if hasattr(pipe, "get_guidance_scale_embedding"):  # or what is projected is another number, such as a noise level
+        names.append("time_cond_proj_dim")
+    return hasattr(config, "get") and any(config.get(name) for name in names)
+
+
+def _refuse_unknown(pipe: DiffusionPipeline, names: Sequence[str]) -> None:
+    unknown = [name for name in names if SCALE.fullmatch(name) and name not in (*OFF, *STAYS)]
+    if unknown:
+        raise UnsupportedPipeline(
+            f"{type(pipe).__name__} also guides by {', '.join(unknown)}, which is not known to be off at any value, "
+            "but losses on re-noised samples train the prediction without guidance; use loss_type='grpo'."
+        )
+
+
+def refuse_guider(pipeline: str, guider: str | None) -> None:
+    """Refuse a pipeline that guides by a component.
+
+    Args:
+        pipeline: name of its class.
+        guider: name of that component's class; None where there is none.
+
+    Raises:
+        UnsupportedPipeline: there is one.
+    """
+    if guider is not None:
+        raise UnsupportedPipeline(
+            f"{pipeline} guides by its component {guider}, which no argument switches off, and losses on re-noised "
+            "samples train the prediction without guidance; use loss_type='grpo'."
+        )
+
+
+def _drop_negatives(
+    pipe: DiffusionPipeline, parameters: Mapping[str, inspect.Parameter], inputs: dict[str, Any]
+) -> dict[str, Any]:
     """Leave out negative prompts and embeddings: pipelines warn of them at every call without guidance.
 
-    A pipeline with another inside keeps them: they shape the condition that the inner one makes.
+    A pipeline with another inside keeps them: they shape the condition that the inner one makes. A call that cannot do
+    without them (Kandinsky 2.2) gets them too.
     """
     if any(isinstance(part, DiffusionPipeline) for part in vars(pipe).values()):
         return inputs
-    return {name: value for name, value in inputs.items() if not name.startswith("negative_")}
+    needed = [name for name, each in parameters.items() if each.default is each.empty]
+    return {name: value for name, value in inputs.items() if not name.startswith("negative_") or name in needed}

@@ -25,6 +25,8 @@ from ..distributed import late_weights
 from ..distributed.backend import DistributedBackend
 from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
+from ..policy.schedulers import stochastic_scheduler
+from ..policy.unguided import refuse_guider
 from ..run import adapters
 from .block_swap import BlockSwap
 from .compiling import compile_blocks
@@ -54,6 +56,26 @@ def check_model(model: Any) -> None:
     raise TypeError(f"model is {found}; pass a Hub id, a folder, 'tiny' or a DiffusionPipeline.")
 
 
+def check_own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Refuse an optimizer of the user's own that would train nothing.
+
+    Args:
+        optimizer: as the user gave it; None for the one that the settings ask for.
+        model: what is trained.
+
+    Raises:
+        ValueError: it holds none of the weights that are trained.
+    """
+    if optimizer is None:
+        return
+    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    if not any(id(weight) in held for weight in model.parameters() if weight.requires_grad):
+        raise ValueError(
+            "optimizers: the optimizer holds none of the weights that are trained, and would change nothing. Those of "
+            "a LoRA are made by the trainer; leave the optimizer out, and set optim and learning_rate."
+        )
+
+
 def check_args(args: Any) -> None:
     """Refuse settings of another trainer.
 
@@ -77,34 +99,68 @@ def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) ->
     """Read the class of the pipeline from `model_index.json` alone; None for code from elsewhere."""
     if isinstance(model, DiffusionPipeline):
         return type(model)
-    given = args.model_init_kwargs or {}
-    if "custom_pipeline" in given:
+    if "custom_pipeline" in (args.model_init_kwargs or {}):
         return None
-    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
-    config = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **kwargs)
-    return getattr(diffusers, str(config.get("_class_name")), None)
+    return getattr(diffusers, str(_read_index(model, args).get("_class_name")), None)
+
+
+def _read_index(model: str, args: DiffusionGRPOConfig) -> dict[str, Any]:
+    """Return `model_index.json` of a named model: the class of each component."""
+    return DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **_hub_kwargs(args))
+
+
+def _hub_kwargs(args: DiffusionGRPOConfig) -> dict[str, Any]:
+    """Return what `model_init_kwargs` says about where files come from."""
+    given = args.model_init_kwargs or {}
+    return {name: given[name] for name in HUB_KWARGS if name in given}
 
 
 def check_scheduler(
     model: str | DiffusionPipeline, pipeline: type[DiffusionPipeline] | None, args: DiffusionGRPOConfig
 ) -> None:
-    """Refuse `scheduler_kwargs` of a named model before its weights are loaded; `load_pipeline` refuses the others.
+    """Refuse settings of a named model's scheduler and of its noise before weights are loaded.
+
+    Those of other models are refused by `load_pipeline` and `make_policy`.
 
     Args:
         model: as the user gave it.
         pipeline: of [`pipeline_class`].
 
     Raises:
-        ValueError: see [`~diffusion_grpo.training.scheduler_settings.change_scheduler`].
+        ValueError: see [`~diffusion_grpo.training.scheduler_settings.change_scheduler`] and
+            [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
+        UnsupportedScheduler: see there.
     """
-    given = args.model_init_kwargs or {}
-    if not args.scheduler_kwargs or not isinstance(model, str) or pipeline is None or "scheduler" in given:
+    if not isinstance(model, str) or pipeline is None or "scheduler" in (args.model_init_kwargs or {}):
         return
-    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
+    index = _read_index(model, args)
+    cls = getattr(diffusers, str((index.get("scheduler") or [None, None])[1]), None)
+    if cls is None:
+        return
     source = tiny.PATH if model == "tiny" else model
-    _, name = DiffusionPipeline.load_config(source, **kwargs)["scheduler"]
-    scheduler = getattr(diffusers, name).from_pretrained(source, subfolder="scheduler", **kwargs)
-    change_scheduler(scheduler, args.scheduler_kwargs, pipeline)
+    scheduler = cls.from_pretrained(source, subfolder="scheduler", **_hub_kwargs(args))
+    if args.scheduler_kwargs:
+        scheduler = change_scheduler(scheduler, args.scheduler_kwargs, pipeline)
+    trained = () if args.train_component is None else split_component(args.train_component)
+    libraries = [(index.get(name) or [None])[0] for name in trained]
+    if "transformers" not in libraries:  # a language model draws tokens
+        stochastic_scheduler(scheduler, args.sde_type, args.log_prob_type)
+
+
+def check_guider(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
+    """Refuse guidance that cannot be switched off for an algorithm that trains the prediction without it.
+
+    Raises:
+        UnsupportedPipeline: the pipeline guides by a component.
+    """
+    if not args.traits.is_renoised:
+        return
+    if isinstance(model, DiffusionPipeline):
+        guider = getattr(model, "guider", None)
+        refuse_guider(type(model).__name__, None if guider is None else type(guider).__name__)
+    elif "custom_pipeline" not in (args.model_init_kwargs or {}):
+        index = _read_index(model, args)
+        refuse_guider(str(index.get("_class_name")), (index.get("guider") or [None, None])[1])
 
 
 def plan_quantization(
@@ -120,10 +176,7 @@ def plan_quantization(
         return None
     if isinstance(model, DiffusionPipeline):
         raise ValueError(refuse_given_pipeline(args))
-    given = args.model_init_kwargs or {}
-    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
-    index = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **kwargs)
-    loading = plan_loading(args, index, args.train_component)
+    loading = plan_loading(args, _read_index(model, args), args.train_component)
     loading.check(is_full_training)
     return loading
 
@@ -457,7 +510,7 @@ def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None
         beta: weight of the KL divergence; above 0 the adapter switched off must be the base model.
 
     Raises:
-        ValueError: dropout in the adapter, or an adapter that changes the base model's own weights.
+        ValueError: dropout in the adapter, or an adapter that changes or trains the base model's own weights.
     """
     if peft_config is None:
         return
@@ -475,6 +528,13 @@ def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None
             f"bias={peft_config.bias!r} trains the base model's own biases, which the saved LoRA does not hold"
             f"{reference}; use bias='none'."
         )
+    for name in ("modules_to_save", "trainable_token_indices"):
+        value = getattr(peft_config, name, None)
+        if value:
+            raise ValueError(
+                f"{name}={value!r} trains weights of the base model itself, which diffusers does not load with a "
+                "saved LoRA; leave it out, or train all weights without peft_config."
+            )
     if getattr(peft_config, "lora_dropout", 0.0):
         raise ValueError(
             f"lora_dropout={peft_config.lora_dropout} would make every replay differ from its rollout and the ratio "

@@ -10,6 +10,8 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from diffusers import DiffusionPipeline
 from torch import nn
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..config.settings import DiffusionGRPOConfig
 from ..rollout.feed import RolloutFeed
@@ -64,12 +66,10 @@ def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
         counts: of `weigh_run`.
     """
     found = []
-    size = args.per_device_train_batch_size
-    if size > 1:
-        factor = smallest_divisor(size)
+    if (factor := shrink_factor(args)) > 1:
         found.append(
-            f"per_device_train_batch_size: {size // factor} with gradient_accumulation_steps: "
-            f"{args.gradient_accumulation_steps * factor} and steps_per_generation: "
+            f"per_device_train_batch_size: {args.per_device_train_batch_size // factor} with "
+            f"gradient_accumulation_steps: {args.gradient_accumulation_steps * factor} and steps_per_generation: "
             f"{args.steps_per_generation * factor} (the same samples per update)"
         )
     elif (args.rollout_batch_size or 1) > 1:
@@ -87,6 +87,16 @@ def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
     if args.group_offload is None and counts["parameters"] > 20 * counts["gradients"] > 0:
         found.append(f"group_offload: block_level (frees most of {format_size(counts['parameters'])})")
     return found
+
+
+def shrink_factor(args: DiffusionGRPOConfig) -> int:
+    """Return by what the micro-batch is divided to make it smaller; 1 where it cannot be.
+
+    Losses that compare the samples of a prompt need all of them in one micro-batch.
+    """
+    together = (args.best_of_n or args.num_generations) if args.traits.whole_groups else 1
+    parts = args.per_device_train_batch_size // together
+    return smallest_divisor(parts) if parts > 1 else 1
 
 
 def smallest_divisor(number: int) -> int:
@@ -137,8 +147,10 @@ def explain_out_of_memory(
 
 
 def count_updates(checkpoint: str | Path | None) -> int:
-    """Return after how many updates a checkpoint was written; 0 for None."""
-    return 0 if checkpoint is None else int(str(Path(checkpoint).name).rpartition("-")[2])
+    """Return after how many updates a checkpoint was written, whatever its folder is called; 0 for None."""
+    if checkpoint is None:
+        return 0
+    return TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).global_step
 
 
 class MicroBatchSearch:
@@ -175,7 +187,9 @@ class MicroBatchSearch:
             return train()
         except Exception as error:
             args = self._args
-            is_smallest = max(args.per_device_train_batch_size, args.rollout_call_size, args.eval_batch_size) == 1
+            is_smallest = (
+                max(shrink_factor(args), args.rollout_batch_size or 1, args.per_device_eval_batch_size or 1) == 1
+            )
             if not is_wanted or is_smallest or not is_out_of_memory(error) or self._updates() > 0:
                 raise
         return None
@@ -183,11 +197,10 @@ class MicroBatchSearch:
     def _shrink(self) -> None:
         clear_device_cache(garbage_collection=True)
         args = self._args
-        if args.per_device_train_batch_size > 1:
-            factor = smallest_divisor(args.per_device_train_batch_size)
-            args.per_device_train_batch_size //= factor
-            args.gradient_accumulation_steps *= factor
-            args.steps_per_generation *= factor
+        factor = shrink_factor(args)
+        args.per_device_train_batch_size //= factor
+        args.gradient_accumulation_steps *= factor
+        args.steps_per_generation *= factor
         if (args.rollout_batch_size or 1) > 1:
             args.rollout_batch_size = max(1, args.rollout_batch_size // 2)
         if (args.per_device_eval_batch_size or 1) > 1:

@@ -156,6 +156,7 @@ def test_the_last_step_may_be_trained():
     [
         ({"per_device_train_batch_size": 8}, "the 16 samples .* per_device_train_batch_size=8 .*of num_generations"),
         ({"per_device_train_batch_size": 24}, "per_device_train_batch_size=24 must be a multiple of num_generations"),
+        ({"num_generations": 1, "reward_baseline": "batch"}, "num_generations must be at least 2, got 1"),
         ({"per_device_train_batch_size": 3, "best_of_n": 2}, "the 2 samples .*must be a multiple of best_of_n"),
     ],
 )
@@ -163,10 +164,23 @@ def test_groups_that_are_compared_must_be_whole(name, settings, message):
     settings = {"num_generations": 16, "gradient_accumulation_steps": 2, **settings}
     with pytest.raises(ValueError, match=message):
         config(loss_type=name, **settings)
-    wider = settings | {"per_device_train_batch_size": 32}
+    wider = settings | {"per_device_train_batch_size": 32, "num_generations": 16}
     assert config(loss_type=name, **wider).needs_reference
-    if settings["per_device_train_batch_size"] == 8:
+    if settings.get("per_device_train_batch_size") == 8:
         config(loss_type="nft", **settings)  # which compares none
+
+
+@pytest.mark.parametrize(
+    ("setting", "others"),
+    [
+        ("sde_window_order", {"sde_window_order": "sliding"}),
+        ("sde_window_order", {"sde_window_order": "per_prompt"}),
+        ("branches", {"branches": 2, "num_generations": 4}),
+    ],
+)
+def test_tokens_have_no_window_and_no_shared_steps(setting, others):
+    with pytest.raises(ValueError, match=f"{setting}=.* is for denoising steps, but a language model draws tokens"):
+        check_token_settings(config(**others))
 
 
 @pytest.mark.parametrize("name", [*RENOISED, f"{__name__}.BestOnly"])

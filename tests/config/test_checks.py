@@ -34,8 +34,10 @@ REFUSED = [
     ),
     (
         {"sde_window_order": "sliding", "sde_window": [0, 2]},
-        "sde_window_order='sliding' chooses a part.*set sde_window_size",
+        "sde_window_order='sliding' chooses which part.* but all 2 of its steps are; set sde_window_size below that",
     ),
+    ({"sde_window_order": "per_prompt", "sde_window": [0, 3], "sde_window_size": 3}, "all 3 of its steps are"),
+    ({"sde_window_order": "per_prompt", "sde_window": [0, 1]}, "it has only one; widen sde_window"),
     ({"sde_window_order": "slide"}, "Did you mean 'sliding'"),
     ({"sde_window_interval": 0}, "sde_window_interval must be at least 1"),
     ({"sde_window_interval": 5}, "sde_window_interval=5 is of a sliding window; set sde_window_order='sliding'"),

@@ -24,13 +24,13 @@ WHOLE = SETTINGS | {"per_device_train_batch_size": 4, "gradient_accumulation_ste
 DGPO = WHOLE | {"loss_type": "dgpo", "loss_kwargs": NFT["loss_kwargs"] | {"preference_beta": 10.0}}
 DPO = WHOLE | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 10.0}, "best_of_n": 2, "num_generations": 8}
 
-WRAPPERS = {"ddp": "DistributedDataParallel", "zero2": "DeepSpeedEngine", "zero3": "DeepSpeedEngine"}
+WRAPPERS = {"ddp": "DistributedDataParallel"} | dict.fromkeys(("zero1", "zero2", "zero3"), "DeepSpeedEngine")
 WRAPPERS["fsdp2"] = "FSDPPeftModel"
 
 
-def ran(folder, processes, settings):
+def ran(folder, processes, settings, resume=None):
     """What a run said of itself, what it logged of each update, and the weights at its end."""
-    ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, "SMOOTH_REWARDS")
+    ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, "SMOOTH_REWARDS", resume)
     report = json.loads((folder / "run" / "result.json").read_text())
     log = [entry for entry in report["log"] if "denoising_error" in entry]
     return report["wrapper"], log, load_file(folder / "run" / "weights.safetensors")
@@ -44,10 +44,16 @@ def ran(folder, processes, settings):
         pytest.param("ddp", AWM, marks=pytest.mark.distributed),
         pytest.param("ddp", DPO, marks=pytest.mark.distributed),
         pytest.param("zero2", FULL, marks=pytest.mark.distributed),
+        pytest.param("zero1", NFT, marks=pytest.mark.distributed),
         pytest.param("zero3", NFT, marks=pytest.mark.distributed),
+        pytest.param("zero3", DGPO, marks=pytest.mark.distributed),
+        pytest.param("zero3", DPO, marks=pytest.mark.distributed),
         pytest.param("fsdp2", NFT, marks=pytest.mark.distributed),
+        pytest.param("fsdp2", AWM, marks=pytest.mark.distributed),
+        pytest.param("fsdp2", DGPO, marks=pytest.mark.distributed),
     ],
-    ids=["nft", "dgpo", "awm", "dpo", "nft, all weights, ZeRO-2", "nft, ZeRO-3", "nft, FSDP2"],
+    ids=["nft", "dgpo", "awm", "dpo", "nft, all weights, ZeRO-2", "nft, ZeRO-1", "nft, ZeRO-3", "dgpo, ZeRO-3"]
+    + ["dpo, ZeRO-3", "nft, FSDP2", "awm, FSDP2", "dgpo, FSDP2"],
 )
 def test_two_processes_train_what_one_trains(tmp_path, mode, settings):
     _, alone, weights = ran(tmp_path / "one", 1, settings)
@@ -67,3 +73,23 @@ def test_two_processes_train_what_one_trains(tmp_path, mode, settings):
     assert weights.keys() == together.keys() and difference < 1e-6
     first = rank_runs.first_weights(settings | {"reward_weights": None})
     assert max(float((weights[name] - first[name]).abs().max()) for name in weights) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "ddp",
+        pytest.param("zero3", marks=pytest.mark.distributed),
+        pytest.param("fsdp2", marks=pytest.mark.distributed),
+    ],
+)
+def test_an_old_policy_and_an_average_go_on_where_two_processes_left_them(tmp_path, mode):
+    """A run that goes on inside a rollout ends with the weights of one that was not stopped, bit for bit."""
+    settings = NFT | {"mode": mode, "save_strategy": "steps", "save_steps": 1, "ema_decay": 0.5}
+    _, log, weights = ran(tmp_path / "whole", 2, settings)
+    point = str(tmp_path / "whole" / "run" / "checkpoint-1")
+    _, rest, resumed = ran(tmp_path / "resumed", 2, settings, point)
+    assert log[-1]["old/distance"] == rest[-1]["old/distance"] > 0
+    assert weights.keys() == resumed.keys()
+    for name, weight in weights.items():
+        assert weight.equal(resumed[name]), name

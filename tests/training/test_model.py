@@ -181,9 +181,11 @@ def test_a_share_of_the_blocks_is_evenly_spread(share, expected):
         (IA3Config(), "is of type IA3; only LoraConfig"),
         (LoraConfig(init_lora_weights="olora"), "'olora' changes the base model's own weights"),
         (LoraConfig(bias="lora_only"), "bias='lora_only' trains the base model's own biases"),
+        (LoraConfig(modules_to_save=["proj_out"]), "modules_to_save=.'proj_out'. trains weights of the base model"),
+        (LoraConfig(trainable_token_indices=[3]), "trainable_token_indices=.3. trains weights of the base model"),
         (LoraConfig(lora_dropout=0.1), "lora_dropout=0.1 would make every replay differ"),
     ],
-    ids=["kind", "init", "bias", "dropout"],
+    ids=["kind", "init", "bias", "modules", "tokens", "dropout"],
 )
 def test_adapters_that_make_a_replay_differ_are_refused(config, message):
     with pytest.raises(ValueError, match=message) as plain:

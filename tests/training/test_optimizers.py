@@ -4,8 +4,12 @@ import shutil
 
 import pytest
 import torch
-from tiny_runs import trained_weights, trainer_for
+from datasets import Dataset
+from peft import LoraConfig
+from tiny_pipelines import build
+from tiny_runs import LORA, brightness, trained_weights, trainer_for
 
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.distributed.deepspeed import DeepSpeedBackend
 from diffusion_grpo.distributed.fsdp import FSDP2Backend
 from diffusion_grpo.training import start
@@ -62,3 +66,16 @@ def test_deepspeed_refuses_torchaos_whose_blocks_it_would_cut():
     backend.check_optimizer("adamw_8bit")
     with pytest.raises(ValueError, match="optim='adamw_torch_8bit' compresses.*use adamw_8bit, or DDP"):
         backend.check_optimizer("adamw_torch_8bit")
+
+
+def test_an_optimizer_of_ones_own_has_to_hold_what_is_trained(tmp_path):
+    pipe, _ = build("sd3")
+    settings = {"train_dataset": Dataset.from_dict({"prompt": ["a cat", "a dog"]}), "reward_funcs": brightness}
+    settings["args"] = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True)
+    frozen = torch.optim.SGD(pipe.vae.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizers: the optimizer holds none of the weights that are trained"):
+        DiffusionGRPOTrainer(model=pipe, peft_config=LoraConfig(**LORA), optimizers=(frozen, None), **settings)
+    pipe, _ = build("sd3")
+    own = torch.optim.SGD(pipe.transformer.parameters(), lr=0.1)
+    trainer = DiffusionGRPOTrainer(model=pipe, optimizers=(own, None), **settings)
+    assert trainer.optimizer is own

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny_runs import logged, trained_weights, trainer_for
+from transformers import TrainerState
 
 from diffusion_grpo.config.checks import check_settings
 from diffusion_grpo.config.early_checks import EarlySettings
@@ -94,6 +95,20 @@ def test_an_evaluation_is_as_large_as_a_rollouts_call_unless_it_has_a_size_of_it
         refused.train()
 
 
+def test_losses_that_compare_the_samples_of_a_prompt_keep_them_in_one_micro_batch(tmp_path):
+    run = RUN | {"loss_type": "dgpo", "num_generations": 2, "guidance_scale": 1.0, "auto_find_batch_size": True}
+    found = trainer_for(tmp_path / "found", **run)
+    seen = run_out(found, largest=2)
+    found.train()
+    assert max(seen) == 2 and found.args.per_device_train_batch_size == 2 and found.state.global_step == 2
+    smallest = trainer_for(tmp_path / "smallest", **run)
+    run_out(smallest, largest=1)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        smallest.train()
+    assert smallest.args.per_device_train_batch_size == 2
+    assert "per_device_train_batch_size" not in str(raised.value)
+
+
 def test_other_errors_pass(tmp_path):
     trainer = trainer_for(tmp_path, auto_find_batch_size=True, **RUN)
     trainer.policy.network.forward = lambda *args, **kwargs: 1 / 0
@@ -107,6 +122,12 @@ def test_several_processes_do_not_search():
     check_settings(EarlySettings({"output_dir": "run", "auto_find_batch_size": True}, 1))
 
 
-def test_sizes_shrink_to_divisors_and_checkpoints_say_their_updates():
+def test_sizes_shrink_to_divisors():
     assert [smallest_divisor(number) for number in (2, 6, 9, 25, 7)] == [2, 2, 3, 5, 7]
-    assert count_updates(None) == 0 and count_updates("runs/checkpoint-12") == 12
+
+
+@pytest.mark.parametrize("name", ["checkpoint-12", "last-checkpoint", "my best"])
+def test_a_checkpoint_says_its_updates_whatever_its_folder_is_called(tmp_path, name):
+    (tmp_path / name).mkdir()
+    TrainerState(global_step=12).save_to_json(str(tmp_path / name / "trainer_state.json"))
+    assert count_updates(None) == 0 and count_updates(tmp_path / name) == count_updates(str(tmp_path / name)) == 12

@@ -1,5 +1,7 @@
 """Settings of a pipeline's scheduler: what changes nothing is refused, and the sentence says what to set."""
 
+import json
+
 import diffusers
 import pytest
 import torch
@@ -7,6 +9,7 @@ from tiny_pipelines import build
 from tiny_runs import brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.training.model import set_scheduler
 from diffusion_grpo.training.scheduler_settings import change_scheduler
 
@@ -115,8 +118,22 @@ def test_the_trainer_refuses_before_weights_are_loaded(tmp_path, monkeypatch):
     build("flux")[0].save_pretrained(tmp_path / "model")
     for file in (tmp_path / "model").rglob("*.safetensors"):
         file.unlink()
-    args = DiffusionGRPOConfig(str(tmp_path / "run"), scheduler_kwargs={"shift": 5.0}, use_cpu=True)
-    with pytest.raises(ValueError, match="shift=5.0 changes no step of FluxPipeline"):
-        DiffusionGRPOTrainer(model=str(tmp_path / "model"), reward_funcs=brightness, args=args)
+    for settings, message in (
+        ({"scheduler_kwargs": {"shift": 5.0}}, "shift=5.0 changes no step of FluxPipeline"),
+        ({"sde_type": "ddim"}, "sde_type='ddim' does not fit FlowMatchEulerDiscreteScheduler; use auto or one of"),
+    ):
+        args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True, **settings)
+        with pytest.raises(ValueError, match=message):
+            DiffusionGRPOTrainer(model=str(tmp_path / "model"), reward_funcs=brightness, args=args)
     with pytest.raises(ValueError, match="shift=5.0 changes no step of FluxPipeline"):
         trainer_for(tmp_path / "run", name="flux", scheduler_kwargs={"shift": 5.0})
+
+
+def test_a_guider_is_refused_before_weights_are_loaded(tmp_path):
+    """Guidance by a component cannot be switched off, as losses on re-noised samples need."""
+    (tmp_path / "model").mkdir()
+    index = {"_class_name": "HunyuanImagePipeline", "guider": ["diffusers", "AdaptiveProjectedMixGuidance"]}
+    (tmp_path / "model" / "model_index.json").write_text(json.dumps(index))
+    args = DiffusionGRPOConfig(str(tmp_path / "run"), loss_type="nft", use_cpu=True)
+    with pytest.raises(UnsupportedPipeline, match="guides by its component AdaptiveProjectedMixGuidance"):
+        DiffusionGRPOTrainer(model=str(tmp_path / "model"), reward_funcs=brightness, args=args)
