@@ -36,6 +36,7 @@ from .training.finite import NonFiniteError
 from .training.learner import make_learner
 from .training.loading import load_policy
 from .training.metrics import Metrics
+from .training.model import check_own_optimizer
 from .training.out_of_memory import MicroBatchSearch, count_updates, explain_out_of_memory, weigh_run
 from .training.progress import UpdateProgress
 from .training.update import Place
@@ -63,8 +64,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         callbacks, optimizers: as in `Trainer`.
 
     Attributes:
-        pipe: the pipeline that is trained; call it at any time as usual. With `ema_decay` it has the average's weights
-            once training has ended, those that were evaluated and are saved.
+        pipe: the pipeline that is trained; call it at any time as usual, in full training with `bf16` or `fp16` inside
+            `torch.autocast`. With `ema_decay` it has the average's weights once training has ended, those that were
+            evaluated and are saved.
 
     Raises:
         ValueError: something that cannot work, in one sentence and before a model is loaded where possible.
@@ -113,6 +115,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         kinds = (RewardError, RatioError, NonFiniteError)
         self.monitor = ProcessGroupMonitor(given.args.distributed_state, given.args.ddp_timeout, kinds)
         loaded = load_policy(given, peft_config, self.monitor)
+        check_own_optimizer(optimizers[0], loaded.model)
         self.policy, self.inputs, self.embeds = loaded.policy, loaded.inputs, loaded.embeds
         super().__init__(
             backend=self.backend,
@@ -334,8 +337,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         Args:
             eval_dataset: by default the trainer's.
             ignore_keys: unused, for `Trainer`'s signature.
-            metric_key_prefix: "eval" is logged, and its images are kept in the output folder; any other is only
-                returned.
+            metric_key_prefix: what starts with "eval" is logged and shown to the callbacks, anything else is only
+                returned. The images of "eval" itself are kept in the output folder.
             pipeline_kwargs: over those of training, e.g. `{"guidance_scale": 4.0}`.
 
         Returns:

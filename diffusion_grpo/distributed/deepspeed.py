@@ -9,13 +9,14 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DeepSpeedSchedulerWrapper
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
@@ -140,8 +141,10 @@ class DeepSpeedBackend(DistributedBackend):
         return torch.autocast(self.accelerator.device.type, self.half)
 
     def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._weights = ZeroWeights(trained, self.stage, take_turns)
+        trained, frozen = _split_by_gradient(model, model)
+        if any(isinstance(module, PeftModel) for module in model.modules()):
+            frozen = []  # the base model, of which nothing is written
+        self._weights = ZeroWeights(trained, self.stage, take_turns, frozen)
         return self._weights
 
     def read_networks(self, names: Collection[str]) -> contextlib.AbstractContextManager:
@@ -173,8 +176,8 @@ class DeepSpeedBackend(DistributedBackend):
     def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
         if self.stage < 3:
             return super().reference_weights(reference, model)
-        pairs = zip(reference.parameters(), model.parameters(), strict=True)
-        return FrozenShares([ref for ref, parameter in pairs if parameter.requires_grad], self.stage)
+        trained, frozen = _split_by_gradient(reference, model)
+        return FrozenShares(trained, self.stage, frozen=frozen)
 
     # Passes
 
@@ -431,6 +434,14 @@ def keep_buffers(model: nn.Module) -> Iterator[None]:
 # Weights
 
 
+def _split_by_gradient(model: nn.Module, trained: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return a model's parameters that another one of the same kind trains, and the others."""
+    pairs = list(zip(model.parameters(), trained.parameters(), strict=True))
+    return [own for own, other in pairs if other.requires_grad], [
+        own for own, other in pairs if not other.requires_grad
+    ]
+
+
 class ZeroWeights(TrainedWeights):
     """The trained parameters under ZeRO.
 
@@ -441,11 +452,18 @@ class ZeroWeights(TrainedWeights):
         parameters: the trained ones, in a fixed order.
         stage: ZeRO's.
         take_turns: whether they belong to several networks that take turns over the steps.
+        frozen: parameters beside them that are written to the same files; ZeRO-3 shards them too.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], stage: int, take_turns: bool = False):
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        stage: int,
+        take_turns: bool = False,
+        frozen: Sequence[nn.Parameter] = (),
+    ):
         super().__init__(parameters, take_turns)
-        self.stage = stage
+        self.stage, self._frozen = stage, list(frozen)
 
     @property
     def is_sharded(self) -> bool:
@@ -486,7 +504,10 @@ class ZeroWeights(TrainedWeights):
 
     @contextlib.contextmanager
     def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
-        with self._show(self.exact() if values is None else values, is_kept):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._show(self.exact() if values is None else values, is_kept))
+            if self.is_sharded and self._frozen:
+                stack.enter_context(FrozenShares(self._frozen, self.stage).show_whole(is_kept=is_kept))
             yield
 
     @contextlib.contextmanager
@@ -511,9 +532,9 @@ class ZeroWeights(TrainedWeights):
 
 
 class FrozenShares(ZeroWeights):
-    """Weights of a reference under ZeRO-3, of which no optimizer keeps float32 values.
+    """Weights under ZeRO-3 that are not trained, of which no optimizer keeps float32 values.
 
-    They are whole until an engine wraps the reference, and with `offload_ref_model` for good.
+    Those of a reference are whole until an engine wraps it, and with `offload_ref_model` for good.
     """
 
     def exact(self) -> list[Tensor]:

@@ -226,6 +226,9 @@ class ValueCallback(TrainerCallback):
     def __init__(self, values: ValueModel, accelerator: Accelerator):
         self.values, self.accelerator = values, accelerator
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.values.zero_grad()  # of an attempt that ran out of memory: nobody else clears them
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         for parameter in self.values.parameters():
             parameter.grad = self.accelerator.reduce(parameter.grad, "mean")

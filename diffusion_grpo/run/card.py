@@ -107,13 +107,16 @@ def _is_repo_id(model: str) -> bool:
 def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str:
     is_embedded = lora and run["model"] == "tiny"  # it has no name on the Hub
     base = "tiny.PATH" if is_embedded else json.dumps(run["model"] if lora else source)
-    lines = ["from diffusers import DiffusionPipeline"]
+    dtype = _find_half(run)
+    lines = ["import torch"] if dtype else []
+    lines += ["from diffusers import DiffusionPipeline"]
     lines += ["from diffusion_grpo import tiny"] if is_embedded else []
     way = run.get("loads_by", "load_lora_weights")
     lines += ["from peft import PeftModel"] if lora and way == "peft" else []
     is_local = lora and not is_embedded and not _base_model(run["model"], lora)
     note = "  # a folder on the machine that trained it" if is_local else ""
-    lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base}){note}"]
+    how = f", dtype=torch.{dtype}" if dtype else ""
+    lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base}{how}){note}"]
     names = split_component(run["component"])
     for name in names if lora else []:
         into = f", load_into_{name}=True" if name.endswith("_2") else ""  # of two experts the second
@@ -128,6 +131,16 @@ def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str
         else:
             lines.append(f"PeftModel.from_pretrained(pipe.{name}, {place})  # changes the pipeline itself")
     return "\n".join(lines)
+
+
+def _find_half(run: dict[str, Any]) -> str | None:
+    """Name the half-precision dtype to load the pipeline in; None where it was float32.
+
+    Without it diffusers loads its own networks in float32, but transformers loads text encoders as they are stored.
+    """
+    settings = run["settings"]
+    given = "bfloat16" if settings.get("bf16") else "float16" if settings.get("fp16") else None
+    return run.get("dtype", given)
 
 
 def _average_note(settings: dict[str, Any]) -> list[str]:

@@ -4,10 +4,11 @@ Names stand there without this machine's folders.
 """
 
 import inspect
+import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -19,14 +20,17 @@ logger = logging.getLogger(__name__)
 # the name of what is secret
 SECRET = re.compile(r"(token|secret|password|authorization|(api|access|secret)[_-]?key|credentials?)$", re.IGNORECASE)
 USER_INFO = re.compile(r"(?<=://)[^/\s]*@")  # a name or a password in a URL
+URL = re.compile(r"://\S+")
+QUERY_VALUE = re.compile(r"([?&;#][^=?&;#\s]+=)[^&;#\s]+")
 # Characters that no file name has there tell a path from a regular expression such as `A:\s*(\d)`.
 WINDOWS_PATH = re.compile(r"""([A-Za-z]:[\\/]|\\\\[\w.-]+\\[\w.$' -]+\\)[^<>:"|?*\n]+""")
 HOMES = ("home", "Users")  # folders of people, also on another machine
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*"]  # in every push
-# in one without push_samples: weights, what diffusers needs beside them, the card and the images that it shows
+# in one without push_samples: weights, what diffusers needs beside them, the card and the images that it shows, and
+# run.json, which says what network a LoRA belongs to
 PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]
-PUBLISHED += ["model_index.json", "images/*", "train.yaml"]
+PUBLISHED += ["model_index.json", "images/*-before.*", "images/*-after.*", "train.yaml", "run.json"]
 SAMPLES = ["samples/*", "evaluations/*", "validation/*", "failures/*", "runs/*"]
 
 
@@ -67,14 +71,16 @@ def name_repository(pushed: str | None, planned: str | None) -> str | None:
 def strip_folders(value: Any) -> Any:
     """Strip settings for readers elsewhere: of an absolute path only the last part is left.
 
-    Other text stays, such as a prompt that starts with a slash.
+    Other text stays, such as a prompt that starts with a slash. A setting may be a mapping written as JSON.
     """
     if isinstance(value, dict):
         return {name: strip_folders(item) for name, item in value.items()}
     if isinstance(value, list):
         return [strip_folders(item) for item in value]
-    path = _find_path(value) if isinstance(value, str) else None
-    return value if path is None else path.name
+    if not isinstance(value, str):
+        return value
+    path = _find_path(value)
+    return path.name if path is not None else _strip_json(value, strip_folders)
 
 
 def _find_path(text: str) -> PurePath | None:
@@ -91,12 +97,32 @@ def _find_path(text: str) -> PurePath | None:
 
 
 def strip_secrets(value: Any) -> Any:
-    """Leave out entries of dictionaries that hold a secret by their name, such as a token, and passwords in URLs."""
+    """Leave out entries of dictionaries that hold a secret by their name, such as a token, and what is secret in URLs.
+
+    Of a URL, names, passwords and the values of its query are left out. A dictionary may be written as JSON.
+    """
     if isinstance(value, dict):
         return {name: strip_secrets(item) for name, item in value.items() if not SECRET.search(str(name))}
     if isinstance(value, list):
         return [strip_secrets(item) for item in value]
-    return USER_INFO.sub("", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    stripped = _strip_json(value, strip_secrets)
+    if stripped != value:
+        return stripped
+    return URL.sub(lambda url: QUERY_VALUE.sub(r"\1...", url[0]), USER_INFO.sub("", value))
+
+
+def _strip_json(text: str, strip: Callable[[Any], Any]) -> str:
+    """Strip what a text holds, if it is a JSON object or list; return other text as it is."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    stripped = strip(found)
+    return text if stripped == found else json.dumps(stripped, ensure_ascii=False)
 
 
 def pipeline_tag(pipeline: type[DiffusionPipeline], given: Iterable[str]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 from peft import PeftConfig
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from .. import __version__
@@ -28,8 +29,8 @@ PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "trl")
 IDENTITY = ("model", "trains_by", "reward_funcs")
 # entries that a record may lack, and what they are called in messages
 KNOWN_LATE = {"component": "train_component", "prompts_per_rollout": "prompts_per_rollout"}
-# what a run leaves at its end, or `save_model` at any time
-RESULTS = ("summary.json", "model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+# weights at the top of the folder: of the run's end, of `save_model`, or of a push during the run
+WEIGHTS = ("model_index.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 SAMPLES = ("evaluations", "samples", "validation")  # folders in which each update's have its number
 NOT_SETTINGS = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 NOT_SETTINGS |= {"lora_path"}  # the entry `trains_by` reports it
@@ -83,18 +84,23 @@ def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
     return changed
 
 
-def has_result(output_dir: str | Path) -> bool:
-    """Whether a run has ended in this folder, or its weights were saved at the top of it."""
-    return any((Path(output_dir) / name).is_file() for name in RESULTS)
+def has_ended(output_dir: str | Path) -> bool:
+    """Return whether a run has ended in this folder.
+
+    Only the end leaves a trainer state at the top. Weights may lie there earlier, by a push or by `save_model`, and
+    `diffusion-grpo report` writes a summary at any time.
+    """
+    return (Path(output_dir) / TRAINER_STATE_NAME).is_file()
 
 
 def holds_run(output_dir: str | Path) -> bool:
-    """Whether this folder holds what a run should not overwrite: a checkpoint or a result.
+    """Return whether this folder holds what a run should not overwrite: a checkpoint or a result.
 
     A run that was interrupted before its first checkpoint leaves neither, and is simply started again.
     """
     folder = Path(output_dir)
-    return has_result(folder) or (folder.is_dir() and get_last_checkpoint(folder) is not None)
+    has_result = has_ended(folder) or any((folder / name).is_file() for name in ("summary.json", *WEIGHTS))
+    return has_result or (folder.is_dir() and get_last_checkpoint(folder) is not None)
 
 
 def refuse_used_folder(output_dir: str | Path, how_to_resume: str) -> None:
@@ -134,12 +140,13 @@ def check_output_folder(output_dir: str, run: dict[str, Any], is_resumed: bool) 
     check_same_run(output_dir, run)
     if is_resumed:
         return
-    if has_result(output_dir):
+    newest = get_last_checkpoint(output_dir)
+    if has_ended(output_dir) or newest is None:
         refuse_used_folder(output_dir, "set resume_from_checkpoint=True in the settings")
     logger.warning(
         "%s holds a run that was interrupted (newest: %s); train(resume_from_checkpoint=True) goes on with it.",
         output_dir,
-        Path(get_last_checkpoint(output_dir)).name,
+        Path(newest).name,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from diffusers import DiffusionPipeline
 from diffusers.loaders import PeftAdapterMixin
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
@@ -160,6 +161,14 @@ def lora_loader(pipe: DiffusionPipeline, name: str) -> str:
     if f"{name.removesuffix('_2')}_lora_layers" in _lora_arguments(pipe):
         return "load_lora_weights"
     return "load_lora_adapter" if isinstance(getattr(pipe, name), PeftAdapterMixin) else "peft"
+
+
+def name_half_dtype(pipe: DiffusionPipeline) -> str | None:
+    """Name the half-precision dtype of a pipeline's parts, such as "bfloat16"; None where all are in float32."""
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    found = {parameter.dtype for part in parts for parameter in part.parameters()}
+    names = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    return next((name for dtype, name in names.items() if dtype in found), None)
 
 
 def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str | None = None) -> None:

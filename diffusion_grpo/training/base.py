@@ -90,6 +90,8 @@ class DiffusersTrainer(Trainer):
         self.on_engine_ready()
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            if self.accelerator.scaler is not None:  # DeepSpeed's engine restores its own
+                self._load_scaler(resume_from_checkpoint)
         return prepared
 
     # Where a run starts
@@ -100,16 +102,18 @@ class DiffusersTrainer(Trainer):
         """Find the checkpoint to go on from, the same on every process; hold the output folder until `held` is left.
 
         Args:
-            wanted: True for the newest whole checkpoint, a checkpoint's folder, or None to start anew.
+            wanted: True for the newest whole checkpoint, a checkpoint's folder, or None or False to start anew. Both
+                may be written as words.
             held: keeps the lock.
             agree: raises an error of one process on all.
 
         Raises:
-            ResumeError: another run is writing there, the checkpoint is damaged, or the output folder holds a run and
-                `wanted` does not say to go on with it.
+            ResumeError: another run is writing there, the checkpoint is damaged or is a run's folder, or the output
+                folder holds a run and `wanted` does not say to go on with it.
             ValueError: the checkpoint is another run's.
         """
         folder, point, error = Path(self.args.output_dir), None, None
+        wanted = None if str(wanted).lower() == "false" else wanted
         if self.args.should_save:
             try:
                 held.enter_context(lock_folder(folder))
@@ -128,6 +132,9 @@ class DiffusersTrainer(Trainer):
     def _find_point(self, folder: Path, wanted: str | bool | None) -> Path | None:
         resume_point.clear_leftovers(folder)
         if wanted and str(wanted).lower() != "true":
+            newest = next(iter(resume_point.checkpoints(Path(wanted))), None)
+            if newest is not None:
+                raise ResumeError(f"{wanted} is a run's folder, expected a checkpoint; its newest is {newest}.")
             resume_point.check_named(Path(wanted))
             advice = "resume with the settings of that run, or from a checkpoint of this one"
             check_same_run(Path(wanted).resolve().parent, self.run, advice)
@@ -295,7 +302,7 @@ class DiffusersTrainer(Trainer):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Push weights, card and the images in it; with `push_samples` everything but checkpoints.
+        """Push weights, run.json, card and the images in it; with `push_samples` everything but checkpoints.
 
         See `Trainer.push_to_hub` for the arguments.
         """
@@ -318,9 +325,9 @@ class DiffusersTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """As in `Trainer`, for diffusers' layout and without its pickled arguments."""
-        is_busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
         if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return
+        is_busy = self.push_in_progress is not None and not self.push_in_progress.is_done()  # only process 0 has it
         if is_busy and not self.args.hub_always_push:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)

@@ -61,7 +61,7 @@ class SyncRefModelCallback(TrainerCallback):
 
 
 class SampleGridCallback(TrainerCallback):
-    """Draws one image after each evaluation, with a row per evaluation and a column per prompt.
+    """Draws one image after each evaluation that keeps its samples, with a row per evaluation and a column per prompt.
 
     The trackers get it too, with videos and sound.
 
@@ -126,15 +126,19 @@ class ValidationCallback(TrainerCallback):
 
 
 def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str, step: int) -> None:
-    """Draw the grid of all steps in a folder, and send it with the videos and sounds of the last one."""
-    folders = sorted(path for path in (run / folder).glob("step-*") if path.is_dir())
-    if not folders:
+    """Draw the grid of all steps in a folder, and send it with the videos and sounds of this one.
+
+    Nothing happens where this step left no samples: an evaluation under another prefix than "eval" keeps none.
+    """
+    newest = run / folder / f"step-{step:06d}"
+    if not newest.is_dir():
         return
+    folders = sorted(path for path in (run / folder).glob("step-*") if path.is_dir())
     grid = draw_grid({f"step {int(path.name[5:])}": sorted(path.glob("*.png")) for path in folders})
     grid.save(run / file)
     log_image(handler.callbacks, name, grid, step)
-    files = sorted((run / folder / f"step-{step:06d}").iterdir())
-    log_files(handler.callbacks, name, [path for path in files if path.suffix in (".mp4", ".wav")], step)
+    files = [path for path in sorted(newest.iterdir()) if path.suffix in (".mp4", ".wav")]
+    log_files(handler.callbacks, name, files, step)
 
 
 class CollapseCallback(TrainerCallback):

@@ -22,6 +22,7 @@ from ..distributed.context_parallel import ContextGroups
 from ..distributed.failure import ProcessGroupMonitor
 from ..media.files import find_sampling_rate
 from ..policy.base import Policy
+from ..policy.trajectory import choose_trained_steps
 from ..rewards.overlap import Overlap
 from ..rewards.reward_processes import SampleChannel
 from ..rewards.unscored import UnscoredRollouts
@@ -35,7 +36,7 @@ from ..rollout.value_model import ValueCallback, ValueModel
 from ..run.adapters import list_kept_adapters
 from ..run.card_data import pipeline_tag
 from ..run.sample_writer import KeptSamples, SampleWriter
-from ..run.weights import PolicyFiles, lora_loader
+from ..run.weights import PolicyFiles, lora_loader, name_half_dtype
 from .callbacks import (
     CollapseCallback,
     ReportCallback,
@@ -87,6 +88,16 @@ def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
         is_renoised=args.traits.is_renoised,
         shares_noise=args.traits.shares_noise,
     )
+
+
+def find_trained_steps(args: DiffusionGRPOConfig) -> range:
+    """Return the steps that may be trained: without `permute_steps` only the first ones of each part of the window."""
+    start, stop = args.window
+    if args.permute_steps:
+        return range(start, stop)
+    latest = stop - args.window_size, stop
+    (steps,) = choose_trained_steps(args.num_inference_steps, latest, args.timestep_fraction)
+    return range(start, steps[-1] + 1)
 
 
 def make_credit(args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueModel | None) -> CreditAssigner:
@@ -186,6 +197,7 @@ def describe_model(
         "loads_by": lora_loader(pipe, component[0]),
         "pipeline_tag": pipeline_tag(type(pipe), given),
     }
+    found |= {"dtype": dtype} if (dtype := name_half_dtype(pipe)) else {}
     found |= {"quantized": methods} if (methods := describe_quantization(pipe)) else {}
     kept = list_kept_adapters(pipe, model, component)
     return found | ({"kept_adapters": kept} if kept else {})
@@ -302,7 +314,7 @@ class RunBuilder:
             anchors_on_replay=replays_anchor(args, algorithm),
             needs_old_mean=algorithm.needs_old_mean and (not is_one_update or args.old_log_prob == "rollout"),
             step_weight=args.step_weight,
-            weighted_steps=range(*args.window),
+            weighted_steps=find_trained_steps(args),
             drops_zero_advantages=args.drop_zero_advantages,
             trajectory_device=self._trajectory_device,
             device=args.device,

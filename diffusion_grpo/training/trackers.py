@@ -1,6 +1,9 @@
 """Images, videos and sounds for the trackers that `report_to` names: tensorboard, wandb, trackio, mlflow."""
 
+import contextlib
+import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 from transformers import TrainerCallback
 from transformers.integrations import (
+    ClearMLCallback,
+    CometCallback,
     MLflowCallback,
     TensorBoardCallback,
     TrackioCallback,
@@ -18,6 +23,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..media.files import read_sound, read_video
 from ..media.samples import frame_positions
+from ..policy.network_gate import replace_attribute
 
 GRID_CELL = 256  # pixels, the longest side of an image in the grid
 STRIP_FRAMES, STRIP_CELL = 8, 128  # of a video in an image that shows its motion
@@ -58,10 +64,26 @@ class PipelineMLflowCallback(MLflowCallback):
 
 
 def replace_trackers(handler: CallbackHandler) -> None:
-    """Replace those of transformers' callbacks that fail on a diffusers model."""
+    """Replace or mend those of transformers' callbacks that fail on a diffusers model."""
     for theirs, ours in ((TensorBoardCallback, PipelineTensorBoardCallback), (MLflowCallback, PipelineMLflowCallback)):
         if handler.pop_callback(theirs) is not None:
             handler.add_callback(ours)
+    for callback in handler.callbacks:
+        if isinstance(callback, (ClearMLCallback, CometCallback, WandbCallback)):  # they show the whole model
+            callback.setup = _show_config(callback.setup)
+
+
+def _show_config(setup: Callable[..., None]) -> Callable[..., None]:
+    """Give a diffusers config the method of a transformers config that a callback's `setup` calls."""
+
+    @functools.wraps(setup)
+    def set_up(args: Any, state: Any, model: Any, *rest: Any, **kwargs: Any) -> None:
+        config = getattr(model, "config", None)
+        is_plain = isinstance(config, dict) and not hasattr(config, "to_dict")
+        with replace_attribute(config, "to_dict", lambda: dict(config)) if is_plain else contextlib.nullcontext():
+            setup(args, state, model, *rest, **kwargs)
+
+    return set_up
 
 
 def draw_grid(rows: dict[str, list[Path | Image.Image]], cell: int = GRID_CELL) -> Image.Image:

@@ -20,7 +20,7 @@ import zero_run
 from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_runs import GUIDED, OPTIONAL, SMOOTH, edited_images, logged, trained_weights, trainer_for
+from tiny_runs import GUIDED, OPTIONAL, SMOOTH, brightness, edited_images, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo.distributed import deepspeed
@@ -271,6 +271,32 @@ def test_losses_that_compare_with_the_old_policy(tmp_path, loss_type):
     on_two_processes(tmp_path, {name: own | stage for name, stage in stages.items()})
     for name, stage in stages.items():
         assert_trains_as_one(tmp_path / name, tmp_path / "alone", stage["stage"])
+
+
+@pytest.mark.distributed
+def test_parts_that_full_training_leaves_frozen_are_written_whole(tmp_path):
+    """Two parts of GLM-Image's language model are never trained, and ZeRO-3 shards them with the rest."""
+    writer = "vision_language_encoder"
+    own = {
+        "name": "glm_image",
+        "lora": False,
+        "train_component": writer,
+        "rewards": brightness,
+        "reward_weights": None,
+    }
+    own |= {"num_inference_steps": 2, "num_generations": 2, "per_device_train_batch_size": 2, "optim": "sgd"}
+    own |= {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "stage": 3, "beta": 0.05, "sync_ref_model": True}
+    own |= SAVED | {"ref_model_sync_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "reward"}
+    own |= {"eval_strategy": "steps", "eval_steps": 1}
+    again = own | {"max_steps": 2, "resume": "first/checkpoint-1"}
+    on_two_processes(tmp_path, {"first": own | {"max_steps": 1}, "again": again})
+    before = tiny_pipelines.build("glm_image", 0)[0].vision_language_encoder.state_dict()
+    for place in ("first/checkpoint-1", "first/checkpoint-1/reference", "first", "again/checkpoint-2", "again"):
+        saved = load_file(tmp_path / place / writer / "model.safetensors")
+        frozen = {name for name in saved if name.startswith(("model.visual.", "model.vqmodel."))}
+        assert len(frozen) > 8 and all(torch.equal(saved[name], before[name]) for name in frozen), place
+        assert all(saved[name].shape == before[name].shape for name in saved), place
+        assert any(not torch.equal(saved[name], before[name]) for name in saved), place
 
 
 @pytest.fixture(scope="module")

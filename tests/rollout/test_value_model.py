@@ -253,6 +253,13 @@ def test_gradients_are_averaged_over_processes_and_cleared():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_an_attempt_that_ran_out_of_memory_leaves_no_gradients_to_the_next():
+    model = ValueModel()
+    model.loss(ValueTargets(torch.randn(2, 3, STATE_SIZE), torch.zeros(2, 3), torch.ones(2, 3)), None).backward()
+    ValueCallback(model, None).on_train_begin(None, None, None)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.distributed
 def test_two_processes_train_what_one_does(tmp_path):
     settings = GAE | {"kl_reward": 0.1, "save_strategy": "steps", "save_steps": 2}

@@ -20,8 +20,10 @@ FILES = [
     "README.md",
     "curve.png",
     "grid.png",
+    "images/0-before.mp4",
     "images/0-after.png",
     "train.yaml",
+    "run.json",
     "adapter_config.json",
     "pytorch_lora_weights.safetensors",
     "ema/adapter_model.safetensors",
@@ -31,7 +33,6 @@ FILES = [
     "scheduler/scheduler_config.json",
 ]
 PRIVATE = [
-    "run.json",
     "report.html",
     "trainer_state.json",
     "samples/step-000000/0000.png",
@@ -39,6 +40,7 @@ PRIVATE = [
     "evaluations/step-000000/0000.png",
     "runs/Nov01_my-host/events.out.tfevents.1.my-host.2.0",
     "prompts.txt",
+    "images/photo.png",
 ]
 NEVER = ["checkpoint-2/pytorch_lora_weights.safetensors", "tmp-checkpoint-3/config.json"]
 
@@ -148,6 +150,22 @@ def test_what_is_secret_by_its_name_is_left_out_wherever_it_stands():
     given = {"model_init_kwargs": {"token": "hf_1", "revision": "main"}, "rewards": [{"API_KEY": "sk-1", "key": 1}]}
     assert strip_secrets(given) == {"model_init_kwargs": {"revision": "main"}, "rewards": [{"key": 1}]}
     assert strip_secrets({"token_sampling": 1, "max_tokens": 2}) == {"token_sampling": 1, "max_tokens": 2}
+
+
+def test_a_dictionary_may_be_written_as_json():
+    text = '{"token": "hf_1", "revision": "main", "cache_dir": "/home/me/models", "headers": {"Authorization": "b"}}'
+    expected = '{"revision": "main", "cache_dir": "models", "headers": {}}'
+    assert strip_folders(strip_secrets({"model_init_kwargs": text})) == {"model_init_kwargs": expected}
+    assert strip_secrets([f"[{text}]"]) == ['[{"revision": "main", "cache_dir": "/home/me/models", "headers": {}}]']
+    for text in ('{"a":  1}', "{prompt}", "[a fox] in /a", '["x"]', "{"):
+        assert strip_folders(strip_secrets(text)) == text
+
+
+def test_no_value_of_a_urls_query_is_published():
+    assert strip_secrets({"url": "https://h/v1?key=abc&token=z/z"}) == {"url": "https://h/v1?key=...&token=..."}
+    assert strip_secrets("http://a:b@h?x=1#part=2 and wss://h/?y=2") == "http://h?x=...#part=... and wss://h/?y=..."
+    for text in ("http://h/v1?", "http://h/a=b", "is it a?b=c", "https://h/?flag"):
+        assert strip_secrets(text) == text
 
 
 def test_no_password_of_a_url_is_published():

@@ -14,7 +14,7 @@ from diffusion_grpo.run.records import (
     check_output_folder,
     check_same_run,
     clear_started_run,
-    has_result,
+    has_ended,
     holds_run,
     list_changed_settings,
     make_record,
@@ -49,12 +49,12 @@ def test_a_folder_with_a_checkpoint_or_a_result_holds_a_run(tmp_path):
     assert not holds_run(tmp_path / "none") and not holds_run(tmp_path)
     refuse_used_folder(tmp_path, "resume")
     (tmp_path / "checkpoint-3").mkdir()
-    assert holds_run(tmp_path) and not has_result(tmp_path)
+    assert holds_run(tmp_path) and not has_ended(tmp_path)
     with pytest.raises(ResumeError, match="holds a run already .newest: checkpoint-3.; resume to go on with it"):
         refuse_used_folder(tmp_path, "resume")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "summary.json").write_text("{}")
-    assert has_result(tmp_path / "other")
+    assert holds_run(tmp_path / "other")
     with pytest.raises(ResumeError, match="it has saved no checkpoint"):
         refuse_used_folder(tmp_path / "other", "resume")
 
@@ -83,10 +83,28 @@ def test_another_run_is_refused_and_the_same_one_may_go_on(tmp_path, caplog):
             check_same_run(str(tmp_path), record(seed=3, **{name: value}))
     check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
     assert "was interrupted (newest: checkpoint-3)" in caplog.text
-    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "trainer_state.json").write_text("{}")
+    assert has_ended(tmp_path)
     check_output_folder(str(tmp_path), record(seed=3), is_resumed=True)
     with pytest.raises(ResumeError, match="set resume_from_checkpoint=True in the settings"):
         check_output_folder(str(tmp_path), record(seed=3), is_resumed=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "pytorch_lora_weights.safetensors", "model_index.json", "summary.json"]
+)
+def test_only_the_end_of_a_run_leaves_what_says_that_it_has_ended(tmp_path, caplog, name):
+    """Pushes and `save_model` leave weights at the top during the run, `diffusion-grpo report` a summary."""
+    write_json(tmp_path / "run.json", record())
+    (tmp_path / name).touch()
+    assert holds_run(tmp_path) and not has_ended(tmp_path)
+    with pytest.raises(ResumeError, match="it has saved no checkpoint.; set resume_from_checkpoint=True in the set"):
+        check_output_folder(str(tmp_path), record(), is_resumed=False)  # nothing but this file would be left of it
+    (tmp_path / "checkpoint-3").mkdir()
+    check_output_folder(str(tmp_path), record(), is_resumed=False)
+    assert "was interrupted (newest: checkpoint-3)" in caplog.text
+    with pytest.raises(ResumeError, match="holds a run already"):
+        refuse_used_folder(tmp_path, "resume")
 
 
 def test_defaults_that_are_written_out_are_no_other_run(tmp_path):

@@ -132,6 +132,26 @@ def test_the_loras_of_two_experts_from_the_hub(tmp_path, monkeypatch):
     assert fetched == needed | {"run.json"}
 
 
+def test_a_pushed_lora_of_the_second_expert_goes_into_the_second_expert(tmp_path, monkeypatch):
+    """Of what a push publishes without `push_samples`, run.json alone names the network."""
+    run, pushed = tmp_path / "run", tmp_path / "pushed"
+    pipe, inputs = tiny_pipelines.build("wan_experts")
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    hub.save_policy(get_peft_model(pipe.transformer_2, config), pipe, ("transformer_2",), run)
+    (run / "run.json").write_text('{"component": "transformer_2"}')
+    expected = draw_sample(pipe, inputs)
+    files = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
+    for file in filter_repo_objects(files, **list_upload_patterns(pipe.components, push_samples=False)):
+        (pushed / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(run / file, pushed / file)
+    put_on_hub(monkeypatch, pushed, tmp_path / "cache")
+    fresh, inputs = tiny_pipelines.build("wan_experts")
+    hub.load_weights(fresh, "me/wan-lora", adapter_name="mine")
+    assert adapters.list_adapters(fresh) == {"transformer_2": ["mine"]}
+    assert torch.equal(draw_sample(fresh, inputs), expected)
+
+
 def test_the_loras_of_two_experts_from_the_cache_offline(tmp_path, monkeypatch):
     """As the Hub's client finds them with HF_HUB_OFFLINE."""
     cached = tmp_path / "models--me--wan-lora"
@@ -347,7 +367,8 @@ def test_push_to_hub_uploads_the_weights_and_the_card(tmp_path, monkeypatch, pus
         files
     )
     assert "training_args.bin" not in files and not [file for file in files if file.startswith("checkpoint-")]
-    for start in ("samples/", "runs/", "run.json", "report.html", "trainer_state.json"):
+    assert all("run.json" in pushed for path, pushed in uploads if path is None)  # it names the network of the LoRA
+    for start in ("samples/", "runs/", "report.html", "trainer_state.json"):
         assert bool([file for file in files if file.startswith(start)]) == push_samples, start
     for path, pushed in uploads:  # those during the training too
         assert path is not None or push_samples or not [file for file in pushed if file.startswith("samples/")]

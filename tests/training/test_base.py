@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from tiny_runs import brightness, trained_weights, trainer_for
+from transformers import Trainer
 
 from diffusion_grpo.run.records import write_json
 
@@ -94,3 +95,18 @@ def test_predict_says_what_to_call_instead(tmp_path):
     with pytest.raises(NotImplementedError, match="call evaluate.*prefix='test'. to sample and score"):
         trainer.predict(dataset)
     assert "test_reward" in trainer.evaluate(dataset, metric_key_prefix="test")
+
+
+@pytest.mark.parametrize("has_scaler", [True, False])
+def test_the_loss_scale_is_restored_where_the_engine_comes_after_the_weights(tmp_path, monkeypatch, has_scaler):
+    """As with FSDP2, which scales the loss, and DeepSpeed, which keeps a scale of its own."""
+    trainer = trainer_for(tmp_path / "run")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if has_scaler else None
+    torch.save(torch.amp.GradScaler("cpu", init_scale=512.0).state_dict(), tmp_path / "scaler.pt")
+    trainer.accelerator.scaler = scaler
+    monkeypatch.setattr(type(trainer.backend), "loads_before_engine", True)
+    monkeypatch.setattr(Trainer, "_prepare_for_training", lambda *args: ("model", "data"))
+    for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler"):
+        monkeypatch.setattr(trainer, name, lambda checkpoint: None)
+    assert trainer._prepare_for_training(1, None, str(tmp_path)) == ("model", "data")
+    assert not has_scaler or scaler.state_dict()["scale"] == 512.0

@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 from fresh import load_again
 from tiny_runs import brightness, logged, trained_weights, trainer_for
+from transformers import TrainerCallback
 
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.policy.rollout import rollout
@@ -60,6 +61,26 @@ def test_several_datasets_are_measured_each_and_together(tmp_path):
     images = sorted(path.name for path in (tmp_path / "evaluations" / "step-000002").iterdir())
     assert images == ["cats-0000.png", "dogs-0000.png"] and (tmp_path / "grid.png").is_file()
     assert json.loads((tmp_path / "summary.json").read_text())["reward_after"] == pytest.approx(both)
+
+
+@pytest.mark.parametrize(("prefix", "is_logged"), [("eval_hard", True), ("hard", False)])
+def test_an_evaluation_under_another_prefix_keeps_no_samples(tmp_path, prefix, is_logged):
+    """What starts with "eval" is logged and shown to the callbacks, also at an update that "eval" left nothing of."""
+    told = []
+
+    class Told(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            told.append(sorted(metrics))
+
+    trainer, dataset = trainer_for(tmp_path, max_steps=1, num_inference_steps=2), Dataset.from_dict({"prompt": ["a"]})
+    trainer.evaluate(dataset)
+    trainer.train()
+    trainer.add_callback(Told())
+    metrics = trainer.evaluate(dataset, metric_key_prefix=prefix)
+    assert trainer.state.global_step == 1 and 0 <= metrics[f"{prefix}_reward"] <= 1
+    assert logged(trainer, f"{prefix}_reward") == ([metrics[f"{prefix}_reward"]] if is_logged else [])
+    assert told == ([sorted(metrics)] if is_logged else [])
+    assert {path.stem for path in (tmp_path / "evaluations").iterdir()} == {"step-000000"}
 
 
 def test_rewards_add_columns(tmp_path):

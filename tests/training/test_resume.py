@@ -13,9 +13,12 @@ import pytest
 import ranks_server
 import resumable_run
 import torch
+from pushed_run import make_client
 from safetensors.torch import load_file
 from tiny_runs import first_frame_brightness, logged, policy_weights, trained_weights, trainer_for
 from transformers import TrainerCallback
+
+from diffusion_grpo.run.manifest import ResumeError
 
 # 4 prompts, 2 a rollout: two rollouts an epoch, so that six updates cross epochs
 PLAIN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
@@ -247,6 +250,61 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, caplog):
         again.train()
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
+
+
+@pytest.mark.parametrize("kind", ["push", "save_model"])
+def test_weights_that_are_published_during_a_run_do_not_end_it(tmp_path, monkeypatch, kind):
+    """An interrupted run goes on as documented, one that has ended is refused before a model is loaded."""
+
+    class Save(TrainerCallback):
+        def on_save(self, *args, **kwargs):
+            first.save_model()
+
+    for module in ("transformers.trainer", "diffusion_grpo.training.base"):
+        monkeypatch.setattr(f"{module}.hf_api", make_client([]))
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "max_steps": 2}
+    settings |= {"push_to_hub": True, "hub_model_id": "mine"} if kind == "push" else {}
+    first = trainer_for(tmp_path, callbacks=[*([Save()] if kind == "save_model" else []), Interrupt(1)], **settings)
+    with pytest.raises(KeyboardInterrupt, match="go on from .*checkpoint-1 with resume_from_checkpoint=True"):
+        first.train()
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    again = trainer_for(tmp_path, **settings)
+    with pytest.raises(ValueError, match="holds a run already .newest: checkpoint-1.; pass resume_from_checkpoint=Tr"):
+        again.train()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    with pytest.raises(ValueError, match="holds a run already .newest: checkpoint-2.; set resume_from_checkpoint=Tru"):
+        trainer_for(tmp_path, **settings)
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_any_name(tmp_path):
+    """`hub_strategy="checkpoint"` publishes `last-checkpoint`, for instance."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2}
+    whole = trainer_for(tmp_path / "whole", **settings)
+    whole.train()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "downloaded" / "last-checkpoint")
+    again = trainer_for(tmp_path / "again", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "downloaded" / "last-checkpoint"))
+    assert again.state.global_step == 2
+    expected = trained_weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+
+
+@pytest.mark.parametrize("off", [False, "false", "False"])
+def test_resuming_may_be_said_to_be_off(tmp_path, off):
+    settings = {"max_steps": 1, "num_inference_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_for(tmp_path, **settings)
+    trainer.args.resume_from_checkpoint = off if isinstance(off, str) else None
+    trainer.train(resume_from_checkpoint=off)
+    assert trainer.state.global_step == 1
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2}
+    trainer_for(tmp_path / "whole", **settings).train()
+    again = trainer_for(tmp_path / "again", **settings)
+    with pytest.raises(ResumeError, match="whole is a run's folder, expected a checkpoint; its newest is .*-2[.]"):
+        again.train(resume_from_checkpoint=str(tmp_path / "whole"))
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):

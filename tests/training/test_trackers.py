@@ -9,17 +9,22 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import tiny_pipelines
+from peft import LoraConfig
 from PIL import Image
-from tiny_runs import first_frame_brightness, trainer_for
-from transformers.integrations import TrackioCallback, WandbCallback
+from tiny_runs import LORA, first_frame_brightness, trainer_for
+from transformers import TrainerState, TrainingArguments
+from transformers.integrations import ClearMLCallback, CometCallback, TrackioCallback, WandbCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.media.files import write_sound, write_video
+from diffusion_grpo.run import adapters
 from diffusion_grpo.training import trackers
-from diffusion_grpo.training.trackers import draw_grid, log_files, log_image
+from diffusion_grpo.training.trackers import draw_grid, log_files, log_image, replace_trackers
 
 RUN = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0, "max_steps": 1}
 RUN |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
@@ -68,6 +73,46 @@ def test_wandb_has_curves_images_and_videos(tmp_path, monkeypatch):
     wandb.finish()
     assert media == {".png", ".mp4"}
     assert {"samples", "samples/0000", "samples/0001", "eval/reward", "train/reward"} <= set(summary)
+
+
+def test_wandb_takes_the_model_too(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true"), ("LOG_MODEL", "end")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    train(tmp_path, "wandb")
+    config = dict(wandb.run.config)
+    wandb.finish()
+    assert config["num_attention_heads"] == 2
+
+
+def set_up(callback, model, *rest):
+    """Set up a callback of transformers as training does, once the trackers have been replaced."""
+    replace_trackers(SimpleNamespace(callbacks=[callback], pop_callback=lambda kind: None))
+    state = TrainerState(is_world_process_zero=True)
+    callback.setup(TrainingArguments("unused", use_cpu=True, report_to="none"), state, model, *rest)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_comet_and_clearml_get_the_config_of_a_diffusers_network(monkeypatch, lora):
+    network = tiny_pipelines.build("sd3")[0].transformer
+    model = adapters.wrap_lora(network, LoraConfig(**LORA), "default") if lora else network
+    monkeypatch.setitem(sys.modules, "comet_ml", comet := MagicMock())
+    experiment = comet.start.return_value = MagicMock()
+    parameters = "__internal_api__log_parameters__"
+    setattr(experiment, parameters, MagicMock())
+    experiment.__internal_api__set_model_graph__ = MagicMock()
+    callback = CometCallback.__new__(CometCallback)
+    callback._initialized, callback._log_assets, callback._experiment = False, False, None
+    set_up(callback, model)
+    logged = getattr(experiment, parameters).call_args.args[0]
+    assert logged["config"] == dict(network.config) and len(logged["config"]) > 5
+    callback = ClearMLCallback.__new__(ClearMLCallback)
+    callback._initialized, callback._clearml_task, callback._clearml = False, None, (clearml := MagicMock())
+    monkeypatch.setattr(ClearMLCallback, "_copy_training_args_as_hparams", lambda *args: None)
+    set_up(callback, model, None)
+    task = clearml.Task.current_task.return_value
+    assert task.set_configuration_object.call_args.kwargs["config_dict"] == dict(network.config)
+    assert not hasattr(network.config, "to_dict")  # as it was
 
 
 def test_trackio_has_curves_images_and_videos(tmp_path):
