@@ -3,6 +3,7 @@
 import torch
 
 from diffusion_grpo.policy.recorders import Recorder
+from diffusion_grpo.policy.stochastic_steps import CleanEstimate
 from diffusion_grpo.policy.trajectory import StepScale
 
 SEEDS = torch.tensor([3, 4])
@@ -25,6 +26,9 @@ class HalfSteps:
 
     def drop_variance(self, prediction, sample):
         return sample if prediction is None else prediction
+
+    def denoise(self, prediction, timestep, sample):
+        return CleanEstimate(sample - self.drop_variance(prediction, sample), torch.ones(()), sample)
 
     def scale(self, timestep, sample, noise_level, count=None):
         return StepScale(torch.full((len(sample),), STD), torch.ones(len(sample)), torch.ones(len(sample)))

@@ -150,9 +150,9 @@ class Algorithm(Protocol):
             measured, to be checked.
         chooses_samples: whether samples are chosen by their advantages, so that those that no reward scored must be
             told from those of advantage 0: they have the weight 0.
-        old_decay: how much of itself the old policy keeps after rollout n; it takes the rest from the policy. Its
-            predictions are in the parts. None for no old policy.
-        rolls_out_old: whether the old policy makes the rollouts.
+        old_decay: of an algorithm on finished samples: how much of itself the old policy keeps after rollout n; it
+            takes the rest from the policy. Its predictions are in the parts. None for no old policy.
+        rolls_out_old: of one with an old policy: whether that makes the rollouts.
 
     Examples:
         >>> class Reinforce(Algorithm):

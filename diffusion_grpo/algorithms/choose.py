@@ -23,7 +23,7 @@ def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] |
 
     Raises:
         ValueError: the name is unknown, nothing can be imported from the dotted path, or what is found there is no
-            algorithm and no function.
+            algorithm and no function, or an algorithm on recorded steps with an old policy.
     """
     found = _import_algorithm(loss_type) if isinstance(loss_type, str) else loss_type
     if not callable(found):
@@ -33,7 +33,18 @@ def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] |
             f"The class '{loss_type}' does not inherit from diffusion_grpo.algorithms.base.Algorithm; let it, and "
             "define passes and loss, or name a loss function."
         )
+    if inspect.isclass(found):
+        _refuse_old_policy(loss_type, found)
     return found
+
+
+def _refuse_old_policy(loss_type: str | Loss | type[Algorithm], found: Algorithm | type[Algorithm]) -> None:
+    """Refuse an old policy of an algorithm on recorded steps."""
+    if found.needs != "clean" and found.old_decay is not None:
+        raise ValueError(
+            f"{loss_type} sets old_decay, but the predictions of an old policy are kept of re-noised samples alone; "
+            "leave old_decay out, or train on those with needs='clean'."
+        )
 
 
 def _import_algorithm(name: str) -> Any:
@@ -131,7 +142,9 @@ def load_algorithm(
     found, given = find_algorithm(loss_type), loss_kwargs or {}
     if inspect.isclass(found):
         named = inspect.signature(found).parameters
-        return found(**given, **{name: value for name, value in run.items() if name in named})
+        algorithm = found(**given, **{name: value for name, value in run.items() if name in named})
+        _refuse_old_policy(loss_type, algorithm)  # its settings may have asked for one
+        return algorithm
     return GRPO(functools.partial(found, **given) if given else found, **run)
 
 

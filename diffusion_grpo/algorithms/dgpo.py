@@ -56,9 +56,10 @@ class DGPO(RenoisedWithOldPolicy):
         gain = advantages * (error - distant.error()).detach()
         gate = torch.sigmoid(self.preference_beta / part.group_size * sum_over_group(gain, part.groups))
         ratio = torch.exp(dataclasses.replace(now, clean=old).error() - error.detach())
-        has_left = torch.where(advantages > 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
+        has_left = torch.where(advantages > 0, ratio > 1 + self.clip, ratio < 1 - self.clip) & (advantages != 0)
         losses = gate * advantages * torch.where(has_left, error.detach(), error)
         metrics = {"dgpo/gate": gate.mean(), "clip_ratio/region_mean": has_left.double().mean()}
+        metrics |= {"ratio/mean": ratio.mean(), "ratio/min": ratio.min(), "ratio/max": ratio.max()}
         return losses, metrics | {"old/distance": now.error(old).detach().mean()}
 
 

@@ -85,14 +85,17 @@ class Renoised(Algorithm):
         recorded = part.old_clean(step)
         old = now.clean.detach() if recorded is None else recorded.to(now.clean)
         losses, metrics = self.sample_losses(now, old, distant, part, step)
-        metrics |= {"loss/policy": losses.detach().mean(), "denoising_error": now.error().detach().mean()}
+        weights = torch.ones_like(losses) if part.weights is None else part.weights.to(losses)
+        metrics["loss/policy"] = (weights * losses).mean()
+        measured = {"denoising_error": now.error()}
         if distant is not None:
-            metrics["velocity/ratio_to_ref"] = (now.norm() / distant.norm().clamp(min=1e-12)).mean()
             distance = now.error(distant.clean)
-            metrics |= {"kl": distance.detach().mean(), "loss/kl": self.beta * distance.detach().mean()}
+            metrics["loss/kl"] = self.beta * (weights * distance).mean()
+            measured |= {"kl": distance, "velocity/ratio_to_ref": now.norm() / distant.norm().clamp(min=1e-12)}
             losses = losses + self.beta * distance
-        total = losses.sum() if part.weights is None else (losses * part.weights.to(losses)).sum()
-        drift = 0.0
+        if (weights > 0).any():  # the others do not count
+            metrics |= {name: values[weights > 0].mean() for name, values in measured.items()}
+        total, drift = (weights * losses).sum(), 0.0
         if part.has_current_old and recorded is not None:
             drift = float((now.clean.detach() - old).abs().max())
         elif not self.is_first_replay:

@@ -87,10 +87,14 @@ class StepParts:
 
     def log_prob(self) -> Tensor:
         """Return the (batch,) log-density of all parts, averaged over all their dimensions."""
-        if len(self.scores) == 1:
-            return self.scores[0]
-        sizes = [part[0].numel() for part in self.next]
-        return sum(size * score for size, score in zip(sizes, self.scores, strict=True)) / sum(sizes)
+        return average_scores(self.scores, [part[0].numel() for part in self.next])
+
+
+def average_scores(scores: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return the (batch,) mean log-density of the latents that one step moves, by their sizes."""
+    if len(scores) == 1:
+        return scores[0]
+    return sum(size * score for size, score in zip(sizes, scores, strict=True)) / sum(sizes)
 
 
 def first_rows(values: Sequence[Tensor], sample: Tensor, count: int) -> list[Tensor]:

@@ -58,6 +58,10 @@ class CleanEstimate(NamedTuple):
     origin: Tensor
     moves: Tensor | None = None
 
+    def velocity(self) -> Tensor:
+        """Return `v`, (batch, ...) float32."""
+        return (self.origin - self.clean) / self.share
+
 
 class StepDriver(Protocol):
     """Decides what each step of a stochastic scheduler does; see `drivers.py`."""

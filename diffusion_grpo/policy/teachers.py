@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .drivers import Follower, StepParts, StepScored, UnsupportedPipeline, first_rows, join_latents, take_part
+from .drivers import Follower, StepScored, UnsupportedPipeline, average_scores, first_rows, join_latents, take_part
 from .input_watch import InputWatch
 from .schedulers import StochasticScheduler
 from .trajectory import CleanSamples, Denoised, Prediction, StepDistribution, StepScale, make_generators, sample_seed
@@ -41,9 +41,10 @@ class Teacher(Follower):
     ):
         super().__init__(index, latents, initial_seeds, tokens, noise_level)
         self.next_latents, self.next_offset, self.sources = next_latents, 0, sources
-        self.parts, self.means, self.stds = StepParts(), [], []
+        self.moved: list[tuple[StochasticScheduler, Tensor, Tensor, Tensor]] = []  # with next latents, mean and std
         self.scales: list[StepScale] = []
         self.predictions: list[Tensor] = []
+        self.velocities: list[Tensor] = []
         self.scored: StepDistribution | None = None
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
@@ -58,12 +59,12 @@ class Teacher(Follower):
         scale = scheduler.scale(timestep, sample, self.noise_level, self.count)
         self.scales.append(StepScale(*map(self._spread, (scale.std, scale.jacobian, scale.moving))))
         self.predictions.append(self._spread(scheduler.drop_variance(prediction, sample)[: self.count].detach()))
-        self.parts.add(sample, next_latents, scheduler.log_prob(next_latents, mean, std))
-        self.means.append(mean)
-        self.stds.append(std)
+        with torch.no_grad():
+            velocity = scheduler.denoise(prediction, timestep, sample).velocity()
+        self.velocities.append(self._spread(velocity[: self.count]))
+        self.moved.append((scheduler, next_latents, mean, std))
         if self.next_offset >= self.next_latents[0].numel():
-            log_prob = self.parts.log_prob()
-            self.scored = _distribution(self.means, self.stds, log_prob, self.scales, self.predictions)
+            self.scored = self._score()
             raise StepScored
         return sample  # another scheduler steps the other part
 
@@ -72,18 +73,22 @@ class Teacher(Follower):
         is_spread = self.sources is not None and values.ndim > 0 and len(values) == self.count
         return values[self.sources.to(values.device)] if is_spread else values
 
-
-def _distribution(
-    means: list[Tensor], stds: list[Tensor], log_prob: Tensor, scales: list[StepScale], predictions: list[Tensor]
-) -> StepDistribution:
-    """Build a step's distribution; flattened if the step moves several latents."""
-    mean, std = means[0], stds[0]
-    if len(means) > 1:
-        std = join_latents([std.expand(mean.shape) for mean, std in zip(means, stds, strict=True)])
-        mean = join_latents(means)
-    if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
-        std = torch.where(std > 0, std, 1.0)
-    return StepDistribution(mean, std, log_prob, StepScale.join(scales), join_latents(predictions))
+    def _score(self) -> StepDistribution:
+        """Build the step's distribution; flattened if the step moves several latents."""
+        schedulers, nexts, means, stds = (list(each) for each in zip(*self.moved, strict=True))
+        sizes = [part[0].numel() for part in means]
+        mean, std = join_latents(means), stds[0]
+        if len(means) > 1:
+            std = join_latents([each.expand(part.shape) for each, part in zip(stds, means, strict=True)])
+            # cut out of the joined mean, so that the gradient of what is made of log-probabilities arrives there too
+            cut = zip(mean.split(sizes, dim=1), means, strict=True)
+            means = [values.view(part.shape) for values, part in cut]
+        own = zip(schedulers, nexts, means, stds, strict=True)
+        log_prob = average_scores([scheduler.log_prob(*values) for scheduler, *values in own], sizes)
+        if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
+            std = torch.where(std > 0, std, 1.0)
+        joined = join_latents(self.predictions), join_latents(self.velocities)
+        return StepDistribution(mean, std, log_prob, StepScale.join(self.scales), *joined)
 
 
 class Predictor(Follower):

@@ -322,6 +322,7 @@ class StepDistribution:
         log_prob: (batch,) float32, of the recorded next latent, averaged over its dimensions.
         scale: how far noise and prediction reach.
         prediction: (batch, ...) without gradient, what the pipeline handed to the scheduler.
+        velocity: (batch, ...) float32 without gradient, the prediction as `v`; see [`Denoised`].
 
     Examples:
         >>> step = StepDistribution(torch.zeros(1, 4), torch.tensor(0.5), log_prob=torch.zeros(1))
@@ -334,6 +335,7 @@ class StepDistribution:
     log_prob: Tensor
     scale: StepScale | None = None
     prediction: Tensor | None = None
+    velocity: Tensor | None = None
 
     def loss_inputs(self, reference: "StepDistribution | None") -> dict[str, Tensor | None]:
         """Return what a loss gets of the step beside its log-probability."""
@@ -362,10 +364,10 @@ class StepDistribution:
 
     @torch.no_grad()
     def compare(self, reference: "StepDistribution") -> dict[str, float]:
-        """Return the mean ratio of the norms of prediction and reference's prediction, as `velocity/ratio_to_ref`."""
-        if self.prediction is None or reference.prediction is None:
+        """Return the mean ratio of the norms of `v` and of the reference's, as `velocity/ratio_to_ref`."""
+        if self.velocity is None or reference.velocity is None:
             return {}
-        own, other = (step.prediction.float().flatten(1).norm(dim=1) for step in (self, reference))
+        own, other = (step.velocity.flatten(1).norm(dim=1) for step in (self, reference))
         return {"velocity/ratio_to_ref": (own / other).mean().item()}
 
 

@@ -143,6 +143,31 @@ def test_settings_of_the_run_that_a_class_does_not_take_are_refused(settings, me
     DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(Deaf))
 
 
+class Remembering(Reinforce):
+    """Asks for an old policy on recorded steps."""
+
+    old_decay = staticmethod(lambda n: 0.5)
+
+
+class Deciding(Reinforce):
+    """Asks for one if its settings say so."""
+
+    def __init__(self, *, beta: float, decay: float = 0.0):
+        super().__init__(beta=beta)
+        self.old_decay = (lambda n: decay) if decay else None
+
+
+def test_an_old_policy_is_refused_on_recorded_steps():
+    message = "sets old_decay, but the predictions of an old policy are kept of re-noised samples alone; leave"
+    with pytest.raises(ValueError, match=f"Remembering {message}"):
+        DiffusionGRPOConfig("out", use_cpu=True, loss_type=path(Remembering))
+    assert load_algorithm(Deciding, beta=0.0).old_decay is None
+    with pytest.raises(ValueError, match=f"Deciding {message}"):
+        load_algorithm(path(Deciding), {"decay": 0.5}, beta=0.0)
+    clean = type("Clean", (Remembering,), {"needs": "clean"})
+    assert load_algorithm(clean, beta=0.0).old_decay(3) == 0.5
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

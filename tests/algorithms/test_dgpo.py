@@ -47,6 +47,18 @@ def test_loss_and_gradient_of_dgpo(is_masked, share_by_element, has_old, groups)
     assert (0 < still.sum() < 6) == has_old
 
 
+def test_samples_of_advantage_0_are_not_held_by_dgpos_clip():
+    """They have no gradient whatever their ratio is."""
+    given = problem(has_old=True, advantages=[0.0, 0.0, 0.0, 1.0, 0.0, -1.0])
+    ratio = torch.exp(squares(given, given.old) - squares(given, given.clean)).detach()
+    assert (ratio[:3] < 0.99).any()
+    metrics = DGPO().loss(given.policy, given.reference, given.part, 3).metrics
+    held = [ratio[3].item() > 1.01, ratio[5].item() < 0.99]
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(sum(held) / 6)
+    found = [metrics[f"ratio/{name}"] for name in ("mean", "min", "max")]
+    assert found == pytest.approx([ratio.mean().item(), ratio.min().item(), ratio.max().item()])
+
+
 def test_the_gate_opens_where_the_better_are_denoised_worse():
     """It is a half at the reference, and has no gradient of its own."""
     given = problem(count=2, group_size=2, advantages=[1.0, -1.0])

@@ -257,6 +257,41 @@ def test_the_logged_size_is_that_of_the_gradient_at_the_prediction(monkeypatch):
     assert output.metrics["grad_size/step_02"] == pytest.approx(expected, rel=1e-4)
 
 
+class Shifted:
+    """A reference whose means are some way off."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    @torch.no_grad()
+    def replay(self, **arguments):
+        now = self.policy.replay(**arguments)
+        return dataclasses.replace(now, mean=now.mean + 0.01)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("loss", ["grpo", "grpo_guard"])
+def test_the_logged_size_is_that_of_video_and_sound_together(monkeypatch, loss, beta):
+    pipe, inputs = tiny_pipelines.build("ltx2")
+    policy, handed = DenoisingPolicy(pipe), []
+    settings = {"seeds": SEEDS, "num_inference_steps": 4, "is_complete": False, "keeps_means": True}
+    _, trajectory = rollout(policy, inputs, **settings)
+    kind = type(policy.scheduler)
+    real = kind.distribution
+
+    def watched(scheduler, prediction, *rest):
+        handed.append(prediction)
+        return real(scheduler, prediction, *rest)
+
+    monkeypatch.setattr(kind, "distribution", watched)
+    algorithm = load_algorithm(loss, anchors_on_replay=True, beta=beta)
+    part = part_of(policy, inputs, trajectory, [1.0, -0.5])
+    output = algorithm.loss(policy, Shifted(policy) if beta else None, part, 1)
+    found = torch.autograd.grad(output.loss, [prediction for prediction in handed if prediction.requires_grad])
+    expected = torch.cat([part.flatten(1) for part in found], 1).norm(dim=1).mean().item()
+    assert len(found) == 2 and output.metrics["grad_size/step_01"] == pytest.approx(expected, rel=1e-4)
+
+
 class Fixed:
     """A policy or a reference that replays one given distribution."""
 
@@ -271,8 +306,8 @@ def distribution(prediction, log_prob=0.0):
     """A step of 400 numbers whose mean is 0.2 * prediction, with std 0.5."""
     prediction = torch.full((1, 400), prediction, requires_grad=True)
     scale = StepScale(torch.tensor([0.5]), torch.tensor([0.2]), torch.tensor([400.0]))
-    mean = 0.2 * prediction
-    return StepDistribution(mean, torch.tensor(0.5), mean.mean(1) * 0 + log_prob, scale, prediction.detach())
+    mean, kept = 0.2 * prediction, prediction.detach()
+    return StepDistribution(mean, torch.tensor(0.5), mean.mean(1) * 0 + log_prob, scale, kept, velocity=kept)
 
 
 def test_the_prediction_is_compared_with_the_references():
@@ -282,6 +317,35 @@ def test_the_prediction_is_compared_with_the_references():
     output = algorithm.loss(Fixed(distribution(1.2)), Fixed(distribution(1.0)), part, 0)
     assert output.metrics["velocity/ratio_to_ref"] == pytest.approx(1.2)
     assert "velocity/ratio_to_ref" not in GRPO().loss(Fixed(distribution(1.2)), None, part, 0).metrics
+
+
+@pytest.mark.parametrize("name", ["sd15", "cogvideox", "kandinsky_prior", "svd", "sd3"])
+def test_what_is_compared_is_v_whatever_the_network_predicts(name):
+    """Of epsilon, v, clean sample, EDM and velocity, in float64: v = a noise - b data where x = a data + b noise."""
+    pipe, inputs = tiny_pipelines.build(name)
+    policy = DenoisingPolicy(pipe)
+    _, trajectory = rollout(policy, inputs, seeds=SEEDS, num_inference_steps=4, is_complete=False)
+    scheduler = policy.scheduler
+    for step in (0, 2):
+        now = replay(policy, inputs, trajectory, step)
+        prediction, x = now.prediction.double(), trajectory.latents[:, step].double()
+        if name == "sd3":
+            expected = prediction  # noise - data
+        else:
+            sigma = scheduler.sigmas[step].double() if name == "svd" else None
+            alpha = (
+                1 / (1 + sigma**2) if name == "svd" else scheduler.alphas_cumprod[scheduler.timesteps[step]].double()
+            )
+            a, b = alpha.sqrt(), (1 - alpha).sqrt()
+            x = a * x if name == "svd" else x
+            kinds = {"epsilon": (x - b * prediction) / a, "v_prediction": a * x - b * prediction, "sample": prediction}
+            data = kinds[scheduler.config.prediction_type]
+            expected = a * (x - a * data) / b - b * data
+        size = float(expected.abs().max())
+        torch.testing.assert_close(now.velocity.double(), expected, rtol=1e-4, atol=1e-5 * size)
+        assert not now.velocity.requires_grad
+        twice = dataclasses.replace(now, velocity=2 * now.velocity)
+        assert twice.compare(now)["velocity/ratio_to_ref"] == pytest.approx(2)
 
 
 # How far a replay may be from the rollout

@@ -65,10 +65,10 @@ def test_a_pass_sums_the_losses_and_the_distance_to_the_reference(is_masked, sha
     pulls = gradient(out.loss, given) * given.share
     assert out.metrics == pytest.approx(
         {
-            "loss/kl": 0.3 * distance.mean().item(),
+            "loss/kl": 0.3 * (given.weights * distance).mean().item(),
             "grad_size/step_03": pulls.flatten(1).norm(dim=1).mean().item(),
             "own": error.max().item(),
-            "loss/policy": error.mean().item(),
+            "loss/policy": (given.weights * error).mean().item(),
             "denoising_error": error.mean().item(),
             "kl": distance.mean().item(),
             "velocity/ratio_to_ref": (sizes[0] / sizes[1]).mean().item(),
@@ -86,6 +86,24 @@ def test_the_reference_is_asked_only_where_something_needs_it():
     out = comparing.loss(given.policy, given.reference, given.part, 3)
     assert comparing.given[2] is not None and out.metrics["kl"] > 0
     assert_close(out.loss, squares(given, given.clean).sum())  # measured, and not trained on
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("weights", [[2.0, 0.0, 2.0, 0.0, 0.0, 2.0], [0.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 6])
+def test_samples_that_do_not_count_are_in_no_metric(weights, beta):
+    given, kept = problem(), [index for index, weight in enumerate(weights) if weight]
+    algorithm = type("Comparing", (Plain,), {"compares": True})(beta=beta)
+    part = changed(given, weights=torch.tensor(weights, dtype=torch.float64))
+    out = algorithm.loss(given.policy, given.reference, part, 3)
+    assert out.metrics["loss/policy"] + out.metrics["loss/kl"] == pytest.approx(out.loss.item() / 6)
+    error, distance = squares(given, given.clean), squares(given, given.clean, given.reference.clean)
+    if kept:
+        assert out.metrics["denoising_error"] == pytest.approx(error[kept].mean().item())
+        assert out.metrics["kl"] == pytest.approx(distance[kept].mean().item())
+        alone = algorithm.loss(given.policy, given.reference, changed(given, trajectory=part.trajectory[kept]), 3)
+        assert out.metrics["velocity/ratio_to_ref"] == pytest.approx(alone.metrics["velocity/ratio_to_ref"])
+    else:
+        assert not {"denoising_error", "kl", "velocity/ratio_to_ref"} & out.metrics.keys()
 
 
 def test_without_an_old_policy_the_policy_stands_for_it():
@@ -199,8 +217,9 @@ def test_old_policies_by_the_two_schedules_of_diffusion_nft():
 
 def test_an_old_policy_that_is_the_policy_of_each_rollout():
     """Updates of which there is one per rollout find it equal to the policy; later ones of a rollout do not."""
-    for cls in (NFT, functools.partial(AWM, clip=0.1), DGPO):
+    for cls in (NFT, DGPO):
         assert cls(decay_max=0.0).old_decay is cls(decay_rate=0.0).old_decay is None
+    for cls in (NFT, functools.partial(AWM, clip=0.1), DGPO):
         again = cls(decay_max=0.0, is_first_replay=False).old_decay
         assert [again(n) for n in (0, 1, 1000)] == [0.0] * 3
     assert DPO().old_decay is DPO(is_first_replay=False).old_decay is None
@@ -225,6 +244,11 @@ OUT_OF_RANGE = [
     ("awm", {"advantage_range": 0}, "advantage_range must be a number above 0, got 0"),
     ("awm", {"ema_beta": -1}, "ema_beta must be a number of at least 0, got -1"),
     ("awm", {"ema_beta": 0}, "clip=1.0 is off, and ema_beta=0, so nothing limits the move"),
+    (
+        "awm",
+        {"clip": 0.1, "ema_beta": 0},
+        "clip=0.1 has no effect with one update per rollout, and ema_beta=0, so nothing",
+    ),
     ("awm", {"decay_max": 0}, "clip=1.0 is off, and decay_max=0 keeps the average equal to the policy, so nothing"),
     (
         "awm",
@@ -249,10 +273,11 @@ def test_settings_out_of_range_are_refused_in_a_sentence(name, settings, message
 def test_usual_settings_are_taken():
     for name, settings in {
         "nft": {"strength": 0.1},
-        "awm": {"clip": 1e-5, "ema_beta": 0},
+        "awm": {"clip": 1e-5, "ema_beta": 0.1},
         "dgpo": {"clip": 5e-2},
     }.items():
         check_loss_kwargs(name, settings)
+    check_loss_kwargs("awm", {"clip": 1e-5, "ema_beta": 0}, is_first_replay=False)
     check_loss_kwargs("awm", {"decay_max": 0}, is_first_replay=False)  # the average stays behind within a rollout
 
 

@@ -37,10 +37,16 @@ def test_a_step_of_two_latents_is_scored_as_one():
     expected = -((torch.cat(first, 1) - 0.5) ** 2).mean(1)
     torch.testing.assert_close(trajectory.log_probs[:, 0], expected)
     teacher = Teacher(0, trajectory.latents[:, 0], trajectory.next_latents[:, 0], 0.7, SEEDS)
-    teacher.step(video, 0, None, None, torch.ones(2, 6))
+    handed = torch.ones(2, 2, 3, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    teacher.step(video, 0, None, None, handed[0])
     with pytest.raises(StepScored):
-        teacher.step(audio, 0, None, None, torch.ones(2, 2))
-    torch.testing.assert_close(teacher.scored.log_prob, expected)
+        teacher.step(audio, 0, None, None, handed[1])
+    now = teacher.scored
+    torch.testing.assert_close(now.log_prob, expected)
+    assert now.velocity.shape == now.mean.shape == (2, 8)
+    found, *parts = torch.autograd.grad(now.log_prob.sum(), [now.mean, *handed])
+    torch.testing.assert_close(found, (torch.cat(first, 1) - now.mean) / 4)  # all of it goes through the joined mean
+    torch.testing.assert_close(torch.cat([part.flatten(1) for part in parts], 1), found / 2)
     with pytest.raises(UnsupportedPipeline, match="move 2 latents at once"):
         Finisher(recorder)
 
@@ -70,5 +76,6 @@ def test_one_call_scores_all_samples_that_share_it():
         teacher.step(HalfSteps(), 1, handed, None, handed)
     mean = (latents / 2)[sources]
     assert torch.equal(teacher.scored.mean, mean) and torch.equal(teacher.scored.prediction, latents[sources])
+    assert torch.equal(teacher.scored.velocity, latents[sources])
     assert torch.equal(teacher.scored.log_prob, -((next_latents - mean) ** 2).mean(1))
     assert teacher.scored.scale.std.tolist() == [STD] * 3

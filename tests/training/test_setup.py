@@ -1,8 +1,10 @@
 """Set up what a run needs from its settings."""
 
+import pytest
+import torch
 from command_line import make_config
 
-from diffusion_grpo.training.setup import make_sampling_plan
+from diffusion_grpo.training.setup import find_trained_steps, make_sampling_plan
 
 
 def test_a_smaller_window_wanders_within_the_larger_one():
@@ -17,3 +19,22 @@ def test_a_smaller_window_wanders_within_the_larger_one():
         for g in range(200)
     ]
     assert make_sampling_plan(make_config(sde_window=[1, 6])).draw_window(3) == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "first", "last"),
+    [
+        ({"sde_window": [1, 9]}, 1, 8),
+        ({"sde_window": [1, 9], "timestep_fraction": 0.5}, 1, 4),
+        ({"sde_window": [1, 9], "timestep_fraction": 0.5, "permute_steps": True}, 1, 8),
+        ({"sde_window": [1, 9], "timestep_fraction": 0.01}, 1, 1),
+        ({"sde_window": [1, 9], "sde_window_size": 4}, 1, 8),
+        ({"sde_window": [1, 9], "sde_window_size": 4, "timestep_fraction": 0.5}, 1, 6),
+        ({}, 0, 4),
+    ],
+)
+def test_weights_are_normalised_over_the_steps_that_some_rollout_trains(settings, first, last):
+    args = make_config(num_inference_steps=10, **settings)
+    drawn = [make_sampling_plan(args).draw(generation, torch.arange(8)).steps for generation in range(60)]
+    assert {step for rows in drawn for row in rows for step in row} == set(range(first, last + 1))
+    assert find_trained_steps(args) == range(first, last + 1)
