@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     """Split the arguments of `train` into those that argparse reads and the overrides, e.g. `--beta 0.1`."""
-    if "train" not in words[:2]:
+    command = next((word for word in words if not word.startswith("-")), None)
+    if command != "train":
         return words, []
     start = words.index("train") + 1
     if words[start:] and not words[start].startswith("-"):

@@ -66,9 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
     )  # otherwise a launcher started this process
     values = call_or_refuse(read_values, arguments.config, arguments.overrides)
     call_or_refuse(check_before_imports, values, processes.num_processes if is_launcher else processes_here())
+    if arguments.config and Path(arguments.config).name == "train.yaml" and values.get("output_dir"):
+        from ..run.reproduce import refuse_own_settings
+
+        call_or_refuse(refuse_own_settings, arguments.config, values["output_dir"])
     if is_launcher:
         return start_processes(processes, arguments, overrides, str(values.get("use_cpu", False)).lower() == "true")
     script, lora, config = call_or_refuse(parse_train_arguments, arguments.config, overrides)
+    if str(config.resume_from_checkpoint).lower() == "false":  # transformers reads it as a folder's name
+        config.resume_from_checkpoint = None
     trainer = build_trainer(script, lora, config)
     if trainer.is_world_process_zero():
         save_command(Path(config.output_dir), arguments.config, overrides, config.world_size)

@@ -1,10 +1,12 @@
 """The model card, `README.md`: how to load the weights, rewards, images before and after, how to start again."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..data.held_out import describe_prompts
@@ -14,6 +16,9 @@ from .card_samples import CardPair, draw_table, make_widget, write_card_samples
 from .folder import Run, format_updates, read_run
 from .reproduce import describe_reproduction
 from .weights import LORA_WEIGHTS, POLICY_FOLDER
+
+logger = logging.getLogger(__name__)
+OWN_TAG = "diffusion-grpo"  # by which a card is known to be this program's
 
 
 def write_model_card(
@@ -26,6 +31,8 @@ def write_model_card(
 ) -> None:
     """Write `README.md` with base model, rewards, settings, curve and sample images, and the images that it shows.
 
+    A `README.md` that somebody else wrote stays, with a warning.
+
     Args:
         folder: the run's output folder; images in it are shown.
         run: contents of `run.json`.
@@ -35,6 +42,9 @@ def write_model_card(
         repository: Hub id under which readers find the weights; None where they are in this folder alone.
     """
     folder = Path(folder)
+    if not _is_own_card(folder / "README.md"):
+        logger.warning("%s was not written by a run, so it stays and no model card is written.", folder / "README.md")
+        return
     lora = run["trains_by"] != "full"
     source = repository or folder.resolve().name
     results = read_run(folder) if (folder / "run.json").is_file() else None
@@ -44,7 +54,7 @@ def write_model_card(
         **_base_model(run["model"], lora),
         **run.get("license", {}),
         pipeline_tag=run.get("pipeline_tag"),
-        tags=["diffusion-grpo", "grpo", "reinforcement-learning", *(["lora"] if lora else [])],
+        tags=[OWN_TAG, "grpo", "reinforcement-learning", *(["lora"] if lora else [])],
         widget=make_widget(pairs) or None,
     )
     parts = [
@@ -71,6 +81,17 @@ def write_model_card(
         "[DDPO](https://huggingface.co/papers/2305.13301).",
     ]
     ModelCard("\n\n".join(parts)).save(folder / "README.md")
+
+
+def _is_own_card(path: Path) -> bool:
+    """Return whether a card may be written there: nothing is there, or a card of this program."""
+    if not path.exists():
+        return True
+    try:
+        data = metadata_load(path) or {}
+    except (ValueError, yaml.YAMLError):  # it is text, and no card
+        return False
+    return OWN_TAG in (data.get("tags") or [])
 
 
 def _local_note(source: str) -> str:

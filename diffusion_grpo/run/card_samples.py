@@ -1,5 +1,6 @@
 """Samples of the model card: the same prompts and seeds before and after, as files that are published with it."""
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from .gallery import find_file, pair_samples
 FOLDER = "images"  # in the run's folder
 PROMPTS = 4
 WIDEST = 512  # pixels
+OWN_FILE = re.compile(r"\d+-(before|after)\.(png|mp4|wav)")  # that a card wrote; others may lie beside them
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class CardPair:
 
 def write_card_samples(run: Run) -> list[CardPair]:
     """Copy samples of the first prompts into the folder `images`, and return them. Nobody chose these prompts."""
-    shutil.rmtree(run.path / FOLDER, ignore_errors=True)  # of an earlier card of the run
+    _remove_samples(run.path / FOLDER)
     found: list[CardPair] = []
     for pair in pair_samples(run):
         if len(found) == PROMPTS:
@@ -54,6 +56,15 @@ def write_card_samples(run: Run) -> list[CardPair]:
         samples = [_copy(run, row, image, stem) for row, image, stem in zip(rows, images, stems, strict=True)]
         found.append(CardPair(pair["prompt"], *samples))
     return found
+
+
+def _remove_samples(folder: Path) -> None:
+    """Remove the samples of an earlier card of the run; other files in the folder stay."""
+    if not folder.is_dir():
+        return
+    for path in list(folder.iterdir()):
+        if OWN_FILE.fullmatch(path.name) and not path.is_dir():
+            path.unlink()
 
 
 def _copy(run: Run, row: dict, image: Path, stem: str) -> CardSample:

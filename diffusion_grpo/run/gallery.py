@@ -25,18 +25,23 @@ KINDS = {".mp4": "video", ".wav": "audio"}
 
 
 def pair_samples(run: Run) -> list[dict[str, Any]]:
-    """Pair samples of the first and the last evaluation: same prompt, same seed."""
+    """Pair samples of the first and the last evaluation: same dataset, same prompt, same seed."""
     if len(run.samples) < 2:
         return []
     first, last = run.samples[min(run.samples)], run.samples[max(run.samples)]
     before = _index_rows(first)
-    pairs = [(before.get((row["prompt"], row["seed"])), row) for row in last]
+    pairs = [(before.get(_make_key(row)), row) for row in last]
     return [{"prompt": row["prompt"], "before": found, "after": row} for found, row in pairs if found is not None]
 
 
-def _index_rows(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the rows of an evaluation by prompt and seed: what tells the same sample of another evaluation."""
-    return {(row["prompt"], row["seed"]): row for row in rows}
+def _make_key(row: dict[str, Any]) -> tuple[str | None, str, int]:
+    """Return what tells the same sample of another evaluation; samples of earlier versions name no dataset."""
+    return row.get("dataset"), row["prompt"], row["seed"]
+
+
+def _index_rows(rows: list[dict[str, Any]]) -> dict[tuple[str | None, str, int], dict[str, Any]]:
+    """Return the rows of an evaluation by what tells the same sample of another evaluation."""
+    return {_make_key(row): row for row in rows}
 
 
 def make_gallery(run: Run) -> dict[str, Any] | None:
@@ -116,7 +121,7 @@ def _make_cards(run: Run, shown: list[tuple[dict[str, Any], float]], steps: list
     for pair, change in shown:
         samples = []
         for step in steps:
-            row = rows[step].get((pair["prompt"], pair["after"]["seed"]))
+            row = rows[step].get(_make_key(pair["after"]))
             is_end = step in (steps[0], steps[-1])
             if row is None or not row.get("image") or find_file(run, row["image"]) is None or not (is_end or budget):
                 continue
@@ -168,7 +173,7 @@ def make_film(run: Run) -> dict[str, Any] | None:
         paths = [find_file(run, row["image"]) if row.get("image") else None for row in samples]
         if len(rows) < FILM_ROWS and len(paths) == len(steps) and None not in paths:
             rewards = [row["reward"] for row in samples]
-            rows.append({"prompt": key[0], "images": list(zip(map(embed_image, paths), rewards))})
+            rows.append({"prompt": samples[0]["prompt"], "images": list(zip(map(embed_image, paths), rewards))})
     return {"steps": steps, "rows": rows} if rows else None
 
 

@@ -37,6 +37,37 @@ def save_settings(folder: str | Path, values: Mapping[str, Any]) -> None:
     (folder / SETTINGS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def refuse_own_settings(file: str | Path, folder: str | Path) -> None:
+    """Refuse settings that somebody wrote where the run would write its `train.yaml` over them.
+
+    A file that a run wrote is accepted: each of its lines is JSON, so it has no comments to lose.
+
+    Args:
+        file: settings that are read.
+        folder: the run's.
+
+    Raises:
+        ValueError: the file is that `train.yaml`, and no run wrote it.
+    """
+    file = Path(file)
+    if file.resolve() != (Path(folder).expanduser() / SETTINGS_FILE).resolve():
+        return
+    lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    if not (lines[-1].startswith('output_dir: "outputs/') and all(map(_holds_json, lines))):
+        raise ValueError(
+            f"{file} is where the run writes its own settings, without comments and paths; rename the file, or choose "
+            "another output_dir."
+        )
+
+
+def _holds_json(line: str) -> bool:
+    try:
+        json.loads(line.partition(": ")[2])
+    except ValueError:
+        return False
+    return True
+
+
 def describe_script(argv: Sequence[str], processes: int) -> str | None:
     """Return the command of a run that was started by a Python script; None where that was no script.
 

@@ -55,6 +55,14 @@ def test_typing_errors_are_refused_before_anything_heavy_is_imported(config_file
     assert len(lines) == len(cases) and all(line.startswith("error: ") for line in lines)
 
 
+def test_only_the_command_is_read_as_one():
+    words = ["report", "train", "--experiment", "nothing.json"]
+    assert cli.split_overrides(words) == (words, [])
+    words = ["--traceback", "train", "train", "--beta", "0.1"]
+    assert cli.split_overrides(words) == (words[:3], words[3:])
+    assert cli.split_overrides(["--version"]) == (["--version"], [])
+
+
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main(["--version"])

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from command_line import SIZE, refusal
@@ -83,6 +84,22 @@ def test_flags_are_checked_like_keys(config_file, no_model, capsys):
 def test_a_folder_that_holds_a_run_is_refused(config_file, no_model, capsys, tmp_path):
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
     assert "checkpoint-5" in refusal(capsys, "train", config_file())
+
+
+def test_resuming_may_be_said_to_be_off(config_file, no_model, capsys, tmp_path):
+    (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
+    for words in ([config_file(), "--resume_from_checkpoint", "false"], [config_file(resume_from_checkpoint=False)]):
+        assert "holds a run already (newest: checkpoint-5)" in refusal(capsys, "train", *words)
+
+
+def test_a_file_of_settings_that_the_run_would_write_over_is_refused(config_file, no_model, capsys, tmp_path):
+    file = tmp_path / "run" / "train.yaml"
+    file.parent.mkdir()
+    text = "# mine\n" + Path(config_file(model="tiny")).read_text()
+    file.write_text(text)
+    assert "rename the file" in refusal(capsys, "train", str(file))
+    assert "rename the file" in refusal(capsys, "train", str(file), "--num_processes", "2")
+    assert file.read_text() == text
 
 
 @pytest.mark.plots

@@ -73,6 +73,19 @@ def test_the_card_of_the_embedded_model_loads_it_by_its_path(tmp_path):
     assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.parametrize("text", ["# Mine\n", "---\ntags: [lora]\n---\nMine\n", "---\ntags: [\n---\nMine\n"])
+def test_a_readme_that_somebody_wrote_stays(tmp_path, caplog, text):
+    trainer = trainer_for(tmp_path / "run")
+    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], None, 0)
+    written = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(text)
+    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], None, 0)
+    assert (tmp_path / "README.md").read_text() == text and "was not written by a run" in caplog.text
+    (tmp_path / "README.md").write_text(f"{written}more")
+    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], None, 0)
+    assert (tmp_path / "README.md").read_text() == written
+
+
 def run_usage(folder, monkeypatch):
     """Run the code lines of a run's card beside its folder; the pipeline that they load."""
     monkeypatch.chdir(folder.parent)

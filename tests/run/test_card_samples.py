@@ -60,5 +60,16 @@ def test_images_of_an_earlier_card_are_removed(tmp_path):
     assert sorted(path.name for path in (run.path / "images").iterdir()) == ["0-after.png", "0-before.png"]
 
 
+def test_other_files_beside_the_samples_stay(tmp_path):
+    run = read_run(make_run(tmp_path / "run", prompts=1))
+    own = ["photo.png", "0-before.txt", "a0-after.png", "deep/1-after.png"]
+    for name in own:
+        (run.path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / "images" / name).write_text("mine")
+    for _ in range(2):
+        write_card_samples(run)
+        assert all((run.path / "images" / name).read_text() == "mine" for name in own)
+
+
 def test_without_kept_samples_there_are_none(tmp_path):
     assert write_card_samples(read_run(make_run(tmp_path / "run", updates=5))) == []

@@ -125,6 +125,26 @@ def test_the_film_follows_a_few_prompts_wherever_they_are_in_an_evaluation(tmp_p
     assert make_film(read_run(make_run(tmp_path / "short", eval_every=20))) is None
 
 
+def test_datasets_with_the_same_prompts_are_not_mixed(tmp_path):
+    path = make_run(tmp_path / "run", prompts=2)
+
+    def change(rows):
+        for row, dataset in zip(rows, ("plain", "hard"), strict=True):
+            row |= {"dataset": dataset, "prompt": "a fox", "seed": 1}
+        rows[1]["reward"] = 1 - rows[1]["reward"]  # falls as much as that of the other rises
+
+    for step in (0, 10, 20):
+        change_rows(path, step, change)
+    run = read_run(path)
+    found = make_gallery(run)
+    assert found["counts"] == {"better": 1, "same": 0, "worse": 1}
+    assert [card["change"] for card in found["cards"]] == pytest.approx([0.5, -0.5])
+    images = {sample["image"] for card in found["cards"] for sample in card["samples"]}
+    film = make_film(run)["rows"]
+    assert images == {image for row in film for image, _ in row["images"]} and len(images) == 6
+    assert [row["prompt"] for row in film] == ["a fox"] * 2
+
+
 def test_without_two_evaluations_there_is_no_gallery(tmp_path):
     run = make_run(tmp_path / "run", prompts=1, updates=5)
     assert make_gallery(read_run(run)) is None

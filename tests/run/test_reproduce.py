@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from diffusion_grpo.config.arguments import LAUNCH_VARIABLE
@@ -12,6 +13,7 @@ from diffusion_grpo.run.reproduce import (
     describe_script,
     list_local_files,
     read_launch,
+    refuse_own_settings,
     save_settings,
 )
 
@@ -38,6 +40,7 @@ def test_the_file_holds_no_secret_and_no_folder(tmp_path):
         "hub_model_id": "me/mine",
         "reward_funcs": [{"remote": {"url": "http://me:pass@a", "token": "abc", "token_env": "TOKEN"}}],
         "pipeline_kwargs": {"negative_prompt": "/imagine ugly, bad/blurry"},
+        "model_init_kwargs": '{"token": "hf_1", "revision": "main"}',
     }
     save_settings(tmp_path / "run", values)
     text = (tmp_path / "run" / "train.yaml").read_text()
@@ -45,8 +48,21 @@ def test_the_file_holds_no_secret_and_no_folder(tmp_path):
         "dataset": "words.txt",
         "reward_funcs": [{"remote": {"url": "http://a", "token_env": "TOKEN"}}],
         "pipeline_kwargs": {"negative_prompt": "/imagine ugly, bad/blurry"},
+        "model_init_kwargs": '{"revision": "main"}',
         "output_dir": "outputs/run",
     }
+
+
+def test_settings_that_somebody_wrote_are_not_written_over(tmp_path):
+    file = tmp_path / "run" / "train.yaml"
+    save_settings(file.parent, {"model": "tiny", "learning_rate": 1e-5, "rewards": [{"text": None}]})
+    refuse_own_settings(file, file.parent)
+    written = file.read_text()
+    for text in (f"# mine\n{written}", written.replace('"tiny"', "tiny"), 'output_dir: "/x/run"\n', ""):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="train.yaml is where the run writes its own settings.*rename the file"):
+            refuse_own_settings(file, file.parent)
+        refuse_own_settings(file, tmp_path / "other")
 
 
 def test_the_command_of_a_script():
