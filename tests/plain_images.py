@@ -1,6 +1,7 @@
 """Images that several tests of rewards share: grey ones, noise, and rendered words."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -37,6 +38,14 @@ def make_video(*shades: int) -> list[Image.Image]:
 
 THREE, THREE_PROMPTS = make_video(0, 100, 255), ["a", "b", "c"]
 FOUR, FOUR_PROMPTS = make_video(0, 51, 102, 255), ["a", "b", "a", "b"]
+
+
+def save_turned(image: Image.Image, path: Path) -> str:
+    """Write an image lying on its side, with EXIF data that say how to turn it upright; return the path."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Orientation: turn clockwise
+    image.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
+    return str(path)
 
 
 def random_image(mode: str, size: tuple[int, int] = (5, 3)) -> Image.Image:

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..media.samples import as_images, as_tensor
-from .contract import Reward
+from .contract import TAKEN, Reward
 
 LESS_MEMORY = (
     "its network shares the memory with the policy and the samples being made: set overlap_rewards: false, or the "
@@ -111,6 +111,11 @@ class Batch:
             )
         return torch.stack(self.latents)
 
+    def drop_tensors(self) -> None:
+        """Free the tensors that were made for rewards; they are made anew if one asks again."""
+        for name in ("tensor", "stacked_latents"):
+            self.__dict__.pop(name, None)
+
     @property
     def blocks(self) -> list[list[int]]:
         """The samples of each group."""
@@ -124,7 +129,10 @@ def _group_by_prompt(prompts: list[str]) -> list[int]:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a function: the row of the sample behind each item it gets, its answer, and what it logged."""
+    """One call of a function: the row of the sample behind each item it gets, its answer, and what it logged.
+
+    `items` are there until the call is made, and `taken` are names that what it logs may not have.
+    """
 
     reward: Reward
     rows: list[int]
@@ -133,6 +141,7 @@ class Call:
     answer: Any = None
     metrics: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     extras: dict[str, list] = dataclasses.field(default_factory=dict)
+    taken: frozenset[str] = frozenset(TAKEN)
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number that the function logs."""
@@ -142,8 +151,11 @@ class Call:
         """Keep a column that the function logs, one value per item.
 
         Raises:
-            ValueError: another number of values, or values that a table cannot hold.
+            ValueError: a name that another column of the table has, another number of values, or values that a table
+                cannot hold.
         """
+        if name in self.taken or name.startswith("advantage/"):
+            raise ValueError(f"log_extra({name!r}) has the name of another column of the table of samples; change it.")
         if len(values) != len(self.rows):
             raise ValueError(f"log_extra({name!r}) got {len(values)} values for {len(self.rows)} samples.")
         plain = values.tolist() if hasattr(values, "tolist") else list(values)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..media.samples import copy_value, frame_positions
 from .answers import Batch, Call, Failure, RewardError, check_answer
-from .contract import Reward, is_marked, reward_name
+from .contract import TAKEN, Reward, is_marked, reward_name
 
 SETTINGS = (  # of torch, process-wide: functions that read and write each
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -99,6 +99,7 @@ def score(
         trainer_state=trainer_state,
     )
     scoring = Scoring(reward_funcs, batch)
+    scoring.taken |= {reward.name for reward in scoring.rewards}
     score_here([scoring], announce)
     return scoring.values(failure_dir, log_metric, log_extra)
 
@@ -115,12 +116,14 @@ class Scoring:
 
     Attributes:
         doing: name of the function being called, or names of those being awaited.
+        taken: names that functions may not give to `log_extra`.
     """
 
     def __init__(self, reward_funcs: list[Callable | Reward], batch: Batch):
         self.batch = batch
         self.rewards = [func if isinstance(func, Reward) else Reward(func, reward_name(func)) for func in reward_funcs]
         self.calls: list[list[Call]] = []
+        self.taken = frozenset(TAKEN)
         self.doing = ", ".join(reward.name for reward in self.rewards)
 
     def answer(self, announce: Callable[[str], None] | None = None) -> None:
@@ -128,10 +131,12 @@ class Scoring:
         with torch.no_grad():
             self.calls = [_make_calls(reward, self.batch) for reward in self.rewards]
             for call in itertools.chain(*self.calls):
-                self.doing = call.reward.name
+                self.doing, call.taken = call.reward.name, self.taken
                 if announce is not None:
                     announce(self.doing)
                 call.answer = _answer(call, self.batch)
+                call.items = None  # a scoring is kept until its rollout ends, and its tensors would be too
+        self.batch.drop_tensors()
 
     @property
     def is_waiting(self) -> bool:

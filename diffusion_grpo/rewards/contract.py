@@ -15,8 +15,8 @@ from ..config.names import check_name
 PROVIDED: tuple[str, ...] = ("prompts", "completions", "images", "videos", "latents", "fps", "sampling_rate")
 PROVIDED += ("trainer_state", "log_metric", "log_extra")
 # columns of the tables of samples, which a reward of that name would overwrite
-TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file")
-Mark = Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents"]
+TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file", "dataset")
+Mark = Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents", "opens_images"]
 Function = TypeVar("Function", bound=Callable)
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
@@ -93,6 +93,17 @@ def batchwise(function: Function) -> Function:
         [[0.0], [0.5]]
     """
     return _mark(function, "is_batchwise")
+
+
+def opens_images(function: Function) -> Function:
+    """Mark a reward whose `..._column` arguments name columns of images, which it opens where they are paths.
+
+    If such a reward is served, the server takes the images themselves and no paths, and `remote` sends them.
+
+    Args:
+        function: the reward, a function or a class, which is returned.
+    """
+    return _mark(function, "opens_images")
 
 
 def _mark(function: Function, mark: Mark) -> Function:
@@ -298,6 +309,11 @@ def list_columns(reward: Reward) -> set[str]:
     """Return the columns that a reward names: as parameters, in `..._column` arguments or as `needed_columns`."""
     named = {*_columns_in_arguments(reward), *getattr(reward.function, "needed_columns", ())}
     return {*reward.parameters} - reward.fixed | named
+
+
+def list_image_columns(reward: Reward) -> list[str]:
+    """Return the columns in which a reward expects images, decoded or as paths; see `opens_images`."""
+    return sorted({*_columns_in_arguments(reward)}) if is_marked(reward.function, "opens_images") else []
 
 
 def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> None:

@@ -182,6 +182,7 @@ class RolloutScoring:
 
     def _hand_over(self, numbers: list[int], indices: list[int]) -> None:
         scoring = self.begin([self.rewards[number] for number in numbers], indices, *self.arrivals.get(indices))
+        scoring.taken |= {reward.name for reward in self.rewards}  # also those that are called later
         self.parts.append((indices, numbers, scoring))
         if self.overlap.is_first and self.overlap.waits_for_rollout:
             return

@@ -25,7 +25,7 @@ from ..distributed.failure import ProcessGroupMonitor
 from ..policy.base import Policy
 from ..policy.rollout import rollout
 from ..policy.trajectory import sample_seed
-from ..rewards import Reward
+from ..rewards import Reward, RewardError
 from ..rollout.diversity import (
     cosine_distance,
     embed_samples,
@@ -109,6 +109,9 @@ class Evaluator:
         settings: returns how evaluations are made, which a user may change between two of them.
         has_reference: whether there is one to measure a distance to; none for tokens, and none in full training with
             beta=0, which would need a second copy of the weights for it.
+
+    Raises:
+        UnsupportedPipeline: a watched reward takes latents, which the policy has not.
     """
 
     def __init__(
@@ -133,6 +136,9 @@ class Evaluator:
         self._rewards, self._weights = scorer.rewards + eval_rewards, torch.tensor(reward_weights)
         self._feed, self._replays, self._average, self._has_reference = feed, replays, average, has_reference
         self._backend, self._monitor, self._run_passes, self._read_settings = backend, monitor, run_passes, settings
+        self._loaded: dict[tuple[str, str | None], list[Reward]] = {}  # watched rewards
+        if any(map(takes_only_latents, self._load_watched(None))):
+            policy.check_latents()
 
     @torch.no_grad()
     def evaluate(
@@ -249,20 +255,22 @@ class Evaluator:
         with self._monitor.barrier_after("reads rows for the evaluation"):
             rows = self._inputs.rows(dataset, [position // count for position in mine])
         with self._monitor.barrier_after("samples for the evaluation"):
-            latents = [None] * len(rows) if any(map(takes_only_latents, funcs)) else None
+            takes_latents = any(map(takes_only_latents, funcs + self._load_watched(None)))
+            latents = [None] * len(rows) if takes_latents else None
             samples = self._run_passes(self._sample, rows, mine, pipeline_kwargs, latents)
             samples, rows, mine = (part[: own * count] for part in (samples, rows, mine))
             latents = latents and latents[: own * count]
             positions, scored, latents = self._scorer.exchange(made, count, samples, latents)
             if positions:
                 kind, groups = kind_of(scored), [position // count for position in positions]
-                looked_at = funcs + load_watched_rewards(self._settings.watched, kind, funcs)
+                looked_at = funcs + self._load_watched(kind)
                 scored_rows = rows if positions == mine else self._inputs.rows(dataset, groups)
                 log_metric = lambda name, value: own_metrics[name].append(value)  # noqa: E731
                 local = self._scorer.score(looked_at, scored, scored_rows, groups, log_metric, extra, latents)
+                _check_extra(extra, funcs)
                 points = _points(funcs, scored) if count > 1 and kind is not None else {}
         kind, *_ = self._backend.gather_json(kind)  # the first process has samples
-        watched = load_watched_rewards(self._settings.watched, kind, funcs)
+        watched = self._load_watched(kind)
         local = torch.empty(0, len(funcs) + len(watched)) if local is None else local
         if self._scorer.channel is not None:
             self._scorer.channel.close()
@@ -270,6 +278,21 @@ class Evaluator:
         every = self._gather(local, positions, total)
         found = self._diversity(points, positions, total)
         return _Part(samples, rows, mine, every[mine], extra, every, watched, found)
+
+    def _load_watched(self, kind: str | None) -> list[Reward]:
+        """Return the rewards to watch on samples of this kind; without a kind, those that are watched on any.
+
+        Each is loaded once, and its network is in CPU memory except while it scores: nobody needs it in training.
+        """
+        found: dict[str, Reward] = {}
+        for name in self._settings.watched or []:
+            key = name, kind if name == "auto" else None
+            if key not in self._loaded:
+                self._loaded[key] = load_watched_rewards([name], kind, self._rewards)
+                for reward in self._loaded[key]:
+                    reward.offload()
+            found |= {reward.name: reward for reward in self._loaded[key]}
+        return list(found.values())
 
     def _diversity(self, points: dict[str, Tensor], positions: list[int], total: int) -> dict[str, float]:
         """Return how different the samples of a prompt are, wherever they were made."""
@@ -338,7 +361,9 @@ class Evaluator:
         folder, name_of_step = settings.folder / "evaluations", f"step-{step:06d}"
         (folder / name_of_step).mkdir(parents=True, exist_ok=True)
         names = [reward.name for reward in self._rewards]
-        names += [reward.name for reward in next(iter(parts.values())).watched]
+        logged = {name for part in parts.values() for name in part.extra}
+        for reward in next(iter(parts.values())).watched:
+            names.append(f"watch/{reward.name}" if reward.name in logged else reward.name)
         shown = math.ceil(settings.shown / len(parts))
         columns: dict[str, list] = defaultdict(list)
         for dataset, part in parts.items():
@@ -365,6 +390,15 @@ class Evaluator:
         groups = self._backend.groups
         rank = f"-rank{groups.index}" if groups.count > 1 else ""
         write_samples(folder / f"{name_of_step}{rank}.parquet", dict(columns))
+
+
+def _check_extra(extra: dict[str, list], rewards: list[Reward]) -> None:
+    """Refuse a logged column with the name of a reward, which the table has a column for."""
+    for reward in rewards:
+        if reward.name in extra:
+            raise RewardError(
+                f"log_extra({reward.name!r}) has the name of a reward, a column of the table; change it."
+            )
 
 
 def _points(funcs: list[Reward], samples: list[Any]) -> dict[str, Tensor]:

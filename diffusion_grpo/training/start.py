@@ -1,6 +1,7 @@
 """What is checked and decided before a model is loaded."""
 
 import dataclasses
+import inspect
 import sys
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..rewards import (
     load_rewards,
     reward_weights,
 )
+from ..rewards.contract import is_marked
 from ..rewards.reward_processes import is_scorer
 from ..run.adapters import continues_lora
 from ..run.card_data import find_license, strip_folders, strip_secrets
@@ -36,6 +38,7 @@ from ..tiny import default_settings
 from .model import (
     check_args,
     check_gradient_range,
+    check_guider,
     check_model,
     check_peft_config,
     check_scheduler,
@@ -138,11 +141,13 @@ def check_run(
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)
     check_scheduler(model, pipeline, args)
+    check_guider(model, args)
+    watched = check_watched(args, rewards.all, eval_dataset, pipeline)
     if args.cache_prompt_embeds != "off" and pipeline is not None:
         check_encode_prompt(pipeline)
     quantized = plan_quantization(model, args, is_full_training)
     backend.check_quantization(list_trained_methods(model, args.train_component, quantized))
-    inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all)
+    inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all + watched)
     record = describe_run(model, args, peft_config, rewards)
     check_output_folder(args.output_dir, record, bool(args.resume_from_checkpoint))
     return CheckedRun(model, args, rewards, backend, is_full_training, record, datasets, inputs, quantized)
@@ -192,15 +197,19 @@ def load_run_rewards(reward_funcs: Any, eval_reward_funcs: Any, args: DiffusionG
     check_eval_rewards(trained, evaluated)
     names = {reward.name for reward in trained}
     evaluated = [reward for reward in evaluated if reward.name not in names]  # trained ones are measured anyway
-    watched = load_watched_rewards(args.watch_rewards, None, trained)  # refuses unknown names
-    if not args.scores_on_some or is_scorer(make_groups(args), args.reward_processes):  # the others load nothing
-        check_needs([*trained, *evaluated, *watched])
+    if computes_rewards(args):
+        check_needs([*trained, *evaluated])
     for reward in [*trained, *evaluated] if args.offload_rewards is not None else []:
         reward.offload()
     weights = reward_weights(trained, args.reward_weights)
     if not args.scores_on_some:  # where groups are put together first
         check_groups(trained, args.batch_sizes.consecutive_samples, args.num_generations)
     return RunRewards(trained, weights, evaluated)
+
+
+def computes_rewards(args: DiffusionGRPOConfig) -> bool:
+    """Return whether this process computes rewards; the others load nothing for them."""
+    return not args.scores_on_some or is_scorer(make_groups(args), args.reward_processes)
 
 
 def check_datasets(
@@ -224,6 +233,43 @@ def check_datasets(
         )
     if args.eval_strategy != "no" and not eval_dataset:
         raise ValueError(f"eval_strategy={args.eval_strategy.value!r} has nothing to evaluate; pass an eval_dataset.")
+
+
+def check_watched(
+    args: DiffusionGRPOConfig,
+    others: list[Reward],
+    eval_dataset: Dataset | dict[str, Dataset] | None,
+    pipeline: type[DiffusionPipeline] | None,
+) -> list[Reward]:
+    """Refuse `watch_rewards` that evaluations could not call, and return those that it names.
+
+    Args:
+        args: of the run.
+        others: rewards that are trained on or only measured.
+        eval_dataset: what evaluations sample.
+        pipeline: whose samples they score; None where its code comes from elsewhere.
+
+    Raises:
+        ValueError: an unknown reward, one that lacks a package, a file or a column, or one of videos where the
+            pipeline, by its parameters, makes none.
+    """
+    watched = load_watched_rewards(args.watch_rewards, None, others)
+    if computes_rewards(args):
+        check_needs(watched)
+    for name, dataset in name_datasets(None, eval_dataset):
+        check_columns(watched, dataset.column_names, name)
+    for reward in watched if pipeline is not None else []:
+        takes_images = "images" in reward.parameters or is_marked(reward.function, "takes_tensors")
+        if "videos" in reward.parameters and not takes_images and not _makes_videos(pipeline):
+            raise ValueError(
+                f"watch_rewards: {reward.name!r} scores videos, but {pipeline.__name__} makes none; take it out."
+            )
+    return watched
+
+
+def _makes_videos(pipeline: type[DiffusionPipeline]) -> bool:
+    """Return whether a pipeline may make videos: only those that do speak of videos or frames in their call."""
+    return any("video" in name or "frame" in name for name in inspect.signature(pipeline.__call__).parameters)
 
 
 def make_groups(args: DiffusionGRPOConfig) -> ContextGroups:

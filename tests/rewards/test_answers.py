@@ -13,6 +13,7 @@ from plain_images import FOUR, FOUR_PROMPTS, THREE, THREE_PROMPTS
 
 from diffusion_grpo.rewards import (
     REWARDS,
+    Reward,
     RewardError,
     groupwise,
     score,
@@ -123,6 +124,16 @@ def test_extra_columns_are_put_in_place() -> None:
 
     with pytest.raises(RewardError, match="'unfit'.*log_extra.'objects'. got values that a table cannot hold"):
         score([unfit], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
+
+    for name in ("seed", "dataset", "advantage/tensors", "second"):
+
+        def replaces(images, log_extra, name=name):
+            log_extra(name, [0] * len(images))
+            return [0.0] * len(images)
+
+        second = Reward(REWARDS["brightness"], "second")
+        with pytest.raises(RewardError, match=f"'replaces'.*log_extra.'{name}'. has the name of another column"):
+            score([replaces, second], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
 
     def wrong(images, log_extra):
         log_extra("short", [1])

@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pyarrow.parquet
@@ -12,7 +13,8 @@ import torch
 from PIL import Image
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 
-from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards
+from diffusion_grpo.media.samples import as_tensor
+from diffusion_grpo.rewards import RemoteReward, RewardError, batchwise, groupwise, load_rewards, takes_tensors
 from diffusion_grpo.rewards.answers import Batch
 from diffusion_grpo.rewards.calls import Scoring
 from diffusion_grpo.rewards.overlap import Overlap, RolloutScoring
@@ -203,6 +205,58 @@ def test_a_reward_that_ends_the_process_ends_it() -> None:
 
     with pytest.raises(SystemExit):
         rollout([leaves], True)
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_tensors_made_for_rewards_do_not_outlive_their_calls(is_wanted, monkeypatch) -> None:
+    made = []
+
+    def make(samples):
+        tensor = as_tensor(samples)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr("diffusion_grpo.rewards.answers.as_tensor", make)
+
+    @takes_tensors
+    def plain(images):
+        return images.mean((1, 2, 3, 4))
+
+    @takes_tensors
+    async def waiting(images):
+        await asyncio.sleep(0.01)
+        return images.mean((1, 2, 3, 4))
+
+    @groupwise
+    @takes_tensors
+    def grouped(images):
+        assert made[-1]() is not None  # of all groups of these samples
+        return images.mean((1, 2, 3, 4))
+
+    rewards, overlap = load_rewards([plain, waiting, grouped]), Overlap(is_wanted, lambda: False)
+    overlap.is_tried = True
+
+    def begin(funcs, places, samples, latents):
+        return Scoring(funcs, Batch(images=samples, prompts=[str(GROUPS[place]) for place in places]))
+
+    with RolloutScoring(rewards, GROUPS, begin, overlap) as scoring:
+        for places in CALLS:
+            scoring.add(places, [IMAGES[place] for place in places], None)
+        scoring.wait()
+        assert len(made) == len(scoring.parts) == 3 and all(tensor() is None for tensor in made)
+        assert all(call.items is None for _, _, part in scoring.parts for own in part.calls for call in own)
+        values = scoring.result(None, print, print)
+    assert torch.equal(values[:, 0], values[:, 1]) and torch.equal(values[:, 0], values[:, 2])
+    assert values[:, 0].tolist() == pytest.approx([image.getpixel((0, 0))[0] / 255 for image in IMAGES])
+
+
+def test_a_logged_column_may_not_have_the_name_of_a_reward_that_is_called_later() -> None:
+    def early(images, log_extra):
+        log_extra("share", [0] * len(images))
+        return [0.0] * len(images)
+
+    with pytest.raises(RewardError, match="'early'.*log_extra.'share'. has the name of another column"):
+        rollout([early, share], True)
 
 
 def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:

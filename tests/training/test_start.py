@@ -1,6 +1,7 @@
 """What is checked and decided before a model is loaded."""
 
 import dataclasses
+import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,14 +9,19 @@ import pytest
 import tiny_pipelines
 import torch
 from command_line import make_config
-from datasets import Dataset
+from datasets import Dataset, Image
+from diffusers import StableDiffusion3Pipeline, WanPipeline, WanVideoToVideoPipeline
 from peft import LoraConfig
+from plain_images import noise
 from tiny_runs import brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.distributed.backend import DistributedBackend
+from diffusion_grpo.rewards import takes_tensors
 from diffusion_grpo.training.start import (
     check_datasets,
+    check_run,
+    check_watched,
     choose_backend,
     describe_run,
     load_run_rewards,
@@ -42,6 +48,7 @@ def test_learning_rates_by_default(tmp_path):
         ({"lora_dropout": 0.05}, "set it to 0"),
         ({"init_lora_weights": "pissa", "beta": 0.1}, "'pissa' changes the base.*beta > 0 has no reference"),
         ({"bias": "all"}, "bias='all' trains the base model's own biases"),
+        ({"modules_to_save": ["proj_out"]}, "modules_to_save=.'proj_out'. trains weights of the base model itself"),
         ({"reward_funcs": [brightness, partial(brightness)]}, "two rewards called 'brightness'"),
         ({"sync_ref_model": True, "beta": 0.1}, "LoRA's reference is the frozen base"),
         (
@@ -55,7 +62,8 @@ def test_learning_rates_by_default(tmp_path):
     ids=lambda value: str(value)[:40],
 )
 def test_refused_before_a_model_is_loaded(tmp_path, change, message):
-    of_lora = {name: value for name, value in change.items() if name in ("lora_dropout", "init_lora_weights", "bias")}
+    own = ("lora_dropout", "init_lora_weights", "bias", "modules_to_save")
+    of_lora = {name: value for name, value in change.items() if name in own}
     arguments = {
         "model": "no/such-model",  # loading it would fail with another message
         "reward_funcs": brightness,
@@ -117,6 +125,50 @@ def test_each_dataset_has_the_columns_of_its_own_rewards():
         check_datasets(rewards, make_config(), targets, {"cats": prompts})
     with pytest.raises(ValueError, match="eval_reward_funcs=ssim has no prompts"):
         check_datasets(rewards, make_config(), targets, None)
+
+
+@takes_tensors
+def tensors(videos):
+    """A reward on one tensor of images or videos."""
+
+
+def test_watched_rewards_that_evaluations_could_not_call_are_refused():
+    prompts, targets = (Dataset.from_dict(rows) for rows in ({"prompt": ["a"]}, {"prompt": ["a"], "target": ["b"]}))
+
+    def check(*names, dataset=prompts, pipeline=StableDiffusion3Pipeline):
+        found = check_watched(make_config(watch_rewards=list(names)), [], dataset, pipeline)
+        return [reward.name for reward in found]
+
+    assert check("auto", "psnr", "sharpness", dataset=targets) == ["psnr", "sharpness"] and check() == []
+    assert check("psnr", dataset=None) == ["psnr"]
+    with pytest.raises(ValueError, match="'psnr' needs the column 'target', which cats lacks"):
+        check("auto", "psnr", dataset={"dogs": targets, "cats": prompts})
+    with pytest.raises(ValueError, match="watch_rewards: 'flicker' scores videos, but StableDiffusion3Pipeline makes"):
+        check("sharpness", "flicker")
+    for pipeline in (WanPipeline, WanVideoToVideoPipeline, None):
+        assert check("flicker", pipeline=pipeline) == ["flicker"]
+    assert check(f"{__name__}.tensors") == ["tensors"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"watch_rewards": ["psnr"]}, "needs the column 'target'"), ({"watch_rewards": ["motion"]}, "scores videos")],
+    ids=str,
+)
+def test_a_run_refuses_them_before_its_model_is_loaded(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, **settings)
+
+
+def test_a_column_that_only_a_watched_reward_names_is_not_idle(tmp_path, caplog):
+    targets = Dataset.from_dict({"prompt": ["a"], "target": [noise()]}).cast_column("target", Image())
+    pipe, _ = tiny_pipelines.build("sd3")
+    for names, is_idle in ((["sharpness"], True), (["psnr"], False)):
+        caplog.clear()
+        args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, watch_rewards=names)
+        with caplog.at_level(logging.WARNING):
+            check_run(pipe, brightness, None, args, Dataset.from_dict({"prompt": ["a"]}), targets, LoraConfig())
+        assert ("no reward names it" in caplog.text) == is_idle
 
 
 def test_one_process_without_an_engine_is_the_plain_backend():

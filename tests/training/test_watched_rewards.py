@@ -1,9 +1,17 @@
 """Rewards that evaluations measure and nobody trains on."""
 
-import pytest
-from tiny_runs import logged, trainer_for
+import dataclasses
 
-from diffusion_grpo.rewards import load_rewards, score
+import pyarrow.parquet
+import pytest
+import torch
+from datasets import Dataset
+from tiny_runs import brightness, logged, trainer_for
+
+from diffusion_grpo.policy.drivers import UnsupportedPipeline
+from diffusion_grpo.policy.rollout import DenoisingPolicy
+from diffusion_grpo.rewards import RewardError, load_rewards, score
+from diffusion_grpo.rewards.models.base import ModelReward
 from diffusion_grpo.run.report import write_report
 from diffusion_grpo.run.watch import ROLLOUTS
 from diffusion_grpo.training.watched_rewards import CHEAP, load_watched_rewards
@@ -45,3 +53,63 @@ def test_evaluations_of_a_run_watch(tmp_path) -> None:
     trainer.args.watch_rewards, trainer.args.num_generations_eval = None, 1
     metrics = trainer.evaluate(metric_key_prefix="test")
     assert not [key for key in metrics if "watch" in key or "diversity" in key or "kl" in key]
+
+
+PLACES = []  # where the network of `Network` went, after each time that it was loaded
+
+
+@dataclasses.dataclass(eq=False)
+class Network(ModelReward):
+    """A reward with a network, as `watch_rewards` names it."""
+
+    model: str = "owner/name"
+    device: str | None = "cpu:0"
+
+    def sources(self):
+        return []
+
+    def load(self):
+        network, places = torch.nn.Linear(1, 1), []
+        PLACES.append(places)
+        network.to = lambda device: places.append(str(device)) or network
+        return network
+
+    def __call__(self, images):
+        return self.in_batches(lambda network, own: brightness(own), images)
+
+
+def test_a_watched_network_is_loaded_once_and_in_cpu_memory_between_its_calls(tmp_path) -> None:
+    PLACES.clear()
+    trainer = trainer_for(tmp_path, rewards="sharpness", watch_rewards=["auto", f"{__name__}.Network"])
+    datasets = {name: Dataset.from_dict({"prompt": [name]}) for name in ("cats", "dogs")}
+    found = [trainer.evaluate(datasets, metric_key_prefix="test") for _ in range(2)]
+    assert found[0]["test_watch/Network/mean"] == found[0]["test_watch/brightness/mean"] > 0
+    assert found[0]["test_cats_watch/Network/mean"] == found[1]["test_cats_watch/Network/mean"]
+    assert PLACES == [["cpu:0", "cpu"] * 4]
+
+
+def test_a_watched_reward_may_take_latents(tmp_path, monkeypatch) -> None:
+    trainer = trainer_for(tmp_path, watch_rewards=["tiny_runs.latent_mean"])
+    assert trainer.evaluate(metric_key_prefix="test")["test_watch/latent_mean/mean"] != 0
+
+    def refuse(policy):
+        raise UnsupportedPipeline("none here")
+
+    monkeypatch.setattr(DenoisingPolicy, "check_latents", refuse)
+    with pytest.raises(UnsupportedPipeline, match="none here"):
+        trainer_for(tmp_path / "other", watch_rewards=["tiny_runs.latent_mean"])
+
+
+def test_a_logged_column_stays_beside_a_watched_reward_of_its_name(tmp_path) -> None:
+    def talkative(images, log_extra):
+        log_extra("sharpness", list(range(len(images))))
+        return brightness(images)
+
+    trainer = trainer_for(tmp_path, rewards=talkative)
+    metrics = trainer.evaluate()
+    table = pyarrow.parquet.read_table(tmp_path / "evaluations" / "step-000000.parquet").to_pydict()
+    assert table["sharpness"] == [0, 1]
+    assert sum(table["watch/sharpness"]) / 2 == pytest.approx(metrics["eval_watch/sharpness/mean"])
+    trainer = trainer_for(tmp_path / "other", rewards=talkative, eval_reward_funcs="sharpness")
+    with pytest.raises(RewardError, match="log_extra.'sharpness'. has the name of a reward"):
+        trainer.evaluate()

@@ -10,10 +10,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from ..contract import opens_images
+from ..models.pixels import open_image
+
 WINDOW, SIGMA = 11, 1.5  # the Gaussian window of SSIM: side and standard deviation in pixels
 K1, K2 = 0.01, 0.03
 
 
+@opens_images
 def ssim(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
     """Return the mean structural similarity of the lumas in 0 to 255 per image: in [-1, 1], 1 if equal to its target.
 
@@ -30,6 +34,7 @@ def ssim(images: list[Image.Image], target_column: str = "target", **columns) ->
     return [None if other is None else _ssim(_luma(image), _luma(_like(other, image))) for image, other in pairs]
 
 
+@opens_images
 def psnr(images: list[Image.Image], target_column: str = "target", **columns) -> list[float | None]:
     """Return the peak signal-to-noise ratio per image, in dB: 10 log10(255^2 / MSE) over RGB in 0 to 255.
 
@@ -43,7 +48,7 @@ def psnr(images: list[Image.Image], target_column: str = "target", **columns) ->
 
 
 def _like(other: Image.Image | str | Path, image: Image.Image) -> Image.Image:
-    other = Image.open(other) if isinstance(other, (str, Path)) else other
+    other = open_image(other)
     return other if other.size == image.size else other.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
 
 

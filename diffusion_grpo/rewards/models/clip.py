@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..contract import opens_images
 from ..needs import CONFIG, IMAGE_PROCESSOR, TOKENIZER, WEIGHTS, Source
 from .base import ModelReward
-from .pixels import compare
+from .pixels import compare, open_image
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
@@ -111,6 +112,7 @@ class PickScore(ClipReward):
         return network.logit_scale.float().exp() * cosines
 
 
+@opens_images
 @dataclasses.dataclass(eq=False)
 class ClipSimilarity(ClipReward):
     """Cosine between the CLIP embeddings of an image and of its target in a column.
@@ -128,7 +130,8 @@ class ClipSimilarity(ClipReward):
         return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
 
     def _cosines(self, network: CLIPModel, images: list, others: list) -> Tensor:
-        return (self.encode_images(network, images) * self.encode_images(network, others)).sum(-1)
+        targets = self.encode_images(network, list(map(open_image, others)))
+        return (self.encode_images(network, images) * targets).sum(-1)
 
 
 def normalize_features(embeddings: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ..contract import opens_images
 from ..needs import CONFIG, WEIGHTS, Source
 from .base import ModelReward
-from .pixels import IMAGENET_MEAN, IMAGENET_STD, compare, crop_squares
+from .pixels import IMAGENET_MEAN, IMAGENET_STD, compare, crop_squares, open_image
 
 RESIZE, CROP = 256, 224  # as in the evaluations of both DINO and DINOv2
 
 
+@opens_images
 @dataclasses.dataclass(eq=False)
 class DinoSimilarity(ModelReward):
     """Cosine between the DINO [CLS] embeddings of an image and of its target in a column.
@@ -44,7 +46,7 @@ class DinoSimilarity(ModelReward):
         return compare(lambda *pairs: self.in_batches(self._cosines, *pairs), images, columns[self.target_column])
 
     def _cosines(self, network: nn.Module, images: list, others: list) -> Tensor:
-        pixels = crop_squares(images + others, RESIZE, CROP, IMAGENET_MEAN, IMAGENET_STD)
+        pixels = crop_squares([*images, *map(open_image, others)], RESIZE, CROP, IMAGENET_MEAN, IMAGENET_STD)
         states = network(pixels.to(network.device, network.dtype)).last_hidden_state
         seen, expected = states[:, 0].float().chunk(2)
         return torch.nn.functional.cosine_similarity(seen, expected)

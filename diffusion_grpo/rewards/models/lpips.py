@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ..contract import opens_images
 from ..needs import Source
 from .base import ModelReward, read_weights, weights_path
-from .pixels import as_pixels, compare
+from .pixels import as_pixels, compare, open_image
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 SMALLEST = 32  # pixels; on smaller images, a network's last feature maps are empty
@@ -29,6 +30,7 @@ OFFICIAL = {
 VGG = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
+@opens_images
 @dataclasses.dataclass(eq=False)
 class LPIPS(ModelReward):
     """1 - LPIPS (v0.1) between an image and its target in a column: higher is more alike, 1 means equal.
@@ -92,6 +94,7 @@ class LPIPS(ModelReward):
         Raises:
             ValueError: an image is smaller than 32 x 32 pixels.
         """
+        self.load_once()
         return compare(self._pairs, images, columns[self.target_column])
 
     def _pairs(self, images: list, others: list) -> list[float]:
@@ -109,7 +112,7 @@ class LPIPS(ModelReward):
         size = images[0].size
         fitted = [
             other if other.size == size else other.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-            for other in others
+            for other in map(open_image, others)
         ]
         weight = network.linear[0].weight
         one, two = (as_pixels(part).to(weight.device, weight.dtype) for part in (images, fitted))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -19,8 +19,11 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def open_image(image: Image.Image | str | Path) -> Image.Image:
-    """Return an image as it is, or open the file of a path."""
-    return Image.open(image) if isinstance(image, (str, Path)) else image
+    """Return an image as it is; read the file of a path, turned upright as its EXIF data say, and close it."""
+    if not isinstance(image, (str, Path)):
+        return image
+    with Image.open(image) as file:
+        return ImageOps.exif_transpose(file)
 
 
 def resize_short_side(image: Image.Image, size: int) -> Image.Image:
@@ -60,7 +63,10 @@ def crop_squares(
 def compare(
     similarity: Callable[[list, list], list[float]], images: list[Image.Image], targets: list
 ) -> list[float | None]:
-    """Return the similarity of each image to its target; None for an image without one."""
-    pairs = [(image, open_image(target)) for image, target in zip(images, targets, strict=True) if target is not None]
+    """Return the similarity of each image to its target; None for an image without one.
+
+    `similarity` opens the targets itself, a batch at a time, because all of them may be more than memory holds.
+    """
+    pairs = [(image, target) for image, target in zip(images, targets, strict=True) if target is not None]
     found = iter(similarity([image for image, _ in pairs], [other for _, other in pairs]))
     return [None if target is None else next(found) for target in targets]

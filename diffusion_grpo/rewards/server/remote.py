@@ -7,6 +7,7 @@ the next scoring.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import os
@@ -18,6 +19,7 @@ from urllib.parse import quote
 from ...media.samples import frame_positions
 from ..answers import RewardError
 from ..contract import PROVIDED
+from ..models.pixels import open_image
 from ..needs import check_package
 from .http import (
     Answer,
@@ -50,6 +52,7 @@ class _Server:
     url: str
     is_alive: bool = True
     reason: str = ""
+    served: dict[str, Any] | None = None  # what /health says of each reward, once it was asked
 
 
 class RemoteReward:
@@ -60,7 +63,8 @@ class RemoteReward:
     Args:
         url: URL of a server, such as `http://127.0.0.1:8000`, or a list of these.
         reward: name of the reward at the server; may be left out if the server has only one.
-        columns: dataset columns to send too, with images or JSON values; none by default.
+        columns: dataset columns to send too, with images or JSON values; none by default. Paths are sent as images
+            where the served reward says that it needs images.
         batch_size: samples per request.
         concurrency: concurrent requests per server.
         timeout: seconds for one request, and for a server with a full queue to accept it.
@@ -69,7 +73,7 @@ class RemoteReward:
         wait: seconds to wait for a server to come back when all are gone; 0 stops the run.
         token_env: name of the environment variable with the token that the servers require.
         groupwise: whether the reward compares the samples of a prompt; each request then holds all samples of one
-            prompt.
+            prompt. Needed for a served reward that is marked `groupwise`; one marked `batchwise` cannot be served.
         body: how samples are sent. With `png`, `mp4` (lossless) and `safetensors` (raw, also sound and tensors), the
             server scores the same pixels. `mp4_lossy` sends videos as a player shows them, in few bytes.
         latents: whether to send latents, the result of the last denoising step, instead of images; needs
@@ -79,13 +83,16 @@ class RemoteReward:
 
     Raises:
         ValueError: there is no URL, one holds a name or password, or a number is out of range.
-        RewardError: when called, if all servers are gone or one refuses the request.
+        RewardError: when called, if all servers are gone, one refuses the request, or the served reward needs other
+            samples together than these settings send.
 
     Examples:
         >>> reward = RemoteReward("http://127.0.0.1:8000", reward="text", columns=["word"])  # asks nothing yet
         >>> reward.batch_size
         16
     """
+
+    opens_paths = True  # a server that serves this reward sets it to False
 
     def __init__(
         self,
@@ -170,8 +177,9 @@ class RemoteReward:
         left, gone = len(pending), None  # since when no server has scored anything
         scores: list[float | None] = [None] * len(completions)
 
-        def body(rows: range) -> bytes:
+        def body(rows: range, images: list[str]) -> bytes:
             sent = {name: [columns[name][row] for row in rows] for name in self.columns}
+            sent |= {name: list(map(open_image, sent[name])) for name in images}
             groups = [0] * len(rows) if self.is_groupwise else None
             samples = [self._choose_frames(completions[row]) for row in rows]
             asked = [prompts[row] for row in rows]
@@ -209,7 +217,9 @@ class RemoteReward:
             rows = pending.pop()
             try:
                 async with self._slots(server.url):
-                    answer = await self.score_batch(client, server, await asyncio.to_thread(body, rows), len(rows))
+                    images = self._find_image_columns(await self._describe(client, server), server.url)
+                    content = await asyncio.to_thread(body, rows, images)
+                    answer = await self.score_batch(client, server, content, len(rows))
             except _Broken as error:
                 pending.append(rows)
                 self._take_out(server, str(error))
@@ -246,6 +256,27 @@ class RemoteReward:
                 await asyncio.sleep(self.backoff * 2**attempt)
                 attempt += 1
 
+    async def _describe(self, client: httpx2.AsyncClient, server: _Server) -> dict[str, Any]:
+        """Return what a server says of the reward; nothing if it does not answer, as the next request will show."""
+        if server.served is None:
+            with contextlib.suppress(FailedRequest, *transport_errors()):
+                answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
+                if answer.status == 200:
+                    found = read_object(answer).get("served")
+                    server.served = found if isinstance(found, dict) else {}  # {}: an earlier version
+        asked = [self.reward] if self.reward is not None else [*(server.served or ())]
+        about = (server.served or {}).get(asked[0]) if len(asked) == 1 else None
+        return about if isinstance(about, dict) else {}
+
+    def _find_image_columns(self, about: dict[str, Any], url: str) -> list[str]:
+        """Return the columns to send as images; refuse a reward that needs other samples together."""
+        if about.get("batchwise"):
+            raise RewardError(f"compares all samples of a rollout at {url}, which no request holds; use it here")
+        if about.get("groupwise") and not self.is_groupwise:
+            raise RewardError(f"compares the samples of a prompt at {url}; add `groupwise: true`")
+        expected = about.get("image_columns")
+        return [name for name in self.columns if self.opens_paths and isinstance(expected, list) and name in expected]
+
     async def _only_reward(self, client: httpx2.AsyncClient, server: _Server) -> str:
         answer = await ask(client, "GET", f"{server.url}/health", min(HEALTH_SECONDS, self.timeout))
         if answer.status in REFUSALS:
@@ -263,7 +294,7 @@ class RemoteReward:
             answer = await ask(client, "GET", f"{server.url}/health", HEALTH_SECONDS)
         except (FailedRequest, *transport_errors()):
             return
-        server.is_alive = answer.status == 200
+        server.is_alive, server.served = answer.status == 200, None  # it may serve something else now
 
     async def _wait_for_any(self, client: httpx2.AsyncClient, end: float) -> None:
         """Wait until a server is back, for at least one poll; raise RewardError if none is at `end`."""

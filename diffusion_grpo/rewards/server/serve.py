@@ -1,9 +1,9 @@
 """The reward server, `diffusion-grpo rewards serve NAME`: receives samples and prompts over HTTP, returns scores.
 
 It is for scorers that are too heavy for the training process, or need other packages. Bodies are JSON with PNGs and
-MP4s in base64, or safetensors; nothing that arrives is executed or unpickled. One thread scores one request at a time.
-A limited number of requests may wait. Any more are refused at once (503), and the client tries again. `remote.py` is
-the client.
+MP4s in base64, or safetensors; nothing that arrives is executed or unpickled, and targets that are paths are refused.
+One thread scores one request at a time. A limited number of requests may wait. Any more are refused at once (503), and
+the client tries again. `remote.py` is the client.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from PIL import Image
 
 from ..answers import RewardError
 from ..calls import score
-from ..contract import Reward
+from ..contract import Reward, is_marked, list_image_columns
+from .remote import RemoteReward
 from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
 
 MAX_BYTES = 256 * 2**20
@@ -39,11 +41,12 @@ def create_app(
 ) -> FastAPI:
     """Create the server as an ASGI application.
 
-    `GET /health` answers `{"status": "ok", "rewards": [names], "waiting": n, "max_waiting": n}`. `POST /score/NAME`
-    takes the bodies of `wire.write_request` and answers `{"scores": [float | null, ...]}`. Refusals and failures
-    answer `{"error": "one sentence"}`: 400 malformed, 401 wrong token, 404 unknown reward, 408 the body did not arrive
-    in time, 413 too large, 500 the reward failed, 503 the queue is full. If a client goes away, its request leaves the
-    queue and is not scored.
+    `GET /health` answers `{"status": "ok", "rewards": [names], "served": {name: {"groupwise": bool, "batchwise": bool,
+    "image_columns": [names]}}, "waiting": n, "max_waiting": n}`. `POST /score/NAME` takes the bodies of
+    `wire.write_request` and answers `{"scores": [float | null, ...]}`. Refusals and failures answer
+    `{"error": "one sentence"}`: 400 malformed, or not what this reward can score, 401 wrong token, 404 unknown
+    reward, 408 the body did not arrive in time, 413 too large, 500 the reward failed, 503 the queue is full. If a
+    client goes away, its request leaves the queue and is not scored.
 
     Args:
         rewards: rewards to serve under their names.
@@ -55,6 +58,10 @@ def create_app(
     """
     app = FastAPI(title="diffusion-grpo rewards", docs_url=None, redoc_url=None, openapi_url=None)
     served = {reward.name: reward for reward in rewards}
+    about = {reward.name: _describe(reward) for reward in rewards}
+    for reward in rewards:
+        if isinstance(reward.function, RemoteReward):
+            reward.function.opens_paths = False  # they would be those of this server's clients
     scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="score")
     queue, one_at_a_time = _Queue(max_waiting), asyncio.Semaphore(1)
 
@@ -62,9 +69,8 @@ def create_app(
     async def health(request: Request) -> JSONResponse:
         if not _is_allowed(request, token):
             return _refusal(401, "The token is missing or wrong.")
-        return JSONResponse(
-            {"status": "ok", "rewards": list(served), "waiting": queue.waiting, "max_waiting": max_waiting}
-        )
+        load = {"waiting": queue.waiting, "max_waiting": max_waiting}
+        return JSONResponse({"status": "ok", "rewards": list(served), "served": about, **load})
 
     @app.post("/score/{name}")
     async def score_samples(name: str, request: Request) -> JSONResponse:
@@ -156,11 +162,40 @@ def _answer_request(reward: Reward, body: bytes, max_pixels: int, is_safetensors
         samples = read_request(body, max_pixels, is_safetensors)
     except WireError as error:
         return _refusal(413 if error.is_too_large else 400, str(error))
+    if (misuse := _find_misuse(reward, samples)) is not None:
+        return _refusal(400, misuse)
     try:
         scores = score_request(reward, samples)
     except RewardError as error:
         return _refusal(500, str(error))
     return JSONResponse({"scores": scores})
+
+
+def _describe(reward: Reward) -> dict[str, Any]:
+    """Return what a client must know of a reward before it asks for scores."""
+    marks = {name: is_marked(reward.function, f"is_{name}") for name in ("groupwise", "batchwise")}
+    return marks | {"image_columns": list_image_columns(reward)}
+
+
+def _find_misuse(reward: Reward, samples: dict[str, Any]) -> str | None:
+    """Return why a decoded request cannot be scored by this reward, or None."""
+    if is_marked(reward.function, "is_batchwise"):
+        return (
+            f"The reward {reward.name!r} compares all samples of a rollout; use it where they are, without a server."
+        )
+    if is_marked(reward.function, "is_groupwise") and samples["groups"] is None:
+        return (
+            f"The reward {reward.name!r} compares the samples of a prompt, so requests must hold whole groups and "
+            "name them in `groups`; give the client `groupwise: true`."
+        )
+    for name in list_image_columns(reward):
+        strange = [value for value in samples["columns"].get(name, ()) if not isinstance(value, Image.Image | None)]
+        if strange:
+            return (
+                f"The reward {reward.name!r} needs images in the column {name!r}, not {type(strange[0]).__name__}; "
+                "this server opens no paths, so cast the column to datasets.Image."
+            )
+    return None
 
 
 def score_request(reward: Reward, samples: dict[str, Any]) -> list[float | None]:

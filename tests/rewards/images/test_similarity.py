@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from PIL import Image, ImageFilter
-from plain_images import flat, noise
+from plain_images import flat, noise, save_turned
 
 from diffusion_grpo.rewards import REWARDS, RewardError, score
 
@@ -51,6 +51,14 @@ def test_a_target_may_be_a_file_of_another_size(name, tmp_path) -> None:
     (near,) = REWARDS[name](images=[image], target=[str(tmp_path / "large.png")])
     (far,) = REWARDS[name](images=[image], target=[noise()])
     assert near > far and near > {"ssim": 0.98, "psnr": 35}[name]
+
+
+@pytest.mark.parametrize("name", ["ssim", "psnr"])
+def test_a_target_in_a_file_is_turned_upright(name, tmp_path) -> None:
+    """As `datasets.Image` does with targets in a typed column."""
+    image = noise()
+    values = REWARDS[name](images=[image] * 2, target=[save_turned(image, tmp_path / "turned.png"), image])
+    assert values[0] == values[1]
 
 
 def test_ssim_refuses_what_is_smaller_than_its_window() -> None:

@@ -1,12 +1,15 @@
 """CLIP's rewards against their formulas in float64."""
 
 import math
+import os
+import resource
 
 import pytest
 import torch
 import transformers as tf
 from formulas import normal, scored, tensor64, unit
 from PIL import Image
+from plain_images import noise, save_turned
 from tiny_pipelines import clip_tokenizer
 from tiny_scorers import IMAGES, PROMPTS, SIDE, clip
 
@@ -58,13 +61,29 @@ def test_clip_similarity(tmp_path) -> None:
     model = clip(tmp_path).double()
     pixels = torch.stack([transformers_square(image) for image in IMAGES])
     seen = unit(model.vision_model(pixels).pooler_output @ model.visual_projection.weight.T)
-    IMAGES[3].save(tmp_path / "other.png")
-    others = [IMAGES[1], None, IMAGES[2], str(tmp_path / "other.png")]
+    others = [IMAGES[1], None, IMAGES[2], save_turned(IMAGES[3], tmp_path / "other.png")]
     found = scored("clip_similarity", {"model": str(tmp_path), "target_column": "other"}, other=others)
     assert found[1].isnan() and found[2:].tolist() == pytest.approx([1, 1], abs=1e-6)
     assert found[0].item() == pytest.approx((seen[0] @ seen[1]).item(), abs=1e-5)
     (reward,) = find_embedders(load_rewards({"clip_similarity": {"model": str(tmp_path), "target_column": "other"}}))
     torch.testing.assert_close(embed_samples(reward, IMAGES).double(), seen, rtol=0, atol=1e-5)
+
+
+def test_more_targets_than_files_may_be_open(tmp_path) -> None:
+    clip(tmp_path)
+    (reward,) = load_rewards({"clip_similarity": {"model": str(tmp_path), "device": "cpu"}})
+    paths = [str(tmp_path / f"{number}.png") for number in range(100)]
+    for path in paths:
+        noise(8, 8).save(path)
+    assert reward(images=IMAGES[:1], target=paths[:1])  # loads the network
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno() + 40, limits[1]))
+    try:
+        values = reward(images=[IMAGES[0]] * 100, target=paths)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(set(values)) == 100
 
 
 def test_the_preprocessing_is_pillows_with_torchvision_too(tmp_path, monkeypatch) -> None:

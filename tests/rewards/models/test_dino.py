@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers as tf
 from formulas import scored, torchvision_square, unit
+from plain_images import save_turned
 from tiny_scorers import IMAGES
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
@@ -22,7 +23,7 @@ def test_dino_similarity(tmp_path, family) -> None:
     model = model.double().eval()
     pixels = torch.stack([torchvision_square(image, 256, 224, *IMAGENET) for image in IMAGES])
     seen = unit(model(pixels).last_hidden_state[:, 0])
-    others = [IMAGES[1], IMAGES[2], None, IMAGES[3]]
+    others = [IMAGES[1], IMAGES[2], None, save_turned(IMAGES[3], tmp_path / "turned.png")]
     found = scored("dino_similarity", {"model": str(tmp_path), "target_column": "o"}, o=others)
     expected = [(seen[0] @ seen[1]).item(), (seen[1] @ seen[2]).item(), 1.0]
     assert found[[0, 1, 3]].tolist() == pytest.approx(expected, abs=1e-5) and found[2].isnan()

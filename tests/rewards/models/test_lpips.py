@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from formulas import scored, tensor64
 from huggingface_hub import constants
 from PIL import Image
+from plain_images import save_turned
 from tiny_scorers import IMAGES, PROMPTS
 
 from diffusion_grpo.rewards import load_rewards, score
@@ -79,9 +80,15 @@ def test_lpips(tmp_path, net) -> None:
     found = scored("lpips", options, images, PROMPTS[:3], target=others)
     torch.testing.assert_close(found[:2], torch.stack(expected), rtol=0, atol=1e-4)
     assert found[2].isnan() and expected[0] < 0.99
-    assert scored("lpips", options, images, PROMPTS[:3], target=images).tolist() == [1, 1, 1]
+    same = [images[0], save_turned(images[1], tmp_path / "turned.png"), images[2]]
+    assert scored("lpips", options, images, PROMPTS[:3], target=same).tolist() == [1, 1, 1]
     with pytest.raises(RuntimeError, match="at least 32 x 32 pixels"):
         scored("lpips", options, [IMAGES[0].resize((64, 16))], PROMPTS[:1], target=[IMAGES[0]])
+
+
+def test_it_is_loaded_at_the_first_call_even_without_a_target(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="alexnet"):  # the folder is empty
+        scored("lpips", {"model": str(tmp_path), "net": "alex"}, IMAGES[:1], PROMPTS[:1], target=[None])
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from formulas import torchvision_square
 from PIL import Image
-from plain_images import flat, noise
+from plain_images import flat, noise, save_turned
 
 from diffusion_grpo.rewards.models.pixels import (
     CLIP_MEAN,
@@ -47,14 +47,23 @@ def test_pixels_and_their_normalisation():
     assert normalize(pixels, (0.5, 0.2, 0.0), (0.5, 1.0, 2.0))[0, :, 1, 3].tolist() == pytest.approx([1, 0, 0])
 
 
-def test_samples_without_a_target_are_left_out(tmp_path):
-    flat(7).save(tmp_path / "target.png")
-    assert open_image(tmp_path / "target.png").getpixel((0, 0)) == (7, 7, 7)
+def test_an_image_is_read_upright_and_its_file_closed(tmp_path):
+    image = noise()
+    for path in (save_turned(image, tmp_path / "turned.png"), tmp_path / "turned.png"):
+        found = open_image(path)
+        assert found.size == image.size and found.tobytes() == image.tobytes()
+        assert getattr(found, "fp", None) is None
+    assert open_image(image) is image
+
+
+def test_samples_without_a_target_are_left_out():
+    """And nothing is opened but by the similarity, which takes a batch at a time."""
     seen = []
 
     def similarity(images, targets):
-        seen.extend((image.getpixel((0, 0))[0], target.getpixel((0, 0))[0]) for image, target in zip(images, targets))
+        seen.extend(zip([image.getpixel((0, 0))[0] for image in images], targets))
         return [float(number) for number in range(len(images))]
 
-    images, targets = [flat(1), flat(2), flat(3)], [str(tmp_path / "target.png"), None, flat(9)]
-    assert compare(similarity, images, targets) == [0.0, None, 1.0] and seen == [(1, 7), (3, 9)]
+    images, targets = [flat(1), flat(2), flat(3)], ["no such file.png", None, "nor this.png"]
+    assert compare(similarity, images, targets) == [0.0, None, 1.0]
+    assert seen == [(1, "no such file.png"), (3, "nor this.png")]

@@ -16,6 +16,7 @@ import httpx2
 import pytest
 import torch
 from PIL import Image
+from plain_images import noise, save_turned
 from tiny_runs import brightness, trained_weights, trainer_for
 
 from diffusion_grpo import cli
@@ -23,6 +24,7 @@ from diffusion_grpo.rewards import (
     REWARDS,
     RemoteReward,
     RewardError,
+    batchwise,
     check_eval_rewards,
     groupwise,
     load_rewards,
@@ -127,6 +129,54 @@ def test_groups_are_sent_whole(serve) -> None:
     remote = RemoteReward(serve(size), batch_size=2, groupwise=True)
     table = score([remote], images=IMAGES, prompts=PROMPTS, groups=[0] * 7 + [1] * 3)
     assert table[:, 0].tolist() == [7] * 7 + [3] * 3
+
+
+@pytest.mark.parametrize("reward", ["sizes", None])
+def test_a_reward_that_compares_samples_is_refused_where_its_groups_would_be_cut(serve, reward) -> None:
+    called = []
+
+    def sizes(images):
+        called.append(len(images))
+        return [float(len(images))] * len(images)
+
+    url = serve(groupwise(sizes))
+    with pytest.raises(RewardError, match=f"compares the samples of a prompt at {url}; add `groupwise: true`"):
+        scores_of(RemoteReward(url, reward, batch_size=2, **FAST))
+    url = serve(batchwise(sizes))
+    with pytest.raises(RewardError, match=f"compares all samples of a rollout at {url}"):
+        scores_of(RemoteReward(url, reward, **FAST))
+    assert not called
+
+
+@pytest.mark.parametrize("body", ["png", "safetensors"])
+def test_targets_that_are_paths_here_are_sent_as_images(serve, tmp_path, body) -> None:
+    target = noise(8, 8)
+    paths = [save_turned(target, tmp_path / "turned.png"), None, target]
+    words = [paths[0], "a", "b"]  # strings that no reward reads as images stay strings
+    seen = []
+
+    def look(images, word):
+        seen.extend(word)
+        return [0.0] * len(images)
+
+    psnr, other = (
+        RemoteReward(serve(reward), columns=["target", "word"], body=body, **FAST) for reward in ("psnr", look)
+    )
+    columns = {"target": paths, "word": words}
+    table = score([psnr, REWARDS["psnr"]], images=IMAGES[:1] * 3, prompts=PROMPTS[:3], columns=columns)
+    assert table[0, 0] == table[0, 1] == table[2, 0] and table[1].isnan().all()
+    score([other], images=IMAGES[:3], prompts=PROMPTS[:3], columns={"target": [None] * 3, "word": words})
+    assert sorted(seen) == sorted(words)
+    with pytest.raises(RewardError, match="FileNotFoundError.*none.png"):
+        score([psnr], images=IMAGES[:1], prompts=["a"], columns={"target": ["none.png"], "word": ["a"]})
+
+
+def test_a_server_that_comes_back_is_asked_again_what_it_serves(serve, tmp_path) -> None:
+    remote = RemoteReward(serve("psnr"), columns=["target"], **FAST)
+    remote.servers[0].served = {"psnr": {"image_columns": [], "batchwise": True}}
+    remote.servers[0].is_alive = False
+    path = save_turned(IMAGES[0], tmp_path / "turned.png")
+    assert score([remote], images=IMAGES[:1], prompts=["a"], columns={"target": [path]}).item() == 100
 
 
 def test_several_servers_share_the_work(serve) -> None:

@@ -1,6 +1,7 @@
 """The server of rewards: who waits, who is sent away, and what is not scored because nobody asks for it any more."""
 
 import asyncio
+import os
 import socket
 import threading
 import time
@@ -8,7 +9,7 @@ import time
 import httpx2
 import pytest
 
-from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, score
+from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, batchwise, groupwise, load_rewards, score
 from diffusion_grpo.rewards.server.wire import write_request
 from tests.rewards.server.test_remote import FAST, IMAGES, SHADES, scores_of
 
@@ -124,6 +125,65 @@ def test_columns_named_like_options_reach_a_served_reward_as_columns_alone(serve
     assert table[:, 0].tolist() == table[:, 1].tolist() == [100.0] * len(IMAGES)
     with pytest.raises(ValueError, match="columns names 'fps', which is no column"):
         RemoteReward("http://a", columns=["fps"])
+
+
+def post(url: str, name: str, columns: dict, groups: list | None = None) -> httpx2.Response:
+    """Ask for the scores of two images, as any client could."""
+    body = write_request(IMAGES[:2], ["a", "a"], columns, groups, None)
+    return httpx2.post(f"{url}/score/{name}", content=body, timeout=10, trust_env=False)
+
+
+SIMILARITIES = ["psnr", "ssim", "lpips", "dino_similarity", "clip_similarity"]
+
+
+def test_no_file_of_the_server_is_opened_for_a_client(serve, tmp_path) -> None:
+    """Nor does the answer tell whether there is one; a pipe would block whoever opens it."""
+    IMAGES[0].save(tmp_path / "image.png")
+    os.mkfifo(tmp_path / "pipe")
+    url = serve([*SIMILARITIES, {"psnr": {"name": "other", "target_column": "goal"}}])
+    for name in [*SIMILARITIES, "other"]:
+        column, errors = "goal" if name == "other" else "target", set()
+        for file in ("image.png", "none.png", "pipe"):
+            answer = post(url, name, {column: [IMAGES[0], str(tmp_path / file)]})
+            assert answer.status_code == 400
+            errors.add(answer.json()["error"])
+        (error,) = errors
+        assert f"{name!r} needs images in the column {column!r}, not str; this server opens no paths" in error
+    assert post(url, "psnr", {"target": [IMAGES[0], None]}).json() == {"scores": [100.0, None]}
+    assert post(url, "psnr", {"target": IMAGES[:2], "mood": ["x", "y"]}).json() == {"scores": [100.0, 100.0]}
+
+
+def test_a_server_that_asks_another_opens_no_file_either(serve, tmp_path) -> None:
+    IMAGES[0].save(tmp_path / "image.png")
+    inner = {"remote": {"url": serve("psnr"), "columns": ["target"], **FAST}}
+    url = serve(load_rewards(inner))
+    answer = post(url, "remote", {"target": [str(tmp_path / "image.png")] * 2})
+    assert answer.status_code == 500 and "this server opens no paths" in answer.json()["error"]
+    assert post(url, "remote", {"target": IMAGES[:2]}).json() == {"scores": [100.0, 100.0]}
+
+
+@groupwise
+def size(images):
+    return [float(len(images))] * len(images)
+
+
+@batchwise
+def total(images):
+    return [float(len(images))] * len(images)
+
+
+def test_what_compares_samples_gets_whole_groups_or_nothing(serve) -> None:
+    url = serve([size, total, "text", "psnr"])
+    answer = post(url, "size", {})
+    assert answer.status_code == 400 and "give the client `groupwise: true`" in answer.json()["error"]
+    assert post(url, "size", {}, groups=[0, 0]).json() == {"scores": [2.0, 2.0]}
+    for groups in (None, [0, 0]):
+        answer = post(url, "total", {}, groups)
+        assert answer.status_code == 400 and "compares all samples of a rollout" in answer.json()["error"]
+    served = httpx2.get(f"{url}/health", trust_env=False).json()["served"]
+    assert [own["groupwise"] for own in served.values()] == [True, False, False, False]
+    assert [own["batchwise"] for own in served.values()] == [False, True, False, False]
+    assert [own["image_columns"] for own in served.values()] == [[], [], [], ["target"]]
 
 
 @pytest.mark.parametrize("name", ["two words?", "100 %", "a#b&c"])
