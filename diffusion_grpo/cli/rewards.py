@@ -145,6 +145,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise Refusal(f"--token_env names {arguments.token_env}, but no such environment variable is set.")
     if arguments.max_waiting < 1 or arguments.max_megabytes < 1:
         raise Refusal("--max_waiting and --max_megabytes must be at least 1.")
+    if not 0 <= arguments.port <= 65535:
+        raise Refusal(f"--port must lie between 0 and 65535, got {arguments.port}.")
     try:
         import uvicorn
 

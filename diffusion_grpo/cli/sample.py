@@ -30,9 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
     call_or_refuse(check_needs, rewards + eval_rewards)
     dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
 
-    from ..sampling.sample import check_folder, load_pipeline_to_sample, write_samples
+    from ..sampling.sample import check_folder, check_inputs, load_pipeline_to_sample, write_samples
 
-    call_or_refuse(check_folder, settings)
+    call_or_refuse(check_inputs, settings, dataset, rewards + eval_rewards)
+    call_or_refuse(check_folder, settings, dataset)
     hide_loading_bars(settings.model)
     pipe = call_or_refuse(load_pipeline_to_sample, settings)
     summary = call_or_refuse(write_samples, pipe, dataset, rewards, eval_rewards, settings)

@@ -5,6 +5,7 @@ nearest known one. From TRL's `TrlParser` only the handling of defaults fits: it
 1.1, names no nearest key, and would import transformers before the first typing error.
 """
 
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 
 from ..tiny import default_settings
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments
+from .checks import LIST_TYPE
 from .early_checks import check_values, processes_here, read_value, script_fields, type_name
 from .source import Setting, config_fields
 
@@ -26,22 +28,54 @@ if TYPE_CHECKING:
 SEVERAL_WORDS = re.compile(
     r"(str \| |typing\.Optional\[)?list\["
 )  # types for which transformers' parser reads several
+TEXT_TYPES = ("str", "str | None", "list[str]", "list[str] | None")
+REWARDS = ("reward_funcs", "eval_reward_funcs")  # names, mappings, or lists of both
+PATHS = ("model", "dataset", "eval_dataset")
 
 
 class Yaml12Loader(yaml.SafeLoader):
-    """Read scalars as YAML 1.2 does, not 1.1 as PyYAML: `no` is a word (eval_strategy: no) and 1e-3 a number."""
+    """Read YAML 1.2, not 1.1 as PyYAML: `no` is a word, 1e-3 and 010 are numbers, and a key stands only once."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Read a mapping.
+
+        Raises:
+            yaml.YAMLError: a key stands twice.
+        """
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in lines:
+                raise yaml.YAMLError(
+                    f"the key {key.value!r} in line {line} is already in line {lines[name]}; keep one of them"
+                )
+            lines[name] = line
+        return node
 
 
 Yaml12Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":bool", ":float"))]
+    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":bool", ":int", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 Yaml12Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|false|False)$"), list("tTfF"))
+Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile("^[-+]?[0-9]+$|^0o[0-7]+$|^0x[0-9a-fA-F]+$"),
+    list("-+0123456789"),
+)
 Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$"),
     list("-+.0123456789"),
 )
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(node.value, {"0o": 8, "0x": 16}.get(node.value[:2], 10))
+
+
+Yaml12Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tuple[LaunchArguments, list[str]]:
@@ -66,6 +100,8 @@ def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tup
 def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
     """Read a YAML file and `--key value` overrides, which win, without converting any value.
 
+    A single value of a setting that is a list becomes a list, and `~` in a path the home folder.
+
     Raises:
         ValueError: the file is missing or is not a mapping, or a word follows no key.
     """
@@ -74,6 +110,13 @@ def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]
     if isinstance(experiment, str):  # it lies beside the file that names it
         values["report_experiment"] = str(Path(config_file).parent / experiment)
     values |= read_overrides(overrides)
+    for key, value in values.items():
+        if key in PATHS and isinstance(value, str):
+            values[key] = os.path.expanduser(value)
+        setting = config_fields().get(key)
+        is_single = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        if is_single and setting is not None and LIST_TYPE.fullmatch(setting.type):
+            values[key] = [value]
     if values.get("model") == "tiny":
         values = default_settings(values) | values
     return values
@@ -121,14 +164,16 @@ def _as_flags(values: dict[str, Any], parser: "TrlParser", known: dict[str, Sett
     """Return flags where argparse can check the type; set defaults where it has no spelling (null, mappings)."""
     flags = []
     for key, value in values.items():
-        is_rewards = key in ("reward_funcs", "eval_reward_funcs") and _holds_mapping(value)  # `load_rewards` checks it
+        is_rewards = key in REWARDS and _holds_mapping(value)  # `load_rewards` checks it
         takes_words = SEVERAL_WORDS.match(known[key].type)
         if value is None or value == [] or isinstance(value, dict) or is_rewards:
             parser.set_defaults_with_config(**{key: value})
         elif isinstance(value, list) and not takes_words:
             parser.set_defaults_with_config(**{key: value})
-        elif isinstance(value, list):
+        elif isinstance(value, list) and len(value) > 1:
             flags += [f"--{key}", *map(str, value)]
+        elif isinstance(value, list):
+            flags.append(f"--{key}={value[0]}")
         else:
             flags.append(f"--{key}={value}")
     return flags
@@ -158,11 +203,15 @@ def read_yaml(config_file: str) -> dict[str, Any]:
 
 
 def read_overrides(overrides: list[str]) -> dict[str, Any]:
-    """Turn `["--beta", "0.1", "--names", "a", "b"]` into `{"beta": "0.1", "names": ["a", "b"]}`."""
+    """Turn `["--beta", "0.1", "--names", "a", "b"]` into `{"beta": "0.1", "names": ["a", "b"]}`.
+
+    Raises:
+        ValueError: a word follows no key, or a value that starts with `{` or `[` is neither YAML nor a text.
+    """
     values = {}
     for key, (flag, *tokens) in _group_by_key(overrides):
         _, equals, value = flag.partition("=")
-        values[key] = _read_override([value, *tokens] if equals else tokens)
+        values[key] = _read_override(key, [value, *tokens] if equals else tokens)
     return values
 
 
@@ -179,11 +228,16 @@ def _group_by_key(overrides: list[str]) -> list[tuple[str, list[str]]]:
     return groups
 
 
-def _read_override(tokens: list[str]) -> Any:
+def _read_override(key: str, tokens: list[str]) -> Any:
     if not tokens:
         return True
     if len(tokens) > 1:
         return tokens
     if tokens[0] == "null" or tokens[0].startswith(("{", "[")):
-        return yaml.load(tokens[0], Yaml12Loader)
+        try:
+            return yaml.load(tokens[0], Yaml12Loader)
+        except yaml.YAMLError as error:
+            known = script_fields() | config_fields()
+            if key in REWARDS or key not in known or known[key].type not in TEXT_TYPES:
+                raise ValueError(f"`{key}`: {tokens[0]} is not YAML: {' '.join(str(error).split())}") from error
     return tokens[0]

@@ -1,5 +1,7 @@
 """Datasets of prompts: loaded from a file, a folder or the Hub, and checked before any model is loaded."""
 
+import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,31 @@ from ..config.names import check_name
 from .columns import make_paths_absolute
 from .embeddings import EMBEDDED, is_embedding
 
+
+def read_csv(path: Path) -> datasets.Dataset:
+    """Read a table; only empty fields and `nan` count as missing, so that a text may say None or NA.
+
+    Raises:
+        ValueError: a line has more fields than the header.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file)
+        header = next(lines, [])
+        for fields in lines:
+            if len(fields) > len(header):
+                raise ValueError(
+                    f"line {lines.line_num} has {len(fields)} fields, but the header has {len(header)}; put text that "
+                    "contains a comma in double quotation marks."
+                )
+    return datasets.Dataset.from_csv(str(path), index_col=False, keep_default_na=False, na_values=["", "nan", "NaN"])
+
+
 READERS = {
     ".txt": lambda path: datasets.Dataset.from_dict({"prompt": read_lines(path)}),
     ".jsonl": lambda path: datasets.Dataset.from_json(str(path)),
     ".json": lambda path: datasets.Dataset.from_json(str(path)),
     ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
-    ".csv": lambda path: datasets.Dataset.from_csv(str(path)),
+    ".csv": read_csv,
 }
 SPLITS = ("train", "validation", "val", "test")  # names of files that hold one
 
@@ -38,6 +59,7 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     Raises:
         ValueError: the file does not exist, is empty or cannot be read, or the folder has no such split.
     """
+    source = os.path.expanduser(source)
     path = Path(source)
     if source == "tiny":
         from diffusion_grpo import tiny
@@ -58,7 +80,13 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
         if split not in files:
             raise ValueError(f"{source} has no split '{split}'; it has {', '.join(files)}.")
         return load_prompts(str(files[split]))
-    loaded = datasets.load_dataset(source, split=split)
+    try:
+        loaded = datasets.load_dataset(source, split=split)
+    except datasets.exceptions.DatasetGenerationError as error:
+        for file in sorted(path.rglob("*")) if path.is_dir() else []:
+            if file.suffix in READERS:
+                _read_file(file)  # raises an error with the name of the broken one
+        raise ValueError(f"{source} cannot be read: {_find_reason(error)}") from error
     if path.is_dir() and "prompt" not in loaded.column_names and "text" in loaded.column_names:
         loaded = loaded.rename_column("text", "prompt")
     return loaded
@@ -69,9 +97,12 @@ def _read_file(path: Path) -> datasets.Dataset:
         raise ValueError(f"{path} is empty; write prompts into it.")
     try:
         return READERS[path.suffix](path)
-    except (datasets.exceptions.DatasetsError, ArrowException, StopIteration, ValueError) as error:
-        why = " ".join(str(error.__cause__ or error).split()) or "it holds no rows"
-        raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {why}") from error
+    except (datasets.exceptions.DatasetsError, ArrowException, StopIteration, ValueError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {_find_reason(error)}") from error
+
+
+def _find_reason(error: Exception) -> str:
+    return " ".join(str(error.__cause__ or error).split()) or "it holds no rows"
 
 
 def find_splits(folder: Path) -> dict[str, Path]:

@@ -4,19 +4,23 @@ Samples come from the pipeline's own scheduler or carry the noise of a rollout. 
 job continues with the samples that are missing.
 """
 
+import hashlib
 import json
 import math
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import pyarrow.parquet
 import torch
 from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 
+from .. import tiny
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.advantages import combine, compute_advantages
-from ..data.inputs import PipelineInputs, check_count
+from ..data.columns import Columns
+from ..data.inputs import PipelineInputs, check_count, prepare_inputs
 from ..data.prompts import get_prompt_column, get_prompts
 from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
@@ -26,7 +30,7 @@ from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
 from ..run import records
 from ..run.weights import load_weights
-from ..training.model import load_pipeline, load_plain_pipeline
+from ..training.model import load_pipeline, load_plain_pipeline, pipeline_class
 from ..training.setup import make_sampling_plan
 from .settings import SampleSettings
 
@@ -36,21 +40,55 @@ if TYPE_CHECKING:
 TABLE, JOB = "samples.parquet", "sample.json"
 
 
-def check_folder(settings: SampleSettings) -> None:
+def check_folder(settings: SampleSettings, dataset: Dataset) -> None:
     """Check that the output folder holds no samples of another job. A part of the same job is fine.
 
     Raises:
-        ValueError: the folder holds samples of another job.
+        ValueError: the folder holds samples of other settings, weights, prompts or columns.
     """
-    folder, identity = settings.output_dir, settings.identity
-    if (folder / TABLE).is_file():
-        there = json.loads((folder / JOB).read_text(encoding="utf-8")) if (folder / JOB).is_file() else {}
-        for name, here in identity.items():
-            if there.get(name) != here:
-                raise ValueError(
-                    f"{folder} holds samples of another job ({name} is {there.get(name)!r} there and {here!r} here); "
-                    "choose another --output_dir, or delete it."
-                )
+    folder, path, count = settings.output_dir, settings.output_dir / TABLE, settings.num_generations
+    if not path.is_file():
+        return
+    job, change = _read_job(settings), "choose another --output_dir, or delete it."
+    for name, here in settings.identity.items():
+        if job.get(name) != here:
+            there = job.get(name)
+            raise ValueError(
+                f"{folder} holds samples of another job ({name} is {there!r} there and {here!r} here); {change}"
+            )
+    table = pyarrow.parquet.read_table(path).to_pylist()
+    for row, prompt in zip(table[::count], get_prompt_column(dataset)):
+        if (there := row.get("prompt", "")) != prompt:  # without a column there are only embeddings
+            raise ValueError(f"{path} holds samples of {there!r} where the prompts say {prompt!r}; {change}")
+    for number, (there, here) in enumerate(zip(job.get("rows", [])[: len(table) // count], hash_rows(dataset))):
+        if there != here:
+            raise ValueError(f"{path} was made from other columns in row {number} (the first is row 0); {change}")
+
+
+def _read_job(settings: SampleSettings) -> dict[str, Any]:
+    path = settings.output_dir / JOB
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def hash_rows(dataset: Dataset) -> list[str]:
+    """Return a hash of each row; files that are not stored in the dataset count by their paths."""
+    rows = (json.dumps(row, sort_keys=True, default=repr) for row in Columns(dataset, {}).dataset)
+    return [hashlib.sha256(row.encode()).hexdigest()[:16] for row in rows]
+
+
+def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Reward]) -> None:
+    """Check the settings, columns and files of a job against the class of its pipeline, before that is loaded.
+
+    Raises:
+        ValueError: see [`~diffusion_grpo.data.inputs.PipelineInputs`] and its `check`.
+    """
+    if settings.train is not None:
+        pipeline = pipeline_class(settings.model, settings.train)
+    else:
+        index = diffusers.DiffusionPipeline.load_config(tiny.PATH if settings.model == "tiny" else settings.model)
+        pipeline = getattr(diffusers, str(index.get("_class_name")), None)
+    if pipeline is not None:  # code from elsewhere is not known yet
+        prepare_inputs(pipeline, settings, [("--prompts", dataset)], rewards)
 
 
 def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
@@ -94,15 +132,14 @@ def write_samples(
         `reward`, their combination.
 
     Raises:
-        ValueError: the table in the folder holds other prompts, or the pipeline does not accept an argument.
+        ValueError: the pipeline does not accept an argument.
     """
     path, count = settings.output_dir / TABLE, settings.num_generations
     table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
-    for row, prompt in zip(table[::count], get_prompt_column(dataset)):
-        if (there := row.get("prompt", "")) != prompt:  # without a column there are only embeddings
-            raise ValueError(f"{path} holds samples of {there!r} where the prompts say {prompt!r}.")
     make = Sampler(pipe, settings)
-    records.write_json(settings.output_dir / JOB, settings.identity)
+    hashes = hash_rows(dataset)
+    hashes += _read_job(settings).get("rows", [])[len(hashes) : len(table) // count]  # of samples beyond the prompts
+    records.write_json(settings.output_dir / JOB, settings.identity | {"rows": hashes})
     step = max(1, settings.batch_size // count)  # prompts between two writes of the table
     with tqdm(total=len(dataset) * count, initial=min(len(table), len(dataset) * count), unit="sample") as bar:
         for first in range(len(table) // count, len(dataset), step):
@@ -116,7 +153,7 @@ def write_samples(
             table += _make_rows(samples, as_written, positions, scores, settings, find_sampling_rate(pipe))
             records.write_samples(path, _make_columns(table))
             bar.update(len(positions))
-    return _finish(table, rewards, eval_rewards, settings)
+    return _finish(table, len(dataset) * count, rewards, eval_rewards, settings)
 
 
 class Sampler:
@@ -252,10 +289,17 @@ def _make_columns(table: list[dict[str, Any]]) -> dict[str, list]:
 
 
 def _finish(
-    table: list[dict[str, Any]], rewards: list[Reward], eval_rewards: list[Reward], settings: SampleSettings
+    table: list[dict[str, Any]],
+    size: int,
+    rewards: list[Reward],
+    eval_rewards: list[Reward],
+    settings: SampleSettings,
 ) -> dict[str, tuple[float, float]]:
-    """Add the combined reward and, if there are groups, the advantage to the table. Return the summary."""
-    columns = _make_columns(table)
+    """Add the combined reward and, if there are groups, the advantage to the table. Return the summary.
+
+    Only the first `size` rows are of this job; a job with more prompts may have left others, which stay as they are.
+    """
+    columns = _make_columns(table[:size])
     summary = {
         reward.name: _compute_mean_and_error(torch.tensor(columns[reward.name])) for reward in rewards + eval_rewards
     }
@@ -268,15 +312,17 @@ def _finish(
     if settings.train:
         how["advantage_fn"] = load_advantage_fn(settings.train.advantage_fn)
     if settings.num_generations > 1:
-        groups = torch.arange(len(table)) // settings.num_generations
+        groups = torch.arange(size) // settings.num_generations
         result = compute_advantages(values, groups, weights, **how)
-        columns |= {"reward": result.rewards.tolist(), "advantage": result.advantages.tolist()}
+        added = {"reward": result.rewards.tolist(), "advantage": result.advantages.tolist()}
     else:
         together = combine(values, weights, how.get("multi_objective_aggregation", "sum_then_normalize"))
-        columns["reward"] = together.tolist()
-    records.write_samples(settings.output_dir / TABLE, columns)
+        added = {"reward": together.tolist()}
+    for number, row in enumerate(table[:size]):
+        row.update({name: values[number] for name, values in added.items()})
+    records.write_samples(settings.output_dir / TABLE, _make_columns(table))
     if len(rewards) > 1:
-        summary["reward"] = _compute_mean_and_error(torch.tensor(columns["reward"]))
+        summary["reward"] = _compute_mean_and_error(torch.tensor(added["reward"]))
     return summary
 
 

@@ -4,7 +4,9 @@ This module does not import torch, so that invalid options are refused at once.
 """
 
 import argparse
+import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,11 +87,31 @@ class SampleSettings:
         names = ("model", "lora", "num_generations", "num_inference_steps", "sde_type", "noise_level")
         names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
         values = {name: getattr(self, name) for name in names}
+        values["lora_weights"] = hash_weights(self.lora)
         values |= {name: getattr(self.train, name, None) for name in ("scheduler_kwargs", *WINDOW)}
         order = getattr(self.train, "sde_window_order", "random")
         if order != "random":
             values["sde_window_order"] = [order, self.train.sde_window_interval]
         return json.loads(json.dumps(values, default=repr))  # the form in which a file returns them
+
+
+def hash_weights(source: str | None) -> str | None:
+    """Return a hash of the weights in a file, or in a run's folder without its checkpoints; None for a Hub id."""
+    if source is None or not (path := Path(source)).exists():
+        return None
+    files = [path] if path.is_file() else []
+    for folder in (path, *(entry for entry in path.glob("*") if entry.is_dir())):
+        if folder == path or not folder.name.startswith(("checkpoint-", "policy")):
+            files += [
+                file for ending in ("*.safetensors", "*.bin", "adapter_config.json") for file in folder.glob(ending)
+            ]
+    found = hashlib.sha256()
+    for file in sorted(files):
+        found.update(file.relative_to(path).as_posix().encode())
+        with file.open("rb") as weights:
+            while part := weights.read(2**20):
+                found.update(part)
+    return found.hexdigest()[:16]
 
 
 def add_call_options(command: argparse.ArgumentParser, steps_default: int | None) -> None:
@@ -154,7 +176,10 @@ def parse_json_object(text: str | None) -> dict[str, Any]:
     Raises:
         ValueError: the value is not a JSON object.
     """
-    values = json.loads(text) if text else {}
+    try:
+        values = json.loads(text) if text else {}
+    except json.JSONDecodeError:
+        values = None
     if not isinstance(values, dict):
         raise ValueError(f'--pipeline_kwargs is {text}; write a JSON object, {{"key": value}}.')
     return values
@@ -172,9 +197,10 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
     """
     given = {name: value for name, value in vars(arguments).items() if name in OPTIONS and value is not None}
     given |= {
-        "output_dir": Path(arguments.output_dir),
+        "output_dir": Path(arguments.output_dir).expanduser(),
         "pipeline_kwargs": parse_json_object(arguments.pipeline_kwargs),
     }
+    given |= {name: os.path.expanduser(given[name]) for name in ("prompts", "lora") if name in given}
     if arguments.reward_funcs:
         given |= {
             "reward_funcs": read_rewards(arguments.reward_funcs),
@@ -187,7 +213,12 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
         raise ValueError(f"unknown option {overrides[0]}; see diffusion-grpo sample --help.")
     if "prompts" not in given:
         raise ValueError("--prompts is missing; give the prompts, or a YAML file of a run in place of the model.")
-    given = {"model": arguments.source, "split": "test", "max_prompts": 16, "dtype": "float32"} | given
+    given = {
+        "model": os.path.expanduser(arguments.source),
+        "split": "test",
+        "max_prompts": 16,
+        "dtype": "float32",
+    } | given
     return SampleSettings(**given)
 
 

@@ -64,6 +64,12 @@ def test_what_cannot_be_verified_is_refused(words, expected, capsys) -> None:
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_a_port_that_does_not_exist_is_refused(port, capsys) -> None:
+    assert cli.main(["rewards", "serve", "brightness", "--port", port]) == 2
+    assert f"--port must lie between 0 and 65535, got {port}." in capsys.readouterr().err
+
+
 def test_the_command_passes_its_limits_on(monkeypatch) -> None:
     given = []
 

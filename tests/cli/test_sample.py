@@ -1,10 +1,13 @@
 """`diffusion-grpo sample`: samples, scores and refusals."""
 
+import json
+
 import pyarrow.parquet
 import pytest
 from command_line import SIZE, flags, refusal
 
 from diffusion_grpo import cli
+from diffusion_grpo.sampling.settings import read_settings
 
 
 def test_sample_writes_images_and_rewards(model, tmp_path, capsys):
@@ -27,7 +30,29 @@ def test_sample_refuses_what_it_cannot_use(model, tmp_path, capsys, no_model):
     (tmp_path / "prompts.txt").write_text("a red fox\n")
     prompts = ["--prompts", str(tmp_path / "prompts.txt")]
     assert "unknown" in refusal(capsys, "sample", model, *prompts, "--reward_funcs", "nothing").lower()
-    assert "JSON" in refusal(capsys, "sample", model, *prompts, "--pipeline_kwargs", "[1]")
+    for broken in ("[1]", '{"a": 1'):
+        assert "write a JSON object" in refusal(capsys, "sample", model, *prompts, "--pipeline_kwargs", broken)
     assert "float33" in refusal(capsys, "sample", model, *prompts, "--dtype", "float33")
     assert "no device of torch" in refusal(capsys, "sample", model, *prompts, "--device", "cdua")
     assert "model_index.json" in refusal(capsys, "sample", str(tmp_path), *prompts)
+
+
+def test_files_of_the_prompts_are_checked_before_the_model_is_loaded(tmp_path, capsys, no_model):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionImg2ImgPipeline"}')
+    for image, expected in (
+        ("gone.png", "row 0 (the first is row 0), column 'image': there is no file"),
+        ("", "there is no file"),
+        ("https://example.org/a.png", "is a network address"),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a fox", "image": image}) + "\n")
+        words = ["sample", str(tmp_path), "--prompts", str(tmp_path / "rows.jsonl")]
+        assert expected in refusal(capsys, *words, "--output_dir", str(tmp_path / "out"))
+
+
+def test_sample_writes_into_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "prompts.txt").write_text("a red fox\n")
+    words = ["sample", "tiny", "--prompts", "~/prompts.txt", "--lora", "~/lora", "--output_dir", "~/out"]
+    settings = read_settings(*cli.build_parser().parse_known_args(words))
+    assert settings.output_dir == tmp_path / "out"
+    assert settings.prompts == f"{tmp_path}/prompts.txt" and settings.lora == f"{tmp_path}/lora"

@@ -131,6 +131,8 @@ REFUSED = [
         "warmup_steps=0.1 has no effect.*use another schedule",
     ),
     ({"fp16": True, "use_cpu": True}, "fp16=True has no effect on a CPU.*set fp16=False .bf16=True works"),
+    ({"validation_prompts": "a cat"}, r"validation_prompts='a cat' is a string .* write \['a cat'\]"),
+    ({"watch_rewards": "sharpness"}, "watch_rewards='sharpness' is a string where a list is expected"),
 ]
 
 

@@ -80,3 +80,51 @@ def test_a_file_named_by_the_settings_lies_beside_them(config_file, tmp_path):
 def test_the_embedded_model_brings_its_own_defaults(config_file):
     values = read_values(config_file(model="tiny", height=64), [])
     assert values["height"] == 64 and "width" not in values and values["guidance_scale"] == 1.0
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path):
+    path = tmp_path / "twice.yaml"
+    for text, message in (
+        ("learning_rate: 1e-4\nbeta: 0\nlearning_rate: 3e-2\n", "'learning_rate' in line 3 is already in line 1"),
+        ("reward_funcs:\n  text: 1\n  text: 2\n", "'text' in line 3 is already in line 2"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_values(str(path), [])
+    path.write_text("a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, y: 3}\n")
+    values = read_values(str(path), [])
+    assert values["b"] == {"x": 2, "y": 1} and values["c"] == {"x": 2, "y": 3}
+
+
+def test_whole_numbers_are_those_of_yaml_1_2():
+    values = yaml.load("a: 010\nb: 1:30\nc: 0o17\nd: 0x1F\ne: -3\nf: 1_000\ng: 0b11", Yaml12Loader)
+    assert values == {"a": 10, "b": "1:30", "c": 15, "d": 31, "e": -3, "f": "1_000", "g": "0b11"}
+
+
+def test_a_single_value_of_a_list_is_a_list_of_one(config_file):
+    words = ["--validation_prompts", "a cat", "--reward_weights", "0.5", "--watch_rewards=none"]
+    settings = parse_train_arguments(config_file(), words)[2]
+    assert settings.validation_prompts == ["a cat"] and settings.reward_weights == [0.5]
+    assert settings.watch_rewards == ["none"]
+    settings = parse_train_arguments(config_file(validation_prompts="- a cat", reward_weights=1), [])[2]
+    assert settings.validation_prompts == ["- a cat"] and settings.reward_weights == [1.0]
+
+
+def test_a_text_may_start_with_a_bracket_and_other_malformed_values_are_refused():
+    words = ["--validation_prompts", "[red] car", "--run_name={a} b", "--watch_rewards", "[text, color]"]
+    values = {"validation_prompts": "[red] car", "run_name": "{a} b", "watch_rewards": ["text", "color"]}
+    assert read_overrides(words) == values
+    for words, name in (
+        (["--pipeline_kwargs", '{"a": 1'], "pipeline_kwargs"),
+        (["--reward_funcs", "{text: 1, text: 2}"], "reward_funcs"),
+        (["--bta", "[1"], "bta"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}`: .* is not YAML: "):
+            read_overrides(words)
+
+
+def test_the_home_folder_may_be_written_short(config_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = read_values(config_file(model="~/model", dataset="~/prompts.txt"), ["--eval_dataset", "~/held"])
+    assert values["model"] == f"{tmp_path}/model" and values["dataset"] == f"{tmp_path}/prompts.txt"
+    assert values["eval_dataset"] == f"{tmp_path}/held"

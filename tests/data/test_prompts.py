@@ -214,3 +214,37 @@ def test_names_of_evaluation_datasets_go_into_file_names(name):
         name_datasets(dataset, {"fine": dataset, name: dataset})
     assert "\n" not in str(refusal.value)
     assert [name for name, _ in name_datasets(dataset, {"fine": dataset})] == ["train_dataset", "fine"]
+
+
+def test_a_comma_that_would_shift_the_columns_of_a_table_is_refused(tmp_path):
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt\na cat, sitting\na dog, running\n")
+    with pytest.raises(ValueError, match="prompts.csv cannot .*line 2 has 2 fields, but the header has 1; put text"):
+        load_prompts(str(path))
+    path.write_text('prompt,text\n"a cat, sitting",x\n')
+    assert load_prompts(str(path))[:] == {"prompt": ["a cat, sitting"], "text": ["x"]}
+
+
+def test_texts_that_look_missing_and_numbers_stay_in_a_table(tmp_path):
+    (tmp_path / "prompts.csv").write_text("prompt,text,score,seed\nNone,NA,1.5,1\nnull,,nan,2\nN/A,null,,3\n")
+    rows = load_prompts(str(tmp_path / "prompts.csv"))
+    assert rows["prompt"][:] == ["None", "null", "N/A"] and rows["text"][:] == ["NA", None, "null"]
+    assert rows["score"][:] == [1.5, None, None] and rows["seed"][:] == [1, 2, 3]
+
+
+def test_the_broken_file_of_a_folder_is_named(tmp_path):
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"prompt": "a cat"}\n')
+    (folder / "b.jsonl").write_text('{"prompt": "a dog"}\n{"prompt": \n')
+    with pytest.raises(ValueError, match="b.jsonl cannot be read as jsonl: .+"):
+        load_prompts(str(folder))
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "folder"])
+def test_the_home_folder_may_be_written_short(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    (tmp_path / "folder" / "train.txt").write_text("a cat\n")
+    assert load_prompts(f"~/{name}")["prompt"][:] == ["a cat"]

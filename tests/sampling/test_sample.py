@@ -9,6 +9,7 @@ import tiny_pipelines
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_runs import trainer_for
 
 from diffusion_grpo import cli
@@ -294,3 +295,40 @@ def test_what_a_pipeline_needs_in_these_versions_is_there_without_a_trainer(tmp_
     size = ["--height", 64, "--width", 64, "--num_inference_steps", 2]
     run(tmp_path, "--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", *size)
     assert Image.open(tmp_path / "out" / table_of(tmp_path / "out")[0]["image"]).size == (64, 64)
+
+
+def test_changed_weights_and_columns_are_another_job(prompts, tmp_path, capsys):
+    trainer_for(tmp_path / "run", lora=True, max_steps=1).save_model()
+    tiny_pipelines.build("sd3")[0].save_pretrained(tmp_path / "model")
+    words = ["sample", tmp_path / "model", "--max_prompts", 1, *SIZE, "--output_dir"]
+    with_lora = [*words, tmp_path / "out", "--prompts", prompts, "--lora", tmp_path / "run"]
+    run(*with_lora[1:])
+    (tmp_path / "run" / "checkpoint-1").mkdir()
+    (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").write_bytes(b"a later one")
+    run(*with_lora[1:])
+    file = tmp_path / "run" / "adapter_model.safetensors"
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file)
+    assert cli.main(list(map(str, with_lora))) == 2
+    assert "holds samples of another job (lora_weights is" in capsys.readouterr().err
+    rows = tmp_path / "rows.jsonl"
+    with_columns = [*words, tmp_path / "columns", "--prompts", rows, "--reward_funcs", "brightness"]
+    rows.write_text('{"prompt": "a fox", "level": 1}\n{"prompt": "a cat", "level": 1}\n')
+    run(*with_columns[1:], "--max_prompts", 2)
+    run(*with_columns[1:])
+    rows.write_text('{"prompt": "a fox", "level": 1}\n{"prompt": "a cat", "level": 2}\n')
+    run(*with_columns[1:])  # the changed row is not asked for
+    assert cli.main([*map(str, with_columns), "--max_prompts", "2"]) == 2
+    assert "was made from other columns in row 1" in capsys.readouterr().err
+
+
+def test_fewer_prompts_have_their_own_summary_and_the_table_stays(models, prompts, tmp_path, capsys):
+    rewards = "{brightness: 2.0, jpeg_compressibility: {weight: 0.1}}"
+    words = [models / "sd3", "--prompts", prompts, *SIZE, "--num_generations", 2, "--reward_funcs", rewards]
+    run(*words, "--output_dir", tmp_path / "alone", "--max_prompts", 1)
+    alone = capsys.readouterr().out.splitlines()[:3]
+    run(*words, "--output_dir", tmp_path / "out")
+    assert capsys.readouterr().out.splitlines()[:3] != alone
+    before = table_of(tmp_path / "out")
+    run(*words, "--output_dir", tmp_path / "out", "--max_prompts", 1)
+    assert capsys.readouterr().out.splitlines()[:3] == alone
+    assert table_of(tmp_path / "out") == before and len(before) == 6
