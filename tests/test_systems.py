@@ -165,6 +165,7 @@ def prepare(name, folder, monkeypatch):
     pipe, inputs = tiny_pipelines.build(STAND_INS[name])
     if name == "qwen_image_edit":  # its processor can only be saved beside torchvision
         pipe.save_config(model)
+        pipe.scheduler.save_pretrained(model / "scheduler")
         monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: _built_again(name))
     else:
         pipe.save_pretrained(model)
