@@ -294,12 +294,12 @@ def _check_steps(args: Sizes) -> None:
             "that may be trained; lower it, or widen sde_window."
         )
     if args.sde_window_order != "random" and args.window_size == window[1] - window[0]:
+        chooses = f"sde_window_order={args.sde_window_order!r} chooses"
+        if args.window_size == 1:
+            raise ValueError(f"{chooses} among the steps of the window, but it has only one; widen sde_window.")
         raise ValueError(
-            f"sde_window_order={args.sde_window_order!r} chooses which part of the window is trained, but all "
-            f"{args.window_size} of its steps are; set sde_window_size below that."
-            if args.window_size > 1
-            else f"sde_window_order={args.sde_window_order!r} chooses among the steps of the window, but it has only "
-            "one; widen sde_window."
+            f"{chooses} which part of the window is trained, but all {args.window_size} of its steps are; set "
+            "sde_window_size below that."
         )
     usual = config_fields()["sde_window_interval"].default
     if args.sde_window_order != "sliding" and args.sde_window_interval != usual:

@@ -221,7 +221,7 @@ def _load_parts(
     if quantized is not None:
         dtype = dtype or torch.float32  # left open, torchao would take bfloat16 for its own part alone
         own = dataclasses.replace(quantized, specs={k: v for k, v in quantized.specs.items() if k not in parts})
-        kwargs |= own.keywords(source, dtype, {name: kwargs[name] for name in HUB_KWARGS if name in kwargs})
+        kwargs |= own.keywords(source, dtype, _hub_kwargs(args))
     kwargs |= {"torch_dtype": dtype} if dtype is not None else {}
     with contextlib.nullcontext() if backend is None else backend.read_networks(name_networks(args)):
         return DiffusionPipeline.from_pretrained(source, **kwargs | parts)
@@ -246,9 +246,8 @@ def stand_in_for_encoders(model: str | DiffusionPipeline, args: DiffusionGRPOCon
     given = args.model_init_kwargs or {}
     if not loads_encoders_late(model, args) or "custom_pipeline" in given:
         return {}
-    kwargs = {name: given[name] for name in HUB_KWARGS if name in given}
     dtype = choose_dtype(args, is_full_training=False)
-    found = make_stand_ins(tiny.PATH if model == "tiny" else model, dtype, **kwargs)
+    found = make_stand_ins(tiny.PATH if model == "tiny" else model, dtype, **_hub_kwargs(args))
     return {name: part for name, part in found.items() if name not in given}
 
 

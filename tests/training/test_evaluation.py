@@ -66,20 +66,20 @@ def test_several_datasets_are_measured_each_and_together(tmp_path):
 @pytest.mark.parametrize(("prefix", "is_logged"), [("eval_hard", True), ("hard", False)])
 def test_an_evaluation_under_another_prefix_keeps_no_samples(tmp_path, prefix, is_logged):
     """What starts with "eval" is logged and shown to the callbacks, also at an update that "eval" left nothing of."""
-    told = []
+    seen = []
 
-    class Told(TrainerCallback):
+    class Watch(TrainerCallback):
         def on_evaluate(self, args, state, control, metrics, **kwargs):
-            told.append(sorted(metrics))
+            seen.append(sorted(metrics))
 
     trainer, dataset = trainer_for(tmp_path, max_steps=1, num_inference_steps=2), Dataset.from_dict({"prompt": ["a"]})
     trainer.evaluate(dataset)
     trainer.train()
-    trainer.add_callback(Told())
+    trainer.add_callback(Watch())
     metrics = trainer.evaluate(dataset, metric_key_prefix=prefix)
     assert trainer.state.global_step == 1 and 0 <= metrics[f"{prefix}_reward"] <= 1
     assert logged(trainer, f"{prefix}_reward") == ([metrics[f"{prefix}_reward"]] if is_logged else [])
-    assert told == ([sorted(metrics)] if is_logged else [])
+    assert seen == ([sorted(metrics)] if is_logged else [])
     assert {path.stem for path in (tmp_path / "evaluations").iterdir()} == {"step-000000"}
 
 
