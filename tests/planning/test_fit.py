@@ -37,8 +37,9 @@ def test_the_cheapest_settings_that_fit_are_found_and_none_of_them_is_idle(confi
     file.with_name("pasted.yaml").write_text(yaml.safe_dump(yaml.safe_load(text) | settings))
     pasted = plan(str(file.with_name("pasted.yaml")), [])
     assert pasted.total.accelerator == found.after.accelerator <= count_usable(size)
-    assert pasted.batches.samples_per_update == plan(config, []).batches.samples_per_update
-    assert pasted.batches.updates_per_rollout == plan(config, []).batches.updates_per_rollout
+    batches = plan(config, []).batches
+    assert pasted.batches.samples_per_update == batches.samples_per_update
+    assert pasted.batches.updates_per_rollout == batches.updates_per_rollout
     for choice in found.choices:
         rest = fitting.merge([other for other in found.choices if other is not choice])
         assert most(config, rest) == found.after.accelerator + choice.saved > count_usable(size)

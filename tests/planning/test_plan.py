@@ -21,7 +21,7 @@ from diffusion_grpo.config.parse import parse_train_arguments
 from diffusion_grpo.planning import plan as plan_module
 from diffusion_grpo.planning.batches import Batches
 from diffusion_grpo.planning.measure import CallSizes
-from diffusion_grpo.planning.plan import count_evaluations, make_planned_config, plan
+from diffusion_grpo.planning.plan import Built, count_evaluations, make_planned_config, plan
 from diffusion_grpo.policy.stochastic_steps import StochasticScheduler
 
 
@@ -87,18 +87,18 @@ def allocated(config):
 )
 def test_planned_bytes_are_the_allocated_ones(name, settings, tmp_path):
     config = write_run(tmp_path, name, **settings)
-    planned = {item.name: item.accelerator for item in plan(config, []).memory if not item.phase}
+    made = plan(config, [])
+    planned = {item.name: item.accelerator for item in made.memory if not item.phase}
     trainer, real = allocated(config)
     if "best_of_n" in settings:  # what is recorded of all samples is freed but for the best ones
         real["trajectory"] *= settings["num_generations"] // settings["best_of_n"]
     assert planned == real
-    weights = sum(p.numel() for p in trainer.model.parameters())
-    assert plan(config, []).model["weights"] == weights
+    assert made.model["weights"] == sum(p.numel() for p in trainer.model.parameters())
 
 
 def test_each_mode_divides_what_it_says(tmp_path):
-    config = write_run(tmp_path, "sd3")
-    alone = {item.name: item for item in plan(config, []).memory}
+    config, built = write_run(tmp_path, "sd3"), Built()
+    alone = {item.name: item for item in plan(config, [], built=built).memory}
     for mode, parameters, gradients, optimizer in (
         ("multi_gpu", 1, 1, 1),
         ("zero1", 1, 1, 4),
@@ -106,7 +106,8 @@ def test_each_mode_divides_what_it_says(tmp_path):
         ("zero3_offload", 4, 4, 4),
         ("fsdp2", 4, 4, 4),
     ):
-        shared = {item.name: item for item in plan(config, [], LaunchArguments(mode, num_processes=4)).memory}
+        launch = LaunchArguments(mode, num_processes=4)
+        shared = {item.name: item for item in plan(config, [], launch, built).memory}
         masters = alone["gradients"].accelerator if mode.startswith("zero") else 0  # DeepSpeed's float32 copies
         expected = {
             "parameters": -(-alone["parameters"].accelerator // parameters),
@@ -127,14 +128,15 @@ def test_each_mode_divides_what_it_says(tmp_path):
     [("zero3", "ds3_gather_for_generation", True), ("fsdp2", "fsdp_gather_for_generation", False)],
 )
 def test_networks_that_are_gathered_whole_are_there_while_samples_are_made(tmp_path, mode, setting, is_default):
-    config = write_run(tmp_path, "sd3", use_peft=False, beta=0.1, bf16=False)
+    config, built = write_run(tmp_path, "sd3", use_peft=False, beta=0.1, bf16=False), Built()
 
     def items(*words):
-        return {item.name: item for item in plan(config, list(words), LaunchArguments(mode, num_processes=4)).memory}
+        launch = LaunchArguments(mode, num_processes=4)
+        return {item.name: item for item in plan(config, list(words), launch, built).memory}
 
     whole, layers = items(f"--{setting}", "true"), items(f"--{setting}", "false")
     assert items()["denoising"] == (whole if is_default else layers)["denoising"]
-    alone = {item.name: item.accelerator for item in plan(config, []).memory}
+    alone = {item.name: item.accelerator for item in plan(config, [], built=built).memory}
     network = sum(alone[name] - layers[name].accelerator for name in ("parameters", "reference"))
     assert whole["denoising"].accelerator - layers["denoising"].accelerator == network
     assert whole["activations"] == layers["activations"]  # updates gather block by block
@@ -142,16 +144,18 @@ def test_networks_that_are_gathered_whole_are_there_while_samples_are_made(tmp_p
 
 
 def test_a_reference_from_cpu_memory_is_on_the_accelerator_for_its_pass(tmp_path):
-    config = write_run(tmp_path, "sd3", use_peft=False, beta=0.1, gradient_checkpointing=True)
-    words = ["--offload_ref_model", "true"]
-    here, away = ({item.name: item.accelerator for item in plan(config, more).memory} for more in ([], words))
+    config, built = write_run(tmp_path, "sd3", use_peft=False, beta=0.1, gradient_checkpointing=True), Built()
+    here, away = (
+        {item.name: item.accelerator for item in plan(config, words, built=built).memory}
+        for words in ([], ["--offload_ref_model", "true"])
+    )
     assert away["activations"] == here["reference"] + here["denoising"] > here["activations"]
 
 
 def test_offloads_move_bytes_to_the_cpu(tmp_path):
-    config = write_run(tmp_path, "sd3", use_peft=False, beta=0.1)
+    config, built = write_run(tmp_path, "sd3", use_peft=False, beta=0.1), Built()
     words = ["--offload_frozen", "cpu", "--offload_ref_model", "true", "--offload_trajectories", "true"]
-    here, away = ({item.name: item for item in plan(config, given).memory} for given in ([], words))
+    here, away = ({item.name: item for item in plan(config, given, built=built).memory} for given in ([], words))
     for name in ("frozen parts", "reference", "trajectory"):
         assert (away[name].accelerator, away[name].cpu) == (0, here[name].accelerator) != (0, 0)
 
