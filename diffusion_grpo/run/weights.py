@@ -193,7 +193,7 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str 
     elif networks:
         for name in networks:
             network = getattr(pipe, name)
-            saved = type(network).from_pretrained(folder / name, torch_dtype=network.dtype, use_safetensors=True)
+            saved = type(network).from_pretrained(folder / name, dtype=network.dtype, use_safetensors=True)
             network.load_state_dict(saved.state_dict())
     elif folder.is_dir() and not list(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} holds neither a LoRA nor a network of {type(pipe).__name__}.")
@@ -263,7 +263,7 @@ def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path
         return
     if not (folder / name).is_dir():
         raise ValueError(f"{folder} has no folder {name!r}; it was not written by full training of that network.")
-    saved = type(model).from_pretrained(folder / name, torch_dtype=model.dtype, use_safetensors=True)
+    saved = type(model).from_pretrained(folder / name, dtype=model.dtype, use_safetensors=True)
     load_held(model, saved.state_dict())
 
 

@@ -222,7 +222,10 @@ def _load_parts(
         dtype = dtype or torch.float32  # left open, torchao would take bfloat16 for its own part alone
         own = dataclasses.replace(quantized, specs={k: v for k, v in quantized.specs.items() if k not in parts})
         kwargs |= own.keywords(source, dtype, _hub_kwargs(args))
-    kwargs |= {"torch_dtype": dtype} if dtype is not None else {}
+    if dtype is not None:
+        if "dtype" not in kwargs:
+            kwargs.pop("torch_dtype", None)  # diffusers' former name of it
+        kwargs["dtype"] = dtype
     with contextlib.nullcontext() if backend is None else backend.read_networks(name_networks(args)):
         return DiffusionPipeline.from_pretrained(source, **kwargs | parts)
 
@@ -265,15 +268,30 @@ def load_encoder(
 
 
 def choose_dtype(args: DiffusionGRPOConfig, is_full_training: bool) -> torch.dtype | dict[str, torch.dtype] | None:
-    """Return the `torch_dtype` that `load_pipeline` asks for; None where it leaves that to diffusers."""
+    """Return the `dtype` that `load_pipeline` asks for; None where it leaves that to diffusers.
+
+    Raises:
+        ValueError: `model_init_kwargs` names no dtype of torch.
+    """
     kwargs = args.model_init_kwargs or {}
-    if "torch_dtype" in kwargs:
-        dtype = kwargs["torch_dtype"]
-        return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    for key in ("dtype", "torch_dtype"):  # the latter is diffusers' former name
+        if key in kwargs:
+            return None if kwargs[key] is None else _read_dtype(key, kwargs[key])
     if not (args.bf16 or args.fp16):
         return None
     half = torch.bfloat16 if args.bf16 else torch.float16
     return {**dict.fromkeys(name_networks(args), torch.float32), "default": half} if is_full_training else half
+
+
+def _read_dtype(key: str, value: Any) -> torch.dtype | dict[str, torch.dtype]:
+    if isinstance(value, dict):
+        return {name: _read_dtype(f"{key}: {name}", own) for name, own in value.items()}
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"model_init_kwargs: {key} is {value!r}, which is no dtype of torch; write bfloat16 or float32."
+        )
+    return dtype
 
 
 def check_gradient_range(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:

@@ -192,7 +192,7 @@ def load_gguf(kind: type[nn.Module], file: str, dtype: torch.dtype | None, where
     """
     dtype = dtype or torch.float32
     config = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
-    return kind.from_single_file(file, quantization_config=config, torch_dtype=dtype, **where)
+    return kind.from_single_file(file, quantization_config=config, dtype=dtype, **where)
 
 
 def describe_quantization(pipe: DiffusionPipeline) -> dict[str, str]:

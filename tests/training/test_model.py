@@ -18,6 +18,7 @@ from diffusion_grpo.training.model import (
     check_peft_config,
     checkpoint_share,
     choose_dtype,
+    load_pipeline,
     load_plain_pipeline,
     name_model,
     pipeline_class,
@@ -129,11 +130,31 @@ NETWORKS = [f"{name}{number}" for name in ("transformer", "unet", "prior", "deco
         ({"bf16": True, "train_component": "unet"}, True, {"unet": torch.float32, "default": torch.bfloat16}),
         ({"bf16": True}, True, dict.fromkeys(NETWORKS, torch.float32) | {"default": torch.bfloat16}),
         ({"model_init_kwargs": {"torch_dtype": "torch.float16"}}, False, torch.float16),
+        ({"model_init_kwargs": {"dtype": "float16"}}, False, torch.float16),
         ({"model_init_kwargs": {"torch_dtype": torch.float64}, "bf16": True}, True, torch.float64),
+        ({"model_init_kwargs": {"dtype": None}, "bf16": True}, False, None),
     ],
 )
 def test_the_dtype_in_which_a_pipeline_is_loaded(settings, is_full, expected):
     assert choose_dtype(make_config(**settings), is_full) == expected
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_both_names_of_a_dtype_load_without_a_warning(name, tmp_path):
+    tiny_pipelines.build("sd3")[0].save_pretrained(tmp_path)
+    args = make_config(bf16=True, model_init_kwargs={name: "float32"})
+    assert load_pipeline(str(tmp_path), args, is_full_training=False).transformer.dtype == torch.float32
+    args = make_config(bf16=True)
+    assert load_pipeline(str(tmp_path), args, is_full_training=False).transformer.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("value", ["bfloat61", "auto", 16, {"transformer": "half precision"}])
+def test_what_is_no_dtype_is_refused(value):
+    with pytest.raises(
+        ValueError, match="model_init_kwargs: dtype.* is .*, which is no dtype of torch; write bfloat16"
+    ):
+        choose_dtype(make_config(model_init_kwargs={"dtype": value}), False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, "float16", {"default": torch.float32, "transformer": torch.float16}])
