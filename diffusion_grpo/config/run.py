@@ -127,7 +127,7 @@ class RunSettings:
         default=False,
         metadata={
             "help": "Push samples, evaluations, the report and tensorboard's events (which contain the host name) to "
-            "the Hub too. By default only the weights, the model card, the images in it and run.json are pushed."
+            "the Hub too. By default only the weights, the model card, its images, run.json and train.yaml are pushed."
         },
     )
     validation_prompts: list[str] | None = field(

@@ -15,6 +15,7 @@ LARGEST = (
     "ratio/max_error",
     "prediction/max_error",
     "ratio/max",
+    "sampling/sampling_logp_difference/max",
     "spread/reward_max",
     "spread/advantage_max",
     "memory/peak_gib",
