@@ -164,7 +164,7 @@ def _check_loss(loss: Any) -> None:
 def _check_own_clip(args: Sizes) -> None:
     """Refuse what has no effect, or no meaning, beside the losses that limit a step in another way than by epsilon."""
     name, loss, usual = OWN_CLIPS[args.loss_type], args.loss_type, config_fields()["epsilon"].default
-    if args.epsilon != usual or args.epsilon_high != usual:
+    if args.epsilon != usual or args.upper_epsilon != usual:
         raise ValueError(
             f"epsilon has no effect with loss_type={loss!r}; leave it out, or set loss_kwargs: {{{name}: ...}}."
         )
@@ -426,17 +426,17 @@ def _check_batches(args: Sizes) -> None:
         raise ValueError(
             f"best_of_n must be even, at least 2 and at most num_generations={generations}, got {args.best_of_n}."
         )
-    if args.steps_per_generation % args.gradient_accumulation_steps:
+    if args.micro_batches_per_rollout % args.gradient_accumulation_steps:
         raise ValueError(
-            f"steps_per_generation={args.steps_per_generation} must be a multiple of gradient_accumulation_steps="
+            f"steps_per_generation={args.micro_batches_per_rollout} must be a multiple of gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}, so that a rollout holds whole updates."
         )
-    trained = args.per_device_train_batch_size * args.data_processes * args.steps_per_generation
+    trained = args.per_device_train_batch_size * args.data_processes * args.micro_batches_per_rollout
     if trained % group:
         name = "best_of_n" if args.best_of_n else "num_generations"
         raise ValueError(
             f"A rollout trains per_device_train_batch_size x processes x steps_per_generation = "
-            f"{args.per_device_train_batch_size} x {args.data_processes} x {args.steps_per_generation} = {trained} "
+            f"{args.per_device_train_batch_size} x {args.data_processes} x {args.micro_batches_per_rollout} = {trained} "
             f"samples, which {name}={group} does not divide; change one of them."
         )
     if args.best_of_n and args.data_processes > 1 and args.batch_sizes.update_share % group:

@@ -26,10 +26,16 @@ class Sizes:
         for name in DICTIONARIES:
             if isinstance(getattr(self, name), str):
                 setattr(self, name, _json(name, getattr(self, name)))
-        if self.steps_per_generation is None:
-            self.steps_per_generation = self.gradient_accumulation_steps
-        if self.epsilon_high is None:
-            self.epsilon_high = self.epsilon
+
+    @property
+    def micro_batches_per_rollout(self) -> int:
+        """Micro-batches that a process trains on in one rollout."""
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def upper_epsilon(self) -> float:
+        """How far above 1 the ratio is clipped."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def data_processes(self) -> int:
@@ -158,7 +164,7 @@ class Sizes:
             best_of_n=self.best_of_n,
             micro_batch=self.per_device_train_batch_size,
             accumulation=self.gradient_accumulation_steps,
-            steps_per_generation=self.steps_per_generation,
+            steps_per_generation=self.micro_batches_per_rollout,
             num_iterations=self.num_iterations,
             data_processes=self.data_processes,
             data_process=self.data_process,

@@ -139,6 +139,7 @@ class DiffusionGRPOConfig(
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         super().__post_init__()
+        self.gradient_checkpointing = None  # or a copy with another activation_checkpointing would keep this one
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
         check_launched(count_launched_processes(), self.world_size)
         self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
@@ -180,8 +181,6 @@ class DiffusionGRPOConfig(
         for name, value in defaults.items():
             if name not in self.given:
                 setattr(self, name, value)
-        if "steps_per_generation" not in self.given:
-            self.steps_per_generation = self.gradient_accumulation_steps
         check_settings(self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Batches:
             args: the settings.
             prompts: number of rows in the dataset, None if unknown.
         """
-        updates = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
+        updates = args.micro_batches_per_rollout * args.num_iterations // args.gradient_accumulation_steps
         rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)
         size = args.rollout_call_size
         scored = _count_scored(args)

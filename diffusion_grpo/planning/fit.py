@@ -109,7 +109,7 @@ def halve_micro_batch(args: DiffusionGRPOConfig) -> Settings | None:
     found = {
         "per_device_train_batch_size": size // 2,
         "gradient_accumulation_steps": 2 * args.gradient_accumulation_steps,
-        "steps_per_generation": 2 * args.steps_per_generation,
+        "steps_per_generation": 2 * args.micro_batches_per_rollout,
     }
     is_larger = (args.per_device_eval_batch_size or 0) > size // 2
     return found | ({"per_device_eval_batch_size": size // 2} if is_larger else {})

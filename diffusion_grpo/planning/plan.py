@@ -399,6 +399,6 @@ def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Meas
     if args.kl_reward > 0:
         found["policy and reference for kl_reward"] = 2 * one * steps
     if args.importance_sampling_level == "sequence" and batches.updates_per_rollout > 1:
-        share = 1 - args.gradient_accumulation_steps / (args.steps_per_generation * iterations)
+        share = 1 - args.gradient_accumulation_steps / (args.micro_batches_per_rollout * iterations)
         found["sequence ratio"] = one * steps * iterations * share
     return found

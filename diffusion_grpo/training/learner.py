@@ -141,7 +141,7 @@ def make_algorithm(args: DiffusionGRPOConfig, networks: list[nn.Module], weights
         args.loss_type,
         args.loss_kwargs,
         epsilon=args.epsilon,
-        epsilon_high=args.epsilon_high,
+        epsilon_high=args.upper_epsilon,
         beta=args.beta,
         anchors_on_replay=args.old_log_prob != "rollout",
         is_first_replay=args.batch_sizes.updates_per_rollout == 1,

@@ -70,7 +70,7 @@ def advise(args: DiffusionGRPOConfig, counts: dict[str, int]) -> list[str]:
         found.append(
             f"per_device_train_batch_size: {args.per_device_train_batch_size // factor} with "
             f"gradient_accumulation_steps: {args.gradient_accumulation_steps * factor} and steps_per_generation: "
-            f"{args.steps_per_generation * factor} (the same samples per update)"
+            f"{args.micro_batches_per_rollout * factor} (the same samples per update)"
         )
     elif (args.rollout_batch_size or 1) > 1:
         found.append("rollout_batch_size: 1")
@@ -200,7 +200,8 @@ class MicroBatchSearch:
         factor = shrink_factor(args)
         args.per_device_train_batch_size //= factor
         args.gradient_accumulation_steps *= factor
-        args.steps_per_generation *= factor
+        if args.steps_per_generation is not None:
+            args.steps_per_generation *= factor
         if (args.rollout_batch_size or 1) > 1:
             args.rollout_batch_size = max(1, args.rollout_batch_size // 2)
         if (args.per_device_eval_batch_size or 1) > 1:

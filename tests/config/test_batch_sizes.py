@@ -9,7 +9,7 @@ from diffusion_grpo.config.batch_sizes import BatchSizes
 
 def test_sizes_of_a_rollout():
     args = make_config(num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=4, best_of_n=4)
-    assert args.steps_per_generation == 4
+    assert args.micro_batches_per_rollout == 4
     assert (
         args.batch_sizes.prompts_per_rollout == 4 and args.batch_sizes.rollout_share == 32
     )  # 16 of them are trained on

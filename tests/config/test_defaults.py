@@ -1,5 +1,7 @@
 """Defaults that follow from other settings."""
 
+import dataclasses
+
 import pytest
 from command_line import make_config
 
@@ -16,8 +18,19 @@ def test_a_reference_is_needed_for_a_divergence_in_loss_or_reward():
 
 def test_trls_names_and_defaults():
     args = make_config(gradient_checkpointing=False, epsilon=0.1)
-    assert args.activation_checkpointing is False and args.epsilon_high == 0.1 and args.bf16 is False
-    assert make_config().activation_checkpointing is True and make_config().epsilon_high == make_config().epsilon
+    assert args.activation_checkpointing is False and args.upper_epsilon == 0.1 and args.bf16 is False
+    assert make_config().activation_checkpointing is True and make_config(epsilon_high=0.3).upper_epsilon == 0.3
+
+
+@pytest.mark.parametrize("checkpointing", [{"gradient_checkpointing": True}, {}])
+def test_a_copy_takes_its_own_values_and_not_what_followed_from_others(checkpointing):
+    base = make_config(**checkpointing)
+    copy = dataclasses.replace(
+        base, epsilon=0.1, gradient_accumulation_steps=64, activation_checkpointing=False, report_to="none"
+    )
+    assert copy.upper_epsilon == 0.1 and base.upper_epsilon == base.epsilon
+    assert copy.batch_sizes.updates_per_rollout == 1 and copy.micro_batches_per_rollout == 64
+    assert copy.activation_checkpointing is False and base.activation_checkpointing is True
 
 
 def test_json_for_dictionaries_as_the_command_line_gives_them():

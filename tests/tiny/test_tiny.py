@@ -96,7 +96,7 @@ def test_the_embedded_model_has_settings_of_its_own(tmp_path):
     assert args.height == 64 and args.width is None and args.num_inference_steps == 10
     assert (
         args.batch_sizes.samples_per_update == 32
-        and args.steps_per_generation == args.gradient_accumulation_steps == 2
+        and args.micro_batches_per_rollout == args.gradient_accumulation_steps == 2
     )
 
 
