@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import PeftConfig
@@ -296,6 +297,9 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                 self.backend.begin_update(self.optimizer)
             self.update.train_values(self.feed.value_targets, place)
             loss = self.update.train_policy(model, batch, place)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and place.is_last and place.update % every == 0:
+            clear_device_cache()
         if self.feed.is_used_up:
             self.metrics.finish_rollout()
         return loss

@@ -142,6 +142,22 @@ def _check_trainer_settings(args: Sizes) -> None:
         raise ValueError("remove_unused_columns must stay False: every column is passed to the reward functions.")
     if args.ignore_data_skip:
         raise ValueError("ignore_data_skip=True would pair resumed rollouts with other prompts; leave it False.")
+    idle = {
+        "train_sampling_strategy": "shuffle_dataset decides about the order of prompts; leave it out.",
+        "neftune_noise_alpha": "there are no token embeddings to add noise to; leave it out.",
+        "bf16_full_eval": "evaluations run as rollouts do; set bf16 or load the model in bfloat16.",
+        "fp16_full_eval": "evaluations run as rollouts do; set fp16 or load the model in float16.",
+    }
+    for name, advice in idle.items():
+        value = getattr(args, name)
+        if value != config_fields()[name].default:
+            raise ValueError(f"{name}={value!r} has no effect here: {advice}")
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim.startswith("schedule_free"):
+        raise ValueError(
+            f"optim={optim!r} keeps other weights for training than for sampling, and rollouts sample between two "
+            "updates; choose another, such as adamw_torch."
+        )
     if args.auto_find_batch_size and args.world_size > 1:
         raise ValueError(
             "auto_find_batch_size=True works with one process: with several, memory may run out in one while the "
@@ -436,8 +452,8 @@ def _check_batches(args: Sizes) -> None:
         name = "best_of_n" if args.best_of_n else "num_generations"
         raise ValueError(
             f"A rollout trains per_device_train_batch_size x processes x steps_per_generation = "
-            f"{args.per_device_train_batch_size} x {args.data_processes} x {args.micro_batches_per_rollout} = {trained} "
-            f"samples, which {name}={group} does not divide; change one of them."
+            f"{args.per_device_train_batch_size} x {args.data_processes} x {args.micro_batches_per_rollout} = "
+            f"{trained} samples, which {name}={group} does not divide; change one of them."
         )
     if args.best_of_n and args.data_processes > 1 and args.batch_sizes.update_share % group:
         raise ValueError(

@@ -96,6 +96,15 @@ class Sizes:
         return stop - start if self.sde_window or self.trains_any_step else 1
 
     @property
+    def trainable_steps(self) -> range:
+        """The steps that may be trained: without `permute_steps` only the first ones of each part of the window."""
+        start, stop = self.window
+        left_out = (
+            0 if self.permute_steps else self.window_size - max(1, round(self.timestep_fraction * self.window_size))
+        )
+        return range(start, stop - left_out)
+
+    @property
     def silent_outside_window(self) -> bool:
         """Whether steps that are outside the part of the window that is trained draw no noise."""
         if self.deterministic_outside_window is not None:

@@ -154,6 +154,8 @@ class PipelineInputs:
     ) -> Form:
         """Find out by calling the pipeline with one row; warn if it takes samples one by one."""
         count = args.rollout_call_size
+        if count == 1:  # evaluations and updates may have larger calls
+            count = min(2, max(args.per_device_train_batch_size, args.eval_batch_size))
         start, stop = args.window
         last = args.num_inference_steps - 1  # which has no noise, and may be trained on re-noised samples
         start = min(start, last - 1)
@@ -171,6 +173,8 @@ class PipelineInputs:
         finally:
             self.draws_globally |= policy.draws_globally
             policy.draws_globally |= drew
+        if "strength" not in row:  # another row may take more steps
+            self._check_window(policy, args)
         if form.reason is not None and count > 1:
             logger.warning(
                 "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",
@@ -178,6 +182,20 @@ class PipelineInputs:
                 form.reason,
             )
         return form
+
+    def _check_window(self, policy: Policy, args: DiffusionGRPOConfig) -> None:
+        """Refuse a window that reaches beyond the steps of the last call: a later rollout would draw one of those.
+
+        Raises:
+            UnsupportedPipeline: such a window.
+        """
+        steps, length = args.trainable_steps, policy.loop_length
+        if length is not None and steps.stop > (length if args.traits.is_renoised else length - 1):
+            raise UnsupportedPipeline(
+                f"{self.pipeline.__name__} takes {length} of {args.num_inference_steps} steps with these inputs (as "
+                f"with a strength below 1), but steps {steps.start} to {steps.stop - 1} may be trained, and the last "
+                "one has no noise; set sde_window, or raise num_inference_steps."
+            )
 
     def check_shared_calls(self, policy: Policy, row: dict[str, Any], loss_type: str) -> None:
         """Refuse a pipeline that takes one sample per call, as far as that shows before its network runs.

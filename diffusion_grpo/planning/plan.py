@@ -33,7 +33,7 @@ from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
 from ..run import adapters
-from ..training.model import check_peft_config, prepare_model
+from ..training.model import check_peft_config, check_reentrant, prepare_model
 from ..training.quantization import name_method
 from .batches import Batches
 from .measure import CallSizes, CountedMasks, Measurement, add_means, measure, measure_renoised
@@ -229,6 +229,7 @@ def _plan_model(
     if args.lora_path is not None:  # a new adapter of the same rank is as large
         peft_config, args.lora_path = adapters.read_config(args.lora_path), None
     check_peft_config(peft_config, args.needs_reference)
+    check_reentrant(args, peft_config is None)
     if args.group_offload is not None and (peft_config is None or made.sharding.name not in ("one process", "ddp")):
         raise ValueError(
             f"group_offload={args.group_offload!r} moves the frozen weights under a LoRA, on one process or with DDP; "

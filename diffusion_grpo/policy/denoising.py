@@ -71,6 +71,11 @@ class DenoisingPolicy(Policy):
     def default_noise_level(self) -> float:
         return self.scheduler.process.noise_level
 
+    @property
+    def loop_length(self) -> int | None:
+        """Number of steps of the last call; None before the first, and where the pipeline steps with copies."""
+        return None if self.scheduler.first is None else self.scheduler.loop_length
+
     def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, Trajectory | CleanSamples | None]:
         """Call the pipeline with noise in its steps, and record the trained ones; or keep the finished latents.
 

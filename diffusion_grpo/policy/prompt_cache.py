@@ -15,6 +15,8 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
+from .network_gate import replace_attribute
+
 Prompts = tuple[str, ...]  # of one sample: `prompt`, and what else the pipeline takes beside it
 
 
@@ -46,11 +48,8 @@ class PromptCache:
         if encode is None:
             yield
             return
-        pipe.__dict__["encode_prompt"] = lambda *args, **kwargs: self._encode(encode, args, kwargs)
-        try:
+        with replace_attribute(pipe, "encode_prompt", lambda *args, **kwargs: self._encode(encode, args, kwargs)):
             yield
-        finally:
-            del pipe.__dict__["encode_prompt"]
 
     def _encode(self, encode: Callable, args: tuple, kwargs: dict) -> Any:
         arguments = inspect.signature(encode).bind(*args, **kwargs).arguments
@@ -72,8 +71,6 @@ class PromptCache:
         """
         wanted = list(zip(*(arguments[name] for name in names), strict=True))
         key = _make_key({name: value for name, value in arguments.items() if name not in names})
-        if self.is_by_sample.get(key) is False:
-            return None
         parts = self.encoded.setdefault(key, {})
 
         def encode_once(rows: tuple[Prompts, ...]) -> Any:
@@ -82,14 +79,19 @@ class PromptCache:
                 parts[rows] = _call(encode, arguments | columns)
             return parts[rows]
 
-        distinct = tuple(sorted(set(wanted)))
+        if key not in self.is_by_sample and len(wanted) > 1:
+            # once, for a prompt that repeats: of different ones, what does not lie by sample could have the same shape
+            first, count = wanted[0], len(wanted)
+            repeated = {name: [text] * count for name, text in zip(names, first, strict=True)}
+            joined = _join([_take_rows(encode_once((first,)), 1, [0])] * count)
+            self.is_by_sample[key] = _shapes(joined) == _shapes(_call(encode, arguments | repeated))
+        if not self.is_by_sample.get(key, True):
+            return None
         try:
-            result = _join([_take_rows(encode_once((row,)), 1, [0]) for row in wanted])
+            return _join([_take_rows(encode_once((row,)), 1, [0]) for row in wanted])
         except _DoNotFit:
-            result = _take_rows(encode_once(distinct), len(distinct), [distinct.index(row) for row in wanted])
-        if key not in self.is_by_sample and len(wanted) > 1:  # once: is it what the pipeline would have got?
-            self.is_by_sample[key] = _shapes(result) == _shapes(_call(encode, arguments))
-        return result if self.is_by_sample.get(key, True) else None
+            distinct = tuple(sorted(set(wanted)))
+            return _take_rows(encode_once(distinct), len(distinct), [distinct.index(row) for row in wanted])
 
 
 def _call(encode: Callable, arguments: dict[str, Any]) -> Any:

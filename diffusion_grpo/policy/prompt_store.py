@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .network_gate import replace_attribute
 from .prompt_calls import (
     CannotJoin,
     Layout,
@@ -183,11 +184,10 @@ class PromptStore:
     def serve(self, pipe: DiffusionPipeline) -> Iterator[None]:
         """Let `pipe.encode_prompt` answer from the store inside the context."""
         encode = pipe.encode_prompt
-        pipe.__dict__["encode_prompt"] = lambda *args, **kwargs: self._answer(pipe, encode, args, kwargs)
-        try:
+        with replace_attribute(
+            pipe, "encode_prompt", lambda *args, **kwargs: self._answer(pipe, encode, args, kwargs)
+        ):
             yield
-        finally:
-            del pipe.__dict__["encode_prompt"]
 
     def shapes(self, key: str) -> str:
         """Return the shapes of a result, as text to compare."""

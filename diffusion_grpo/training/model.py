@@ -33,7 +33,7 @@ from .compiling import compile_blocks
 from .decoding import set_decoding
 from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
 from .scheduler_settings import change_scheduler
-from .text_encoders import StandIn, make_stand_ins
+from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
@@ -239,9 +239,13 @@ def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Diffu
 def loads_encoders_late(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> bool:
     """Return whether text encoders are loaded only if a prompt is not in the cache.
 
-    A LoRA that is loaded first may have layers in them.
+    A LoRA that is loaded first may have layers in them. An encoder or tokenizer that `model_init_kwargs` gives as an
+    object is in memory already, and only its contents tell it from another.
     """
-    return isinstance(model, str) and args.cache_prompt_embeds != "off" and args.lora_path is None
+    if not isinstance(model, str) or args.cache_prompt_embeds == "off" or args.lora_path is not None:
+        return False
+    given = {name: part for name, part in (args.model_init_kwargs or {}).items() if is_part_of_encoding(name)}
+    return True
 
 
 def stand_in_for_encoders(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> dict[str, StandIn]:
@@ -518,6 +522,20 @@ def checkpoint_share(checkpoint: Callable, share: float, contexts: Callable | No
 
 def _is_chosen(place: int, share: float) -> bool:
     return math.floor((place + 1) * share + 0.5) > math.floor(place * share + 0.5)
+
+
+def check_reentrant(args: DiffusionGRPOConfig, is_full_training: bool) -> None:
+    """Refuse reentrant checkpointing under a LoRA: blocks whose inputs need no gradient would get none.
+
+    Raises:
+        ValueError: the settings ask for it.
+    """
+    is_reentrant = args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant")
+    if is_reentrant and not is_full_training:
+        raise ValueError(
+            "gradient_checkpointing_kwargs: use_reentrant=True gives a LoRA no gradient, because the inputs of the "
+            "network's blocks are frozen; leave it out."
+        )
 
 
 def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:

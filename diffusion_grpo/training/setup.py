@@ -22,7 +22,6 @@ from ..distributed.context_parallel import ContextGroups
 from ..distributed.failure import ProcessGroupMonitor
 from ..media.files import find_sampling_rate
 from ..policy.base import Policy
-from ..policy.trajectory import choose_trained_steps
 from ..rewards.overlap import Overlap
 from ..rewards.reward_processes import SampleChannel
 from ..rewards.unscored import UnscoredRollouts
@@ -52,7 +51,7 @@ from .progress import UpdateProgress
 from .quantization import describe_quantization
 from .show_progress import replace_progress
 from .start import RunRewards
-from .trackers import replace_trackers
+from .trackers import mend_trackers
 from .update import PolicyUpdate
 
 
@@ -88,16 +87,6 @@ def make_sampling_plan(args: DiffusionGRPOConfig) -> SamplingPlan:
         is_renoised=args.traits.is_renoised,
         shares_noise=args.traits.shares_noise,
     )
-
-
-def find_trained_steps(args: DiffusionGRPOConfig) -> range:
-    """Return the steps that may be trained: without `permute_steps` only the first ones of each part of the window."""
-    start, stop = args.window
-    if args.permute_steps:
-        return range(start, stop)
-    latest = stop - args.window_size, stop
-    (steps,) = choose_trained_steps(args.num_inference_steps, latest, args.timestep_fraction)
-    return range(start, steps[-1] + 1)
 
 
 def make_credit(args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueModel | None) -> CreditAssigner:
@@ -314,7 +303,7 @@ class RunBuilder:
             anchors_on_replay=replays_anchor(args, algorithm),
             needs_old_mean=algorithm.needs_old_mean and (not is_one_update or args.old_log_prob == "rollout"),
             step_weight=args.step_weight,
-            weighted_steps=find_trained_steps(args),
+            weighted_steps=args.trainable_steps,
             drops_zero_advantages=args.drop_zero_advantages,
             trajectory_device=self._trajectory_device,
             device=args.device,
@@ -404,7 +393,7 @@ def add_callbacks(
     if args.sync_ref_model:
         alpha, interval = args.ref_model_mixup_alpha, args.ref_model_sync_steps
         handler.add_callback(SyncRefModelCallback(learner.weights, lambda: learner.reference.weights, alpha, interval))
-    replace_trackers(handler)
+    mend_trackers(handler)
     handler.add_callback(SampleGridCallback(handler))
     replace_progress(handler, args, progress, name_prompts(prompts))  # after the grid, which it may show
     handler.add_callback(CollapseCallback)

@@ -22,9 +22,11 @@ def replace_progress(
         prompts: what evaluations are on, "held-out" or "evaluation".
     """
     kinds = (ProgressCallback, PrinterCallback, transformers.trainer.DEFAULT_PROGRESS_CALLBACK)
-    removed = [handler.pop_callback(kind) for kind in kinds]
-    if not any(removed):
+    removed = [callback for callback in handler.callbacks if type(callback) in kinds]  # the user's own stay
+    if not removed:
         return
+    for callback in removed:
+        handler.remove_callback(callback)
     if args.disable_tqdm or not (is_in_notebook() or sys.stderr.isatty()):
         handler.add_callback(LinesCallback(progress, prompts))
     elif is_in_notebook():

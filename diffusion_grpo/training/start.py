@@ -41,6 +41,7 @@ from .model import (
     check_guider,
     check_model,
     check_peft_config,
+    check_reentrant,
     check_scheduler,
     name_model,
     pipeline_class,
@@ -179,6 +180,7 @@ def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) 
     check_peft_config(peft_config, args.needs_reference)
     continues = continues_lora(args.lora_path, args.lora_adapter, peft_config)  # refuses a peft_config beside a LoRA
     is_full_training = peft_config is None and not continues
+    check_reentrant(args, is_full_training)
     if args.sync_ref_model and not is_full_training:
         raise ValueError("sync_ref_model=True needs full training: a LoRA's reference is the frozen base.")
     if args.learning_rate is None:

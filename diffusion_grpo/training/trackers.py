@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
+from torch import nn
 from transformers import TrainerCallback
 from transformers.integrations import (
     ClearMLCallback,
@@ -49,28 +50,26 @@ def check_trackers(names: list[str]) -> None:
             raise ImportError(f"report_to={name!r} needs a package: pip install {package}, or set report_to='none'.")
 
 
-class PipelineTensorBoardCallback(TensorBoardCallback):
-    """transformers' callback, which expects a transformers config on the model, without the model."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **{**kwargs, "model": None})
-
-
-class PipelineMLflowCallback(MLflowCallback):
-    """transformers' callback, which expects a transformers config on the model, without the model."""
-
-    def setup(self, args, state, model):
-        super().setup(args, state, None)
-
-
-def replace_trackers(handler: CallbackHandler) -> None:
-    """Replace or mend those of transformers' callbacks that fail on a diffusers model."""
-    for theirs, ours in ((TensorBoardCallback, PipelineTensorBoardCallback), (MLflowCallback, PipelineMLflowCallback)):
-        if handler.pop_callback(theirs) is not None:
-            handler.add_callback(ours)
+def mend_trackers(handler: CallbackHandler) -> None:
+    """Mend those of transformers' callbacks, and of classes made from them, that fail on a diffusers model."""
     for callback in handler.callbacks:
-        if isinstance(callback, (ClearMLCallback, CometCallback, WandbCallback)):  # they show the whole model
+        if isinstance(callback, TensorBoardCallback):
+            callback.on_train_begin = _hide_model(callback.on_train_begin)
+        elif isinstance(callback, MLflowCallback):
+            callback.setup = _hide_model(callback.setup)
+        elif isinstance(callback, (ClearMLCallback, CometCallback, WandbCallback)):  # they show the whole model
             callback.setup = _show_config(callback.setup)
+
+
+def _hide_model(method: Callable[..., None]) -> Callable[..., None]:
+    """Give a callback's method no model, where it expects a transformers config on it."""
+
+    @functools.wraps(method)
+    def call(args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+        rest = tuple(None if isinstance(value, nn.Module) else value for value in rest)
+        method(args, state, *rest, **kwargs | ({"model": None} if "model" in kwargs else {}))
+
+    return call
 
 
 def _show_config(setup: Callable[..., None]) -> Callable[..., None]:

@@ -20,6 +20,10 @@ REFUSED = [
     ({"sde_window": [0, 4], "sde_window_size": 5}, "sde_window_size=5 does not fit into the steps 0 to 3"),
     ({"sde_window_size": 10}, "does not fit into the steps 0 to 4"),
     ({"sde_window_size": 0}, "sde_window_size must be at least 1"),
+    ({"train_sampling_strategy": "sequential"}, "has no effect here: shuffle_dataset decides"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 has no effect here: there are no token embeddings"),
+    ({"bf16_full_eval": True}, "bf16_full_eval=True has no effect here: evaluations run as rollouts do"),
+    ({"optim": "schedule_free_adamw"}, "other weights for training than for sampling.*such as adamw_torch"),
     ({"advantage_fn": "ranks"}, "'ranks' is no dotted path; write the module too, my_package.ranks"),
     (
         {"loss_type": "dpo", "drop_zero_advantages": True},

@@ -337,6 +337,11 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "auto_find_batch_size": Elsewhere(
         "training/test_out_of_memory.py::test_the_size_that_fits_is_found_and_trains_what_it_would_have_trained"
     ),
+    "neftune_noise_alpha": Refused(5.0, "no token embeddings"),
+    "train_sampling_strategy": Refused("sequential", "shuffle_dataset decides"),
+    "bf16_full_eval": Refused(True, "has no effect here"),
+    "fp16_full_eval": Refused(True, "has no effect here"),
+    "torch_empty_cache_steps": Elsewhere("training/test_callbacks.py::test_the_cache_is_emptied_as_often_as_asked"),
     "data_seed": Turned(7, "prompts@1 samples@1", NO_NOISE),
     "ddp_timeout": Elsewhere("distributed/test_failure.py::test_silence_is_death_and_any_sign_is_life"),
     "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),

@@ -24,7 +24,8 @@ from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
 
 KONTEXT = inspect.unwrap(FluxKontextPipeline.__call__)
 FIXED = {"max_area": 256, "_auto_resize": False}
-UNUSED = types.SimpleNamespace(draws_globally=False, draws_tokens=False)  # a policy that is not called
+NOT_CALLED = {"draws_tokens": False, "loop_length": None}
+UNUSED = types.SimpleNamespace(draws_globally=False, **NOT_CALLED)  # a policy
 
 
 def make_image(seed=0, size=(16, 16), mode="RGB"):
@@ -103,6 +104,34 @@ def test_the_pipeline_is_asked_once(tmp_path, caplog, cls, form):
     assert inputs.parts(rows) == ([[0, 1]] if form.name == "batched" else [[0], [1]])
     expected = row["image"] if form.name == "single" else [row["image"]]
     assert inputs([row])["image"] == expected and inputs([row])["prompt"] in ("a red cat", ["a red cat"])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4},
+        {"per_device_train_batch_size": 4, "rollout_batch_size": 1},
+    ],
+    ids=["evaluation", "update"],
+)
+def test_calls_that_are_larger_than_those_of_a_rollout_count(tmp_path, sizes):
+    inputs, row = learned(Blend, tmp_path, **sizes, num_generations=4, gradient_accumulation_steps=4)
+    assert [form.name for form in inputs.forms.values()] == ["single"]
+    assert inputs.parts([row, row | {"image": make_image(1)}]) == [[0], [1]]
+
+
+@pytest.mark.parametrize("window", [{}, {"sde_window": [1, 3]}, {"timestep_fraction": 0.4}])
+def test_a_window_beyond_the_steps_of_the_pipeline_is_refused_at_once(tmp_path, window):
+    pipe, given = tiny_pipelines.build("sd3_img2img")
+    fixed = {k: v for k, v in given.items() if k not in ("prompt", "image")} | {"strength": 0.5}
+    args = settings(tmp_path, pipeline_kwargs=fixed, num_inference_steps=10, **window)
+    inputs, row = PipelineInputs(pipe, args), {"prompt": "a red cat", "image": make_image()}
+    policy = DenoisingPolicy(pipe)
+    if window:  # of five steps the first four may be trained
+        inputs.learn(policy, [row], noise_level=0.7)
+        return
+    with pytest.raises(UnsupportedPipeline, match="takes 5 of 10 steps.*steps 0 to 4 may be trained.*set sde_window"):
+        inputs.learn(policy, [row], noise_level=0.7)
 
 
 def test_an_input_that_a_pipeline_ignores_says_nothing(tmp_path):
@@ -255,7 +284,7 @@ def test_processes_that_pass_the_network_together_ask_about_the_same_rows(tmp_pa
 @pytest.mark.parametrize("draws", [False, True])
 def test_only_what_the_trial_calls_draw_counts(draws, tmp_path, monkeypatch):
     """A reward or a decoder may have drawn from the global generator before."""
-    policy = types.SimpleNamespace(draws_globally=True, draws_tokens=False)
+    policy = types.SimpleNamespace(draws_globally=True, **NOT_CALLED)
 
     def find_form(policy, *rest, **more):
         policy.draws_globally |= draws

@@ -13,6 +13,14 @@ from diffusion_grpo.training.callbacks import SyncRefModelCallback
 VIDEO = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0}
 
 
+def test_the_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
+    emptied = []
+    trainer = trainer_for(tmp_path, max_steps=5, torch_empty_cache_steps=2)
+    monkeypatch.setattr("diffusion_grpo.trainer.clear_device_cache", lambda: emptied.append(trainer.state.global_step))
+    trainer.train()
+    assert emptied == [1, 3]  # at the end of updates 2 and 4
+
+
 def test_validation_prompts_are_sampled_and_never_scored(tmp_path):
     scored = []
 

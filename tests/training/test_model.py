@@ -119,6 +119,14 @@ def test_a_name_is_what_the_user_wrote_or_where_the_pipeline_came_from():
     assert name_model("owner/name") == "owner/name" and name_model(pipe) == "StableDiffusion3Pipeline"
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"])
+def test_reentrant_checkpointing_under_a_lora_is_refused_before_a_model_is_loaded(tmp_path, name):
+    """Blocks whose inputs need no gradient would get none, and the LoRA in them would stay as it is."""
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **{name: {"use_reentrant": True}})
+    with pytest.raises(ValueError, match="use_reentrant=True gives a LoRA no gradient.*leave it out"):
+        DiffusionGRPOTrainer("no/such-model", brightness, args=args, peft_config=LoraConfig(**LORA))
+
+
 NETWORKS = [f"{name}{number}" for name in ("transformer", "unet", "prior", "decoder") for number in ("", "_2")]
 
 

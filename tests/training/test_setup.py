@@ -4,7 +4,7 @@ import pytest
 import torch
 from command_line import make_config
 
-from diffusion_grpo.training.setup import find_trained_steps, make_sampling_plan
+from diffusion_grpo.training.setup import make_sampling_plan
 
 
 def test_a_smaller_window_wanders_within_the_larger_one():
@@ -37,4 +37,4 @@ def test_weights_are_normalised_over_the_steps_that_some_rollout_trains(settings
     args = make_config(num_inference_steps=10, **settings)
     drawn = [make_sampling_plan(args).draw(generation, torch.arange(8)).steps for generation in range(60)]
     assert {step for rows in drawn for row in rows for step in row} == set(range(first, last + 1))
-    assert find_trained_steps(args) == range(first, last + 1)
+    assert args.trainable_steps == range(first, last + 1)

@@ -18,13 +18,20 @@ from peft import LoraConfig
 from PIL import Image
 from tiny_runs import LORA, first_frame_brightness, trainer_for
 from transformers import TrainerState, TrainingArguments
-from transformers.integrations import ClearMLCallback, CometCallback, TrackioCallback, WandbCallback
+from transformers.integrations import (
+    ClearMLCallback,
+    CometCallback,
+    TensorBoardCallback,
+    TrackioCallback,
+    WandbCallback,
+)
+from transformers.trainer_callback import PrinterCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.run import adapters
 from diffusion_grpo.training import trackers
-from diffusion_grpo.training.trackers import draw_grid, log_files, log_image, replace_trackers
+from diffusion_grpo.training.trackers import draw_grid, log_files, log_image, mend_trackers
 
 RUN = {"name": "wan", "rewards": first_frame_brightness, "num_inference_steps": 3, "fps": 8.0, "max_steps": 1}
 RUN |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
@@ -62,6 +69,26 @@ def test_tensorboard_has_curves_and_frames(tmp_path):
     assert [event.step for event in events.Scalars("eval/reward")] == [0, 1]
 
 
+@pytest.mark.parametrize("report_to", ["none", "tensorboard"])
+def test_trackers_of_the_users_own_stay(tmp_path, report_to):
+    pytest.importorskip("tensorboard")
+
+    class Own(TensorBoardCallback):
+        pass
+
+    writer, shown = MagicMock(), []
+
+    class Printer(PrinterCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            shown.append(logs)
+
+    own = Own(writer)
+    trainer = trainer_for(tmp_path, callbacks=[own, Printer()], report_to=report_to, max_steps=1)
+    trainer.train()
+    assert any(call.args[0] == "train/reward" for call in writer.add_scalar.call_args_list)
+    assert own in trainer.callback_handler.callbacks and shown
+
+
 def test_wandb_has_curves_images_and_videos(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -86,8 +113,8 @@ def test_wandb_takes_the_model_too(tmp_path, monkeypatch):
 
 
 def set_up(callback, model, *rest):
-    """Set up a callback of transformers as training does, once the trackers have been replaced."""
-    replace_trackers(SimpleNamespace(callbacks=[callback], pop_callback=lambda kind: None))
+    """Set up a callback of transformers as training does, once the trackers have been mended."""
+    mend_trackers(SimpleNamespace(callbacks=[callback]))
     state = TrainerState(is_world_process_zero=True)
     callback.setup(TrainingArguments("unused", use_cpu=True, report_to="none"), state, model, *rest)
 
