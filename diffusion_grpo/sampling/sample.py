@@ -185,7 +185,7 @@ class Sampler:
             level = settings.train.noise_level or self.policy.default_noise_level
             self.inputs.learn(self.policy, rows, level, settings.train)
         for first in range(0, len(rows), settings.batch_size):
-            for part in self.inputs.parts(rows[first : first + settings.batch_size]):
+            for part in self._split(rows[first : first + settings.batch_size]):
                 chosen = [first + number for number in part]
                 inputs = self.inputs([rows[row] for row in chosen], **self.given)
                 made = make(inputs, [positions[row] for row in chosen])
@@ -193,6 +193,21 @@ class Sampler:
                 for row, sample in zip(chosen, made, strict=True):
                     samples[row] = sample
         return samples
+
+    def _split(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        """Return the indices of the rows of each call.
+
+        Without a run's settings nobody has asked the pipeline how it reads lists, and some take a list of images for
+        several of one sample; so rows with more than texts and numbers go alone.
+        """
+        parts = self.inputs.parts(rows)
+        if self.settings.train is not None or all(map(self._is_plain, rows)):
+            return parts
+        return [[index] for part in parts for index in part]
+
+    def _is_plain(self, row: dict[str, Any]) -> bool:
+        given = [row[name] for name in self.inputs.accepted & row.keys()]
+        return all(value is None or isinstance(value, (str, int, float)) for value in given)
 
     def _sample_plainly(self, inputs: dict[str, Any], positions: list[int]) -> Any:
         seeds = torch.tensor([self.settings.seed + position for position in positions])

@@ -264,6 +264,25 @@ def test_the_job_is_written_down(models, prompts, tmp_path):
     assert job["height"] == 16 and job["seed"] == 0 and job["model"] == str(models / "sd3")
 
 
+@pytest.mark.parametrize(("name", "has_image", "expected"), [("sd15_img2img", True, [1, 1]), ("sd3", False, [2])])
+def test_images_are_edited_one_by_one_where_no_run_has_asked_the_pipeline(
+    name, has_image, expected, tmp_path, monkeypatch
+):
+    """A list of images may be several of one sample."""
+    tiny_pipelines.build(name)[0].save_pretrained(tmp_path / "model")
+    Image.effect_noise((16, 16), 80).convert("RGB").save(tmp_path / "a.png")
+    rows = [{"prompt": prompt} | ({"image": "a.png"} if has_image else {}) for prompt in ("a fox", "a cat")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    calls, make = [], sample.Sampler._sample_plainly
+    monkeypatch.setattr(
+        sample.Sampler, "_sample_plainly", lambda self, inputs, at: calls.append(len(at)) or make(self, inputs, at)
+    )
+    size = [] if has_image else SIZE
+    words = ["--prompts", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--num_inference_steps", 4]
+    run(tmp_path / "model", *words, *size)
+    assert calls == expected
+
+
 def test_images_of_several_sizes_are_read_and_kept_apart(tmp_path, training):
     pipe, inputs = tiny_pipelines.build("sd15_img2img")
     pipe.save_pretrained(tmp_path / "model")
