@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from recipe_settings import LEARNING_RATES, RECIPES, TUNE_SEEDS, find_phase
 
 Row = dict[str, Any]
@@ -219,10 +220,11 @@ def _summary_table(rows: list[Row], names: list[str]) -> list[str]:
 
 
 def save_plot(path: Path, rows: list[Row]) -> None:
-    """Draw held-out reward against passes and against CPU minutes, a colour per recipe and a line per seed.
+    """Draw held-out reward against passes and against CPU minutes, a line per recipe: the mean over its seeds.
 
-    Recipes of each budget have a line of two pictures. The reported seeds are drawn; of a recipe without any, the
-    tuning seeds; of several learning rates the best.
+    A band goes from the lowest to the highest seed. Recipes of each budget have two pictures beside each other, and a
+    legend in the order of their ends. The reported seeds are drawn; of a recipe without any, the tuning seeds; of
+    several learning rates the best.
     """
     from matplotlib import colormaps, rc_context
     from matplotlib.figure import Figure
@@ -235,16 +237,18 @@ def save_plot(path: Path, rows: list[Row]) -> None:
         pictures = figure.subplots(len(budgets), 2, sharey="row", squeeze=False)
         for (left, right), budget in zip(pictures, budgets):
             own = [row for row in rows if row["max_passes"] == budget]
-            for place, name in enumerate(dict.fromkeys(row["recipe"] for row in own)):
-                cost = cpu_minutes_per_pass(own, name)
-                style = {"color": colormaps["tab10"](place % 10), "linestyle": ("-", "--", ":")[place // 10 % 3]}
-                for number, row in enumerate(choose_shown(own, name)):
-                    values = [entry["reward"]["mean"] for entry in row["evaluations"]]
-                    label = (name if row["phase"] == "report" else f"{name} (tuning)") if number == 0 else None
-                    passes = [entry["passes"] for entry in row["evaluations"]]
-                    left.plot(passes, values, linewidth=1.2, label=label, **style)
-                    if cost:
-                        right.plot([cost * count for count in passes], values, linewidth=1.2, **style)
+            curves = {name: read_curves(choose_shown(own, name)) for name in dict.fromkeys(r["recipe"] for r in own)}
+            for place, name in enumerate(sorted(curves, key=lambda name: -curves[name][1][:, -1].mean())):
+                passes, values = curves[name]
+                is_reported = any(row["recipe"] == name and row["phase"] == "report" for row in own)
+                cost, color = cpu_minutes_per_pass(own, name), colormaps["tab10"](place % 10)
+                style = {"color": color, "linestyle": ("-", "--", ":")[place // 10 % 3], "linewidth": 1.4}
+                for axes, scale in ((left, 1.0), (right, cost)):
+                    if scale:
+                        axes.plot(scale * passes, values.mean(0), label=name if is_reported else f"{name} *", **style)
+                        axes.fill_between(
+                            scale * passes, values.min(0), values.max(0), color=color, alpha=0.1, linewidth=0
+                        )
             left.set_xlabel("network passes per sample, summed over updates")
             left.set_ylabel("held-out reward")
             right.set_xlabel("CPU minutes of training")
@@ -253,12 +257,19 @@ def save_plot(path: Path, rows: list[Row]) -> None:
                 loc="upper left",
                 bbox_to_anchor=(1.01, 1.0),
                 fontsize=8,
-                title=f"budget of {budget:g} passes",
+                title=f"budget of {budget:g} passes\n(* tuning seed)",
             )
             for axes in (left, right):
                 axes.axhline(rows[0]["target"], color="#8a8f98", linewidth=0.8, linestyle=":")
                 axes.set_xlim(left=0)
         figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def read_curves(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Return passes (evaluations,) and held-out rewards (rows, evaluations), at the passes of the first row."""
+    curves = [np.array([(e["passes"], e["reward"]["mean"]) for e in row["evaluations"]]).T for row in rows]
+    passes = curves[0][0]
+    return passes, np.stack([np.interp(passes, *curve) for curve in curves])
 
 
 def choose_shown(rows: list[Row], recipe: str) -> list[Row]:
