@@ -245,7 +245,7 @@ def loads_encoders_late(model: str | DiffusionPipeline, args: DiffusionGRPOConfi
     if not isinstance(model, str) or args.cache_prompt_embeds == "off" or args.lora_path is not None:
         return False
     given = {name: part for name, part in (args.model_init_kwargs or {}).items() if is_part_of_encoding(name)}
-    return True
+    return all(part is None or isinstance(part, str) for part in given.values())
 
 
 def stand_in_for_encoders(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> dict[str, StandIn]:

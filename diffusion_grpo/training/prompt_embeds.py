@@ -7,7 +7,7 @@ called, up to its first network, so that every prompt is encoded as a rollout wo
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..policy.denoising import DenoisingPolicy
 from ..policy.drivers import UnsupportedPipeline
 from ..policy.prompt_calls import check_encode_prompt
 from ..policy.prompt_store import DiskShelf, MemoryShelf, PromptStore
+from ..policy.quantized import find_quantization
 from ..policy.unguided import switch_guidance_off
 from .model import load_encoder, loads_encoders_late
 from .start import CheckedRun
@@ -227,7 +228,8 @@ def make_prompt_embeds(
 ) -> PromptEmbeds | None:
     """Make what encodes the prompts of a run ahead, and encode this process's share, if the settings ask for it.
 
-    It is done before the network goes to the accelerator, where there may be no room for both.
+    It is done before the network goes to the accelerator, where there may be no room for both. A network that is there
+    already, because bitsandbytes quantised it, waits in CPU memory meanwhile.
 
     Raises:
         UnsupportedPipeline: the pipeline has no prompts that could be encoded ahead.
@@ -248,7 +250,6 @@ def make_prompt_embeds(
     shelf = MemoryShelf()
     if args.cache_prompt_embeds == "disk":
         shelf = DiskShelf(folder / identify_encoders(pipe, given.model if is_late else None, args))
-    _move_beside(pipe, policy, encoders, args.device)
     embeds = PromptEmbeds(
         policy=policy,
         inputs=inputs,
@@ -261,8 +262,45 @@ def make_prompt_embeds(
         vary=functools.partial(_list_calls, policy, args.traits.is_renoised),
         shows_progress=args.process_index == 0 and not args.disable_tqdm,
     )
-    embeds.encode([dataset for _, dataset in given.datasets], args.validation_prompts or [])
+    with quantized_networks_on_cpu(policy.networks, args.device):
+        _move_beside(pipe, policy, encoders, args.device)
+        embeds.encode([dataset for _, dataset in given.datasets], args.validation_prompts or [])
     return embeds
+
+
+@contextlib.contextmanager
+def quantized_networks_on_cpu(networks: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """Keep in CPU memory, inside, those networks that bitsandbytes put on the accelerator when they were loaded.
+
+    Args:
+        networks: those that are on the CPU, or not quantised by bitsandbytes, stay where they are.
+        device: where the others go afterwards, also after an error.
+    """
+    moved = [
+        network
+        for network in networks
+        if (find_quantization(network) or "").startswith("bitsandbytes") and network.device.type != "cpu"
+    ]
+    try:
+        for network in moved:
+            _move_quantized(network, "cpu")
+        if moved and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        yield
+    finally:
+        for network in moved:
+            _move_quantized(network, device)
+
+
+def _move_quantized(network: nn.Module, device: torch.device | str) -> None:
+    """Move a network that bitsandbytes quantised, with what its 8-bit layers hold beside their parameters."""
+    network.to(device)
+    for module in network.modules():
+        for holder in (getattr(module, "weight", None), getattr(module, "state", None)):
+            if getattr(holder, "CB", None) is not None:  # the weight once more; `to` would leave it where it was
+                holder.CB = module.weight.data
+            if getattr(holder, "SCB", None) is not None:  # its scales
+                holder.SCB = holder.SCB.to(device)
 
 
 def _move_beside(pipe: DiffusionPipeline, policy: Policy, encoders: TextEncoders, device: torch.device) -> None:

@@ -6,6 +6,7 @@ pipelines ask for, and no weights. A call of it, or of one of its methods (`save
 
 import contextlib
 import functools
+import gc
 import hashlib
 import logging
 import tempfile
@@ -160,16 +161,23 @@ class TextEncoders:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for name in set(self.names) - set(self.released):
-            part = self._get(name)
-            forward = self._forwards.pop(name, None)
-            part.__dict__.pop("forward", None)
-            if forward is not None:
-                part.__dict__["forward"] = forward
-            if name not in self._used_elsewhere:
-                self._replace(name, part)
+        before = self.released
+        for name in set(self.names) - set(before):
+            self._end_work(name)
+        if self.released != before:
+            gc.collect()  # the hooks of `offload_frozen` refer to an encoder, and it to them
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _end_work(self, name: str) -> None:
+        """Give an encoder its own forward back, and release it unless it is called outside encode_prompt too."""
+        part = self._get(name)
+        forward = self._forwards.pop(name, None)
+        part.__dict__.pop("forward", None)
+        if forward is not None:
+            part.__dict__["forward"] = forward
+        if name not in self._used_elsewhere:
+            self._replace(name, part)
 
     def _begin_work(self, name: str) -> None:
         part = self._get(name)

@@ -2,6 +2,7 @@
 
 import collections
 import json
+from types import SimpleNamespace
 
 import embedding_runs
 import pytest
@@ -18,6 +19,8 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.policy.unguided import switch_guidance_off
+from diffusion_grpo.training.model import loads_encoders_late
+from diffusion_grpo.training.prompt_embeds import PromptEmbeds, quantized_networks_on_cpu
 
 # every tiny pipeline with an `encode_prompt` that takes nothing but texts; images beside the prompt do no harm
 FAMILIES = ["sd3", "flux", "sdxl", "sd15", "wan", "cogvideox", "pixart", "sana", "sd15_pag", "sd2", "cascade_prior"]
@@ -162,6 +165,115 @@ def test_a_later_run_does_not_even_load_the_encoders(tmp_path):
     # a user may call the pipeline at any time
     image = trainer.pipe("a new prompt", num_inference_steps=2, height=16, width=16, max_sequence_length=8).images[0]
     assert image.size == (16, 16) and trainer.embeds.encoders.released == []
+
+
+def test_encoders_that_are_given_as_objects_are_told_apart_and_leave(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    pipe.save_pretrained(tmp_path / "model")
+    settings = {"cache_prompt_embeds": "disk", "prompt_embeds_dir": str(tmp_path / "embeds")}
+    found = []
+    for seed in (1, 2):
+        encoder = tiny_pipelines.build("sd3", seed)[0].text_encoder
+        own = {"model_init_kwargs": {"text_encoder": encoder}}
+        with counted(pipe) as calls:
+            trainer = train_by_name(tmp_path / str(seed), tmp_path / "model", **settings, **own)
+        assert calls and "text_encoder" in trainer.embeds.encoders.released
+        assert all(weight.numel() == 0 for weight in encoder.parameters())
+        found.append(trained_weights(trainer))
+    assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
+    folders = [path for path in (tmp_path / "embeds").iterdir() if path.name.startswith("StableDiffusion3Pipeline-")]
+    assert len(folders) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "is_late"),
+    [
+        ({"text_encoder": torch.nn.Linear(1, 1)}, False),
+        ({"tokenizer_2": object()}, False),
+        ({"text_encoder": None, "variant": "fp16"}, True),
+        ({"vae": torch.nn.Linear(1, 1)}, True),
+        (None, True),
+    ],
+)
+def test_encoders_load_late_unless_one_is_given(given, is_late, tmp_path):
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, cache_prompt_embeds="memory", model_init_kwargs=given)
+    assert loads_encoders_late("owner/name", args) == is_late
+
+
+class Quantized(torch.nn.Module):
+    """A network as diffusers loads it quantised; on a device of which it only speaks."""
+
+    def __init__(self, device, **config):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.device, self.moves = torch.device(device), []
+        self.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(**config))
+
+    def to(self, device):
+        self.device = torch.device(device)
+        self.moves.append(str(device))
+        self.linear.weight.data = self.linear.weight.data.clone()
+        return self
+
+
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize("is_4bit", [True, False])
+def test_a_network_that_bitsandbytes_put_on_the_gpu_waits_on_the_cpu(is_4bit):
+    networks = [Quantized("cuda:1", **BNB | {"load_in_4bit": is_4bit}) for _ in range(2)]
+    with quantized_networks_on_cpu(networks, torch.device("cuda:1")):
+        assert [network.moves for network in networks] == [["cpu"]] * 2
+    assert [network.moves for network in networks] == [["cpu", "cuda:1"]] * 2
+    with pytest.raises(OSError, match="the tokenizer"), quantized_networks_on_cpu(networks, torch.device("cuda:1")):
+        raise OSError("cannot read the tokenizer")
+    assert [network.moves for network in networks] == [["cpu", "cuda:1"] * 2] * 2
+
+
+def test_other_networks_stay_where_they_are():
+    others = [Quantized("cpu", **BNB), Quantized("cuda:0", quant_method="torchao"), Quantized("cuda:0", **BNB)]
+    others[2].hf_quantizer = None
+    with quantized_networks_on_cpu(others, torch.device("cuda:0")):
+        pass
+    assert [network.moves for network in others] == [[]] * 3
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_what_8_bit_layers_hold_twice_moves_too(has_run):
+    """bitsandbytes: a layer's weight has its values once more, CB, with scales, SCB; the first call moves both."""
+    network = Quantized("cuda:0", **BNB | {"load_in_4bit": False})
+    weight, scales = network.linear.weight, torch.ones(2)
+    holder = weight
+    if has_run:
+        holder = network.linear.state = SimpleNamespace()
+    before, holder.CB, holder.SCB = weight.data, weight.data, scales
+    with quantized_networks_on_cpu([network], torch.device("meta")):
+        assert before.data_ptr() != weight.data_ptr() == holder.CB.data_ptr()
+        assert holder.SCB is scales
+    assert weight.data_ptr() == holder.CB.data_ptr() and holder.SCB.device.type == "meta"
+
+
+def test_a_run_encodes_while_its_quantised_network_waits(tmp_path, monkeypatch):
+    pipe, _ = tiny_pipelines.build("sd3")
+    network, events, place = pipe.transformer, [], [torch.device("cuda:0")]
+    config = SimpleNamespace(**BNB)
+    network.hf_quantizer = SimpleNamespace(quantization_config=config, is_trainable=True)
+    monkeypatch.setattr(type(network), "device", property(lambda _: place[0]))
+
+    def to(device, *_):
+        place[0] = torch.device(device)
+        events.append(str(device))
+        return network
+
+    def encode(self, *args):
+        events.append("encode")
+        real(self, *args)
+
+    real = PromptEmbeds.encode
+    monkeypatch.setattr(network, "to", to, raising=False)
+    monkeypatch.setattr(PromptEmbeds, "encode", encode)
+    trainer_for(tmp_path, model=pipe, cache_prompt_embeds="memory", **ONE_UPDATE)
+    assert events[:3] == ["cpu", "encode", "cpu"]  # the last is this run's device
 
 
 def test_a_whole_pipeline_is_saved_with_its_encoders(tmp_path):

@@ -12,6 +12,7 @@ from transformers import CLIPTextModelWithProjection, PreTrainedModel
 
 from diffusion_grpo.config.settings import DiffusionGRPOConfig
 from diffusion_grpo.training import text_encoders
+from diffusion_grpo.training.offload import FrozenOffload
 from diffusion_grpo.training.text_encoders import (
     StandIn,
     TextEncoders,
@@ -89,6 +90,26 @@ def test_encoders_of_a_named_model_are_freed_and_loaded_anew(tmp_path):
         pipe.text_encoder.text_model(torch.zeros(1, 4, dtype=torch.int64))  # some pipelines call a part of it
     assert has_run == [True] and encoders.loads == 4
     assert not pipe.text_encoder.training and not any(p.requires_grad for p in pipe.text_encoder.parameters())
+
+
+def test_encoders_are_freed_at_once_although_hooks_refer_to_them(tmp_path):
+    """`offload_frozen` makes cycles of references, and Python's own collection may come much later."""
+    pipe, _ = tiny_pipelines.build("sd3")
+    fresh = lambda name: getattr(tiny_pipelines.build("sd3")[0], name)  # noqa: E731
+    encoders = held(pipe, tmp_path, reload=fresh)
+    encoders.release()
+    FrozenOffload(pipe, [pipe.transformer], "cpu:0")
+    gc.disable()
+    try:
+        with encoders.watch(), torch.no_grad():
+            pipe.encode_prompt("a cat", "a cat", "a cat")  # in a rollout
+        freed = [weakref.ref(getattr(pipe, name)) for name in NAMES]
+        with encoders.working(), encoders.watch(), torch.no_grad():
+            pipe.encode_prompt("a dog", "a dog", "a dog")
+        assert encoders.loads == 3 and encoders.released == NAMES
+        assert [part() for part in freed] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_an_encoder_that_is_called_beside_encode_prompt_stays(tmp_path):
