@@ -2,13 +2,14 @@
 
 import itertools
 import json
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
+
+from .standard_error import measure_mean
 
 # Built-in rewards that cannot pass 1, so that "what was missing" means something.
 AT_MOST_ONE = ("text", "color", "tesseract", "brightness")
@@ -173,11 +174,10 @@ def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> 
     keys |= {name: (f"eval_rewards/{name}/mean", f"eval_rewards/{name}/std_error") for name in names}
     entry: dict[str, float] = {"step": step}
     for name, (mean_key, error_key) in keys.items():
-        values = [row[name] for row in rows if row.get(name) is not None and not math.isnan(row[name])]
-        if values:
-            entry[mean_key] = statistics.fmean(values)
-            if len(values) > 1:
-                entry[error_key] = statistics.stdev(values) / math.sqrt(len(values))
+        measured = measure_mean([row.get(name) for row in rows], [row["prompt"] for row in rows])
+        if measured is not None:
+            entry[mean_key] = measured[0]
+            entry |= {} if measured[1] is None else {error_key: measured[1]}
     return entry
 
 

@@ -17,7 +17,6 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.loaders import PeftAdapterMixin
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from diffusers.utils import convert_state_dict_to_diffusers
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -140,9 +139,9 @@ def _save_lora(model: PeftModel, pipe: DiffusionPipeline, name: str, folder: Pat
     if way != "load_lora_weights":
         return
     known = _lora_arguments(pipe)
-    component = name.removesuffix("_2")  # diffusers writes a second expert's LoRA as it does the first's
-    if component == "unet":
-        layers = convert_state_dict_to_diffusers(layers)
+    # diffusers writes a second expert's LoRA as it does the first's. Names stay PEFT's: the older ones of UNets exist
+    # for attention only, and a file with both is read as if it had only those of its first layer.
+    component = name.removesuffix("_2")
     names = {f"{component}_lora_layers": layers, f"{component}_lora_adapter_metadata": config.to_dict()}
     pipe.save_lora_weights(folder, **{name: value for name, value in names.items() if name in known})
 

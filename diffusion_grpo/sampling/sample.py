@@ -13,7 +13,6 @@ import diffusers
 import pyarrow.parquet
 import torch
 from datasets import Dataset
-from torch import Tensor
 from tqdm import tqdm
 
 from .. import tiny
@@ -29,6 +28,7 @@ from ..policy.rollout import rollout, sample_seed
 from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
 from ..run import records
+from ..run.standard_error import measure_mean
 from ..run.weights import load_weights
 from ..training.model import load_pipeline, load_plain_pipeline, pipeline_class
 from ..training.setup import make_sampling_plan
@@ -315,9 +315,13 @@ def _finish(
     Only the first `size` rows are of this job; a job with more prompts may have left others, which stay as they are.
     """
     columns = _make_columns(table[:size])
-    summary = {
-        reward.name: _compute_mean_and_error(torch.tensor(columns[reward.name])) for reward in rewards + eval_rewards
-    }
+    prompts = [row // settings.num_generations for row in range(size)]
+
+    def summarise(values: list[float]) -> tuple[float, float]:
+        mean, error = measure_mean(values, prompts) or (math.nan, None)
+        return mean, error or 0.0
+
+    summary = {reward.name: summarise(columns[reward.name]) for reward in rewards + eval_rewards}
     if not rewards:
         return summary
     values = torch.tensor([columns[reward.name] for reward in rewards]).T
@@ -337,11 +341,5 @@ def _finish(
         row.update({name: values[number] for name, values in added.items()})
     records.write_samples(settings.output_dir / TABLE, _make_columns(table))
     if len(rewards) > 1:
-        summary["reward"] = _compute_mean_and_error(torch.tensor(added["reward"]))
+        summary["reward"] = summarise(added["reward"])
     return summary
-
-
-def _compute_mean_and_error(values: Tensor) -> tuple[float, float]:
-    values = values[~values.isnan()].double()
-    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return values.mean().item(), error

@@ -40,6 +40,7 @@ from ..rollout.generation import RolloutGenerator
 from ..rollout.replays import Replays
 from ..rollout.scoring import RewardScorer, takes_only_latents
 from ..run.records import write_files, write_samples
+from ..run.standard_error import measure_mean
 from ..run.watch import summarise_rollouts
 from .average import PolicyAverage
 from .watched_rewards import load_watched_rewards
@@ -305,11 +306,12 @@ class Evaluator:
 
     def _metrics(self, prefix: str, rewards: Tensor, watched: list[Reward]) -> dict[str, float]:
         """Return means and standard errors of (samples, functions) rewards, without what no function scored."""
-        metrics = _mean_and_error(f"{prefix}_reward", self._combine(rewards))
+        count = self._settings.num_generations
+        metrics = _mean_and_error(f"{prefix}_reward", self._combine(rewards), count)
         names = [f"rewards/{reward.name}" for reward in self._rewards]
         names += [f"watch/{reward.name}" for reward in watched]
         for name, column in zip(names, rewards.T, strict=True):
-            metrics |= _mean_and_error(f"{prefix}_{name}", column, "/mean", "/std_error")
+            metrics |= _mean_and_error(f"{prefix}_{name}", column, count, "/mean", "/std_error")
         return metrics
 
     def _sample(
@@ -407,11 +409,12 @@ def _points(funcs: list[Reward], samples: list[Any]) -> dict[str, Tensor]:
     return {"diversity": make_thumbnails(samples).float()} | embedded
 
 
-def _mean_and_error(key: str, values: Tensor, mean: str = "", error: str = "_std_error") -> dict[str, float]:
-    values = values[~values.isnan()]
-    if len(values) == 0:
+def _mean_and_error(
+    key: str, values: Tensor, samples_per_prompt: int, mean: str = "", error: str = "_std_error"
+) -> dict[str, float]:
+    prompts = (torch.arange(len(values)) // samples_per_prompt).tolist()
+    measured = measure_mean(values.double().tolist(), prompts)
+    if measured is None:
         return {}
-    found = {f"{key}{mean}": values.double().mean().item()}
-    if len(values) > 1:  # one value says nothing about its noise
-        found[f"{key}{error}"] = values.double().std().item() / math.sqrt(len(values))
-    return found
+    found = {f"{key}{mean}": measured[0]}
+    return found if measured[1] is None else found | {f"{key}{error}": measured[1]}

@@ -76,6 +76,34 @@ def test_a_lora_in_plain_diffusers_makes_the_identical_image(tmp_path, name):
     assert not torch.allclose(before, trained, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "component", "settings"),
+    [
+        ("sd15", "unet", {"target_modules": ["to_q", "proj_in"]}),
+        ("sd15", "unet", {"target_modules": ["to_q", "to_k", "conv1", "conv_shortcut", "time_emb_proj"]}),
+        ("sd15", "unet", {"target_modules": ["to_q", "conv1"], "use_dora": True}),
+        ("sdxl", "unet", {"target_modules": "all-linear", "use_rslora": True}),
+        ("sdxl", "unet", {"target_modules": ["to_q", "proj_out"], "rank_pattern": {"to_q": 2}, "lora_alpha": 3}),
+        ("sd3", "transformer", {"target_modules": ["to_q", "proj_out", "norm1.linear"], "alpha_pattern": {"to_q": 1}}),
+    ],
+)
+def test_a_lora_of_any_layers_in_plain_diffusers_makes_the_identical_image(tmp_path, name, component, settings):
+    pipe, inputs = tiny_pipelines.build(name)
+    config = LoraConfig(r=4, **settings)
+    torch.manual_seed(0)
+    model = get_peft_model(getattr(pipe, component), config)
+    for key, weights in model.named_parameters():
+        if "lora_B" in key:
+            weights.data.normal_(std=0.1)
+    hub.save_policy(model, pipe, (component,), tmp_path)
+    trained = draw_sample(pipe, inputs)
+    fresh, inputs = tiny_pipelines.build(name)
+    before = draw_sample(fresh, inputs)
+    fresh.load_lora_weights(tmp_path)
+    assert torch.equal(draw_sample(fresh, inputs), trained)
+    assert not torch.allclose(before, trained, atol=1e-3)
+
+
 def test_the_loras_of_two_experts_in_plain_diffusers(tmp_path):
     """Wan 2.2: both experts learn, and diffusers takes each one's LoRA from where the card says."""
     trainer = trainer_for(

@@ -175,7 +175,8 @@ def test_the_evaluated_reward_is_weighted_as_in_training(tmp_path):
 def test_errors_are_those_of_the_mean(tmp_path):
     metrics, table = shade_and_constant(tmp_path)
     for key, values in (("eval_rewards/brightness/std_error", "brightness"), ("eval_reward_std_error", "reward")):
-        expected = statistics.stdev(table[values]) / math.sqrt(6)
+        prompts = [statistics.mean(table[values][start : start + 3]) for start in (0, 3)]
+        expected = statistics.stdev(prompts) / math.sqrt(2)
         assert metrics[key] == pytest.approx(expected, rel=1e-4) and expected > 0
     assert metrics["eval_rewards/constant/std_error"] == 0
 
