@@ -240,6 +240,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             point = self.find_start(
                 resume_from_checkpoint or self.args.resume_from_checkpoint, held, self.monitor.agree
             )
+            self.run.pop("published_after", None)
             if self.args.should_save:
                 write_json(folder / "run.json", self.run)
             self.learner.show_policy()  # from which a second training goes on
@@ -258,6 +259,13 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             output = search.run(lambda: super(DiffusionGRPOTrainer, self).train(point, **kwargs))
         self.learner.show_average()
         return output
+
+    def _load_best_model(self) -> None:
+        """As in `Trainer`; note for the model card which weights are left."""
+        super()._load_best_model()
+        self.run["published_after"] = int(Path(self.state.best_model_checkpoint).name.split("-")[-1])
+        if self.args.should_save:
+            write_json(Path(self.args.output_dir) / "run.json", self.run)
 
     def _resize(self) -> None:
         """Take changed sizes of micro-batches to where they are needed."""

@@ -21,9 +21,12 @@ class SamplingSettings:
     num_frames: int | None = field(
         default=None, metadata={"help": "Frames of a video; by default the pipeline's own."}
     )
-    fps: float = field(
-        default=16.0,
-        metadata={"help": "Frames per second of videos: passed to rewards, and the speed of saved videos."},
+    fps: float | None = field(
+        default=None,
+        metadata={
+            "help": "Frames per second of videos: passed to rewards, and the speed of saved videos. By default that "
+            "of the pipeline's call if it has one (LTX), otherwise 16."
+        },
     )
     pipeline_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Further keyword arguments for every call of the pipeline."}

@@ -28,6 +28,8 @@ from .embeddings import check_embeddings, find_replaced_texts, is_embedding
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 logger = logging.getLogger(__name__)
+RATES = ("frame_rate", "fps")  # what diffusers' pipelines call the frames per second that they make
+FPS = 16.0  # of the others
 
 
 class PipelineInputs:
@@ -37,8 +39,12 @@ class PipelineInputs:
         pipe: the pipeline, or its class.
         args: of the run; `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into every call.
 
+    Attributes:
+        fps: frames per second of videos.
+
     Raises:
-        ValueError: the pipeline's `__call__` does not take a setting; the message lists what it takes.
+        ValueError: the pipeline's `__call__` does not take a setting; the message lists what it takes. Or it makes
+            videos of other frames per second than the settings say.
     """
 
     def __init__(self, pipe: DiffusionPipeline | type[DiffusionPipeline], args: DiffusionGRPOConfig):
@@ -55,10 +61,27 @@ class PipelineInputs:
                 f"{self.pipeline.__name__} does not take {', '.join(unknown)} from the settings; it takes "
                 f"{', '.join(sorted(self.accepted))}."
             )
+        self.fps = self._find_fps()
         self._columns: dict[int, tuple[Dataset, Columns]] = {}
         self.forms: dict[frozenset[str], Form] = {}  # by the columns that a row has
         self.draws_globally = False  # whether the trial calls drew from torch's global generator
         self.describe_prompt: Callable[[dict[str, Any]], Any] | None = None  # what prompts of a call have in common
+
+    def _find_fps(self) -> float:
+        """Return the frames per second, which some pipelines take as well: for sound, or as a condition."""
+        given = self.args.fps
+        for name in RATES:
+            if name in self.parameters:
+                made = self.fixed.get(name, self.parameters[name].default)
+                if not isinstance(made, (int, float)):
+                    continue
+                if given is not None and given != made:
+                    raise ValueError(
+                        f"fps={given:g}, but {self.pipeline.__name__} makes videos of {name}={made:g}; set "
+                        f"pipeline_kwargs: {{{name}: {given:g}}} as well, or leave fps out."
+                    )
+                return float(made)
+        return FPS if given is None else given
 
     def __call__(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
         """Return the keyword arguments for these rows; columns win over settings, `overrides` over both."""

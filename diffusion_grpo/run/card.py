@@ -48,6 +48,10 @@ def write_model_card(
     lora = run["trains_by"] != "full"
     source = repository or folder.resolve().name
     results = read_run(folder) if (folder / "run.json").is_file() else None
+    last, best = updates, run.get("published_after")
+    if best is not None:  # all that the card says is of the weights that it is about
+        updates, history = best, [entry for entry in history if entry["step"] <= best]
+        results = results and results.cut(best)
     pairs = [] if results is None else write_card_samples(results)
     data = ModelCardData(
         library_name="diffusers",
@@ -66,6 +70,7 @@ def write_model_card(
         *([] if repository else [_local_note(source)]),
         f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
         *_average_note(run["settings"]),
+        *_best_note(best, last),
         *_adapters_note(run),
         *_quantization_note(run),
         "## Rewards",
@@ -171,6 +176,16 @@ def _average_note(settings: dict[str, Any]) -> list[str]:
     return [
         f"These weights are the moving average of the policy (`ema_decay` {settings['ema_decay']:g}), which the "
         f"evaluations measured. The folder `{POLICY_FOLDER}` holds the policy itself, for training to go on from."
+    ]
+
+
+def _best_note(best: int | None, last: int) -> list[str]:
+    """Say which weights are published, where they are not the last ones."""
+    if best is None or best == last:
+        return []
+    return [
+        f"These are the weights of the best evaluation (`load_best_model_at_end`), {format_updates(best)}; the run "
+        f"went on to {last}."
     ]
 
 

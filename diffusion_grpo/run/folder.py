@@ -1,5 +1,6 @@
 """What a run left in its folder, as one `Run`: the report, the summary and the model card agree on it here."""
 
+import dataclasses
 import itertools
 import json
 import statistics
@@ -76,6 +77,17 @@ class Run:
     def weights(self) -> list[float]:
         """One weight per trained reward."""
         return self.info.get("reward_weights") or [1.0] * len(self.info["reward_funcs"])
+
+    @property
+    def published_after(self) -> int | None:
+        """Updates after which the weights in the folder were saved, where these are the best and not the last."""
+        return self.info.get("published_after")
+
+    def cut(self, step: int) -> "Run":
+        """Return the run as it was after so many updates, as far as held-out evaluations go."""
+        evaluations = [entry for entry in self.evaluations if entry["step"] <= step]
+        samples = {at: rows for at, rows in self.samples.items() if at <= step}
+        return dataclasses.replace(self, evaluations=evaluations, samples=samples)
 
     def maximum(self, name: str) -> float | None:
         """Return the most that a reward (or `reward`, what they come to together) can be, where that is known."""
@@ -214,6 +226,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "seconds": run.seconds,
         "samples_per_second": statistics.harmonic_mean(speeds) if speeds else None,
         "updates": run.updates,
+        "published_after": run.updates if run.published_after is None else run.published_after,
     }
 
 

@@ -128,8 +128,8 @@ def write_samples(
         settings: settings that [`check_folder`] accepted.
 
     Returns:
-        Mean and standard error of each reward over the samples that it scored, by name. With several `rewards` also of
-        `reward`, their combination.
+        Mean of each reward over the samples that it scored, and its standard error over their prompts, by name. With
+        several `rewards` also of `reward`, their combination.
 
     Raises:
         ValueError: the pipeline does not accept an argument.
@@ -147,10 +147,11 @@ def write_samples(
             positions = [prompt * count + turn for prompt in prompts for turn in range(count)]
             rows = make.inputs.rows(dataset, [position // count for position in positions])
             samples = make(rows, positions)
-            scores = _score(rewards + eval_rewards, samples, rows, positions, settings, find_sampling_rate(pipe))
+            rates = make.inputs.fps, find_sampling_rate(pipe)
+            scores = _score(rewards + eval_rewards, samples, rows, positions, settings, *rates)
             # the dataset's own rows, where media are file names
             as_written = [dataset[position // count] for position in positions]
-            table += _make_rows(samples, as_written, positions, scores, settings, find_sampling_rate(pipe))
+            table += _make_rows(samples, as_written, positions, scores, settings, *rates)
             records.write_samples(path, _make_columns(table))
             bar.update(len(positions))
     return _finish(table, len(dataset) * count, rewards, eval_rewards, settings)
@@ -253,6 +254,7 @@ def _score(
     rows: list[dict],
     positions: list[int],
     settings: SampleSettings,
+    fps: float,
     rate: int | None,
 ) -> dict[str, list]:
     """Score the samples. Return one column per reward, and the columns that rewards add."""
@@ -266,7 +268,7 @@ def _score(
         prompts=get_prompts(rows),
         columns={name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
         groups=[position // settings.num_generations for position in positions],
-        fps=settings.fps,
+        fps=fps,
         sampling_rate=rate,
         log_extra=lambda name, column: extra.update({name: records.check_extra_column(name, column, len(rows))}),
         failure_dir=settings.output_dir / "failures",
@@ -280,13 +282,12 @@ def _make_rows(
     positions: list[int],
     scores: dict[str, list],
     settings: SampleSettings,
+    fps: float,
     rate: int | None,
 ) -> list[dict[str, Any]]:
     """Write the files, and make one row per sample: plain columns of the dataset, files, seed, scores."""
     folder = settings.output_dir
-    columns = records.write_files(
-        samples, [folder / f"{position:04d}" for position in positions], folder, settings.fps, rate
-    )
+    columns = records.write_files(samples, [folder / f"{position:04d}" for position in positions], folder, fps, rate)
     columns |= {"seed": [settings.seed + position for position in positions]} | scores
     made = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [_keep_plain_columns(row, set(columns)) | one for row, one in zip(rows, made)]

@@ -61,7 +61,7 @@ class SampleSettings:
     noise_level: float | None = 0.0
     same_initial_noise: bool = False
     seed: int = 0
-    fps: float = 16.0
+    fps: float | None = None
     dtype: str | None = None
     device: str | None = None
     guidance_scale: float | None = None
@@ -149,7 +149,7 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--sde_type", help="stochastic process of that noise; default: auto, or the YAML file's")
     command.add_argument("--batch_size", type=int, help="samples per pipeline call; default: 16, or the YAML file's")
-    command.add_argument("--fps", type=float, help="frames per second of videos; default: 16, or the YAML file's")
+    command.add_argument("--fps", type=float, help="frames per second of videos; default: the pipeline's, or 16")
     command.add_argument("--output_dir", default="samples", help="default: %(default)s")
     add_call_options(command, steps_default=None)
     command.epilog = (

@@ -110,7 +110,7 @@ def make_credit(args: DiffusionGRPOConfig, rewards: RunRewards, values: ValueMod
 
 
 def make_sample_writer(
-    args: DiffusionGRPOConfig, rewards: RunRewards, groups: ContextGroups, sampling_rate: int | None
+    args: DiffusionGRPOConfig, rewards: RunRewards, groups: ContextGroups, fps: float, sampling_rate: int | None
 ) -> SampleWriter:
     """Make what writes tables and files of samples."""
     sizes = args.batch_sizes
@@ -124,7 +124,7 @@ def make_sample_writer(
             args.log_samples_steps if args.log_completions else None,
             args.num_completions_to_log,
         ),
-        fps=args.fps,
+        fps=fps,
         sampling_rate=sampling_rate,
         part=f"-rank{groups.index}" if groups.count > 1 else "",
         is_active=groups.is_first,
@@ -132,7 +132,7 @@ def make_sample_writer(
     )
 
 
-def make_evaluation_settings(args: DiffusionGRPOConfig, sampling_rate: int | None) -> EvaluationSettings:
+def make_evaluation_settings(args: DiffusionGRPOConfig, fps: float, sampling_rate: int | None) -> EvaluationSettings:
     """Say how evaluations are made."""
     return EvaluationSettings(
         seed=args.seed,
@@ -142,7 +142,7 @@ def make_evaluation_settings(args: DiffusionGRPOConfig, sampling_rate: int | Non
         watched=args.watch_rewards,
         shown=args.num_completions_to_log,
         aggregation=args.multi_objective_aggregation,
-        fps=args.fps,
+        fps=fps,
         sampling_rate=sampling_rate,
         folder=Path(args.output_dir),
     )
@@ -265,7 +265,7 @@ class RunBuilder:
             reward_processes=args.reward_processes,
             channel=SampleChannel(self._monitor, args.device, args.ddp_timeout) if args.scores_on_some else None,
             overlap=Overlap(args.overlap_rewards, lambda: policy.draws_globally, lambda: backend.passes_together),
-            fps=args.fps,
+            fps=self._inputs.fps,
             sampling_rate=self._sampling_rate,
             state=state,
             failures=Path(args.output_dir) / "failures",
@@ -290,7 +290,7 @@ class RunBuilder:
             scorer=scorer,
             credit=make_credit(args, rewards, learner.values),
             replays=replays,
-            writer=make_sample_writer(args, rewards, groups, self._sampling_rate),
+            writer=make_sample_writer(args, rewards, groups, self._inputs.fps, self._sampling_rate),
             unscored=UnscoredRollouts(rewards.names, is_warning=args.process_index == 0),
             backend=self._backend,
             monitor=self._monitor,
@@ -344,7 +344,7 @@ class RunBuilder:
             backend=self._backend,
             monitor=self._monitor,
             run_passes=learner.run_passes,
-            settings=lambda: make_evaluation_settings(args, rate),
+            settings=lambda: make_evaluation_settings(args, self._inputs.fps, rate),
             has_reference=learner.reference is not None and not policy.draws_tokens and not args.traits.is_renoised,
         )
 

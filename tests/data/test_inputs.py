@@ -120,6 +120,26 @@ def test_calls_that_are_larger_than_those_of_a_rollout_count(tmp_path, sizes):
     assert inputs.parts([row, row | {"image": make_image(1)}]) == [[0], [1]]
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("wan", {}, 16.0),
+        ("wan", {"fps": 8.0}, 8.0),
+        ("ltx", {}, 25.0),
+        ("ltx", {"pipeline_kwargs": {"frame_rate": 12}}, 12.0),
+        ("ltx", {"pipeline_kwargs": {"frame_rate": 12}, "fps": 12.0}, 12.0),
+    ],
+)
+def test_videos_have_the_rate_at_which_the_pipeline_makes_them(tmp_path, name, given, expected):
+    assert PipelineInputs(type(tiny_pipelines.build(name)[0]), settings(tmp_path, **given)).fps == expected
+
+
+def test_another_rate_than_the_pipelines_is_refused(tmp_path):
+    ltx = type(tiny_pipelines.build("ltx")[0])
+    with pytest.raises(ValueError, match="fps=16, but LTXPipeline makes videos of frame_rate=25; set pipeline_kwargs"):
+        PipelineInputs(ltx, settings(tmp_path, fps=16.0))
+
+
 @pytest.mark.parametrize("window", [{}, {"sde_window": [1, 3]}, {"timestep_fraction": 0.4}])
 def test_a_window_beyond_the_steps_of_the_pipeline_is_refused_at_once(tmp_path, window):
     pipe, given = tiny_pipelines.build("sd3_img2img")

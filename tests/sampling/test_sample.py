@@ -64,7 +64,8 @@ def test_groups_get_rewards_advantages_and_a_summary(models, prompts, tmp_path, 
     expected = (group - group.mean(1, keepdims=True)) / group.std(1, ddof=1, keepdims=True)
     assert [row["advantage"] for row in rows] == pytest.approx(expected.flatten().tolist(), abs=1e-3)
     values = np.array([row["brightness"] for row in rows])
-    line = f"{'brightness':<16} {values.mean():.3f} ± {values.std(ddof=1) / 3:.3f}"
+    error = values.reshape(3, 3).mean(1).std(ddof=1) / 3**0.5  # over the prompts
+    line = f"{'brightness':<16} {values.mean():.3f} ± {error:.3f}"
     assert line in (printed := capsys.readouterr().out) and "9 samples of 3 prompts" in printed
 
 

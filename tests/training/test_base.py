@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tiny_runs import brightness, trained_weights, trainer_for
 from transformers import Trainer
 
+from diffusion_grpo.run.folder import read_run
 from diffusion_grpo.run.records import write_json
 
 
@@ -87,6 +88,12 @@ def test_save_total_limit_and_the_best_model(tmp_path):
     assert trained.keys() == best.keys() == last.keys()
     assert all(torch.equal(value, best[name]) for name, value in trained.items())
     assert not all(torch.equal(value, last[name]) for name, value in trained.items())
+    trainer.save_model()
+    card = (tmp_path / "README.md").read_text()
+    assert "for 2 updates." in card and "after 2 updates; the run went on to 4." in card
+    assert "| before" not in card.split("## Rewards")[0] and "after 4 updates" not in card
+    assert "| reward | weight | after 1 update | after 2 updates |" in card
+    assert read_run(tmp_path).published_after == 2
 
 
 def test_predict_says_what_to_call_instead(tmp_path):
