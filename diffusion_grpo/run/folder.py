@@ -186,7 +186,7 @@ def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> 
     keys |= {name: (f"eval_rewards/{name}/mean", f"eval_rewards/{name}/std_error") for name in names}
     entry: dict[str, float] = {"step": step}
     for name, (mean_key, error_key) in keys.items():
-        measured = measure_mean([row.get(name) for row in rows], [row["prompt"] for row in rows])
+        measured = measure_mean([row.get(name) for row in rows], [row.get("prompt") for row in rows])
         if measured is not None:
             entry[mean_key] = measured[0]
             entry |= {} if measured[1] is None else {error_key: measured[1]}

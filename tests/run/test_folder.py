@@ -46,6 +46,7 @@ def test_summary_has_the_promised_keys_and_the_first_and_last_evaluation(tmp_pat
         "seconds": 123.0,
         "samples_per_second": pytest.approx(40.0),
         "updates": 20,
+        "published_after": 20,
     }
 
 
@@ -113,7 +114,8 @@ def test_the_longest_log_counts_and_the_wall_time_is_that_of_all_parts(tmp_path)
 
 
 def test_what_an_evaluation_logs_follows_from_its_table():
-    rows = [{"reward": 1.0, "text": 0.5}, {"reward": 2.0, "text": math.nan}, {"reward": 3.0, "text": None}]
+    rewards = [(1.0, 0.5), (2.0, math.nan), (3.0, None)]
+    rows = [{"prompt": f"{text}", "reward": reward, "text": text} for reward, text in rewards]
     entry = summarise_table(7, rows, ["text", "gone"])
     assert entry == {
         "step": 7,

@@ -41,7 +41,7 @@ def test_videos_of_evaluations_play_and_are_in_the_report(tmp_path):
 
 
 def test_videos_with_sound_play_both(tmp_path):
-    settings = VIDEO | {"name": "ltx2"}
+    settings = VIDEO | {"name": "ltx2", "fps": None}
     trainer_for(tmp_path, **settings, **EVALUATED, max_steps=1).train()
     for row in table_of(tmp_path / "evaluations" / "step-000001.parquet"):
         assert len(read_video(tmp_path / row["file"])) == 5
