@@ -229,8 +229,9 @@ def test_the_file_trains(name, tmp_path, at_root, monkeypatch):
     args, log = trainers[0].args, trainers[0].state.log_history
     assert_trained(log, values)
     assert trained(tmp_path / "run")
-    memory = ("cache_prompt_embeds", "gradient_checkpointing", "decode_batch_size", "offload_rewards")
+    memory = ("cache_prompt_embeds", "decode_batch_size", "offload_rewards")
     assert all(getattr(args, key) == values[key] for key in memory if key in values)
+    assert args.activation_checkpointing == values.get("gradient_checkpointing", True)
     assert bool(args.quantization) == ("quantization" in values)
 
 

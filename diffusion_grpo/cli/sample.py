@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     call_or_refuse(check_needs, rewards + eval_rewards)
     dataset = dataset.select(range(min(settings.max_prompts or len(dataset), len(dataset))))
 
+    from ..run.folder import format_measured
     from ..sampling.sample import check_folder, check_inputs, load_pipeline_to_sample, write_samples
 
     call_or_refuse(check_inputs, settings, dataset, rewards + eval_rewards)
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     pipe = call_or_refuse(load_pipeline_to_sample, settings)
     summary = call_or_refuse(write_samples, pipe, dataset, rewards, eval_rewards, settings)
     for name, (mean, error) in summary.items():
-        print(f"{name:<16} {mean:.3f} ± {error:.3f}")
+        print(f"{name:<16} {format_measured(mean, error)}")
     made = len(dataset) * settings.num_generations
     print(f"{made} samples of {len(dataset)} prompts and samples.parquet in {settings.output_dir}")
     return 0

@@ -113,7 +113,7 @@ def write_samples(
     rewards: list[Reward],
     eval_rewards: list[Reward],
     settings: SampleSettings,
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, tuple[float, float | None]]:
     """Generate and score `num_generations` samples per row, and write their files and `samples.parquet`.
 
     Sample i has the seed `settings.seed + i`, so its result does not depend on batches or interruptions. The files are
@@ -128,8 +128,8 @@ def write_samples(
         settings: settings that [`check_folder`] accepted.
 
     Returns:
-        Mean of each reward over the samples that it scored, and its standard error over their prompts, by name. With
-        several `rewards` also of `reward`, their combination.
+        Mean of each reward over the samples that it scored, and its standard error over their prompts (None for a
+        single one), by name. With several `rewards` also of `reward`, their combination.
 
     Raises:
         ValueError: the pipeline does not accept an argument.
@@ -310,7 +310,7 @@ def _finish(
     rewards: list[Reward],
     eval_rewards: list[Reward],
     settings: SampleSettings,
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, tuple[float, float | None]]:
     """Add the combined reward and, if there are groups, the advantage to the table. Return the summary.
 
     Only the first `size` rows are of this job; a job with more prompts may have left others, which stay as they are.
@@ -318,9 +318,8 @@ def _finish(
     columns = _make_columns(table[:size])
     prompts = [row // settings.num_generations for row in range(size)]
 
-    def summarise(values: list[float]) -> tuple[float, float]:
-        mean, error = measure_mean(values, prompts) or (math.nan, None)
-        return mean, error or 0.0
+    def summarise(values: list[float]) -> tuple[float, float | None]:
+        return measure_mean(values, prompts) or (math.nan, None)
 
     summary = {reward.name: summarise(columns[reward.name]) for reward in rewards + eval_rewards}
     if not rewards:

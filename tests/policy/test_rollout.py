@@ -127,8 +127,8 @@ def test_each_distinct_prompt_is_encoded_once_and_never_in_replay():
     pipe.text_encoder.register_forward_hook(lambda module, args, output: encoded.append(len(args[0])))
     policy = DenoisingPolicy(pipe)
     images, trajectory = rollout(policy, inputs, seeds=[1, 2, 3, 4], num_inference_steps=3)
-    # each prompt alone, and the empty one of guidance; the whole batch once, to see whether it would have that shape
-    assert encoded == [1, 1, 1, 1, 4, 4]
+    # each prompt alone, and the empty one of guidance; the first one as a whole batch, to see whether rows are samples
+    assert encoded == [1, 1, 4, 4, 1, 1]
     replay(policy, inputs, trajectory, 1)
     rollout(policy, inputs, seeds=[1, 2, 3, 4], num_inference_steps=3)
     assert len(encoded) == 6
