@@ -260,13 +260,6 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.learner.show_average()
         return output
 
-    def _load_best_model(self) -> None:
-        """As in `Trainer`; note for the model card which weights are left."""
-        super()._load_best_model()
-        self.run["published_after"] = int(Path(self.state.best_model_checkpoint).name.split("-")[-1])
-        if self.args.should_save:
-            write_json(Path(self.args.output_dir) / "run.json", self.run)
-
     def _resize(self) -> None:
         """Take changed sizes of micro-batches to where they are needed."""
         self._train_batch_size = self.args.train_batch_size

@@ -53,26 +53,15 @@ def write_model_card(
         updates, history = best, [entry for entry in history if entry["step"] <= best]
         results = results and results.cut(best)
     pairs = [] if results is None else write_card_samples(results)
-    data = ModelCardData(
-        library_name="diffusers",
-        **_base_model(run["model"], lora),
-        **run.get("license", {}),
-        pipeline_tag=run.get("pipeline_tag"),
-        tags=[OWN_TAG, "grpo", "reinforcement-learning", *(["lora"] if lora else [])],
-        widget=make_widget(pairs) or None,
-    )
     parts = [
-        f"---\n{data.to_yaml()}\n---",
+        f"---\n{_make_metadata(run, lora, pairs).to_yaml()}\n---",
         f"# {markdown.escape(name or source.split('/')[-1])}",
         f"{run['pipeline']} {markdown.code(run['model'])}, its {run['component']} trained with GRPO by "
         f"diffusion-grpo ({run['trains_by']}) for {updates} update{'' if updates == 1 else 's'}.",
         "## Use",
         *([] if repository else [_local_note(source)]),
         f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
-        *_average_note(run["settings"]),
-        *_best_note(best, last),
-        *_adapters_note(run),
-        *_quantization_note(run),
+        *_describe_weights(run, best, last),
         "## Rewards",
         _reward_table(run, history),
         *_show_samples(results, pairs),
@@ -86,6 +75,24 @@ def write_model_card(
         "[DDPO](https://huggingface.co/papers/2305.13301).",
     ]
     ModelCard("\n\n".join(parts)).save(folder / "README.md")
+
+
+def _make_metadata(run: dict[str, Any], lora: bool, pairs: list[CardPair]) -> ModelCardData:
+    """Return what the Hub reads of a card."""
+    return ModelCardData(
+        library_name="diffusers",
+        **_base_model(run["model"], lora),
+        **run.get("license", {}),
+        pipeline_tag=run.get("pipeline_tag"),
+        tags=[OWN_TAG, "grpo", "reinforcement-learning", *(["lora"] if lora else [])],
+        widget=make_widget(pairs) or None,
+    )
+
+
+def _describe_weights(run: dict[str, Any], best: int | None, last: int) -> list[str]:
+    """Say which weights these are, and what they were trained beside or on."""
+    notes = (_average_note(run["settings"]), _best_note(best, last), _adapters_note(run), _quantization_note(run))
+    return [line for note in notes for line in note]
 
 
 def _is_own_card(path: Path) -> bool:

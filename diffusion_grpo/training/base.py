@@ -23,7 +23,7 @@ from ..distributed.backend import DistributedBackend
 from ..run import resume_point
 from ..run.lock import lock_folder
 from ..run.manifest import ResumeError, write_manifest
-from ..run.records import check_same_run, clear_started_run, refuse_used_folder
+from ..run.records import check_same_run, clear_started_run, refuse_used_folder, write_json
 from .checkpoints import Checkpointer, replace_folder
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,12 @@ class DiffusersTrainer(Trainer):
         self.checkpointer.load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        self.checkpointer.load_best(Path(self.state.best_model_checkpoint))
+        """As in `Trainer`; note for the model card which weights are left."""
+        best = Path(self.state.best_model_checkpoint)
+        self.checkpointer.load_best(best)
+        self.run["published_after"] = int(best.name.split("-")[-1])
+        if self.args.should_save:
+            write_json(Path(self.args.output_dir) / "run.json", self.run)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As in `Trainer`; where another mode wrote the checkpoint, the optimizer starts anew and says so.

@@ -140,18 +140,30 @@ def test_another_rate_than_the_pipelines_is_refused(tmp_path):
         PipelineInputs(ltx, settings(tmp_path, fps=16.0))
 
 
-@pytest.mark.parametrize("window", [{}, {"sde_window": [1, 3]}, {"timestep_fraction": 0.4}])
-def test_a_window_beyond_the_steps_of_the_pipeline_is_refused_at_once(tmp_path, window):
+def learn_half_a_loop(folder, window, row=None):
+    """Ask an image-to-image pipeline that takes five of ten steps, of which the first four may be trained."""
     pipe, given = tiny_pipelines.build("sd3_img2img")
     fixed = {k: v for k, v in given.items() if k not in ("prompt", "image")} | {"strength": 0.5}
-    args = settings(tmp_path, pipeline_kwargs=fixed, num_inference_steps=10, **window)
-    inputs, row = PipelineInputs(pipe, args), {"prompt": "a red cat", "image": make_image()}
-    policy = DenoisingPolicy(pipe)
-    if window:  # of five steps the first four may be trained
-        inputs.learn(policy, [row], noise_level=0.7)
-        return
+    args = settings(folder, pipeline_kwargs=fixed, num_inference_steps=10, **window)
+    given = {"prompt": "a red cat", "image": make_image()} | (row or {})
+    inputs = PipelineInputs(pipe, args)
+    inputs.learn(DenoisingPolicy(pipe), [given], noise_level=0.7)
+    return inputs
+
+
+@pytest.mark.parametrize("window", [{}, {"sde_window": [0, 5]}])
+def test_a_window_beyond_the_steps_of_the_pipeline_is_refused_at_once(tmp_path, window):
     with pytest.raises(UnsupportedPipeline, match="takes 5 of 10 steps.*steps 0 to 4 may be trained.*set sde_window"):
-        inputs.learn(policy, [row], noise_level=0.7)
+        learn_half_a_loop(tmp_path, window)
+
+
+@pytest.mark.parametrize("window", [{"sde_window": [0, 4]}, {"sde_window": [0, 8], "timestep_fraction": 0.5}])
+def test_a_window_within_the_steps_of_the_pipeline_is_taken(tmp_path, window):
+    assert learn_half_a_loop(tmp_path, window).forms
+
+
+def test_rows_with_strengths_of_their_own_are_not_judged_by_the_first(tmp_path):
+    assert learn_half_a_loop(tmp_path, {}, {"strength": 0.5}).forms
 
 
 def test_an_input_that_a_pipeline_ignores_says_nothing(tmp_path):

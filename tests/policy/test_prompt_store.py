@@ -52,6 +52,14 @@ def test_every_prompt_is_encoded_once(kind, tmp_path):
     assert pipe.encode_prompt(["cat"])[0].item() == 3 and len(pipe.asked) == 4  # outside as ever
 
 
+def test_an_encoder_of_the_users_own_stays_on_the_pipeline():
+    pipe = Pipe()
+    pipe.encode_prompt = own = lambda prompt: (torch.zeros(len(prompt), 1),)
+    with make_store(pipe).serve(pipe):
+        assert pipe.encode_prompt(["cat"])[0].item() == 0
+    assert pipe.encode_prompt is own
+
+
 def test_equal_tensors_are_in_memory_once():
     pipe = Pipe()
     store = make_store(pipe)

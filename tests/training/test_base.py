@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from tiny_runs import brightness, trained_weights, trainer_for
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from diffusion_grpo.run.folder import read_run
 from diffusion_grpo.run.records import write_json
@@ -94,6 +94,16 @@ def test_save_total_limit_and_the_best_model(tmp_path):
     assert "| before" not in card.split("## Rewards")[0] and "after 4 updates" not in card
     assert "| reward | weight | after 1 update | after 2 updates |" in card
     assert read_run(tmp_path).published_after == 2
+
+    class Note(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            noted.append(read_run(tmp_path).published_after)
+
+    noted = []
+    trainer.add_callback(Note())
+    trainer.args.max_steps = 5
+    trainer.train(resume_from_checkpoint=True)
+    assert noted == [None]  # these weights are on their way to others
 
 
 def test_predict_says_what_to_call_instead(tmp_path):

@@ -51,12 +51,15 @@ def test_means_extremes_and_seconds_per_update():
     metrics.start(9)  # the first counts
     metrics.add_all({"reward": 1.0, "ratio/max": 3.0, "ratio/min": 3.0})
     metrics.add_all({"reward": 2.0, "ratio/max": 5.0, "ratio/min": 5.0})
+    for value in (4.0, 1.0):
+        metrics.add("sampling/sampling_logp_difference/max", value)
     metrics.add("time/rollout", 3.0)
     metrics.add("time/rollout", 5.0)
     metrics.samples = 16
     metrics.finish_rollout()
     found = metrics.gather(Alone(), step=4)
     assert (found["reward"], found["ratio/max"], found["ratio/min"]) == (1.5, 5.0, 3.0)
+    assert found["sampling/sampling_logp_difference/max"] == 4.0
     assert found["time/rollout"] == 4.0 and found["time/reward"] == 0.0  # two updates
     assert found["samples_per_second"] == 16 / 8 and found["memory/peak_gib"] > 0
     assert not metrics and metrics.samples == 0
