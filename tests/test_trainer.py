@@ -661,14 +661,23 @@ def test_an_update_begins_once_and_each_micro_batch_puts_its_gradients_in_order(
 
 
 def test_a_step_that_no_trained_network_takes_is_refused(tmp_path):
-    """The first steps of two experts are those of the first."""
-    experts = {"name": "wan_experts", "rewards": first_frame_brightness, "num_inference_steps": 6}
+    """The first steps of two experts are those of the first. Nothing is sampled before the window is refused."""
+    scored = []
+
+    def counted(prompts, videos, **columns):
+        scored.extend(prompts)
+        return first_frame_brightness(videos)
+
+    experts = {"name": "wan_experts", "rewards": counted, "num_inference_steps": 6}
     experts |= {"train_component": "transformer_2", "max_steps": 1}
     with pytest.raises(UntrainedStepError) as caught:
         trainer_for(tmp_path / "first", sde_window=[0, 2], **experts).train()
     assert str(caught.value) == (
         "Step 0 of WanPipeline's loop does not pass transformer_2 (train_component), so there is nothing to train in "
-        "it; set sde_window to the steps that transformer_2 takes, or train them all with "
+        "it; set sde_window to the steps that transformer_2 takes (2 to 5), or train them all with "
         "train_component='transformer, transformer_2'."
     )
+    with pytest.raises(UntrainedStepError, match="Step 1 .*2 to 5"):
+        trainer_for(tmp_path / "both", sde_window=[1, 5], sde_window_size=1, **experts).train()
+    assert not scored
     trainer_for(tmp_path / "last", sde_window=[3, 5], **experts).train()

@@ -198,6 +198,7 @@ class PipelineInputs:
             policy.draws_globally |= drew
         if "strength" not in row:  # another row may take more steps
             self._check_window(policy, args)
+            self._check_experts(policy, row, form, args)
         if form.reason is not None and count > 1:
             logger.warning(
                 "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",
@@ -219,6 +220,19 @@ class PipelineInputs:
                 f"with a strength below 1), but steps {steps.start} to {steps.stop - 1} may be trained, and the last "
                 "one has no noise; set sde_window, or raise num_inference_steps."
             )
+
+    def _check_experts(self, policy: Policy, row: dict[str, Any], form: Form, args: DiffusionGRPOConfig) -> None:
+        """Refuse a window with a step of an expert that is not trained: a later rollout would draw it.
+
+        Raises:
+            UntrainedStepError: such a window.
+        """
+        if not policy.frozen_experts:
+            return
+        passing = policy.find_passing_steps(self.arguments([row], form.name), args.num_inference_steps)
+        for step in args.trainable_steps:
+            if step not in passing:
+                policy.refuse_step(step, passing)
 
     def check_shared_calls(self, policy: Policy, row: dict[str, Any], loss_type: str) -> None:
         """Refuse a pipeline that takes one sample per call, as far as that shows before its network runs.

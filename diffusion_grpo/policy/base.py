@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -123,18 +123,32 @@ class Policy(ABC):
         """The language model that writes tokens in the pipeline's call; None where there is none."""
         return getattr(self.pipe, self.family.language_model or "", None)
 
-    def refuse_step(self, step: int) -> NoReturn:
+    @property
+    def frozen_experts(self) -> list[str]:
+        """Names of the networks that take turns with the trained ones over the steps and are not trained."""
+        try:
+            experts = policy_component(self.pipe)
+        except UnsupportedPipeline:  # its networks have names of their own
+            return []
+        return [name for name in experts if name not in self.component]
+
+    def refuse_step(self, step: int, passing: Collection[int] = ()) -> NoReturn:
         """Refuse to train on a step that passes none of the trained networks, such as one of another expert.
+
+        Args:
+            step: index of the step in the loop.
+            passing: the steps that do pass one, where that is known.
 
         Raises:
             UntrainedStepError: always.
         """
-        trained = ", ".join(self.component)
-        others = [name for name in policy_component(self.pipe) if name not in self.component]
+        trained, others = ", ".join(self.component), self.frozen_experts
+        window = f" ({min(passing)} to {max(passing)})" if passing else ""
         both = f", or train them all with train_component={', '.join(sorted([*self.component, *others]))!r}"
         raise UntrainedStepError(
             f"Step {step} of {type(self.pipe).__name__}'s loop does not pass {trained} (train_component), so there is "
-            f"nothing to train in it; set sde_window to the steps that {trained} takes{both if others else ''}."
+            f"nothing to train in it; set sde_window to the steps that {trained} takes{window}"
+            f"{both if others else ''}."
         )
 
     def take_spare(self) -> Tensor | float:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ..media.files import extract_samples
 from .base import POLICY_COMPONENTS, Policy
 from .drivers import Driver, StepScored, UnsupportedPipeline
-from .network_gate import NetworkAccess, replace_attribute
+from .network_gate import NetworkAccess, NetworkGates, replace_attribute
 from .recorders import BranchRecorder, Finisher, PrefixDriver, Recorder, SolverRecorder, join_clean
 from .schedulers import StochasticScheduler, stochastic_scheduler, watch_solver
+from .scout import Scout
 from .teachers import Denoiser, Predictor, Teacher
 from .trajectory import (
     CleanSamples,
@@ -287,6 +288,26 @@ class DenoisingPolicy(Policy):
         arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
         with self.acting(driver, forwards), contextlib.suppress(StepScored):
             self.undecorated(self.pipe, **arguments)
+
+    def find_passing_steps(self, inputs: dict[str, Any], num_inference_steps: int) -> set[int]:
+        """Return the indices of the steps that pass a trained network.
+
+        No network runs, except once each for the shape of its output.
+
+        Args:
+            inputs: keyword arguments of the pipeline's `__call__` for one sample.
+            num_inference_steps: length of the loop.
+        """
+        driver = Scout(torch.zeros(1, dtype=torch.int64))
+        frozen = NetworkGates(
+            lambda: [getattr(self.pipe, name) for name in self.frozen_experts],
+            NetworkAccess(self.access.forward_context, self.access.casts_outputs),
+            self.family.network_call,
+        )
+        arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
+        with self.acting(driver), frozen.put_up(Scout(driver.initial_seeds)), contextlib.suppress(StepScored):
+            self.pipe(**arguments)
+        return driver.passing
 
     def encode_prompts(self, inputs: dict[str, Any], num_inference_steps: int, calls: int | None = None) -> int:
         """Call the pipeline up to its first network, so that its prompts are encoded and kept.

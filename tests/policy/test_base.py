@@ -65,6 +65,8 @@ def test_a_step_that_passes_no_trained_network_is_refused_with_the_others():
     pipe, _ = tiny_pipelines.build("wan_experts")
     with pytest.raises(UntrainedStepError, match="Step 3 .*that transformer takes, or train them all with"):
         DenoisingPolicy(pipe, "transformer").refuse_step(3)
+    with pytest.raises(UntrainedStepError, match=r"that transformer takes \(0 to 2\), or"):
+        DenoisingPolicy(pipe, "transformer").refuse_step(3, {2, 0, 1})
     with pytest.raises(UntrainedStepError, match="to the steps that transformer, transformer_2 takes.$"):
         DenoisingPolicy(pipe).refuse_step(3)
 

@@ -1,0 +1,33 @@
+"""The driver of a call that finds out which steps of the loop pass the trained networks."""
+
+from typing import Any
+
+from torch import Tensor
+
+from .drivers import Driver, StepScored
+
+
+class Scout(Driver):
+    """Drives a call through its whole loop without a network, and leaves before anything is decoded.
+
+    Args:
+        initial_seeds: (batch,) int64.
+
+    Attributes:
+        passing: indices of the steps in which a trained network was called.
+    """
+
+    needs_network = False
+
+    def __init__(self, initial_seeds: Tensor):
+        super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
+        self.passing: set[int] = set()
+
+    def note_call(self) -> None:
+        self.passing.add(self.current)
+
+    def step(self, scheduler: Any, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        self.enter(scheduler, index)
+        if index == scheduler.loop_length - 1:
+            raise StepScored
+        return sample
