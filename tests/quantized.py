@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import save_file
 from tiny_runs import LORA, PROMPTS, SETTINGS, SMOOTH, brightness, trained_weights
-from zero_run import deepspeed_config
+from zero_run import deepspeed_config, use_deepspeed_on_a_cpu
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.training import quantization
@@ -65,7 +65,7 @@ def train(folder: Path, base: Path, settings: dict, backend: str = "torchao") ->
     if settings.pop("fsdp2", False):
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     if "deepspeed" in settings:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        use_deepspeed_on_a_cpu()
     if backend.startswith("bitsandbytes"):
         allow_bitsandbytes_on_a_cpu(setattr)
     trainer = trainer_of(base, folder, rewards=SMOOTH["rewards"], **settings)

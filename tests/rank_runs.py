@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from tiny_runs import SMOOTH, brightness, trained_weights, trainer_for
-from zero_run import deepspeed_config
+from zero_run import deepspeed_config, use_deepspeed_on_a_cpu
 
 from diffusion_grpo.algorithms import grpo
 from diffusion_grpo.data import inputs
@@ -270,7 +270,7 @@ def move_reference(folder, settings, stage):
     if stage is None:
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        use_deepspeed_on_a_cpu()
         settings = settings | {"deepspeed": deepspeed_config(stage)}
     point = folder / "whole" / "checkpoint-1"
     trainer = trainer_for(folder / "whole", **settings)
