@@ -18,6 +18,8 @@ from .names import refuse_unknown
 from .source import Setting, config_fields, reward_names
 
 TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # words of transformers' parser
+# Settings that transformers declares as strings: True means the newest checkpoint, and FSDP as in `fsdp_config`
+TAKE_BOOL = ("resume_from_checkpoint", "fsdp")
 FILES = (".txt", ".jsonl", ".json", ".parquet", ".csv")
 MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # launchers that accelerate knows
 
@@ -112,8 +114,7 @@ def read_value(name: str, value: Any, kind: str) -> Any:
     if name in ("reward_funcs", "eval_reward_funcs") and isinstance(value, (dict, list)) and value:
         return value  # `load_rewards` checks it
     for cls, word in ((type(None), "None"), (bool, "bool"), (list, "list"), (dict, "dict")):
-        is_newest = name == "resume_from_checkpoint"  # true is its word for the newest checkpoint
-        if isinstance(value, cls) and word not in kind and not is_newest:
+        if isinstance(value, cls) and word not in kind and not (cls is bool and name in TAKE_BOOL):
             raise ValueError(f"`{name}` is {value}, expected one {kind}.")
     kinds = {word.strip() for word in kind.split("|")} - {"None"}
     if isinstance(value, list) and len(kinds) == 1:

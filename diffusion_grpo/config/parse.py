@@ -16,7 +16,7 @@ import yaml
 from ..tiny import default_settings
 from .arguments import LaunchArguments, LoraArguments, ScriptArguments
 from .checks import LIST_TYPE
-from .early_checks import check_values, processes_here, read_value, script_fields, type_name
+from .early_checks import FALSE, TRUE, check_values, processes_here, read_value, script_fields, type_name
 from .source import Setting, config_fields
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]
         is_single = isinstance(value, (str, int, float)) and not isinstance(value, bool)
         if is_single and setting is not None and LIST_TYPE.fullmatch(setting.type):
             values[key] = [value]
+    if str(values.get("fsdp")).lower() in (*TRUE, *FALSE):  # argparse would pass it on as a string
+        values["fsdp"] = True if str(values["fsdp"]).lower() in TRUE else None
     if values.get("model") == "tiny":
         values = default_settings(values) | values
     return values
@@ -166,7 +168,8 @@ def _as_flags(values: dict[str, Any], parser: "TrlParser", known: dict[str, Sett
     for key, value in values.items():
         is_rewards = key in REWARDS and _holds_mapping(value)  # `load_rewards` checks it
         takes_words = SEVERAL_WORDS.match(known[key].type)
-        if value is None or value == [] or isinstance(value, dict) or is_rewards:
+        is_switch = key == "fsdp" and isinstance(value, bool)
+        if value is None or value == [] or isinstance(value, dict) or is_rewards or is_switch:
             parser.set_defaults_with_config(**{key: value})
         elif isinstance(value, list) and not takes_words:
             parser.set_defaults_with_config(**{key: value})

@@ -1,8 +1,12 @@
 """How each way of training with several processes divides the training state: what a plan needs to know."""
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from transformers import TrainingArguments
 
 
 @dataclass
@@ -29,11 +33,13 @@ class Sharding:
         """Read the sharding from the settings of `accelerate launch`.
 
         Raises:
-            ValueError: this kind of distribution cannot be planned.
+            ValueError: this kind of distribution cannot be planned, or DeepSpeed's own file cannot be read.
         """
         kind, processes = launch["distributed_type"], launch["num_processes"]
         if kind == "DEEPSPEED":
             given = launch.get("deepspeed_config") or {}
+            if "deepspeed_config_file" in given:
+                given = _read_deepspeed_config(given["deepspeed_config_file"])
             stage = int(given.get("zero_stage", 2))
             devices = [given.get(f"offload_{what}_device") for what in ("optimizer", "param")]
             optimizer, parameters = (device not in ("none", None) for device in devices)
@@ -75,3 +81,35 @@ class Sharding:
     def share(self, count: int, is_divided: bool) -> int:
         """Return the bytes on one process, out of `count` in all."""
         return math.ceil(count / self.processes) if is_divided else count
+
+
+def override_launch_settings(launch: dict[str, Any], args: TrainingArguments) -> dict[str, Any]:
+    """Return the settings of `accelerate launch`, overridden by `deepspeed` and `fsdp` of the training arguments."""
+    if args.deepspeed:
+        return launch | {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"deepspeed_config_file": args.deepspeed},
+        }
+    if args.fsdp:
+        is_offloaded = (args.fsdp_config or {}).get("cpu_offload", False)
+        return launch | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": is_offloaded}}
+    return launch
+
+
+def _read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
+    """Return what DeepSpeed's own configuration says of sharding, under the names of accelerate.
+
+    Args:
+        config: the configuration, or the path of its JSON file.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"DeepSpeed's configuration {config} cannot be read: {error}") from error
+    zero = config.get("zero_optimization", {})
+    devices = {what: (zero.get(f"offload_{what}") or {}).get("device") for what in ("optimizer", "param")}
+    return {"zero_stage": zero.get("stage", 0)} | {f"offload_{what}_device": value for what, value in devices.items()}

@@ -26,7 +26,7 @@ from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.launch import check_processes, read_settings
 from ..distributed.refusals import check_optimizer, check_quantization
-from ..distributed.sharding import Sharding
+from ..distributed.sharding import Sharding, override_launch_settings
 from ..policy.base import Policy
 from ..policy.batching import BATCHED, LISTED, SINGLE, Form
 from ..policy.network_gate import NetworkAccess
@@ -67,8 +67,10 @@ def make_planned_config(processes: int) -> type[DiffusionGRPOConfig]:
                 self.bf16 = not self.fp16 and not self.use_cpu
             # TrainingArguments would check tf32 on this machine and switch it on
             tf32, self.tf32 = self.tf32, None
+            # and would start DeepSpeed
+            deepspeed, self.deepspeed = self.deepspeed, None
             super().__post_init__()
-            self.tf32 = tf32
+            self.tf32, self.deepspeed = tf32, deepspeed
 
         def _validate_args(self) -> None:
             use_cpu, self.use_cpu = self.use_cpu, True  # otherwise bf16 is refused if this machine lacks it
@@ -162,13 +164,17 @@ def read_run(
     Returns:
         its settings; those of its processes; and notes on what is assumed.
     """
-    launch_settings, notes = read_settings(launch or LaunchArguments()), []
-    if "num_processes" not in launch_settings and launch_settings["distributed_type"] != "NO":
-        notes.append("num_processes is not given, so one process per machine is planned; add --num_processes N.")
+    launch_settings = read_settings(launch or LaunchArguments())
+    is_given = "num_processes" in launch_settings
     launch_settings.setdefault("num_processes", launch_settings["num_machines"])
     check_processes(launch_settings)
     planned = make_planned_config(launch_settings["num_processes"])
-    return parse_train_arguments(config_file, overrides, planned), launch_settings, notes
+    run = parse_train_arguments(config_file, overrides, planned)
+    launch_settings = override_launch_settings(launch_settings, run[2])
+    notes = []
+    if not is_given and launch_settings["distributed_type"] != "NO":
+        notes.append("num_processes is not given, so one process per machine is planned; add --num_processes N.")
+    return run, launch_settings, notes
 
 
 def plan(
@@ -192,6 +198,11 @@ def plan(
     sharding = Sharding.of(launch_settings)
     made = Plan(Batches.of(args, None), sharding, notes=notes)
     made.processes_per_machine = max(1, sharding.processes // launch_settings["num_machines"])
+    if args.context_parallel_size > 1:
+        made.notes.append(
+            f"context_parallel_size={args.context_parallel_size} divides the activations of a sample among processes; "
+            "they are planned whole."
+        )
     rows = _load_rows(script, made.notes)
     made.batches = Batches.of(args, None if rows is None else len(rows))
     try:

@@ -349,6 +349,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "disable_tqdm": Elsewhere("training/test_show_progress.py::test_bars_in_a_terminal"),
     "fp16": Refused(True, "has no effect on a CPU"),
     "fsdp": Elsewhere("distributed/test_fsdp.py::test_settings_ask_as_a_launcher_does"),
+    "fsdp_config": Elsewhere("distributed/test_sharding.py::test_fsdp_in_the_settings_goes_before_the_launchers"),
     "gradient_checkpointing": Turned(True, "block_calls", "gradient@2 weights@2 passes"),
     "hub_always_push": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
     "hub_model_id": Elsewhere("run/test_weights.py::test_push_to_hub_uploads_the_weights_and_the_card"),

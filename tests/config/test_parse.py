@@ -110,6 +110,15 @@ def test_a_single_value_of_a_list_is_a_list_of_one(config_file):
     assert settings.validation_prompts == ["- a cat"] and settings.reward_weights == [1.0]
 
 
+@pytest.mark.parametrize("is_word", [False, True])
+def test_fsdp_is_switched_on_by_true(is_word, config_file, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # transformers sets it
+    values, words = ({}, ["--fsdp", "true"]) if is_word else ({"fsdp": True}, [])
+    settings = parse_train_arguments(config_file(**values, fsdp_config={"cpu_offload": True}), words)[2]
+    assert settings.fsdp is True and settings.fsdp_plugin_args["cpu_offload"] is True
+    assert not parse_train_arguments(config_file(fsdp=False), [])[2].fsdp
+
+
 def test_a_text_may_start_with_a_bracket_and_other_malformed_values_are_refused():
     words = ["--validation_prompts", "[red] car", "--run_name={a} b", "--watch_rewards", "[text, color]"]
     values = {"validation_prompts": "[red] car", "run_name": "{a} b", "watch_rewards": ["text", "color"]}
