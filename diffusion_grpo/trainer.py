@@ -347,11 +347,11 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             pipeline_kwargs: over those of training, e.g. `{"guidance_scale": 4.0}`.
 
         Returns:
-            `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`; of
-            several datasets these are over all of them, and `{prefix}_{dataset}_...` over each. Of rewards that are
-            only looked at (`watch_rewards`) `{prefix}_watch/{name}/mean` and `/std_error`; with `num_generations_eval`
-            above 1 `{prefix}_diversity`; after a rollout with a reference `{prefix}_kl`, and of the training since the
-            last evaluation `{prefix}_rollouts/{name}` (`watch.ROLLOUTS`).
+            `{prefix}_reward`, `{prefix}_reward_std_error`, and `{prefix}_rewards/{name}/mean` and `/std_error`. With
+            several datasets, these are taken over all of them, and `{prefix}_{dataset}_...` over each. Rewards that
+            are only watched (`watch_rewards`) give `{prefix}_watch/{name}/mean` and `/std_error`. There is also
+            `{prefix}_diversity` with `num_generations_eval` above 1, `{prefix}_kl` after a rollout if there is a
+            reference, and `{prefix}_rollouts/{name}` (`watch.ROLLOUTS`) for the training since the last evaluation.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):

@@ -82,8 +82,8 @@ def compute_advantages(
             these are normalised one by one.
         scale_rewards: what the distance to the mean is divided by: the unbiased standard deviation of the `"group"`,
             that of the whole `"batch"` (Flow-GRPO's global std), or nothing (`"none"`, Dr. GRPO).
-        reward_baseline: whose mean the distance is taken to: that of the `"group"`, or of the `"batch"`, in which case
-            a group may have a single sample and the default scale is the batch's too.
+        reward_baseline: the mean that is subtracted: that of the `"group"` or of the `"batch"`. With `"batch"`, a
+            group may have a single sample, and the default scale is the batch's too.
         multi_objective_aggregation: `"sum_then_normalize"` normalises the weighted sum of the functions,
             `"normalize_then_sum"` sums the normalised functions (GDPO, arXiv 2601.05242, without its last division by
             the batch's std, which only rescales). `"loss_per_reward"` normalises and clips each function by itself,

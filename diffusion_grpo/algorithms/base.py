@@ -145,14 +145,14 @@ class Algorithm(Protocol):
         compares: whether `loss` needs the reference even with `beta=0`.
         whole_groups: whether a part must hold all samples of each of its prompts.
         shares_noise: whether re-noised samples of a prompt share noise and times.
-        needs_old_errors: of an algorithm on finished samples: whether `Part.old_log_probs` hold minus the denoising
-            errors under the policy of the rollout, where that is trained on more than once. Else one pass of them is
-            measured, to be checked.
-        chooses_samples: whether samples are chosen by their advantages, so that those that no reward scored must be
-            told from those of advantage 0: they have the weight 0.
+        needs_old_errors: for an algorithm on finished samples: whether `loss` needs the denoising errors under the
+            policy that made the rollout. If a rollout is trained on more than once, `Part.old_log_probs` then holds
+            minus these errors. Otherwise the errors of a single pass are measured, for `check`.
+        chooses_samples: whether the algorithm chooses samples by their advantages. Samples that no reward scored then
+            have weight 0, to tell them from samples whose advantage is 0.
         old_decay: of an algorithm on finished samples: how much of itself the old policy keeps after rollout n; it
             takes the rest from the policy. Its predictions are in the parts. None for no old policy.
-        rolls_out_old: of one with an old policy: whether that makes the rollouts.
+        rolls_out_old: for an algorithm with an old policy: whether the old policy makes the rollouts.
 
     Examples:
         >>> class Reinforce(Algorithm):

@@ -106,7 +106,7 @@ class Part:
         return self.old_log_probs[self.trajectory.steps == step]
 
     def old_clean(self, step: int) -> Tensor | None:
-        """Return what the old policy takes samples for that are noised to one step; None without an old policy."""
+        """Return the clean samples that the old policy predicts at one step; None without an old policy."""
         found = self.trajectory.old_clean
         return None if found is None else found[self.trajectory.steps == step]
 

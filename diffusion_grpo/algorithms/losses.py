@@ -195,11 +195,12 @@ def grpo(inputs: LossInputs) -> LossOutput:
 def grpo_guard(inputs: LossInputs, *, clip_range: float = 4e-6) -> LossOutput:
     """GRPO-Guard's regulated clip (https://huggingface.co/papers/2510.22319).
 
-    The log-ratio of a step has a negative mean and a spread that differ from step to step, so that one clip range acts
-    on some steps alone. Here `ratio = exp((log_prob - old_log_prob + KL_old) * std)`, with the KL divergence from the
-    policy that rolled out, is centred and of one spread, and the loss is divided by |d mean / d prediction|. Both are
-    taken per sample; their code averages the KL over the batch, and divides by the time step, which is the derivative
-    of `flow_sde` alone and only nearly.
+    The log-ratio has a negative mean, and its mean and spread differ from step to step, so one clip range acts on only
+    some of the steps. Here `ratio = exp((log_prob - old_log_prob + KL_old) * std)`. Adding the KL divergence from the
+    policy that rolled out centres the log-ratio, and multiplying by std gives it the same spread at all steps. The
+    loss is divided by |d mean / d prediction|. Both are computed per sample. The authors' code averages the KL over
+    the batch, and divides by the time step, which is close to this derivative for `flow_sde` but not for other
+    processes.
 
     Args:
         inputs: of Gaussian steps.
@@ -313,12 +314,14 @@ def _kl(inputs: LossInputs) -> torch.Tensor | None:
 def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
     """Sum a loss over rewards that each have their own advantage, as DanceGRPO trains video (arXiv 2505.07818).
 
-    `sum_i |w_i| * loss(sign(w_i) * A_i, beta = 0) + loss(A = 0, beta)`: the clip acts on each reward by itself, so
-    that a step that one wants and another does not is held back on one side only. The part without advantages, the
-    KL, counts once. Where nothing is clipped, this is the loss of the weighted sum of the advantages.
+    `sum_i |w_i| * loss(sign(w_i) * A_i, beta = 0) + loss(A = 0, beta)`: the clip acts on each reward by itself. Once a
+    ratio has left the clip range, rewards that would move it further out have no gradient, and rewards that would move
+    it back still have one. The term without advantages, the KL, counts once. If nothing is clipped, this is the loss
+    of the weighted sum of the advantages.
 
     Args:
-        loss: takes one advantage per sample; the sum of a part that vanishes with the advantages and one times `beta`.
+        loss: takes one advantage per sample. It must be a sum of two terms: one that is 0 if the advantages are 0, and
+            one that is multiplied by `beta`.
         weights: one per reward.
 
     Returns:

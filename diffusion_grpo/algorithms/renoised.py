@@ -128,12 +128,12 @@ class Renoised(Algorithm):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RenoisedWithOldPolicy(Renoised):
-    """One that compares the policy with an old policy, a moving copy of it.
+    """An algorithm on re-noised samples that compares the policy with an old policy, a moving copy of it.
 
     Args:
         decay_rate, decay_start, decay_max: after rollout n the old policy keeps
-            `clamp(decay_rate * (n - decay_start), 0, decay_max)` of itself and takes the rest from the policy: where
-            that is always 0, it is the policy that each rollout begins with.
+            `clamp(decay_rate * (n - decay_start), 0, decay_max)` of itself and takes the rest from the policy. If that
+            is always 0, the old policy is the policy as it is when each rollout begins.
 
     Attributes:
         old_decay: that function of n; None where every update would find the old policy equal to the policy.

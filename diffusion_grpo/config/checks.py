@@ -495,8 +495,8 @@ def _check_group_offload(args: Sizes) -> None:
     kwargs = args.activation_checkpointing_kwargs
     if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
         raise ValueError(
-            "group_offload fetches the weights of a block that is computed again, which use_reentrant=True does not "
-            "let it notice; leave use_reentrant out of activation_checkpointing_kwargs."
+            "group_offload must fetch the weights of a block that is recomputed, and use_reentrant=True hides the "
+            "recomputation from it; leave use_reentrant out of activation_checkpointing_kwargs."
         )
 
 

@@ -34,7 +34,11 @@ class QuantizationSettings:
         },
     )
     load_in_8bit: bool = field(
-        default=False, metadata={"help": "The same in 8 bit (LLM.int8). Needs a GPU, whose inputs it rounds to fp16."}
+        default=False,
+        metadata={
+            "help": "The same in 8 bit (LLM.int8), which rounds the inputs of the quantised layers to fp16. Needs a "
+            "GPU."
+        },
     )
     bnb_4bit_quant_type: str = field(
         default="nf4", metadata={"help": "Numbers that load_in_4bit rounds to: nf4 or fp4."}

@@ -37,8 +37,9 @@ class RunSettings:
     group_offload_stream: bool = field(
         default=False,
         metadata={
-            "help": "Fetch the next block while one works (group_offload). It takes page-locked CPU memory for all "
-            "frozen weights of the network and accelerator memory for one more block, and spares the way back."
+            "help": "Fetch the next block while the current one computes (group_offload). This takes page-locked CPU "
+            "memory for all frozen weights of the network, and accelerator memory for one more block. Blocks are then "
+            "not copied back to CPU memory."
         },
     )
     cache_prompt_embeds: str = field(
@@ -66,8 +67,9 @@ class RunSettings:
     context_parallel_type: str = field(
         default="ulysses",
         metadata={
-            "help": "How they share it: ulysses (each takes some of the heads, whose number context_parallel_size "
-            "must divide) or ring (keys and values are passed around; CUDA in half precision)."
+            "help": "How processes share a sequence (context_parallel_size). ulysses: each takes some of the "
+            "attention heads, whose number context_parallel_size must divide. ring: keys and values are passed "
+            "around; needs CUDA and half precision."
         },
     )
     train_component: str | None = field(
@@ -153,16 +155,17 @@ class RunSettings:
     reward_processes: int | None = field(
         default=None,
         metadata={
-            "help": "Number of processes that compute rewards, if not all of them should hold the reward models: 1 is "
-            "the first process, 2 the first of each half, and so on; the others send them their samples. By default "
-            "each process scores its own. No effect on a single process."
+            "help": "Number of processes that compute rewards, if not every process should hold the reward models. 1: "
+            "the first process; 2: the first process of each half; and so on. The other processes send their samples "
+            "to these. By default each process scores its own samples. No effect with a single process."
         },
     )
     watch_rewards: list[str] | None = field(
         default_factory=lambda: ["auto"],
         metadata={
-            "help": "Rewards that evaluations measure beside the trained and the evaluation-only ones, to notice what "
-            "training costs elsewhere: names, or auto for cheap ones that suit what the pipeline makes. null for none."
+            "help": "Rewards that evaluations measure in addition to the trained and the evaluation-only ones, to "
+            "show what gets worse in training: names, or auto for cheap ones that fit the kind of samples. null for "
+            "none."
         },
     )
     resume_without_optimizer: bool = field(

@@ -66,19 +66,19 @@ class SamplingSettings:
     same_initial_noise: bool | None = field(
         default=None,
         metadata={
-            "help": "Start all samples of a prompt from one initial latent. Network calls before their first noise "
-            "are then made once for all of them; in a micro-batch so is the pass with gradient through the first "
-            "noisy step. By default true, and false with branches, with advantage_estimator gae and on re-noised "
-            "samples."
+            "help": "Start all samples of a prompt from one initial latent. They are identical until they draw their "
+            "first noise, so the network calls before it are made once for all of them. Within a micro-batch they "
+            "also share the pass with gradient through the first noisy step. By default true, but false with "
+            "branches, with advantage_estimator gae and on re-noised samples."
         },
     )
     branches: int | None = field(
         default=None,
         metadata={
-            "help": "Samples that share one initial latent and all network calls before their first noise, which are "
-            "computed once for all of them (TempFlow-GRPO: num_generations 24 and branches 6 are 4 latents of 6 "
-            "branches). Must divide num_generations; needs deterministic_outside_window. By default "
-            "same_initial_noise decides."
+            "help": "Number of samples that share one initial latent. Network calls before their first noise are made "
+            "once for all of them (TempFlow-GRPO: num_generations 24 and branches 6 give 4 latents with 6 branches "
+            "each). Must divide num_generations; needs deterministic_outside_window. If this is not set, "
+            "same_initial_noise decides which samples share a latent."
         },
     )
     best_of_n: int | None = field(
@@ -109,16 +109,17 @@ class SamplingSettings:
     sde_window: list[int] | None = field(
         default=None,
         metadata={
-            "help": "Range [start, stop) of the steps that may be trained. By default the first half; all but the "
-            "last with timestep_fraction, permute_steps, noise_in_last_step or advantage_estimator gae; all but the "
-            "first on re-noised samples."
+            "help": "Range [start, stop) of the steps that may be trained. By default the first half of the steps. "
+            "With timestep_fraction, permute_steps, noise_in_last_step or advantage_estimator gae, the default is all "
+            "steps but the last; on re-noised samples it is all steps but the first."
         },
     )
     sde_window_size: int | None = field(
         default=None,
         metadata={
-            "help": "Train only N consecutive steps within sde_window; sde_window_order says which. By default 1 if "
-            "sde_window is the first half by default, else the whole of sde_window."
+            "help": "Train only N consecutive steps within sde_window; sde_window_order says which. If sde_window is "
+            "unset and its default is the first half of the steps, the default is 1; otherwise it is the whole of "
+            "sde_window."
         },
     )
     sde_window_order: str = field(

@@ -20,8 +20,8 @@ class UpdateSettings:
     loss_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Settings of the loss or algorithm that loss_type names, as JSON on the command line; "
-            "docs/algorithms/index.md leads to those of each. grpo itself has none."
+            "help": "Settings of the loss or algorithm that loss_type names, as JSON on the command line. Each "
+            "algorithm has a page that lists them (docs/algorithms/index.md); grpo has none."
         },
     )
     beta: float = field(
@@ -34,16 +34,17 @@ class UpdateSettings:
     step_weight: str = field(
         default="none",
         metadata={
-            "help": "What the policy term of each step is multiplied by: none; noise, 2.25 times its std "
-            "(TempFlow-GRPO); velocity, std / |J| over its mean, so that all steps pull alike (Flash-GRPO); guard, "
-            "std / |J|. J is the derivative of the step's mean by the prediction. The KL is not weighted."
+            "help": "Weight of the policy term of each step. none: all steps have weight 1. noise: 2.25 times the "
+            "step's std (TempFlow-GRPO). velocity: std / |J|, divided by its mean over the steps, so that all steps "
+            "count alike (Flash-GRPO). guard: std / |J|. J is the derivative of the step's mean with respect to the "
+            "prediction. The KL is not weighted."
         },
     )
     kl_reward: float = field(
         default=0.0,
         metadata={
-            "help": "Weight of the KL divergence to the reference, averaged over a sample's trained steps, that is "
-            "subtracted from its reward (Flow-GRPO's kl_reward); it takes two more forward passes per step."
+            "help": "Subtract this times the KL divergence to the reference, averaged over a sample's trained steps, "
+            "from the sample's reward (Flow-GRPO's kl_reward). This takes two more forward passes per step."
         },
     )
     epsilon: float = field(
@@ -59,9 +60,9 @@ class UpdateSettings:
     importance_sampling_level: str = field(
         default="token",
         metadata={
-            "help": "token: each denoising step or token has its own ratio. sequence: all those of a sample share the "
-            "geometric mean of theirs (GSPO, https://huggingface.co/papers/2507.18071), which takes one more forward "
-            "pass per step if a rollout is trained on more than once."
+            "help": "token: each denoising step or token has its own ratio. sequence: all steps or tokens of a sample "
+            "share the geometric mean of their ratios (GSPO, https://huggingface.co/papers/2507.18071). This takes "
+            "one more forward pass per step if a rollout is trained on more than once."
         },
     )
     num_iterations: int = field(default=1, metadata={"help": "How many times each rollout is trained on."})
@@ -73,7 +74,8 @@ class UpdateSettings:
         },
     )
     scale_rewards: str = field(
-        default="group", metadata={"help": "Divide rewards by the std of the group, of the batch, or by none."}
+        default="group",
+        metadata={"help": "Divide rewards by the std of the group or of the batch; none: do not divide them."},
     )
     reward_baseline: str = field(
         default="group",
@@ -94,9 +96,9 @@ class UpdateSettings:
     multi_objective_aggregation: str = field(
         default="sum_then_normalize",
         metadata={
-            "help": "How several rewards become one advantage: sum_then_normalize, normalize_then_sum (GDPO), "
-            "min_then_normalize or product_then_normalize; with loss_per_reward each has its own, and the clipped "
-            "losses are summed (DanceGRPO's VQ and MQ)."
+            "help": "How several rewards are combined. sum_then_normalize, normalize_then_sum (GDPO), "
+            "min_then_normalize and product_then_normalize give one advantage per sample. loss_per_reward gives each "
+            "reward an advantage of its own and sums the clipped losses (DanceGRPO's VQ and MQ)."
         },
     )
     advantage_fn: str | None = field(
@@ -122,18 +124,18 @@ class UpdateSettings:
     old_log_prob: str = field(
         default="auto",
         metadata={
-            "help": "Where the ratio's denominator comes from: the rollout; a replay before the first update, in the "
-            "batches that are trained, so that the first ratio is 1 by construction; or auto: the replay if a rollout "
-            "serves one update (where it costs nothing) or if loss_type is grpo_guard or dppo, else the rollout. "
-            "How far the two are apart is measured and checked in any case."
+            "help": "Where the denominator of the ratio comes from. rollout: the rollout. replay: a replay before the "
+            "first update, in the batches that are trained, so that the first ratio is 1 by construction. auto: "
+            "replay if a rollout serves only one update (the replay then costs nothing) or if loss_type is grpo_guard "
+            "or dppo, else rollout. The difference between rollout and replay is always measured and checked."
         },
     )
     max_ratio_error: float | None = field(
         default=1e-4,
         metadata={
-            "help": "Stop if a replay right after the rollout differs from it by more than this, as a ratio's "
-            "distance from 1. In bf16 and fp16 a difference that rounding explains is only warned of, once (on "
-            "re-noised samples any finite one). None never stops."
+            "help": "Stop if a replay right after the rollout gives a ratio that differs from 1 by more than this. In "
+            "bf16 and fp16, the run only warns once if rounding explains the difference (on re-noised samples, "
+            "whenever the difference is finite). None never stops."
         },
     )
 

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 LAYERED_TOKENS = (
-    "ds3_gather_for_generation=False gathers each layer anew for every token, and processes that end early would be "
-    "waited for; set it to True."
+    "ds3_gather_for_generation=False gathers each layer again for every token, and the other processes would wait "
+    "for those that have finished; set it to True."
 )
 
 

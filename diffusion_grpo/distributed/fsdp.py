@@ -220,8 +220,8 @@ def _check_plugin(plugin_args: dict[str, Any], processes: int) -> None:
         )
     if processes == 1 and "LOCAL_RANK" not in os.environ:  # a launcher's only process has a group to itself
         raise ValueError(
-            "FSDP was asked for, but there is one process, which has nobody to share with; raise num_processes, or "
-            "leave FSDP out."
+            "FSDP was asked for, but there is only one process to hold the weights; raise num_processes, or leave "
+            "FSDP out."
         )
 
 

@@ -24,10 +24,10 @@ POLICY_COMPONENTS = ("transformer", "unet", "prior", "decoder")
 
 
 class UntrainedStepError(ValueError):
-    """A step is trained on that passes none of the trained networks.
+    """A step that is to be trained calls none of the trained networks.
 
     Examples:
-        Raised where, of two experts, only one is trained, and a step belongs to the other:
+        Raised if only one of two experts is trained, and a step belongs to the other:
 
         >>> from diffusion_grpo.policy.token import make_policy
         >>> make_policy(pipe).refuse_step(3)

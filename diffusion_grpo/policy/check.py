@@ -27,10 +27,10 @@ class ReplayReport:
         policy: name of the network that would be trained; several joined by ", " where experts take turns.
         steps: replayed steps.
         max_log_prob_error: largest |log p of the replay - log p of the rollout|.
-        max_ratio_error: largest |ratio - 1|, over samples and steps; 0 is what on-policy means.
+        max_ratio_error: largest |ratio - 1|, over samples and steps; 0 for an exact replay.
         grad_norm: of the replayed log-probabilities, over the networks' parameters; NaN if a step has no gradient.
-        trains: whether the ratio is 1 within 1e-5 and gradients arrive.
-        reason: a sentence, where it does not train.
+        trains: whether the ratio is 1 within 1e-5 and gradients reach the networks.
+        reason: why the pipeline cannot be trained, in one sentence; None if it can.
 
     Examples:
         >>> from diffusers import LCMScheduler

@@ -490,8 +490,8 @@ def _make_scheduler(pipe: DiffusionPipeline, sde_type: str, log_prob_type: str) 
     takes_latents = {"latents", "image_latents"} & set(parameters)
     if hasattr(type(pipe), "invert") and not takes_latents:
         raise UnsupportedPipeline(
-            f"{type(pipe).__name__} starts from what its method invert has read off a given image before; only "
-            "pipelines whose call alone makes a sample can be trained."
+            f"{type(pipe).__name__} starts from what its method invert has computed from a given image; only "
+            "pipelines that make a sample with their call alone can be trained."
         )
     return stochastic_scheduler(original, sde_type, log_prob_type)
 

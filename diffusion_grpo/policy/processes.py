@@ -102,10 +102,10 @@ def wan_sde(
     sigma_max: Tensor,
     sigma_min: Tensor,
 ) -> MeanStd:
-    """The SDE of Flow-GRPO's pipeline for Wan, which FastVideo's is a port of; Flash-GRPO's too (2605.15980).
+    """The SDE of Flow-GRPO's pipeline for Wan, which FastVideo ported and Flash-GRPO (2605.15980) uses too.
 
-    The noise falls with sigma, g = noise_level * (sigma_min + (sigma_max - sigma_min) * sigma), where that of
-    [`flow_sde`] falls faster and grows without bound towards sigma = 1. Their `noise_level` is 1.
+    The noise is linear in sigma, g = noise_level * (sigma_min + (sigma_max - sigma_min) * sigma). The noise of
+    [`flow_sde`] falls faster, and grows without bound as sigma approaches 1. All three use a `noise_level` of 1.
 
     Args:
         prediction, sample, sigma, sigma_next: as in [`flow_sde`].
