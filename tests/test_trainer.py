@@ -645,6 +645,12 @@ def test_repeated_passes_weigh_nothing_and_measure_nothing(tmp_path, settings):
     assert all(torch.equal(value, weights[name]) for name, value in trained_weights(repeating).items())
 
 
+@pytest.mark.parametrize("component", ["text_encoder", "text_encoder, transformer"])
+def test_a_network_that_runs_outside_the_steps_is_refused(component, tmp_path):
+    with pytest.raises(UntrainedStepError, match="text_encoder .*runs in no step of .*; train transformer alone"):
+        trainer_for(tmp_path, lora=False, train_component=component, num_inference_steps=3).train()
+
+
 def test_an_update_begins_once_and_each_micro_batch_puts_its_gradients_in_order(tmp_path):
     """Where a backend clears what the last update left, and drops what no process trained."""
     trainer, calls = trainer_for(tmp_path, num_inference_steps=3), []

@@ -19,6 +19,7 @@ from ..config.checks import RESERVED
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.collectives import broadcast_bytes, gather_json
 from ..media.serialize import pack_samples, unpack_samples
+from ..policy.base import UntrainedStepError
 from ..policy.batching import BATCHED, LISTED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
 from ..rewards.contract import Reward, list_columns
@@ -198,7 +199,7 @@ class PipelineInputs:
             policy.draws_globally |= drew
         if "strength" not in row:  # another row may take more steps
             self._check_window(policy, args)
-            self._check_experts(policy, row, form, args)
+            self._check_networks(policy, row, form, args)
         if form.reason is not None and count > 1:
             logger.warning(
                 "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",
@@ -221,18 +222,29 @@ class PipelineInputs:
                 "one has no noise; set sde_window, or raise num_inference_steps."
             )
 
-    def _check_experts(self, policy: Policy, row: dict[str, Any], form: Form, args: DiffusionGRPOConfig) -> None:
-        """Refuse a window with a step of an expert that is not trained: a later rollout would draw it.
+    def _check_networks(self, policy: Policy, row: dict[str, Any], form: Form, args: DiffusionGRPOConfig) -> None:
+        """Refuse networks that no step passes, and a window with a step of an expert that is not trained.
+
+        A later rollout would draw such a step.
 
         Raises:
-            UntrainedStepError: such a window.
+            UntrainedStepError: there is such a network or step.
         """
-        if not policy.frozen_experts:
+        others = [name for name in policy.component if name not in policy.experts]  # such as a text encoder
+        if not (policy.frozen_experts or others):
             return
         passing = policy.find_passing_steps(self.arguments([row], form.name), args.num_inference_steps)
+        for name in others:
+            if not passing[name] - {0}:  # what encodes prompts runs before step 0
+                alone = " and ".join(policy.experts) or "another network"
+                raise UntrainedStepError(
+                    f"{name} (train_component) runs in no step of {self.pipeline.__name__}'s loop, so it cannot be "
+                    f"trained; train {alone} alone."
+                )
+        found = set().union(*passing.values())
         for step in args.trainable_steps:
-            if step not in passing:
-                policy.refuse_step(step, passing)
+            if step not in found:
+                policy.refuse_step(step, found)
 
     def check_shared_calls(self, policy: Policy, row: dict[str, Any], loss_type: str) -> None:
         """Refuse a pipeline that takes one sample per call, as far as that shows before its network runs.

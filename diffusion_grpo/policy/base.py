@@ -124,13 +124,17 @@ class Policy(ABC):
         return getattr(self.pipe, self.family.language_model or "", None)
 
     @property
-    def frozen_experts(self) -> list[str]:
-        """Names of the networks that take turns with the trained ones over the steps and are not trained."""
+    def experts(self) -> tuple[str, ...]:
+        """Names of the networks that take turns over the steps: what is trained by default."""
         try:
-            experts = policy_component(self.pipe)
-        except UnsupportedPipeline:  # its networks have names of their own
-            return []
-        return [name for name in experts if name not in self.component]
+            return policy_component(self.pipe)
+        except UnsupportedPipeline:  # its networks have other names
+            return ()
+
+    @property
+    def frozen_experts(self) -> list[str]:
+        """Names of the experts that are not trained."""
+        return [name for name in self.experts if name not in self.component]
 
     def refuse_step(self, step: int, passing: Collection[int] = ()) -> NoReturn:
         """Refuse to train on a step that passes none of the trained networks, such as one of another expert.

@@ -289,10 +289,10 @@ class DenoisingPolicy(Policy):
         with self.acting(driver, forwards), contextlib.suppress(StepScored):
             self.undecorated(self.pipe, **arguments)
 
-    def find_passing_steps(self, inputs: dict[str, Any], num_inference_steps: int) -> set[int]:
-        """Return the indices of the steps that pass a trained network.
+    def find_passing_steps(self, inputs: dict[str, Any], num_inference_steps: int) -> dict[str, set[int]]:
+        """Return, for each trained network, the indices of the steps that pass it.
 
-        No network runs, except once each for the shape of its output.
+        What runs before the loop counts as step 0. No network runs, except once each for the shape of its output.
 
         Args:
             inputs: keyword arguments of the pipeline's `__call__` for one sample.
@@ -307,7 +307,7 @@ class DenoisingPolicy(Policy):
         arguments = self.call_arguments(inputs, num_inference_steps, driver.initial_seeds)
         with self.acting(driver), frozen.put_up(Scout(driver.initial_seeds)), contextlib.suppress(StepScored):
             self.pipe(**arguments)
-        return driver.passing
+        return {name: driver.passing.get(number, set()) for number, name in enumerate(self.component)}
 
     def encode_prompts(self, inputs: dict[str, Any], num_inference_steps: int, calls: int | None = None) -> int:
         """Call the pipeline up to its first network, so that its prompts are encoded and kept.

@@ -55,8 +55,8 @@ class Driver:
         self.taken.add((scheduler, index))
         self.current = index + 1
 
-    def note_call(self) -> None:
-        """Note that the pipeline calls a trained network in the current step."""
+    def note_call(self, number: int) -> None:
+        """Note that the pipeline calls trained network `number` in the current step."""
 
     def take_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Look at what a network is called with; return what to call it with."""

@@ -118,7 +118,7 @@ class NetworkGates:
 
         def gate(*args, **kwargs):
             kwargs, must_run = self._adjust_call(kwargs)
-            driver.note_call()
+            driver.note_call(number)
             if driver.needs_network:
                 args, kwargs = driver.take_inputs(args, kwargs)
             leaves = pytree.tree_leaves((args, kwargs))

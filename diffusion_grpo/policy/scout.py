@@ -14,17 +14,17 @@ class Scout(Driver):
         initial_seeds: (batch,) int64.
 
     Attributes:
-        passing: indices of the steps in which a trained network was called.
+        passing: of each trained network that was called, by its number, the indices of the steps in which it was.
     """
 
     needs_network = False
 
     def __init__(self, initial_seeds: Tensor):
         super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
-        self.passing: set[int] = set()
+        self.passing: dict[int, set[int]] = {}
 
-    def note_call(self) -> None:
-        self.passing.add(self.current)
+    def note_call(self, number: int) -> None:
+        self.passing.setdefault(number, set()).add(self.current)
 
     def step(self, scheduler: Any, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index)

@@ -24,7 +24,7 @@ from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
 
 KONTEXT = inspect.unwrap(FluxKontextPipeline.__call__)
 FIXED = {"max_area": 256, "_auto_resize": False}
-NOT_CALLED = {"draws_tokens": False, "loop_length": None, "frozen_experts": []}
+NOT_CALLED = {"draws_tokens": False, "loop_length": None, "component": (), "experts": (), "frozen_experts": []}
 UNUSED = types.SimpleNamespace(draws_globally=False, **NOT_CALLED)  # a policy
 
 

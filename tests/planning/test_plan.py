@@ -180,6 +180,7 @@ def uncollected():
 
 # the longest, of families that have another example
 LONG = ("hunyuan_video", "wan22_image_to_video", "wan22_a14b", "wan22_ti2v_5b", "wan21_gae")
+LONG += ("sdxl_inpaint", "flux_kontext")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ CARDS = {  # examples for a card of 24 GB: the sizes that they are planned at
     "wan21": "Wan2.1-1.3B",
     "wan22_ti2v": "Wan2.2-TI2V-5B",
 }
-QUICK = "sdxl"
+QUICK = "flux"
 AT_CARD = [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in CARDS]
 
 
