@@ -102,12 +102,15 @@ class Clock:
 
 
 class Race(TrainerCallback):
-    """Evaluates about every `eval_passes` passes, and stops the run before it exceeds its budget.
+    """Evaluates about every `eval_passes` passes, and stops the run when the next update would exceed its budget.
+
+    The next update is expected to cost as much as those before on average. Where updates differ in price (of two
+    updates on one rollout, the first pays for it), a run may end a little above its budget.
 
     Args:
         evaluate: takes pipeline arguments, returns metrics whose names begin with `race_`.
         counter: of the network's passes.
-        samples: per update.
+        samples: of the rollout for each update.
         max_passes: the budget: passes per sample of an update, summed over updates.
         max_updates: ends the run earlier.
         eval_passes: passes between two evaluations.
@@ -204,6 +207,9 @@ def parse_recipe(
 ) -> tuple[Any, Any, Any]:
     """Return the arguments of script, LoRA and run: the demo's with what `BASE`, the recipe and the race change.
 
+    With `best_of_n`, micro-batches are smaller: as many samples are made for an update as by other recipes, and fewer
+    of them are trained on.
+
     Raises:
         ValueError: the settings are unknown or contradict each other.
     """
@@ -211,8 +217,25 @@ def parse_recipe(
     settings |= {"eval_strategy": "no", "eval_on_start": False, "baseline_guidance_scales": None}
     settings |= {"report_experiment": None, "log_completions": False, "disable_tqdm": True}
     settings |= {"max_steps": 1_000_000} | (sizes or {})  # the budget ends the run
+    parsed = parse_settings(settings)
+    *_, config = parsed
+    if not config.best_of_n:
+        return parsed
+    made = config.per_device_train_batch_size
+    trained = made * config.best_of_n // config.num_generations
+    return parse_settings(settings | {"per_device_train_batch_size": trained, "rollout_batch_size": made})
+
+
+def parse_settings(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the arguments of script, LoRA and run: the demo's with these changes."""
     words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
     return parse_train_arguments(str(ROOT / DEMO), [f"--{name}={value}" for name, value in words.items()])
+
+
+def count_samples(config: Any) -> int:
+    """Return how many samples are made for an update; those of a rollout that is trained on twice count twice."""
+    sizes = config.batch_sizes
+    return sizes.samples_per_rollout * sizes.num_iterations // sizes.updates_per_rollout
 
 
 def train_row(
@@ -245,7 +268,7 @@ def train_row(
         race = Race(
             lambda kwargs: trainer.evaluate(metric_key_prefix="race", pipeline_kwargs=kwargs),
             counter,
-            samples=config.per_device_train_batch_size * config.gradient_accumulation_steps,
+            samples=count_samples(config),
             max_passes=max_passes,
             max_updates=max_updates,
             eval_passes=eval_passes,

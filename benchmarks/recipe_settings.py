@@ -48,8 +48,9 @@ class Recipe:
     max_passes: float = SHORT
 
 
-# Flow-GRPO's base script (2505.05470): every step but the last is stochastic and trained. Left out, since they cost
-# passes or hold a short run back: its KL term, its moving average, and the noise in the last step
+# Flow-GRPO (2505.05470) without guidance: every step but the last is stochastic and trained. Its scripts for SD3 also
+# have guidance 4.5, two updates per rollout, the standard deviation of the batch, a KL term, a moving average of the
+# weights, and noise in the last step
 FLOW_GRPO = {
     "num_inference_steps": 10,
     "sde_window": [0, 9],
@@ -237,10 +238,14 @@ RECIPES = {
             "online Diffusion-DPO: best and worst of a group at one level of 9",
             CLEAN
             | {"timestep_fraction": 0.1, "permute_steps": True}
-            | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 2000.0}},
+            | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 2000.0}, "best_of_n": 2},
             LONG,
         ),
-        Recipe("dpo_tuned", "online DPO in 6 steps, trained at 3 levels", SHORT_CLEAN | {"loss_type": "dpo"}),
+        Recipe(
+            "dpo_tuned",
+            "online DPO in 6 steps, trained at 3 levels",
+            SHORT_CLEAN | {"loss_type": "dpo", "best_of_n": 2},
+        ),
     )
 }
 
