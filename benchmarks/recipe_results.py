@@ -17,23 +17,31 @@ SUMMARIES = ("algorithms/index.md", "algorithms/fast.md")  # beside the folder o
 
 
 def read_rows(folder: Path, max_passes: float | None, max_updates: int | None) -> list[Row]:
-    """Return the rows in a folder that have this budget, in the order of the recipes, learning rates and seeds.
+    """Return the rows that have this budget and the settings that their recipe has now.
+
+    They are in the order of the recipes, learning rates and seeds.
 
     Args:
         folder: has a folder for each recipe.
         max_passes: the budget of rows; None for that of each recipe.
         max_updates: as in the rows.
     """
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/*.json")]
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in find_files(folder)]
     rows = [row | {"phase": find_phase(row["seed"])} for row in rows]  # whatever it was when the row was made
-    own = {name: recipe.max_passes for name, recipe in RECIPES.items()}
-    kept = [
-        row
-        for row in rows
-        if (row["max_passes"], row["max_updates"]) == (max_passes or own.get(row["recipe"]), max_updates)
-    ]
+
+    def is_of_now(row: Row) -> bool:
+        recipe = RECIPES.get(row["recipe"])
+        if recipe is None or row["settings"] != recipe.settings:
+            return False
+        return (row["max_passes"], row["max_updates"]) == (max_passes or recipe.max_passes, max_updates)
+
     order = {name: place for place, name in enumerate(RECIPES)}
-    return sorted(kept, key=lambda row: (order.get(row["recipe"], len(order)), row["learning_rate"], row["seed"]))
+    return sorted(filter(is_of_now, rows), key=lambda row: (order[row["recipe"]], row["learning_rate"], row["seed"]))
+
+
+def find_files(folder: Path) -> list[Path]:
+    """Return the files of all finished rows; one that is still being written has another name."""
+    return sorted(folder.glob("*/lr-*.json"))
 
 
 def score(row: Row) -> float:
@@ -70,22 +78,23 @@ def choose_learning_rate(rows: list[Row], recipe: str) -> float | None:
     return max(scores, key=lambda rate: statistics.mean(scores[rate]))
 
 
-def cpu_minutes_per_pass(rows: list[Row], recipe: str) -> float | None:
-    """Return what a pass of a recipe costs on the machine of most rows; None if it has no row there.
-
-    Rows with a preloaded library do not count.
-    """
+def timed_rows(rows: list[Row], recipe: str) -> list[Row]:
+    """Return the rows whose time counts: those of the machine that made most, without a preloaded library."""
     plain = [row for row in rows if not row.get("preload")]
     machine = Counter(row["machine"] for row in plain).most_common(1)
-    own = [row for row in plain if row["recipe"] == recipe and row["machine"] == machine[0][0]]
+    return [row for row in plain if row["recipe"] == recipe and row["machine"] == machine[0][0]]
+
+
+def cpu_minutes_per_pass(rows: list[Row], recipe: str) -> float | None:
+    """Return what a pass of a recipe costs; None if it has no row whose time counts."""
+    own = timed_rows(rows, recipe)
     return sum(row["cpu_seconds"] for row in own) / sum(row["passes"] for row in own) / 60 if own else None
 
 
 def format_tables(rows: list[Row]) -> list[str]:
     """Return Markdown: the reported seeds, the tuning over the grid, and what each recipe is."""
     names = list(dict.fromkeys(row["recipe"] for row in rows))
-    costs = {name: cpu_minutes_per_pass(rows, name) for name in names}
-    lines = ["## Reported seeds", "", *_report_table([row for row in rows if row["phase"] == "report"], costs)]
+    lines = ["## Reported seeds", "", *_report_table(rows)]
     lines += ["", "## Tuning", "", *_tune_table(rows, names), "", "## Recipes", "", *_recipe_table(rows, names)]
     for key, title in (("machine", "Machines"), ("commit", "Commits")):
         lines += ["", f"{title}: " + ", ".join(sorted({row[key] for row in rows})) + "."]
@@ -93,26 +102,47 @@ def format_tables(rows: list[Row]) -> list[str]:
     return [*lines, "", f"Versions: {', '.join(versions)}."]
 
 
-def _report_table(rows: list[Row], costs: dict[str, float | None]) -> list[str]:
-    if not rows:
+def _report_table(rows: list[Row]) -> list[str]:
+    reported = [row for row in rows if row["phase"] == "report"]
+    if not reported:
         return ["No row of this phase yet."]
     target = rows[0]["target"]
     head = ["recipe", "learning rate", "seeds", "passes per sample", "updates", "all passes"]
     head += ["held-out reward at the end", "Tesseract"]
-    head += [f"passes to {target:g}", "of Flow-GRPO's", "CPU minutes"]
+    head += [f"passes to {target:g}", "evaluated every", "of Flow-GRPO's", "CPU minutes"]
     lines = [_line(head), _line(["---"] * len(head))]
-    baseline = {row["seed"]: row for row in sorted(rows, key=score) if row["recipe"] == BASELINE}  # its best rate
-    for name, rate in dict.fromkeys((row["recipe"], row["learning_rate"]) for row in rows):
-        own = [row for row in rows if (row["recipe"], row["learning_rate"]) == (name, rate)]
-        reached = [row["passes_to_target"] for row in own]
+    baseline = {row["seed"]: row for row in choose_shown(reported, BASELINE)}
+    for name, rate in dict.fromkeys((row["recipe"], row["learning_rate"]) for row in reported):
+        own = [row for row in reported if (row["recipe"], row["learning_rate"]) == (name, rate)]
         cells = [f"`{name}`", f"{rate:g}", ", ".join(str(row["seed"]) for row in own)]
-        cells += [f"{own[0]['passes_per_sample']:.4g}"]
-        cells += [str(own[0]["updates"]), f"{own[0]['passes']:.0f}"]
-        cells += [_list_ends(own, "reward"), _list_ends(own, "tesseract")]
-        cells += [", ".join("–" if passes is None else f"{passes:.0f}" for passes in reached)]
+        cells += [format_range(own, key, kind) for key, kind in (("passes_per_sample", ".4g"), ("updates", "d"))]
+        cells += [format_range(own, "passes", ".0f"), _list_ends(own, "reward"), _list_ends(own, "tesseract")]
+        cells += [_list_crossings(own), format_range(own, "eval_passes", "g")]
         cells += [", ".join(format_share(row, baseline) for row in own)]
-        lines.append(_line([*cells, f"{own[0]['passes'] * costs[name]:.1f}" if costs[name] else "–"]))
-    return [*lines, "", "Numbers separated by commas belong to the seeds, in this order."]
+        lines.append(_line([*cells, _format_minutes(rows, name, statistics.mean(row["passes"] for row in own))]))
+    return [
+        *lines,
+        "",
+        "Numbers separated by commas belong to the seeds, in this order. Where *to* stands between two, they are the",
+        "smallest and the largest of the seeds. The more passes lie between evaluations (*evaluated every*), the more",
+        f"*passes to {target:g}* are overstated. A star marks CPU minutes that rest on a single row.",
+    ]
+
+
+def _format_minutes(rows: list[Row], name: str, passes: float) -> str:
+    """Write what these passes cost, with a star where this rests on a single row."""
+    cost = cpu_minutes_per_pass(rows, name)
+    return "–" if cost is None else f"{passes * cost:.1f}" + "\\*" * (len(timed_rows(rows, name)) == 1)
+
+
+def format_range(rows: list[Row], key: str, kind: str) -> str:
+    """Write a number of several rows: once where all have the same, else the smallest and the largest."""
+    low, high = (format(pick(row[key] for row in rows), kind) for pick in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def _list_crossings(rows: list[Row]) -> str:
+    return ", ".join("–" if row["passes_to_target"] is None else f"{row['passes_to_target']:.0f}" for row in rows)
 
 
 def _list_ends(rows: list[Row], name: str) -> str:
@@ -147,11 +177,15 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
             text = f"{means:.3f} ({statistics.mean(ends):.3f})" if found else "–"
             cells.append(f"**{text}**" if rate == best else text)
         lines.append(_line([f"`{name}`", *cells]))
+    best = [rate for name in names if (rate := choose_learning_rate(rows, name))]
     return [
         *lines,
         "",
         "Each cell is the mean held-out reward over the budget's passes (the area under the curve), and in brackets",
         "the held-out reward at its end. The best of a finished line is bold, and its learning rate is reported.",
+        f"Of the {len(best)} finished lines, {best.count(max(LEARNING_RATES))} are best at the highest rate and "
+        f"{best.count(min(LEARNING_RATES))} at the lowest. For these, the",
+        "best rate may lie outside the grid.",
     ]
 
 
@@ -160,7 +194,7 @@ def _recipe_table(rows: list[Row], names: list[str]) -> list[str]:
     for name in names:
         settings = next(row["settings"] for row in rows if row["recipe"] == name)
         changes = f"`{json.dumps(settings)}`" if settings else "none"
-        lines.append(_line([f"`{name}`", RECIPES[name].summary if name in RECIPES else "no longer there", changes]))
+        lines.append(_line([f"`{name}`", RECIPES[name].summary, changes]))
     return lines
 
 
@@ -205,17 +239,16 @@ def write_summaries(page: Path, rows: list[Row]) -> None:
 
 def _summary_table(rows: list[Row], names: list[str]) -> list[str]:
     head = ["recipe", "what it does", "passes per sample", "learning rate", "seeds", "held-out reward at the end"]
-    head += ["all passes", f"passes to {rows[0]['target']:g}"]
+    head += ["all passes", f"passes to {rows[0]['target']:g}", "evaluated every"]
     found = {name: choose_shown(rows, name) for name in names}
     end = {name: statistics.mean(row["evaluations"][-1]["reward"]["mean"] for row in found[name]) for name in names}
     lines = [_line(head), _line(["---"] * len(head))]
     for name in sorted(names, key=lambda name: -end[name]):
         own = found[name]
-        reached = ["–" if row["passes_to_target"] is None else f"{row['passes_to_target']:.0f}" for row in own]
-        cells = [f"`{name}`", RECIPES[name].summary, f"{own[0]['passes_per_sample']:.3g}"]
+        cells = [f"`{name}`", RECIPES[name].summary, format_range(own, "passes_per_sample", ".3g")]
         cells += [f"{own[0]['learning_rate']:g}", ", ".join(str(row["seed"]) for row in own)]
-        cells += [_list_ends(own, "reward"), f"{own[0]['passes']:.0f}", ", ".join(reached)]
-        lines.append(_line(cells))
+        cells += [_list_ends(own, "reward"), format_range(own, "passes", ".0f"), _list_crossings(own)]
+        lines.append(_line([*cells, format_range(own, "eval_passes", "g")]))
     return lines
 
 
@@ -273,9 +306,12 @@ def read_curves(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose_shown(rows: list[Row], recipe: str) -> list[Row]:
-    """Return the rows of a recipe that the plot shows: of the reported ones, else of all, those of the best rate."""
+    """Return the rows of a recipe that the plot shows: of the reported ones, else of all, those of the best rate.
+
+    The rate is one for all seeds, and the list is empty if the recipe has no row.
+    """
     own = [row for row in rows if row["recipe"] == recipe]
     own = [row for row in own if row["phase"] == "report"] or own
     rates = dict.fromkeys(row["learning_rate"] for row in own)
     found = [[row for row in own if row["learning_rate"] == rate] for rate in rates]
-    return max(found, key=lambda same: statistics.mean(map(score, same)))
+    return max(found, key=lambda same: statistics.mean(map(score, same)), default=[])

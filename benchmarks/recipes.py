@@ -17,8 +17,8 @@ from typing import Any
 
 from recipe_results import (
     SUMMARIES,
-    Row,
     choose_learning_rate,
+    find_files,
     read_rows,
     save_plot,
     write_summaries,
@@ -54,10 +54,13 @@ def make_row(arguments: argparse.Namespace) -> None:
     from diffusion_grpo.cli.inputs import hide_loading_bars
     from diffusion_grpo.run.records import write_json
 
-    name, rate, seed = arguments.row[0], float(arguments.row[1]), int(arguments.row[2])
+    name, rate, seed = arguments.row
+    path = row_path(arguments.out, name, rate, seed)
+    if path.exists():
+        sys.exit(f"{path} is there already; delete it, or write the new row to another folder with --out.")
     hide_loading_bars("tiny")
     row = train_row(RECIPES[name], rate, seed, **budget(arguments, RECIPES[name], seed))
-    write_json(row_path(arguments.out, name, rate, seed), row)
+    write_json(path, row)
 
 
 def budget(arguments: argparse.Namespace, recipe: Recipe, seed: int) -> dict[str, Any]:
@@ -81,7 +84,8 @@ def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) 
     for recipe in recipes:
         rates = list(LEARNING_RATES)
         if phase == "report":
-            best = choose_learning_rate(read_tuning(arguments, recipe), recipe.name)
+            rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
+            best = choose_learning_rate(rows, recipe.name)
             if best is None:
                 problems.append(f"{recipe.name}: not reported, its tuning is not finished (--phase tune)")
                 continue
@@ -90,12 +94,6 @@ def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) 
             for seed in [seed for seed in SEEDS[phase] if seed in arguments.seeds]:
                 problems += run_row(recipe, rate, seed, arguments)
     return problems
-
-
-def read_tuning(arguments: argparse.Namespace, recipe: Recipe) -> list[Row]:
-    """Return the rows with which a recipe was tuned in this budget, as it is now."""
-    rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
-    return [row for row in rows if row["recipe"] == recipe.name and row["settings"] == recipe.settings]
 
 
 def run_row(recipe: Recipe, rate: float, seed: int, arguments: argparse.Namespace) -> list[str]:
@@ -138,6 +136,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     named = [*arguments.recipes, *(arguments.row[:1] if arguments.row else [])]
     if unknown := [name for name in named if name not in RECIPES]:
         parser.error(f"unknown recipe {unknown[0]!r}; --list shows them")
+    if arguments.row:
+        name, rate, seed = arguments.row
+        try:
+            arguments.row = name, float(rate), int(seed)
+        except ValueError:
+            parser.error(
+                f"--row takes a recipe, a learning rate and a whole number as seed, got {' '.join(arguments.row)}"
+            )
     if unknown := [seed for seed in arguments.seeds if seed not in every]:
         parser.error(f"seed {unknown[0]} belongs to no phase; --row trains with any seed")
     return arguments
@@ -146,12 +152,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def show_results(arguments: argparse.Namespace, table: bool, plot: bool) -> None:
     """Write the plot and the tables of the rows that are there."""
     rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
-    others = len(list(arguments.out.glob("*/*.json"))) - len(rows)
-    left_out = f"; rows of other budgets that are left out: {others}" if others else ""
+    others = len(find_files(arguments.out)) - len(rows)
+    left_out = f"; rows of other budgets or settings that are left out: {others}" if others else ""
     print(f"Rows of this budget in {arguments.out}: {len(rows)}{left_out}.")
     if not rows:
         return
-    image, page = arguments.out / "race.png", arguments.out.with_suffix(".md")
+    image, page = arguments.out / "race.png", arguments.out.with_name(f"{arguments.out.name}.md")
     if plot:
         save_plot(image, rows)
         print(f"Plot: {image}")

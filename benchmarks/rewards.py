@@ -55,6 +55,7 @@ def demo_stages(updates: int, is_overlapped: bool) -> list[list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         options = ["--output_dir", folder, "--max_steps", str(updates), "--overlap_rewards", str(is_overlapped)]
         options += ["--eval_strategy", "no", "--eval_on_start", "false", "--disable_tqdm", "true"]
+        options += ["--num_iterations", "1"]  # a rollout, and so a wait for rewards, for each update
         script, lora, args = parse_train_arguments(str(DEMO), options)
         trainer = DiffusionGRPOTrainer(
             model=script.model,

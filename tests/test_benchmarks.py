@@ -97,6 +97,7 @@ def made_row(recipe, rate, seed, rewards, to_target=None):
     }
 
 
+CLEAN = {key: value for key, value in recipe_settings.CLEAN.items() if key != "num_inference_steps"}
 FIRST = 1 / 4  # the first call is made once for the four samples of an initial latent
 
 
@@ -111,6 +112,8 @@ FIRST = 1 / 4  # the first call is made once for the four samples of an initial 
         ({"sde_window": [0, 1], "guidance_scale": 2.0}, 2 * (FIRST + 5 + 3 * FIRST)),
         ({"sde_window": [0, 2], "beta": 0.01}, FIRST + 5 + 3 * (FIRST + 1) + FIRST + 1),
         ({"sde_window": [0, 1], "num_iterations": 2}, (FIRST + 5) / 2 + 3 * FIRST),
+        (CLEAN | {"loss_type": "dpo", "timestep_fraction": 0.6}, 6 + 3 * (3 + 1)),
+        (CLEAN | {"loss_type": "dpo", "timestep_fraction": 0.6, "best_of_n": 2}, 6 + 3 * (3 + 1) / 2),
     ],
 )
 def test_network_passes_are_those_counted_by_hand(settings, passes):
@@ -184,6 +187,37 @@ def test_the_learning_rate_with_the_largest_area_is_reported_once_tuning_is_whol
     assert "tuning is not finished" in line
 
 
+def test_rows_of_other_settings_and_files_that_are_being_written_are_left_out(tmp_path, capsys):
+    for name, settings in (("demo", {}), ("demo", {"sde_window": [0, 2]}), ("no_longer_there", {})):
+        row = made_row("demo", LEARNING_RATES[0], 0, [0.7, 0.9]) | {"recipe": name, "settings": settings}
+        write_json(recipes.row_path(tmp_path, name, LEARNING_RATES[0], len(settings)), row)
+    (tmp_path / "demo" / "tmp-lr-0.0011-seed-0.json").write_text('{"half": ')
+    (row,) = recipe_results.read_rows(tmp_path, 100, None)
+    assert (row["recipe"], row["settings"]) == ("demo", {})
+    recipes.show_results(recipes.parse([f"--out={tmp_path}", "--max-passes=100"]), table=False, plot=False)
+    assert ": 1; rows of other budgets or settings that are left out: 2." in capsys.readouterr().out
+
+
+def test_a_finished_row_is_not_overwritten_and_its_rate_and_seed_are_numbers(tmp_path, capsys, monkeypatch):
+    path = recipes.row_path(tmp_path, "demo", 1.1e-3, 0)
+    write_json(path, {})
+    monkeypatch.setattr(recipe_run, "train_row", lambda *args, **kwargs: pytest.fail("the row was made again"))
+    with pytest.raises(SystemExit, match="is there already; delete it, or write the new row to another folder"):
+        recipes.make_row(recipes.parse(["--row", "demo", "1.1e-3", "0", f"--out={tmp_path}"]))
+    assert json.loads(path.read_text()) == {}
+    for words in (("demo", "fast", "0"), ("demo", "1e-3", "0.5")):
+        with pytest.raises(SystemExit):
+            recipes.parse(["--row", *words])
+        assert "got " + " ".join(words) in capsys.readouterr().err
+
+
+def test_the_page_of_a_folder_with_a_dot_is_named_after_all_of_it(tmp_path, capsys):
+    folder = tmp_path / "run.v1"
+    write_json(recipes.row_path(folder, "demo", 1e-3, 0), made_row("demo", 1e-3, 0, [0.7, 0.9]))
+    recipes.show_results(recipes.parse([f"--out={folder}", "--max-passes=100"]), table=True, plot=False)
+    assert "`demo`" in (tmp_path / "run.v1.md").read_text()
+
+
 def test_rows_of_another_budget_are_left_out(tmp_path):
     """What papers publish has ten times the budget of the others, unless the command line gives one for all."""
     for seed, passes in ((0, 148.0), (1, 1480.0), (3, 100.0)):
@@ -205,25 +239,33 @@ def test_rows_of_another_budget_are_left_out(tmp_path):
 def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
     rows = [made_row("flow_grpo", 1e-3, seed, [0.7, 0.87], 80.0) for seed in (3, 4)]
     rows += [made_row("flow_grpo", 1e-3, 5, [0.7, 0.8])]
-    rows += [made_row("flow_grpo", 2e-3, 3, [0.7, 0.3])]  # the same seed at a worse rate does not count
+    # another rate does not count: it is worse on the whole, though better on one seed
+    rows += [made_row("flow_grpo", 2e-3, seed, [0.7, end], 40.0) for seed, end in ((3, 0.88), (4, 0.3), (5, 0.3))]
     rows += [made_row("demo", 1e-3, seed, [0.7, 0.9], passes) for seed, passes in ((3, 8.0), (4, None), (5, 10.0))]
     assert recipe_results.choose_shown(rows, "flow_grpo") == rows[:3]
-    assert recipe_results.choose_shown([made_row("demo", 1e-3, 0, [0.7, 0.99]), *rows], "demo") == rows[4:]
+    assert recipe_results.choose_shown([made_row("demo", 1e-3, 0, [0.7, 0.99]), *rows], "demo") == rows[6:]
+    rows[6] |= {"eval_passes": 18.5, "updates": 9, "passes_per_sample": 10.5, "passes": 94.5}
     page = tmp_path / "page.md"
     page.write_text(f"before\n{recipe_results.START}\na stale row\n{recipe_results.END}\nafter\n")
     recipe_results.write_tables(page, rows, tmp_path / "none.png")
     text = page.read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("| `demo` | 0.001 |"))
-    assert "| 8, –, 10 | 0.100, –, < 0.100 |" in line
+    assert "| 8, –, 10 | 9 to 18.5 | 0.100, –, < 0.100 | 3.3 |" in line
+    assert "| 9 to 10.5 | 9 to 11 | 94 to 99 |" in line  # numbers of all seeds, not of the first
+    assert recipe_results.choose_shown(rows, "nft") == []  # a table without the baseline has no shares
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
 
 
-def test_what_a_pass_costs_is_of_one_machine_and_of_rows_without_a_preloaded_library():
+def test_what_a_pass_costs_is_of_one_machine_and_of_rows_without_a_preloaded_library(tmp_path):
     rows = [made_row("demo", rate, 0, [0.7, 0.9]) for rate in LEARNING_RATES]
     rows[1] |= {"preload": "mkl_avx512.so", "cpu_seconds": 100}
     rows += [made_row("demo", 1e-3, 1, [0.7, 0.9]) | {"machine": "another machine", "cpu_seconds": 100}]
     assert recipe_results.cpu_minutes_per_pass(rows, "demo") == pytest.approx(200 / 99 / 60)
     assert recipe_results.cpu_minutes_per_pass(rows[1:2], "demo") is None
+    page = tmp_path / "page.md"
+    for own, minutes in ((rows, "3.3"), (rows[:1], r"3.3\*")):  # a single row is marked
+        recipe_results.write_tables(page, [row | {"phase": "report"} for row in own], tmp_path / "none.png")
+        assert f"| {minutes} |" in page.read_text()
 
 
 def write_whole(page, rows):
@@ -241,7 +283,7 @@ def test_short_tables_on_other_pages_are_of_the_recipes_that_they_name(tmp_path)
         first, second = page.read_text().split("\nb\n")
         named = [line.split("`")[1] for line in first.splitlines() if line.startswith("| `")]
         assert named == ["demo", "flow_grpo"] and "| `nft` |" in second and "`demo`" not in second
-        assert "| 9 | 0.001 | 0 | 0.900 | 99 | 80 |" in first and "stale" not in first
+        assert "| 9 | 0.001 | 0 | 0.900 | 99 | 80 | 9 |" in first and "stale" not in first
         assert first.startswith("a\n") and second.endswith(f"{end}\nc\n")
     for write, text in ((recipe_results.write_summaries, f"{mark}nft -->\nc\n"), (write_whole, recipe_results.START)):
         page.write_text(text)
@@ -272,7 +314,7 @@ def test_recipes_leave_alone_what_all_share():
 def test_each_recipe_that_this_package_knows_has_valid_settings(recipe, tmp_path):
     if recipe_settings.find_unknown(recipe) is None:
         *_, config = recipe_run.parse_recipe(recipe, 1e-3, 0, str(tmp_path))
-        assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128
+        assert recipe_run.count_samples(config) == 128
 
 
 def test_recipes_that_this_package_cannot_train_are_named(capsys, monkeypatch):
