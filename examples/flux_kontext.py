@@ -2,6 +2,9 @@
 
 The images come from the dataset. A reward sees every column of it, so one that is only evaluated can tell whether an
 edit left the rest of the image alone: the edge of the frame, which none of these instructions names.
+
+Every instruction quotes a text to write. One that quotes none would be scored by SSIM alone, which is highest where
+nothing is edited.
 """
 
 import numpy as np

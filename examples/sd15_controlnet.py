@@ -20,8 +20,12 @@ def find_edges(row: dict) -> dict:
 pipe = StableDiffusionControlNetPipeline.from_pretrained(
     "stable-diffusion-v1-5/stable-diffusion-v1-5",
     controlnet=ControlNetModel.from_pretrained("lllyasviel/control_v11p_sd15_canny"),
+    safety_checker=None,  # it would black out samples, and rewards would see that
 )
-dataset, held_out = (load_prompts(f"examples/data/{name}.jsonl").map(find_edges) for name in ("edits", "edits_test"))
+dataset, held_out = (
+    load_prompts(f"examples/data/{name}.jsonl").remove_columns("mask_image").map(find_edges)
+    for name in ("inpaint", "inpaint_test")
+)
 trainer = DiffusionGRPOTrainer(
     model=pipe,
     reward_funcs={"colorfulness": 0.02, "sharpness": 1.0},

@@ -143,9 +143,9 @@ def at_root(monkeypatch):
         else:
             monkeypatch.setitem(REWARDS, name, functools.wraps(real)(lambda images, **columns: brightness(images)))
     monkeypatch.setattr(HPSv3, "__call__", lambda self, images, **columns: brightness(images))
-    for name in ("lpips", "aesthetic"):
+    for name in ("lpips", "aesthetic", "clip_score"):
         monkeypatch.setattr(REWARDS[name], "__call__", lambda self, images, **columns: brightness(images))
-    for reward in (REWARDS["geneval"], REWARDS["lpips"], REWARDS["aesthetic"], HPSv3, VideoAlign):
+    for reward in (*(REWARDS[name] for name in ("geneval", "lpips", "aesthetic", "clip_score")), HPSv3, VideoAlign):
         monkeypatch.setattr(reward, "check_needs", lambda self, **options: None)  # their weights are not here
     monkeypatch.setattr(GlmImageProcessor, "_get_target_shape", staticmethod(glm.choose_target_shape))
     monkeypatch.setattr(VideoAlign, "__call__", lambda self, videos, **columns: brightness(videos))
@@ -343,7 +343,7 @@ def test_the_controlnet_example_runs(tmp_path, at_root, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ControlNetModel, "from_pretrained", lambda name: None)
-        tiny = lambda name, controlnet: tiny_pipelines.build("sd15_controlnet")[0]  # noqa: E731
+        tiny = lambda name, controlnet, safety_checker: tiny_pipelines.build("sd15_controlnet")[0]  # noqa: E731
         patch.setattr(StableDiffusionControlNetPipeline, "from_pretrained", tiny)
         patch.setattr(diffusion_grpo, "DiffusionGRPOConfig", config)
         patch.setattr(diffusion_grpo, "DiffusionGRPOTrainer", trainer)

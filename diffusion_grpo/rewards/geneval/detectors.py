@@ -63,11 +63,14 @@ class TransformersDetector(ModelReward):
     def check_needs(self) -> None:
         """Also raise ValueError if the model is no detector, and ImportError if it needs a missing package.
 
-        Both are read from `config.json`, and not checked if that is not on this machine yet.
+        Both are read from `config.json`. If that is not on this machine yet, only scipy is checked, for the families
+        whose name is in the Hub id.
         """
         super().check_needs()
         (source,) = self.sources()
         if (path := source.path("config.json")) is None:
+            if any(name in self.model.lower() for name in NEED_SCIPY):
+                _check_scipy()
             return
         from transformers import AutoConfig
 
@@ -75,7 +78,7 @@ class TransformersDetector(ModelReward):
         if self._family(config) == "zero-shot":
             source._replace(files=TOKENIZER).check()
         if config.model_type in NEED_SCIPY:
-            check_package("scipy", 'pip install "diffusion-grpo[rewards]"')
+            _check_scipy()
         if getattr(getattr(config, "backbone_config", None), "model_type", None) == "timm_backbone":
             check_package("timm", "pip install timm")
 
@@ -224,6 +227,10 @@ class ClipColors(ModelReward):
         texts = network.text_projection(network.text_model(**tokens).pooler_output)
         texts = normalize_features(texts).reshape(len(NAMED), len(PHRASES), -1).mean(1)
         return normalize_features(texts)
+
+
+def _check_scipy() -> None:
+    check_package("scipy", 'pip install "diffusion-grpo[rewards]"')
 
 
 def _outputs(network: nn.Module, inputs: Any) -> Any:
