@@ -75,7 +75,7 @@ class AWM(RenoisedWithOldPolicy):
         for name in ("decay_rate", "decay_start", "decay_max"):
             if getattr(self, name) != getattr(AWM, name):
                 raise ValueError(
-                    f"loss_kwargs: {name} is of the average, which ema_beta=0 does not ask for; leave it out."
+                    f"loss_kwargs: {name} is a setting of the average, which ema_beta=0 does not use; leave it out."
                 )
 
     def weigh(self, error: Tensor, time: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ def estimate_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: floa
     Args:
         rewards: `(samples, steps)`, received after each step.
         values: `(samples, steps)`, of the state before each step.
-        gamma: discount a step, in [0, 1].
+        gamma: discount per step, in [0, 1].
         lam: 0 trusts the next value, 1 the reward alone.
 
     Returns:

@@ -143,7 +143,8 @@ class LaunchArguments:
     num_processes: int | None = field(
         default=None,
         metadata={
-            "help": "Processes on all machines together; by default one, with accelerate_config one per accelerator."
+            "help": "Total number of processes on all machines. By default one, or one per accelerator if "
+            "accelerate_config is set."
         },
     )
     num_machines: int | None = field(
@@ -153,7 +154,7 @@ class LaunchArguments:
     main_process_ip: str | None = field(default=None, metadata={"help": "Address of the machine of rank 0."})
     main_process_port: int | None = field(
         default=None,
-        metadata={"help": "Port on that machine; with one machine by default a free one."},
+        metadata={"help": "Port on the machine of rank 0. With a single machine, a free port is used by default."},
     )
 
     def __post_init__(self):

@@ -377,8 +377,8 @@ def _check_renoised(args: Sizes) -> None:
         )
     if args.loss_type == "dpo" and args.drop_zero_advantages:
         raise ValueError(
-            "drop_zero_advantages=True weighs samples, but loss_type='dpo' counts each prompt once, by its best and "
-            "its worst sample, and one of equal advantages not at all; leave it out."
+            "drop_zero_advantages=True weighs samples, but loss_type='dpo' compares only the best and the worst "
+            "sample of each prompt, and ignores prompts whose samples have equal advantages; leave it out."
         )
     group = args.best_of_n or args.num_generations
     if args.traits.whole_groups and group < 2:

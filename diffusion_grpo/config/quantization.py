@@ -57,7 +57,7 @@ class QuantizationSettings:
     quantization: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Backend for each component of the pipeline, with which diffusers or transformers loads it: "
+            "help": "Backend with which diffusers or transformers quantises each component of the pipeline: "
             "{transformer: torchao, text_encoder_3: {backend: bitsandbytes_8bit}}; null keeps a component as it is. "
             "docs/memory.md lists backends and their options."
         },
@@ -106,8 +106,8 @@ def check_quantization(args: Any) -> None:
     _check_storage(args)
     if asks_for_quantization(args) and "quantization_config" in (args.model_init_kwargs or {}):
         raise ValueError(
-            "model_init_kwargs: quantization_config is beside load_in_4bit, load_in_8bit or quantization, which make "
-            "one; leave one of them out."
+            "model_init_kwargs: quantization_config is set together with load_in_4bit, load_in_8bit or quantization, "
+            "which also make one; leave one of them out."
         )
 
 

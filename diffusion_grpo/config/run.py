@@ -46,8 +46,8 @@ class RunSettings:
         default="off",
         metadata={
             "help": "memory or disk: encode all prompts of the run (train, eval and validation) and the negative "
-            "prompt once, before it begins, and let the text encoders leave memory. disk keeps the embeddings for "
-            "later runs, which then do not load the text encoders at all; memory keeps them for this run."
+            "prompt once, before the run begins, and then free the text encoders. disk keeps the embeddings for "
+            "later runs, which then do not load the text encoders at all; memory keeps them for this run only."
         },
     )
     prompt_embeds_dir: str | None = field(
@@ -78,8 +78,9 @@ class RunSettings:
     lora_path: str | None = field(
         default=None,
         metadata={
-            "help": "LoRA to train further, instead of a new one: folder of a run, a checkpoint or a PEFT "
-            "adapter, a file, or a Hub id. Its rank and layers stay; the reference is the model with the loaded LoRA."
+            "help": "Existing LoRA to train further, in place of a new one: the folder of a run, a checkpoint or a "
+            "PEFT adapter, a file, or a Hub id. It keeps its rank and layers. The reference is the model with the "
+            "LoRA as it was loaded."
         },
     )
     lora_adapter: str | None = field(

@@ -146,8 +146,8 @@ class SamplingSettings:
     deterministic_outside_window: bool | None = field(
         default=None,
         metadata={
-            "help": "No noise in steps outside the window (Flow-GRPO-Fast, MixGRPO). By default true, and false with "
-            "noise_in_last_step."
+            "help": "Draw no noise in steps outside the window (Flow-GRPO-Fast, MixGRPO). By default true, but false "
+            "with noise_in_last_step."
         },
     )
     noise_in_last_step: bool = field(

@@ -27,8 +27,8 @@ class UpdateSettings:
     beta: float = field(
         default=0.0,
         metadata={
-            "help": "Weight of the KL divergence to the reference model; on re-noised samples, of the squared "
-            "distance of the prediction to the reference's."
+            "help": "Weight of the KL divergence to the reference model. On re-noised samples, weight of the squared "
+            "distance between the predictions of the policy and the reference."
         },
     )
     step_weight: str = field(
@@ -117,8 +117,9 @@ class UpdateSettings:
     drop_zero_advantages: bool = field(
         default=False,
         metadata={
-            "help": "Ignore samples whose advantage is 0: the loss is divided by the number of the others, and they "
-            "have no KL term (as in Flow-GRPO's code). By default they count as samples with a policy loss of 0."
+            "help": "Ignore samples whose advantage is 0: the loss is averaged over the other samples only, and the "
+            "ignored ones have no KL term (as in Flow-GRPO's code). By default they count as samples with a policy "
+            "loss of 0."
         },
     )
     old_log_prob: str = field(

@@ -98,11 +98,11 @@ def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.de
     name = type(network).__name__
     if getattr(network, "_cp_plan", None) is None:
         raise ValueError(
-            f"context_parallel_size={size}: diffusers has no plan how to split the sequence of {name}; leave the "
+            f"context_parallel_size={size}: diffusers has no plan for splitting the sequence of {name}; leave the "
             "setting out, and shard the weights instead (DeepSpeed) or make shorter videos."
         )
     if is_ring and device.type != "cuda":
-        raise ValueError("context_parallel_type='ring' needs cuDNN's attention, so a CUDA device; take ulysses.")
+        raise ValueError("context_parallel_type='ring' needs cuDNN's attention and thus a CUDA device; use ulysses.")
     heads = getattr(network.config, "num_attention_heads", None)
     if not is_ring and heads is not None and heads % size:
         raise ValueError(

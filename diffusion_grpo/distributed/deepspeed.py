@@ -59,7 +59,7 @@ class DeepSpeedBackend(DistributedBackend):
     ):
         super().__init__(half, groups)
         if groups.size > 1:
-            raise ValueError("context_parallel_size goes with DDP and FSDP2; start without DeepSpeed.")
+            raise ValueError("context_parallel_size works only with DDP and FSDP2; start without DeepSpeed.")
         self._plugin, self._gathers_whole = plugin, gathers_whole
         self._weights: ZeroWeights | None = None
         self._is_gathered = False

@@ -32,8 +32,8 @@ from .sharded_checkpoints import save_shards
 from .weights import TrainedWeights
 
 TOKENS = (
-    "a language model writes token by token, and would gather its weights for each; start without FSDP (ZeRO-3 "
-    "gathers them once)."
+    "a language model writes token by token, and would gather its weights again for each token; start without FSDP "
+    "(ZeRO-3 gathers them once)."
 )
 
 

@@ -40,8 +40,8 @@ def find_accelerate_config(name: str) -> Path:
         return Path(str(CONFIGS.joinpath(f"{name}.yaml")))
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     raise ValueError(
-        f"accelerate_config: {name} is no file and no configuration of this package; the nearest is {nearest}, and "
-        f"there are {', '.join(names)}."
+        f"accelerate_config: {name} is neither a file nor a configuration of this package; the nearest is {nearest}, "
+        f"and there are {', '.join(names)}."
     )
 
 
@@ -115,8 +115,9 @@ def _check_machine(settings: dict[str, Any]) -> None:
         missing = [key for key in ("main_process_ip", "main_process_port") if settings.get(key) is None]
         if missing:
             raise ValueError(
-                f"{machines} machines meet at the first one: add {' and '.join('--' + key for key in missing)}, the "
-                "same on each, and on each its own --machine_rank."
+                f"{machines} machines need the address of the first one: add "
+                f"{' and '.join('--' + key for key in missing)}, with the same value on each machine, and "
+                "--machine_rank, with a different value on each."
             )
         if not 0 <= settings.get("machine_rank", 0) < machines:
             raise ValueError(

@@ -24,8 +24,8 @@ def check_optimizer(sharding: str, name: str) -> None:
         raise ValueError(f"optim={name!r}: {reason}; use adamw_torch, or DeepSpeed with adamw_8bit.")
     if sharding.startswith("zero") and name in TORCHAO:
         raise ValueError(
-            f"optim={name!r} compresses pieces of whole blocks only, and DeepSpeed cuts the weights elsewhere, so "
-            "that nearly all states would keep 32 bits; use adamw_8bit, or DDP."
+            f"optim={name!r} compresses only pieces that consist of whole blocks, and DeepSpeed does not cut the "
+            "weights at blocks, so nearly all states would keep 32 bits; use adamw_8bit, or DDP."
         )
 
 

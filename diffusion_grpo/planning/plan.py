@@ -209,9 +209,9 @@ def plan(
         folder = tiny.PATH if script.model == "tiny" else find_configuration(script.model)
     except OSError as error:
         made.notes.append(
-            f"The model {script.model} is not here ({type(error).__name__}), so its memory is not planned; with its "
-            "configuration files in a folder: --model FOLDER. One evaluation of the network in a step is assumed; "
-            "with guidance it is two in most pipelines."
+            f"The model {script.model} is not here ({type(error).__name__}), so its memory is not planned; if you "
+            "have its configuration files in a folder, add --model FOLDER. The plan assumes that the network is "
+            "evaluated once per step; with guidance most pipelines evaluate it twice."
         )
         made.evaluations = count_evaluations(args, made.batches, None)
         return made
@@ -256,7 +256,7 @@ def _plan_model(
     made.notes += notes
     if counted is not None and counted.tokens:
         made.batches.trained_steps, made.batches.trained_tokens = 1, counted.tokens
-        made.notes.append("What turns tokens into samples is planned with its weights, without activations.")
+        made.notes.append("Parts that turn tokens into samples are planned with their weights, without activations.")
     made.model |= {
         "network": ", ".join(parts.networks),
         "weights": sum(p.numel() for p in parts.model.parameters()),
@@ -345,7 +345,7 @@ def _measure_or_note(
             return _measure_in_some_form(policy, mode, inputs, row, args)
     except Exception as error:  # a pipeline may fail in any way on tensors without values
         notes.append(
-            f"{type(pipe).__name__} does not run without weights, so what comes and goes is not planned "
+            f"{type(pipe).__name__} does not run without weights, so only memory that is always used is planned "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
         )
         return None

@@ -84,7 +84,7 @@ class TokenPolicy(Policy):
         if len(made) != 1:
             raise UnsupportedPipeline(
                 f"{type(self.pipe).__name__} asked its {', '.join(self.component)} for tokens {len(made)} times in "
-                "one call, where one is trained; leave out inputs that stand in for its tokens."
+                "one call, but only a single time can be trained; leave out inputs that replace its tokens."
             )
         return samples, made[0] and made[0].to(request.device)
 

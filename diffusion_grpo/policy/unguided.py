@@ -67,8 +67,8 @@ def _refuse_unknown(pipe: DiffusionPipeline, names: Sequence[str]) -> None:
     unknown = [name for name in names if SCALE.fullmatch(name) and name not in (*OFF, *STAYS)]
     if unknown:
         raise UnsupportedPipeline(
-            f"{type(pipe).__name__} also guides by {', '.join(unknown)}, which is not known to be off at any value, "
-            "but losses on re-noised samples train the prediction without guidance; use loss_type='grpo'."
+            f"{type(pipe).__name__} also guides by {', '.join(unknown)}, which no known value switches off, but "
+            "losses on re-noised samples train the prediction without guidance; use loss_type='grpo'."
         )
 
 

@@ -181,8 +181,8 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
     beside = [component for component in carried if component not in names and name in carried[component]]
     if beside and not keep_adapters:
         raise ValueError(
-            f"lora_path: {source} has a LoRA for {beside[0]} too, which is not trained and would be missing beside "
-            "what is saved; set keep_adapters=True to use it nevertheless."
+            f"lora_path: {source} also has a LoRA for {beside[0]}, which is not trained and would be missing from "
+            "what is saved; set keep_adapters=True to use it all the same."
         )
     return name
 

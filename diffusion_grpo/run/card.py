@@ -118,7 +118,7 @@ def _show_samples(results: Run | None, pairs: list[CardPair]) -> list[str]:
     if results is None or not pairs:
         return []
     prompts = f"The first {len(pairs)} prompts" if len(pairs) > 1 else "The first prompt"
-    note = f"{prompts} of the evaluations, with the same seeds and the reward beside each image; nobody chose them."
+    note = f"{prompts} of the evaluations, with the same seeds and the reward beside each image; not hand-picked."
     return ["## Before and after", note, draw_table(results, pairs)]
 
 

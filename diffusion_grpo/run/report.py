@@ -183,7 +183,7 @@ def list_findings(run: Run) -> list[str]:
     errors = [entry["ratio/max_error"] for entry in run.train if "ratio/max_error" in entry]
     if errors and max(errors) > 1e-5:
         found.append(
-            f"The ratio of a first update was off 1 by up to {format_number(max(errors))}: rollout and replay differ "
+            f"The first ratio after a rollout is off by up to {format_number(max(errors))}: rollout and replay differ "
             "(see the troubleshooting page)."
         )
     silent = [entry["frac_reward_zero_std"] for entry in run.train if "frac_reward_zero_std" in entry][-5:]

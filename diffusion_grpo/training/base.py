@@ -246,8 +246,8 @@ class DiffusersTrainer(Trainer):
         missing = checkpoint_mode.find_missing_state(folder, (SCHEDULER_NAME,) if is_own_schedule else ())
         if missing and not self.args.resume_without_optimizer:
             raise ResumeError(
-                f"{folder} has no {missing}, without which the weights would end elsewhere; resume from another "
-                "checkpoint, or set resume_without_optimizer=True to start the optimizer anew."
+                f"{folder} has no {missing}, so the resumed run would end with other weights; resume from another "
+                "checkpoint, or set resume_without_optimizer=True to start the optimizer afresh."
             )
         if is_readable and not missing:
             self._read_optimizer_and_scheduler(folder)

@@ -140,7 +140,7 @@ def explain_out_of_memory(
         count, reason = updates(), next(iter(str(error).strip().splitlines()), "")
         place = f"{PLACES.get(progress.stage, 'in the run')} after {count} update{'' if count == 1 else 's'}"
         raise torch.OutOfMemoryError(
-            f"Out of memory {place}: {reason} Always there are {sizes}; the rest comes "
+            f"Out of memory {place}: {reason} Always in memory: {sizes}; the rest comes "
             f"and goes with each pass. Try one of these, the cheapest first: {changes}. `diffusion-grpo plan CONFIG "
             f"--fit {describe_accelerator(args.device)}` says which of them are needed."
         ) from error

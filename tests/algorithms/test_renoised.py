@@ -253,7 +253,7 @@ OUT_OF_RANGE = [
     (
         "awm",
         {"ema_beta": 0, "clip": 0.1, "decay_rate": 0.1},
-        "decay_rate is of the average, which ema_beta=0",
+        "decay_rate is a setting of the average, which ema_beta=0",
     ),
     ("awm", {"weight": "t", "power": 0.5}, "power=0.5 is for weight='ghuber'; leave it out with weight='t'"),
     ("dgpo", {"preference_beta": 0}, "preference_beta must be a number above 0, got 0"),

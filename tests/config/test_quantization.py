@@ -31,7 +31,10 @@ REFUSED = [
     ({"quantization": {"transformer": "gguf"}}, "gguf reads weights that are quantised already; name their file"),
     ({"quantization": {"transformer": {"backend": "torchao", "bits": 4}}}, "torchao has no option bits; it has quant"),
     ({"quantization": {"vae": {"backend": "quanto", "weights_dtype": "int3"}}}, "weights_dtype='int3'; choose int8"),
-    ({"load_in_8bit": True, "model_init_kwargs": {"quantization_config": {}}}, "quantization_config is beside"),
+    (
+        {"load_in_8bit": True, "model_init_kwargs": {"quantization_config": {}}},
+        "quantization_config is set together with",
+    ),
     (
         {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16", "bf16": False},
         "'bfloat16' would be cast, bits and all, in a run in float32; set it to float32",

@@ -102,7 +102,7 @@ def test_processes_of_a_group_get_the_same_rows():
 def test_a_network_that_cannot_be_spread_is_refused():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     networks = {name: tiny_pipelines.policy(tiny_pipelines.build(name)[0]) for name in ("sd3", "wan")}
-    with pytest.raises(ValueError, match="no plan how to split the sequence of SD3Transformer2DModel"):
+    with pytest.raises(ValueError, match="no plan for splitting the sequence of SD3Transformer2DModel"):
         check_context(networks["sd3"], 2, False, gpu)
     heads = networks["wan"].config.num_attention_heads
     with pytest.raises(ValueError, match=f"context_parallel_size=3 does not divide the {heads} attention heads"):

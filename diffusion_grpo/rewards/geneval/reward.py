@@ -83,7 +83,7 @@ class GenEval:
         if score not in ("correct", "partial", "dense"):
             raise ValueError(f"geneval: score is {score!r}; use correct, partial or dense.")
         if partial and score == "dense":
-            raise ValueError("geneval: partial is set beside score: dense; take one of the two out.")
+            raise ValueError("geneval: partial and score: dense are both set; leave one of them out.")
         self.score = "partial" if partial else score
         self.detector, self.colors, self.device = detector, colors, device
         self.min_score, self.min_score_counting = min_score, min_score_counting

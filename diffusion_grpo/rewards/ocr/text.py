@@ -264,7 +264,7 @@ def load_recogniser() -> tuple[InferenceSession, list[str]]:
         import rapidocr
     except ImportError as error:
         raise ImportError(
-            "rapidocr and onnxruntime, by which it reads, are not installed; get them with "
+            "rapidocr and onnxruntime, which it reads with, are not installed; get them with "
             'pip install "diffusion-grpo[ocr]".'
         ) from error
     import torch

@@ -151,7 +151,7 @@ def test_ways_to_score_are_named_or_refused() -> None:
         ("dense", {"score": "dense"}))}  # fmt: skip
     assert found == {"correct": 0, "also": 0, "partial": pytest.approx(2 / 3), "p": pytest.approx(2 / 3), "dense": 0.5}
     assert GenEval("a/b", partial=True) == GenEval("a/b", score="partial") != GenEval("a/b", score="dense")
-    with pytest.raises(ValueError, match="partial is set beside score: dense"):
+    with pytest.raises(ValueError, match="partial and score: dense are both set"):
         GenEval("a/b", partial=True, score="dense")
     with pytest.raises(ValueError, match="score='sparse'"):
         load_rewards({"geneval": {"detector": "a/b", "score": "sparse"}})
