@@ -107,7 +107,7 @@ def test_a_network_that_cannot_be_spread_is_refused():
     heads = networks["wan"].config.num_attention_heads
     with pytest.raises(ValueError, match=f"context_parallel_size=3 does not divide the {heads} attention heads"):
         check_context(networks["wan"], 3, False, gpu)
-    with pytest.raises(ValueError, match="'ring' needs cuDNN's attention, so a CUDA device; take ulysses"):
+    with pytest.raises(ValueError, match="'ring' needs cuDNN's attention and thus a CUDA device; use ulysses"):
         check_context(networks["wan"], 2, True, cpu)
     check_context(networks["wan"], 3, True, gpu)
 
