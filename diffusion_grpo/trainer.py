@@ -352,7 +352,11 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             are only watched (`watch_rewards`) give `{prefix}_watch/{name}/mean` and `/std_error`. There is also
             `{prefix}_diversity` with `num_generations_eval` above 1, `{prefix}_kl` after a rollout if there is a
             reference, and `{prefix}_rollouts/{name}` (`watch.ROLLOUTS`) for the training since the last evaluation.
+
+        Raises:
+            ValueError: `pipeline_kwargs` has an argument that the trainer sets, or that the pipeline does not take.
         """
+        self.inputs.check_overrides(pipeline_kwargs or {})
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]

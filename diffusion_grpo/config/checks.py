@@ -288,7 +288,7 @@ def _check_shares(args: Sizes) -> None:
 
 
 def _check_steps(args: Sizes) -> None:
-    _check_pipeline_kwargs(args)
+    check_pipeline_kwargs(args.pipeline_kwargs)
     _check_last_step(args)
     last = args.num_inference_steps - 1
     window = list(args.sde_window or args.window)
@@ -408,10 +408,16 @@ def _check_last_step(args: Sizes) -> None:
         )
 
 
-def _check_pipeline_kwargs(args: Sizes) -> None:
-    for name in args.pipeline_kwargs or {}:
+def check_pipeline_kwargs(given: dict[str, Any] | None) -> None:
+    """Refuse arguments of the pipeline's call that the trainer sets, or that would make more samples.
+
+    Raises:
+        ValueError: there is such an argument.
+    """
+    for name in given or {}:
         if name in RESERVED:
-            raise ValueError(f"pipeline_kwargs: {name} is set by the trainer for each rollout; leave it out.")
+            own = " (num_inference_steps, eval_num_inference_steps)" if name == "num_inference_steps" else ""
+            raise ValueError(f"pipeline_kwargs: {name} is set by the trainer{own}; leave it out.")
         if name in ("num_images_per_prompt", "num_videos_per_prompt"):
             raise ValueError(
                 f"pipeline_kwargs: {name} would hide samples from the groups; set num_generations instead."

@@ -130,10 +130,13 @@ class DiffusionGRPOConfig(
             watches or self.load_best_model_at_end or self.save_strategy == "best"
         ):
             self.metric_for_best_model = "eval_reward"  # there is no eval_loss here
-        if watches and self.metric_for_best_model.endswith("reward"):
+        if watches:
+            is_greater_better = self.greater_is_better
+            if is_greater_better is None:  # as transformers decides
+                is_greater_better = not self.metric_for_best_model.endswith("loss")
             kwargs = self.lr_scheduler_kwargs or {}
             kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
-            self.lr_scheduler_kwargs = {"mode": "max", **kwargs}  # a reward should rise
+            self.lr_scheduler_kwargs = {"mode": "max" if is_greater_better else "min", **kwargs}
         # accelerate would compile the whole network; `training/model.py` compiles its repeated blocks instead
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode

@@ -15,14 +15,14 @@ from accelerate import Accelerator
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 
-from ..config.checks import RESERVED
+from ..config.checks import RESERVED, check_pipeline_kwargs
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.collectives import broadcast_bytes, gather_json
 from ..media.serialize import pack_samples, unpack_samples
 from ..policy.base import UntrainedStepError
 from ..policy.batching import BATCHED, LISTED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
-from ..rewards.contract import Reward, list_columns
+from ..rewards.contract import PROVIDED, Reward, list_columns
 from .calls import build_arguments, group_by_shape
 from .columns import Columns, is_media
 from .embeddings import check_embeddings, find_replaced_texts, is_embedding
@@ -99,6 +99,19 @@ class PipelineInputs:
         # a text that is not None unless given would stand beside the embeddings
         unset = {name: None for name in replaced & self.accepted if self.parameters[name].default is not None}
         return {**fixed, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
+
+    def check_overrides(self, overrides: dict[str, Any]) -> None:
+        """Refuse arguments of one call of the pipeline that the trainer sets, or that the pipeline does not take.
+
+        Raises:
+            ValueError: there is such an argument.
+        """
+        check_pipeline_kwargs(overrides)
+        if unknown := sorted(overrides.keys() - self.accepted):
+            raise ValueError(
+                f"pipeline_kwargs: {self.pipeline.__name__} does not take {', '.join(unknown)}; it takes "
+                f"{', '.join(sorted(self.accepted))}."
+            )
 
     def _find_given(self, row: dict[str, Any]) -> frozenset[str]:
         return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
@@ -332,7 +345,7 @@ def prepare_inputs(
 ) -> PipelineInputs:
     """Make the inputs of a pipeline class, and check settings and datasets against it; see `PipelineInputs`."""
     inputs = PipelineInputs(pipe, args)
-    asked = set().union(*map(list_columns, rewards))
+    asked = set().union(*map(list_columns, rewards)) - {*PROVIDED}  # of these names, rewards get no columns
     for name, dataset in named:
         inputs.check(dataset, name, asked)
     return inputs

@@ -72,5 +72,8 @@ class GroupSampler(torch.utils.data.Sampler[int]):
             rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
         chunks = -(-self.num_rows // self.prompts_per_rollout)
         chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # repeats the rows where they do not suffice
-        order = chunks.repeat(self.num_generations, axis=1).repeat(self.repeat_count, axis=0)
-        yield from order.reshape(len(order) * self.processes, -1).repeat(self.copies, axis=0).flatten().tolist()
+        for chunk in chunks:  # one rollout at a time: an epoch of many prompts does not fit into memory
+            samples = chunk.repeat(self.num_generations).reshape(self.processes, -1)
+            indices = samples.repeat(self.copies, axis=0).flatten().tolist()
+            for _ in range(self.repeat_count):
+                yield from indices

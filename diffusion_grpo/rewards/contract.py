@@ -298,6 +298,11 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
                 raise ValueError(
                     f"The reward {reward.name!r} needs prompts, and {dataset} has no column 'prompt'; add it."
                 )
+            if name == "prompt":
+                raise ValueError(
+                    f"The reward {reward.name!r} has a parameter 'prompt', which rewards do not get; use 'prompts', a "
+                    "list with the prompt of each sample."
+                )
             if name not in PROVIDED and name not in columns:
                 raise ValueError(
                     f"The reward {reward.name!r} needs the column {name!r}, which {dataset} lacks; it has "

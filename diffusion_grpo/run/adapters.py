@@ -296,6 +296,7 @@ def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
         ValueError: it names modules that the network does not have; the message lists those it has.
     """
     peft_config = copy.deepcopy(peft_config)  # peft writes into it
+    peft_config.task_type, peft_config.inference_mode = None, False  # of language models; of adapters that were saved
     names = [name for name, _ in network.named_modules() if name]
     targets = peft_config.target_modules
     if not targets and not peft_config.target_parameters:

@@ -444,6 +444,8 @@ def _prepare_network(
         contexts = None if swap is None else swap.contexts
         given = args.activation_checkpointing_kwargs or {}
         _enable_checkpointing(network, given, args.selective_checkpointing, contexts)
+    else:
+        _disable_checkpointing(network)
     if adapter is not None:
         if getattr(peft_config, "use_dora", False):  # it starts from the norms of the weights
             late_weights.fill(network.parameters())
@@ -500,6 +502,14 @@ def _enable_checkpointing(
     network.enable_gradient_checkpointing(gradient_checkpointing_func=checkpoint_share(checkpoint, share, contexts))
 
 
+def _disable_checkpointing(network: nn.Module) -> None:
+    """Switch checkpointing off, which the user or a training before may have switched on."""
+    if getattr(network, "supports_gradient_checkpointing", False):
+        network.activation_checkpointing_disable()
+    elif getattr(network, "_supports_gradient_checkpointing", False):
+        network.disable_gradient_checkpointing()
+
+
 def checkpoint_share(checkpoint: Callable, share: float, contexts: Callable | None = None) -> Callable:
     """Checkpoint a share of the blocks, evenly spread, as DanceGRPO's `selective_checkpointing` does.
 
@@ -549,6 +559,8 @@ def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None
     """
     if peft_config is None:
         return
+    if not isinstance(peft_config, PeftConfig):
+        raise ValueError(f"peft_config is {peft_config!r}; pass a LoraConfig of peft.")
     reference = " and beta > 0 has no reference" if beta > 0 else ""
     kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
     if kind != "LORA":

@@ -147,6 +147,11 @@ def check_run(
     if args.cache_prompt_embeds != "off" and pipeline is not None:
         check_encode_prompt(pipeline)
     quantized = plan_quantization(model, args, is_full_training)
+    if isinstance(model, DiffusionPipeline) and args.model_init_kwargs:
+        raise ValueError(
+            f"model_init_kwargs={args.model_init_kwargs!r} has no effect on a pipeline that is loaded already; pass "
+            "these arguments to its from_pretrained, or pass the model's id."
+        )
     backend.check_quantization(list_trained_methods(model, args.train_component, quantized))
     inputs = None if pipeline is None else prepare_inputs(pipeline, args, datasets, rewards.all + watched)
     record = describe_run(model, args, peft_config, rewards)

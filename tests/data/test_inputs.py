@@ -414,6 +414,14 @@ def test_an_image_that_no_parameter_takes_is_warned_of_once(tmp_path, caplog):
     assert len(warned) == 1 and "does not take imgae, and no reward names it" in warned[0] and "image" in warned[0]
 
 
+def test_a_column_that_rewards_cannot_see_is_warned_of(tmp_path, caplog):
+    """A reward gets the samples as `images`, not the column of that name."""
+    rows = {"prompt": ["a", "b"], "images": [make_image(5)] * 2}
+    with caplog.at_level(logging.WARNING, "diffusion_grpo"):
+        trainer_of(tmp_path, *kontext(), rows)
+    assert "FluxKontextPipeline does not take images, and no reward names it" in caplog.text
+
+
 def test_a_missing_file_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
     kontext()[0].save_pretrained(tmp_path / "pipe")
     monkeypatch.setattr(FluxKontextPipeline, "from_pretrained", None)

@@ -1,7 +1,9 @@
 """The order of rows: whole groups, every prompt, and the same for one seed and epoch."""
 
+import tracemalloc
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from diffusion_grpo.data.sampler import GroupSampler
@@ -32,6 +34,23 @@ def test_layout_of_a_shuffled_epoch_is_trls():
     distinct = list(dict.fromkeys(ours))
     theirs = RepeatSampler(distinct, 4, batch_size=3, repeat_count=2, shuffle=False)
     assert ours == [distinct[i] for i in theirs]
+
+
+@pytest.mark.parametrize(("processes", "copies"), [(1, 1), (2, 1), (2, 2), (1, 3)])
+def test_each_process_gets_its_part_of_a_rollout_as_often_as_it_has_copies(processes, copies):
+    plain = np.array(list(GroupSampler(10, 4, 3, repeat_count=2, seed=5)))
+    rollouts = plain.reshape(-1, processes, 4 * 3 // processes)
+    expected = rollouts.repeat(copies, axis=1).flatten().tolist()
+    assert list(GroupSampler(10, 4, 3, 2, seed=5, processes=processes, copies=copies)) == expected
+
+
+def test_an_epoch_is_not_built_before_it_begins():
+    sampler = GroupSampler(50_000, 16, 8, repeat_count=32)
+    tracemalloc.start()
+    next(iter(sampler))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**22 < 8 * len(sampler)
 
 
 @pytest.mark.parametrize(("num_rows", "prompts"), [(7, 3), (5, 4), (1, 4), (2, 5), (3, 3), (9, 1)])

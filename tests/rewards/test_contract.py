@@ -40,6 +40,7 @@ def test_weights_come_from_one_place() -> None:
 
 def test_columns_that_the_dataset_lacks_are_refused() -> None:
     def needs(images, mood, **columns): ...
+    def single(images, prompt): ...
 
     check_columns(load_rewards([needs, {"ssim": {"target_column": "goal"}}]), ["prompt", "mood", "goal"], "train")
     with pytest.raises(ValueError, match="'needs' needs the column 'mood', which train lacks; it has prompt"):
@@ -47,6 +48,8 @@ def test_columns_that_the_dataset_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="'ssim' needs the column 'target'"):
         check_columns(load_rewards("ssim"), ["prompt"], "train")
     check_columns(load_rewards([scaled, "text"]), ["prompt"], "train")
+    with pytest.raises(ValueError, match="'single' has a parameter 'prompt', which rewards do not get; use 'prompts'"):
+        check_columns(load_rewards(single), ["prompt"], "train")
     with pytest.raises(ValueError, match="'word'"):
         check_columns(load_rewards({scaled: {"text_column": "word"}}), ["prompt"], "train")
     remote = load_rewards({"remote": {"url": "http://a", "columns": ["goal", "mood"]}})

@@ -11,6 +11,7 @@ from fresh import load_again
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
+from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.run.folder import read_run
@@ -112,6 +113,34 @@ def test_learning_rate_schedules(tmp_path, schedule):
     if schedule in ("reduce_lr_on_plateau", "greedy"):
         assert trainer.lr_scheduler.mode == "max"  # a reward that rises is no plateau
         assert trainer.args.metric_for_best_model == "eval_reward"
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({"metric_for_best_model": "eval_rewards/brightness/mean"}, "max"),
+        ({"metric_for_best_model": "eval_kl", "greater_is_better": False}, "min"),
+        ({"metric_for_best_model": "eval_kl", "lr_scheduler_kwargs": {"mode": "min"}}, "min"),
+    ],
+)
+def test_a_schedule_watches_its_metric_in_the_right_direction(settings, mode, tmp_path):
+    given = EVALUATED | {"lr_scheduler_type": "reduce_lr_on_plateau"} | settings
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **given)
+    assert args.lr_scheduler_kwargs["mode"] == mode
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_inference_steps": 12}, "num_inference_steps is set by the trainer .*eval_num_inference_steps"),
+        ({"num_images_per_prompt": 2}, "would hide samples from the groups"),
+        ({"guidance": 2.0}, "StableDiffusion3Pipeline does not take guidance; it takes .*guidance_scale"),
+    ],
+)
+def test_arguments_that_an_evaluation_cannot_take_are_refused(given, message, tmp_path):
+    trainer = trainer_for(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        trainer.evaluate(pipeline_kwargs=given)
 
 
 def test_no_updates_where_none_are_asked_for(tmp_path):

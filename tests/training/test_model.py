@@ -208,18 +208,41 @@ def test_a_share_of_the_blocks_is_evenly_spread(share, expected):
     ("config", "message"),
     [
         (IA3Config(), "is of type IA3; only LoraConfig"),
+        ({"r": 4}, "peft_config is {'r': 4}; pass a LoraConfig of peft"),
         (LoraConfig(init_lora_weights="olora"), "'olora' changes the base model's own weights"),
         (LoraConfig(bias="lora_only"), "bias='lora_only' trains the base model's own biases"),
         (LoraConfig(modules_to_save=["proj_out"]), "modules_to_save=.'proj_out'. trains weights of the base model"),
         (LoraConfig(trainable_token_indices=[3]), "trainable_token_indices=.3. trains weights of the base model"),
         (LoraConfig(lora_dropout=0.1), "lora_dropout=0.1 would make every replay differ"),
     ],
-    ids=["kind", "init", "bias", "modules", "tokens", "dropout"],
+    ids=["kind", "dict", "init", "bias", "modules", "tokens", "dropout"],
 )
 def test_adapters_that_make_a_replay_differ_are_refused(config, message):
     with pytest.raises(ValueError, match=message) as plain:
         check_peft_config(config)
     assert "has no reference" not in str(plain.value)
+
+
+def test_adapters_for_language_models_and_from_disk_train(tmp_path):
+    """As TRL's `get_peft_config` and peft's `from_pretrained` make them."""
+    config = LoraConfig(**LORA, task_type="CAUSAL_LM", inference_mode=True)
+    trainer = trainer_for(tmp_path, peft_config=config, max_steps=1)
+    before = trained_weights(trainer)
+    trainer.train()
+    assert before and any(not torch.equal(value, before[name]) for name, value in trained_weights(trainer).items())
+    assert config.task_type == "CAUSAL_LM"
+
+
+def test_checkpointing_is_switched_off_where_a_training_before_had_it_on(tmp_path):
+    pipe, _ = tiny_pipelines.build("sd3")
+    pipe.transformer.enable_gradient_checkpointing()
+    trainer_for(tmp_path / "off", model=pipe, gradient_checkpointing=False)
+    assert not pipe.transformer.is_gradient_checkpointing
+
+
+def test_arguments_for_loading_are_refused_for_a_pipeline_that_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="model_init_kwargs=.*has no effect on a pipeline that is loaded already"):
+        trainer_for(tmp_path, model_init_kwargs={"torch_dtype": "bfloat16"})
 
 
 def test_adapters_that_train_exactly():
