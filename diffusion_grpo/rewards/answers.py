@@ -208,6 +208,8 @@ def check_answer(call: Call, failure: Failure) -> list[float]:
         raise failure.error(f"ran out of memory ({answer}); {LESS_MEMORY}") from answer
     if isinstance(answer, Exception):
         raise failure.error(f"raised {type(answer).__name__}: {answer}") from answer
+    if isinstance(answer, BaseException):  # SystemExit ends the run
+        raise answer
     if isinstance(answer, (Tensor, np.ndarray)):
         answer = answer.tolist()
     if not isinstance(answer, (list, tuple)):

@@ -9,8 +9,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from ..media.samples import copy_value, frame_positions
 from .answers import Batch, Call, Failure, RewardError, check_answer
 from .contract import TAKEN, Reward, is_marked, reward_name
+from .event_loop import run_in_loop
 
 SETTINGS = (  # of torch, process-wide: functions that read and write each
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -184,7 +184,7 @@ class Scoring:
 def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None = None) -> None:
     """Make the calls in this thread, then await all async ones together.
 
-    They are awaited in another thread with its own event loop, because this one may run a loop already (a notebook).
+    They are awaited in the event loop of another thread: this one may run a loop already (a notebook).
     """
     for scoring in scorings:
         scoring.answer(announce)
@@ -198,11 +198,11 @@ def score_here(scorings: list[Scoring], announce: Callable[[str], None] | None =
         with torch.no_grad(), preserve_settings():
             await asyncio.gather(*(scoring.wait() for scoring in waiting))
 
-    has_device = torch.accelerator.is_available()  # each thread has its own current device, at first device 0
-    device = torch.accelerator.current_device_index() if has_device else None
-    choose = partial(torch.accelerator.set_device_index, device) if has_device else None
-    with ThreadPoolExecutor(max_workers=1, initializer=choose) as pool:
-        pool.submit(asyncio.run, gather()).result()
+    done = run_in_loop(gather())
+    try:
+        done.result()
+    finally:
+        done.cancel()  # if it was interrupted
 
 
 def _tensor_name(reward: Reward) -> str:
@@ -278,9 +278,12 @@ def restore_settings(settings: list[Any]) -> None:
 
 
 async def _await_answer(answer: Awaitable) -> object:
+    """Return the answer, or the exception: one that is raised in the event loop could end the loop itself."""
     try:
         return await answer
-    except Exception as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
         return error
 
 

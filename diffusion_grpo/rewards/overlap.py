@@ -8,14 +8,14 @@ overlapped that shares random numbers or memory with the rollout.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .calls import SETTINGS, Scoring, restore_settings, score_here
 from .contract import Reward, is_marked
+from .event_loop import run_in_loop
 
 LOOK = 1.0  # seconds between two looks at which reward the run is waiting for
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class Arrivals:
 
 
 class RolloutScoring:
-    """Computes the rewards of one rollout of one process. A context manager, which ends its threads on exit.
+    """Computes the rewards of one rollout of one process. A context manager, which ends its thread on exit.
 
     Args:
         rewards: those that are trained on.
@@ -154,15 +155,15 @@ class RolloutScoring:
         self.early = [number for number, reward in enumerate(rewards) if not waits_for_all(reward)]
         self.parts: list[tuple[list[int], list[int], Scoring]] = []
         self.done: list[tuple[tuple, Future]] = []
-        self.threads: _Threads | None = None
+        self.thread: _Thread | None = None
         self.waited = 0.0
 
     def __enter__(self) -> RolloutScoring:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.threads is not None:
-            self.threads.close()
+        if self.thread is not None:
+            self.thread.close()
 
     @property
     def samples(self) -> list[Any]:
@@ -194,8 +195,8 @@ class RolloutScoring:
                 self.announce(None)
             self.waited += time.perf_counter() - start
         elif self.overlap.is_possible and numbers is self.early:
-            self.threads = self.threads or _Threads()
-            self.done.append((self.parts[-1], self.threads.submit(scoring)))
+            self.thread = self.thread or _Thread()
+            self.done.append((self.parts[-1], self.thread.submit(scoring)))
 
     def wait(self, watch: Callable[[int], None] = lambda count: None) -> None:
         """Wait for all rewards; `watch` is called with the number of samples that have just got all of theirs."""
@@ -246,16 +247,16 @@ def waits_for_all(reward: Reward) -> bool:
     return is_marked(reward.function, "is_batchwise") or bool(getattr(reward.function, "offload", False))
 
 
-class _Threads:
-    """Two threads: one calls rewards, in the order in which they are submitted, the other awaits async ones."""
+class _Thread:
+    """A thread that calls rewards, in the order in which they are submitted. Async ones wait in the event loop."""
 
     def __init__(self):
-        self.loop, self.queue = asyncio.new_event_loop(), queue.SimpleQueue()
+        self.queue: queue.SimpleQueue = queue.SimpleQueue()
+        self.waiting: list[Future] = []
         self.settings = [read() for read, _ in SETTINGS]
         # each thread has its own current device, at first device 0
         self.device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-        for run in (self._call, self._await):
-            threading.Thread(target=run, name="rewards", daemon=True).start()
+        threading.Thread(target=self._call, name="rewards", daemon=True).start()
 
     def submit(self, scoring: Scoring) -> Future:
         """Queue a scoring; return a future that is done when its answers are there."""
@@ -264,14 +265,16 @@ class _Threads:
         return done
 
     def close(self) -> None:
-        """End both threads when they finish what they are doing; what is still queued is dropped."""
+        """End the thread when it finishes what it is doing; drop what is queued, and cancel what waits."""
         while not self.queue.empty():
             self.queue.get_nowait()
         self.queue.put(None)
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        for future in self.waiting:
+            future.cancel()
 
     def _call(self) -> None:
-        self._choose_device()
+        if self.device is not None:
+            torch.accelerator.set_device_index(self.device)
         while (entry := self.queue.get()) is not None:
             scoring, done = entry
             try:
@@ -280,29 +283,20 @@ class _Threads:
                 done.set_exception(error)
                 continue
             if scoring.is_waiting:
-                with contextlib.suppress(RuntimeError):  # closed after an error: nobody is waiting any more
-                    self.loop.call_soon_threadsafe(self._start_waiting, scoring, done)
+                future = run_in_loop(self._wait(scoring))
+                future.add_done_callback(functools.partial(_pass_on, done))
+                self.waiting.append(future)
             else:
                 done.set_result(None)
 
-    def _await(self) -> None:
-        self._choose_device()
-        asyncio.set_event_loop(self.loop)
-        torch.set_grad_enabled(False)
+    async def _wait(self, scoring: Scoring) -> None:
         try:
-            self.loop.run_forever()
-        finally:
-            self.loop.close()
-
-    def _start_waiting(self, scoring: Scoring, done: Future) -> None:
-        def finish(task: asyncio.Task) -> None:
+            await scoring.wait()
+        finally:  # an async reward may have changed these
             torch.set_grad_enabled(False)
             restore_settings(self.settings)
-            error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            done.set_result(None) if error is None else done.set_exception(error)
 
-        self.loop.create_task(scoring.wait()).add_done_callback(finish)
 
-    def _choose_device(self) -> None:
-        if self.device is not None:
-            torch.accelerator.set_device_index(self.device)
+def _pass_on(done: Future, waited: Future) -> None:
+    error = CancelledError() if waited.cancelled() else waited.exception()
+    done.set_result(None) if error is None else done.set_exception(error)

@@ -81,6 +81,33 @@ def test_async_functions_run_together() -> None:
     assert score([first, second], images=THREE, prompts=THREE_PROMPTS).tolist() == [[1.0, 2.0]] * 3
 
 
+def test_async_functions_keep_their_event_loop() -> None:
+    """So that a client or a semaphore at module level serves the whole run."""
+    limit, loops = asyncio.Semaphore(1), []
+
+    async def reward(images: list) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        async with limit:  # belongs to the loop in which somebody first waits for it
+            await asyncio.sleep(0.01)
+        return [1.0] * len(images)
+
+    for _ in range(2):
+        assert score([reward, reward], images=THREE, prompts=THREE_PROMPTS).tolist() == [[1.0, 1.0]] * 3
+    assert len(loops) == 4 and len(set(loops)) == 1
+
+
+def test_an_async_function_that_exits_ends_the_run_and_not_the_loop() -> None:
+    async def leave(images: list) -> list[float]:
+        raise SystemExit(3)
+
+    async def reward(images: list) -> list[float]:
+        return [1.0] * len(images)
+
+    with pytest.raises(SystemExit):
+        score([leave], images=THREE, prompts=THREE_PROMPTS)
+    assert score([reward], images=THREE, prompts=THREE_PROMPTS).tolist() == [[1.0]] * 3
+
+
 def test_async_functions_work_where_a_loop_runs() -> None:
     async def reward(images: list) -> list[float]:
         return [1.0] * len(images)

@@ -282,7 +282,7 @@ def test_what_draws_random_numbers_is_not_overlapped(caplog) -> None:
                     scoring.add(places, [IMAGES[place] for place in places], None)
                 scoring.wait()
                 values.append(scoring.result(None, print, print))
-            assert scoring.threads is None
+            assert scoring.thread is None
         found.append(torch.stack(values))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     assert "a reward draws from torch's global generator" in caplog.text
@@ -347,3 +347,21 @@ def test_a_run_is_the_same_with_and_without_overlap_and_whatever_rewards_do(tmp_
             assert torch.equal(weight, other), key
         assert runs["beside"][1:] == runs[name][1:]
     assert runs["beside"][2][3] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("is_overlapped", [True, False])
+def test_an_async_reward_keeps_its_event_loop_over_groups_and_rollouts(is_overlapped, tmp_path):
+    limit, loops = asyncio.Semaphore(1), []
+
+    async def patient(images, **columns):
+        loops.append(asyncio.get_running_loop())
+        async with limit:
+            await asyncio.sleep(0.01)
+        return brightness(images)
+
+    async def other(images, **columns):
+        return await patient(images)
+
+    trainer = trainer_for(tmp_path, rewards=[patient, other], overlap_rewards=is_overlapped, max_steps=2)
+    trainer.train()
+    assert len(loops) >= 4 and len(set(loops)) == 1
