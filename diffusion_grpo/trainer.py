@@ -22,7 +22,7 @@ from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
 from .config.settings import DiffusionGRPOConfig
 from .data.held_out import warn_of_trained_prompts
-from .data.prompts import check_dataset
+from .data.prompts import UNNAMED, check_dataset
 from .data.sampler import GroupSampler
 from .distributed.failure import ProcessGroupMonitor
 from .rewards import Reward, RewardError
@@ -360,7 +360,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        datasets = dataset if isinstance(dataset, dict) else {"eval_dataset": dataset}
+        datasets = dataset if isinstance(dataset, dict) else {UNNAMED: dataset}
         for name, part in datasets.items():
             check_dataset(part, name)
             self.inputs.columns(part).check(name)

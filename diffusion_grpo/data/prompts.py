@@ -12,6 +12,8 @@ from ..config.names import check_name
 from .columns import make_paths_absolute
 from .embeddings import EMBEDDED, is_embedding
 
+UNNAMED = "eval_dataset"  # the name of an evaluation dataset that is not given in a dict
+
 
 def read_csv(path: Path) -> datasets.Dataset:
     """Read a table; only empty fields and `nan` count as missing, so that a text may say None or NA.
@@ -138,7 +140,7 @@ def name_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Datas
     Raises:
         ValueError: the name of an evaluation dataset cannot be part of a file name.
     """
-    evaluations = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+    evaluations = evaluation if isinstance(evaluation, dict) else {UNNAMED: evaluation}
     for name in evaluations:
         check_name(name, "The evaluation dataset's name", "give the dataset another name")
     named = [("train_dataset", train), *evaluations.items()]

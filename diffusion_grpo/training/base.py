@@ -177,11 +177,13 @@ class DiffusersTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write weights that diffusers loads, in `output_dir` or the run's folder; every process calls it.
 
+        After full training this is the whole pipeline; checkpoints hold the trained networks alone.
+
         With `ema_decay` these are the average's, which the evaluations measure; the policy's own are in `policy`.
         """
         folder = Path(output_dir or self.args.output_dir)
         is_final = folder.resolve() == Path(self.args.output_dir).resolve()
-        self.checkpointer.save_weights(folder, whole_pipeline=is_final)
+        self.checkpointer.save_weights(folder, whole_pipeline=is_final or not _internal_call)
         if is_final:
             self.create_model_card()
         if self.args.push_to_hub and not _internal_call:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..algorithms.advantages import combine
 from ..data.inputs import PipelineInputs, check_count
+from ..data.prompts import UNNAMED
 from ..distributed.backend import DistributedBackend
 from ..distributed.collectives import gather_means
 from ..distributed.failure import ProcessGroupMonitor
@@ -177,7 +178,7 @@ class Evaluator:
         parts = {name: self._measure(data, pipeline_kwargs, own_metrics) for name, data in datasets.items()}
         watched = next(iter(parts.values())).watched
         metrics = self._metrics(prefix, torch.cat([part.every for part in parts.values()]), watched)
-        for name, part in parts.items() if len(parts) > 1 else ():
+        for name, part in parts.items() if parts.keys() != {UNNAMED} else ():
             metrics |= self._metrics(f"{prefix}_{name}", part.every, watched)
         for key in dict.fromkeys(key for part in parts.values() for key in part.diversity):
             found = [part.diversity[key] for part in parts.values() if key in part.diversity]

@@ -238,8 +238,9 @@ def check_datasets(
         raise ValueError(
             f"eval_reward_funcs={rewards.evaluated[0].name} has no prompts to be measured on; pass an eval_dataset."
         )
-    if args.eval_strategy != "no" and not eval_dataset:
-        raise ValueError(f"eval_strategy={args.eval_strategy.value!r} has nothing to evaluate; pass an eval_dataset.")
+    asking = f"eval_strategy={args.eval_strategy.value!r}" if args.eval_strategy != "no" else "eval_on_start=True"
+    if (args.eval_strategy != "no" or args.eval_on_start) and not eval_dataset:
+        raise ValueError(f"{asking} has nothing to evaluate; pass an eval_dataset.")
 
 
 def check_watched(

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
+from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 from tiny_runs import brightness, trained_weights, trainer_for
 from transformers import Trainer, TrainerCallback
@@ -104,6 +105,17 @@ def test_save_total_limit_and_the_best_model(tmp_path):
     trainer.args.max_steps = 5
     trainer.train(resume_from_checkpoint=True)
     assert noted == [None]  # these weights are on their way to others
+
+
+def test_full_training_saves_a_whole_pipeline_where_it_is_told_to(tmp_path):
+    settings = {"lora": False, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_for(tmp_path / "run", **settings)
+    trainer.train()
+    assert not (tmp_path / "run" / "checkpoint-1" / "model_index.json").exists()  # only what is trained
+    trainer.save_model(str(tmp_path / "mine"))
+    saved = DiffusionPipeline.from_pretrained(tmp_path / "mine").transformer.state_dict()
+    trained = trained_weights(trainer)
+    assert trained and all(torch.equal(value, saved[name]) for name, value in trained.items())
 
 
 def test_predict_says_what_to_call_instead(tmp_path):

@@ -11,7 +11,7 @@ from fresh import load_again
 from tiny_runs import brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
-from diffusion_grpo import DiffusionGRPOConfig
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.policy.rollout import rollout
 from diffusion_grpo.run.folder import read_run
@@ -141,6 +141,20 @@ def test_arguments_that_an_evaluation_cannot_take_are_refused(given, message, tm
     trainer = trainer_for(tmp_path)
     with pytest.raises(ValueError, match=message):
         trainer.evaluate(pipeline_kwargs=given)
+
+
+@pytest.mark.parametrize("names", [["test"], ["test", "other"]])
+def test_datasets_with_names_have_metrics_of_their_own(names, tmp_path):
+    trainer = trainer_for(tmp_path)
+    metrics = trainer.evaluate({name: Dataset.from_dict({"prompt": [name]}) for name in names})
+    assert {"eval_reward", *(f"eval_{name}_reward" for name in names)} <= metrics.keys()
+    assert not any("eval_dataset" in name for name in trainer.evaluate())
+
+
+def test_an_evaluation_at_the_start_needs_prompts(tmp_path):
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, eval_on_start=True)
+    with pytest.raises(ValueError, match="eval_on_start=True has nothing to evaluate; pass an eval_dataset"):
+        DiffusionGRPOTrainer("no/such", brightness, args, train_dataset=Dataset.from_dict({"prompt": ["a"]}))
 
 
 def test_no_updates_where_none_are_asked_for(tmp_path):
