@@ -32,7 +32,8 @@ def test_example(title, tmp_path, monkeypatch):
 
     def config(folder, **settings):
         steps = {"num_inference_steps": 10} if "sde_window" in settings else {}
-        return DiffusionGRPOConfig(folder, **{**settings, **TINY, **steps, **sizes})
+        loaded = {"model_init_kwargs": None}  # the stand-in is in memory
+        return DiffusionGRPOConfig(folder, **{**settings, **TINY, **steps, **sizes, **loaded})
 
     real = diffusion_grpo.DiffusionGRPOTrainer
     monkeypatch.setattr(diffusion_grpo, "DiffusionGRPOConfig", config)
