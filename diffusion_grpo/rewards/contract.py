@@ -300,8 +300,8 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
                 )
             if name == "prompt":
                 raise ValueError(
-                    f"The reward {reward.name!r} has a parameter 'prompt', which rewards do not get; use 'prompts', a "
-                    "list with the prompt of each sample."
+                    f"The reward {reward.name!r} asks for 'prompt', which rewards do not get; use 'prompts', a list "
+                    "with the prompt of each sample."
                 )
             if name not in PROVIDED and name not in columns:
                 raise ValueError(

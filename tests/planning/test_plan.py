@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.cli.train import build_trainer
 from diffusion_grpo.config.arguments import LaunchArguments
 from diffusion_grpo.config.parse import parse_train_arguments
+from diffusion_grpo.distributed.sharding import Sharding
 from diffusion_grpo.planning import plan as plan_module
 from diffusion_grpo.planning.batches import Batches
 from diffusion_grpo.planning.measure import CallSizes
-from diffusion_grpo.planning.plan import Built, count_evaluations, make_planned_config, plan
+from diffusion_grpo.planning.plan import Built, count_evaluations, make_planned_config, plan, read_run
 from diffusion_grpo.policy.stochastic_steps import StochasticScheduler
 
 
@@ -394,3 +396,22 @@ def test_a_pipeline_of_one_sample_per_call_shares_none_in_the_update(is_batched,
     shared = {"same_initial_noise": True, "sde_window": [0, 1], "deterministic_outside_window": True}
     found = plan(write_run(tmp_path, "flux", **shared), []).evaluations
     assert found["update, with gradient"] == (0.5 if is_batched else 1.0)
+
+
+@pytest.mark.parametrize("where", ["settings", "launcher"])
+def test_deepspeeds_own_file_is_planned_without_starting_deepspeed(where, tmp_path, monkeypatch):
+    """Which would look for MPI, and tell transformers that models are to be sharded."""
+    monkeypatch.setattr("accelerate.utils.DeepSpeedPlugin.__post_init__", lambda self: pytest.fail("it was started"))
+    own = str(tmp_path / "own.json")
+    Path(own).write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+    words, launch = ["--output_dir", str(tmp_path / "run")], LaunchArguments(num_processes=2)
+    if where == "settings":
+        words += ["--deepspeed", own]
+    else:
+        launch.accelerate_config = str(tmp_path / "launcher.yaml")
+        config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": own}}
+        Path(launch.accelerate_config).write_text(yaml.safe_dump(config))
+    (_, _, args), settings, notes = read_run(str(EXAMPLES / "demo.yaml"), words, launch)
+    found = Sharding.of(settings)
+    assert (found.name, found.processes, found.offload_parameters) == ("zero3", 2, True)
+    assert args.world_size == 2 and not notes

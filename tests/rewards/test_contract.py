@@ -48,7 +48,7 @@ def test_columns_that_the_dataset_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="'ssim' needs the column 'target'"):
         check_columns(load_rewards("ssim"), ["prompt"], "train")
     check_columns(load_rewards([scaled, "text"]), ["prompt"], "train")
-    with pytest.raises(ValueError, match="'single' has a parameter 'prompt', which rewards do not get; use 'prompts'"):
+    with pytest.raises(ValueError, match="'single' asks for 'prompt', which rewards do not get; use 'prompts'"):
         check_columns(load_rewards(single), ["prompt"], "train")
     with pytest.raises(ValueError, match="'word'"):
         check_columns(load_rewards({scaled: {"text_column": "word"}}), ["prompt"], "train")
