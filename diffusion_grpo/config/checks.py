@@ -6,6 +6,7 @@ These are the messages that a user reads first. None needs a model, and nothing 
 import difflib
 import logging
 import math
+import numbers
 import re
 from typing import Any
 
@@ -29,6 +30,8 @@ RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "l
 
 LIST_TYPE = re.compile(r"list\[\w+\]( \| None)?")  # of settings that are a list, and nothing else
 
+TYPES = {"bool": bool, "int": numbers.Integral, "float": numbers.Real}  # settings of one of these -> what they may be
+
 OWN_CLIPS = {"grpo_guard": "clip_range", "dppo": "threshold"}  # losses with another limit than epsilon -> its name
 
 
@@ -38,6 +41,7 @@ def check_settings(args: Sizes) -> None:
     Raises:
         ValueError: in one sentence, what was found and what to change.
     """
+    check_types(args)
     _check_lists(args)
     _check_choices(args)
     _check_combinations(args)
@@ -53,6 +57,20 @@ def check_settings(args: Sizes) -> None:
     _check_group_offload(args)
     check_quantization(args)
     _check_prompt_embeds(args)
+
+
+def check_types(args: Sizes) -> None:
+    """Refuse numbers and switches of another type; `"False"` would count as true.
+
+    Raises:
+        ValueError: the message names the setting, its value and the type.
+    """
+    for name, setting in config_fields().items():
+        kind, value = setting.type.removesuffix(" | None"), getattr(args, name, None)
+        if kind not in TYPES or value is None and (kind != setting.type or setting.default is None):
+            continue
+        if not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
+            raise ValueError(f"{name}={value!r} is of type {type(value).__name__}, but must be of type {kind}.")
 
 
 def _check_lists(args: Sizes) -> None:
@@ -152,6 +170,12 @@ def _check_trainer_settings(args: Sizes) -> None:
         value = getattr(args, name)
         if value != config_fields()[name].default:
             raise ValueError(f"{name}={value!r} has no effect here: {advice}")
+    saving, evaluating = (str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy))
+    if saving == "best" and evaluating == "no":
+        raise ValueError(
+            "save_strategy='best' saves after evaluations, and eval_strategy='no' has none; set "
+            "eval_strategy='steps', or another save_strategy."
+        )
     optim = str(getattr(args.optim, "value", args.optim))
     if optim.startswith("schedule_free"):
         raise ValueError(

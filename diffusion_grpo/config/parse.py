@@ -159,7 +159,9 @@ def parse_train_arguments(
     parser = TrlParser(classes, allow_abbrev=False)
     parser.error = _raise_argparse_error
     flags = _as_flags(values, parser, script_fields() | config_fields() | own)
-    return parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    script, lora, settings = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    settings.given = frozenset(values)  # the parser passes defaults too
+    return script, lora, settings
 
 
 def _as_flags(values: dict[str, Any], parser: "TrlParser", known: dict[str, Setting]) -> list[str]:

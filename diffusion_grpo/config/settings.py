@@ -18,7 +18,7 @@ from transformers import SchedulerType, TrainingArguments
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.choose import check_loss_kwargs, check_run_settings, find_algorithm
 from .algorithm_traits import AlgorithmTraits, find_traits
-from .checks import check_settings
+from .checks import check_settings, check_types
 from .defaults import Sizes
 from .names import RENAMED
 from .quantization import QuantizationSettings
@@ -118,6 +118,9 @@ class DiffusionGRPOConfig(
     )
 
     def __post_init__(self):
+        if "given" not in vars(self):  # a dataclass that inherits from this one has an __init__ of its own
+            self.given = find_changed(self)
+        check_types(self)
         self.fill_in()
         if self.max_steps == 0:  # transformers takes it for "all epochs"
             self.num_train_epochs = 0.0
@@ -137,6 +140,9 @@ class DiffusionGRPOConfig(
             kwargs = self.lr_scheduler_kwargs or {}
             kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
             self.lr_scheduler_kwargs = {"mode": "max" if is_greater_better else "min", **kwargs}
+        is_evaluated = getattr(self.eval_strategy, "value", self.eval_strategy) == "steps"
+        if is_evaluated and self.eval_steps is None and "logging_steps" not in self.given:
+            self.eval_steps = self.save_steps  # transformers would take logging_steps, which is 1 by default
         # accelerate would compile the whole network; `training/model.py` compiles its repeated blocks instead
         compiles = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
@@ -189,6 +195,16 @@ class DiffusionGRPOConfig(
     def to_dict(self) -> dict[str, Any]:
         """Like `TrainingArguments.to_dict`, but tensors and images among the settings become their type and size."""
         return {name: describe(value) for name, value in super().to_dict().items()}
+
+
+def find_changed(settings: DiffusionGRPOConfig) -> frozenset[str]:
+    """Return the names of the settings that differ from their defaults."""
+    changed = set()
+    for setting in dataclasses.fields(settings):
+        make = setting.default_factory
+        if getattr(settings, setting.name) != (setting.default if make is dataclasses.MISSING else make()):
+            changed.add(setting.name)
+    return frozenset(changed)
 
 
 def count_launched_processes() -> int:
@@ -247,7 +263,8 @@ def _suggest_names(init):
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
                 hint = RENAMED.get(name, f"did you mean {near!r}?")
                 raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; {hint}")
-        self.given = frozenset(kwargs)  # by name, to tell a choice from a default
+        if not set(known) <= kwargs.keys():  # a parser or `dataclasses.replace` passes all, chosen or not
+            self.given = frozenset(kwargs)  # by name, to tell a choice from a default
         init(self, *args, **kwargs)
 
     return check_and_init

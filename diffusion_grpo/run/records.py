@@ -75,7 +75,7 @@ def list_changed_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
     """Return the settings that differ from their defaults, without paths and secrets."""
     defaults = DiffusionGRPOConfig(output_dir=args.output_dir, use_cpu=args.use_cpu)
     changed = {}
-    for setting in dataclasses.fields(args):
+    for setting in dataclasses.fields(DiffusionGRPOConfig):  # a class that inherits from it may have more
         value = getattr(args, setting.name)
         if setting.name in NOT_SETTINGS or value == getattr(defaults, setting.name):
             continue

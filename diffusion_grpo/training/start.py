@@ -1,5 +1,6 @@
 """What is checked and decided before a model is loaded."""
 
+import copy
 import dataclasses
 import inspect
 import sys
@@ -10,6 +11,7 @@ from datasets import Dataset
 from diffusers import DiffusionPipeline
 from peft import PeftConfig
 
+from ..config.checks import check_settings
 from ..config.optimizers import check_optimizer
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs, prepare_inputs
@@ -167,7 +169,10 @@ def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | Non
     """
     check_model(model)
     check_args(args)
-    args = args or DiffusionGRPOConfig(f"{name_model(model).split('/')[-1]}-GRPO")
+    if args is None:
+        args = DiffusionGRPOConfig(f"{name_model(model).split('/')[-1]}-GRPO")
+    args = copy.copy(args)  # what is filled in is of this run: the user may use the settings for another one
+    check_settings(args)  # they may have been changed since they were made
     if model == "tiny":
         args.fill(default_settings(args.given))
     return args

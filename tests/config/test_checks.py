@@ -1,5 +1,6 @@
 """Settings that are out of range, unknown, or contradict each other are refused in one sentence."""
 
+import numpy as np
 import pytest
 import torch
 from command_line import make_config
@@ -135,6 +136,7 @@ REFUSED = [
         "warmup_steps=0.1 has no effect.*use another schedule",
     ),
     ({"fp16": True, "use_cpu": True}, "fp16=True has no effect on a CPU.*set fp16=False .bf16=True works"),
+    ({"save_strategy": "best"}, "save_strategy='best' saves after evaluations.*set eval_strategy='steps'"),
     ({"validation_prompts": "a cat"}, r"validation_prompts='a cat' is a string .* write \['a cat'\]"),
     ({"watch_rewards": "sharpness"}, "watch_rewards='sharpness' is a string where a list is expected"),
 ]
@@ -145,6 +147,27 @@ def test_refused_with_what_to_change(settings, message):
     with pytest.raises(ValueError, match=message) as refusal:
         make_config(**settings)
     assert "\n" not in str(refusal.value)
+
+
+WRONG_TYPES = [
+    ({"learning_rate": "1e-3"}, "learning_rate='1e-3' is of type str, but must be of type float"),
+    ({"bf16": "False"}, "bf16='False' is of type str, but must be of type bool"),
+    ({"num_generations": "8"}, "num_generations='8' is of type str, but must be of type int"),
+    ({"max_steps": 10.0}, "max_steps=10.0 is of type float, but must be of type int"),
+    ({"beta": True}, "beta=True is of type bool, but must be of type float"),
+    ({"max_steps": None}, "max_steps=None is of type NoneType, but must be of type int"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_TYPES, ids=str)
+def test_other_types_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(**settings)
+
+
+def test_numbers_of_numpy_are_numbers():
+    args = make_config(num_generations=np.int64(8), learning_rate=np.float32(0.5), beta=1)
+    assert args.num_generations == 8 and args.learning_rate == 0.5
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

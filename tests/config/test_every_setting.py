@@ -129,6 +129,7 @@ SLIDING = {"sde_window_order": "sliding", "sde_window_interval": 2}
 BRANCHED = {"sde_window": [2, 3], "num_inference_steps": 4, "deterministic_outside_window": True}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+WATCHED_BEST = {"eval_steps": 1, "metric_for_best_model": "eval_reward"}
 FULL = {"lora": False, "learning_rate": 1e-3}
 KEPT = FULL | {"beta": 0.1}  # with a reference copy
 SYNCED = KEPT | {"sync_ref_model": True, "ref_model_sync_steps": 1}
@@ -357,6 +358,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "hub_strategy": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
     "hub_token": Elsewhere("run/test_weights.py::test_settings_of_the_hub_reach_it"),
     "ignore_data_skip": Refused(True, "other prompts"),
+    "greater_is_better": Turned(False, "best", "weights@2", SAVED | EVALUATED | WATCHED_BEST),
     "load_best_model_at_end": Turned(
         True, "weights", "weights@2", SAVED | EVALUATED | {"eval_steps": 1, "rewards": "fading"}
     ),
@@ -367,7 +369,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
         "eval_watch/sharpness/mean",
         "best",
         "weights@2",
-        SAVED | EVALUATED | {"eval_steps": 1, "watch_rewards": ["sharpness"], "metric_for_best_model": "eval_reward"},
+        SAVED | EVALUATED | WATCHED_BEST | {"watch_rewards": ["sharpness"]},
     ),
     "optim": Turned("sgd", "weights@1", "samples@1 gradient@1"),
     "output_dir": Elsewhere("training/test_start.py::test_defaults_name_the_output_after_the_model"),

@@ -1,13 +1,17 @@
 """Settings of a run: unknown ones, launchers, and what is imported to check them."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
 from command_line import make_config
+from transformers import HfArgumentParser
 
+from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.settings import check_launched, computes_in_bf16, count_launched_processes
+from diffusion_grpo.tiny import default_settings
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
@@ -49,3 +53,45 @@ def test_config_errors_in_python_do_not_wait_for_diffusers():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "num_generations must be at least 2" in result.stdout and result.stdout.endswith("False False\n")
+
+
+@dataclasses.dataclass
+class OwnConfig(DiffusionGRPOConfig):
+    """Settings of somebody's script, beside those of the library."""
+
+    style: str = "plain"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_config(num_generations=8),
+        lambda: dataclasses.replace(make_config(num_generations=8), seed=42),
+        lambda: OwnConfig("out", use_cpu=True, num_generations=8, style="bold"),
+        lambda: dataclasses.replace(OwnConfig("out", use_cpu=True, num_generations=8), style="bold"),
+        lambda: HfArgumentParser(DiffusionGRPOConfig).parse_args_into_dataclasses(
+            ["--output_dir", "out", "--use_cpu", "--num_generations", "8"]
+        )[0],
+        lambda: HfArgumentParser(OwnConfig).parse_dict({"output_dir": "out", "use_cpu": True, "num_generations": 8})[
+            0
+        ],
+    ],
+    ids=["keywords", "replaced", "own", "own replaced", "parsed", "own parsed"],
+)
+def test_what_was_chosen_is_known_however_the_settings_are_made(make):
+    """So that the embedded model fills in the rest."""
+    given = make().given
+    assert "num_generations" in given and not given & {"num_inference_steps", "height", "width"}
+    assert not given & default_settings({"num_generations"}).keys()
+
+
+def test_a_default_that_is_given_by_name_is_a_choice():
+    assert "num_inference_steps" in make_config(num_inference_steps=10).given
+
+
+def test_evaluations_come_with_the_checkpoints_by_default():
+    """And not with each log entry, which is each update."""
+    assert make_config(eval_strategy="steps", save_steps=20).eval_steps == 20
+    assert make_config(eval_strategy="steps", logging_steps=5).eval_steps == 5  # as transformers has it
+    assert make_config(eval_strategy="steps", eval_steps=2).eval_steps == 2
+    assert make_config(eval_strategy="epoch").eval_steps is None

@@ -18,6 +18,7 @@ from tiny_runs import brightness, trainer_for
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.distributed.backend import DistributedBackend
 from diffusion_grpo.rewards import takes_tensors
+from diffusion_grpo.run.records import list_changed_settings
 from diffusion_grpo.training.start import (
     check_datasets,
     check_run,
@@ -92,6 +93,38 @@ def test_the_embedded_model_fills_in_what_is_not_given(tmp_path):
     assert other.height is None
     with pytest.raises(TypeError, match="model is None; pass a Hub id"):
         prepare_args(None, None)
+
+
+def test_settings_serve_several_trainers(tmp_path):
+    """What is filled in for one, such as the learning rate of full training, does not stay for the next."""
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, height=8, width=8)
+    rates, rows = [], Dataset.from_dict({"prompt": ["a"]})
+    for peft_config in (None, LoraConfig()):
+        pipe, _ = tiny_pipelines.build("sd3")
+        trainer = DiffusionGRPOTrainer(pipe, brightness, args, rows, peft_config=peft_config)
+        rates.append(trainer.args.learning_rate)
+    assert rates == [1e-5, 3e-4] and args.learning_rate is None
+    plain = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
+    assert prepare_args("tiny", plain).height == 32 and plain.height is None
+
+
+def test_settings_that_were_changed_since_are_checked_again(tmp_path):
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
+    args.num_generations = 1
+    with pytest.raises(ValueError, match="num_generations must be at least 2, got 1"):
+        prepare_args("owner/name", args)
+
+
+def test_settings_may_have_more_fields(tmp_path):
+    @dataclasses.dataclass
+    class OwnConfig(DiffusionGRPOConfig):
+        token_of_mine: str = "none"
+
+    args = OwnConfig(str(tmp_path), token_of_mine="secret", use_cpu=True, height=8, width=8)
+    pipe, _ = tiny_pipelines.build("sd3")
+    trainer = DiffusionGRPOTrainer(pipe, brightness, args, Dataset.from_dict({"prompt": ["a"]}))
+    assert isinstance(trainer.args, OwnConfig) and trainer.args.token_of_mine == "secret"
+    assert list_changed_settings(args) == {"height": 8, "width": 8}
 
 
 @pytest.mark.parametrize(
