@@ -1,19 +1,23 @@
 """Compute rewards while the next samples are rolled out.
 
 A prompt's samples are scored as soon as the last of them is made, while the pipeline goes on: ordinary rewards in one
-thread, async ones (a server's answers) in another. The result is the same as when scoring afterwards, bit for bit:
-rewards are called with the same samples, their answers are checked and logged in the same order, and nothing is
-overlapped that shares random numbers or memory with the rollout.
+thread, async ones (a server's answers) in another. Each of the two threads lasts for the whole run, and all rewards
+are called there, also those that wait for the rollout: a connection to a database, for example, works only in the
+thread that opened it. The result is the same as when scoring afterwards, bit for bit: rewards are called with the same
+samples, their answers are checked and logged in the same order, and nothing is overlapped that shares random numbers
+or memory with the rollout.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
@@ -53,6 +57,32 @@ class Overlap:
     ):
         self.is_wanted, self._draws_globally, self._waits_for_rollout = is_wanted, draws_globally, waits_for_rollout
         self.is_tried, self.reason = False, None
+        self._thread: _Thread | None = None
+
+    def submit(self, scoring: Scoring) -> Future:
+        """Queue a scoring in the thread of the rewards; return a future that is done when its answers are there."""
+        if self._thread is None:
+            self._thread = _Thread()
+            weakref.finalize(self, self._thread.close)
+        return self._thread.submit(scoring)
+
+    def drop(self) -> None:
+        """Forget the scorings that have not begun, and cancel those whose async rewards are being awaited."""
+        if self._thread is not None:
+            self._thread.drop()
+
+    def score(self, scorings: list[Scoring], announce: Callable[[str | None], None] | None = None) -> None:
+        """Call rewards and wait for them: in their thread, or in this one if rewards are never overlapped.
+
+        Args:
+            scorings: of the samples; async rewards of all of them are awaited together.
+            announce: called with the names of the rewards that the run waits for.
+        """
+        if not self.is_wanted:
+            score_here(scorings, announce)
+            return
+        for scoring, done in [(scoring, self.submit(scoring)) for scoring in scorings]:
+            wait_for(done, scoring, announce)
 
     @property
     def waits_for_rollout(self) -> bool:
@@ -128,7 +158,7 @@ class Arrivals:
 
 
 class RolloutScoring:
-    """Computes the rewards of one rollout of one process. A context manager, which ends its thread on exit.
+    """Computes the rewards of one rollout of one process. A context manager, which on exit drops what has not begun.
 
     Args:
         rewards: those that are trained on.
@@ -155,15 +185,13 @@ class RolloutScoring:
         self.early = [number for number, reward in enumerate(rewards) if not waits_for_all(reward)]
         self.parts: list[tuple[list[int], list[int], Scoring]] = []
         self.done: list[tuple[tuple, Future]] = []
-        self.thread: _Thread | None = None
         self.waited = 0.0
 
     def __enter__(self) -> RolloutScoring:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.thread is not None:
-            self.thread.close()
+        self.overlap.drop()
 
     @property
     def samples(self) -> list[Any]:
@@ -190,33 +218,26 @@ class RolloutScoring:
         if self.overlap.is_first:
             start = time.perf_counter()
             with self.overlap.watch_generator():
-                score_here([scoring], self.announce)
+                self.overlap.score([scoring], self.announce)
             if self.announce is not None:
                 self.announce(None)
             self.waited += time.perf_counter() - start
         elif self.overlap.is_possible and numbers is self.early:
-            self.thread = self.thread or _Thread()
-            self.done.append((self.parts[-1], self.thread.submit(scoring)))
+            self.done.append((self.parts[-1], self.overlap.submit(scoring)))
 
     def wait(self, watch: Callable[[int], None] = lambda count: None) -> None:
         """Wait for all rewards; `watch` is called with the number of samples that have just got all of theirs."""
         late = [number for number in range(len(self.rewards)) if number not in self.early]
         reported = 0
         for (indices, _, scoring), done in self.done:
-            announced = None
-            while not done.done():
-                if self.announce is not None and scoring.doing != announced:
-                    announced = scoring.doing
-                    self.announce(announced)
-                wait([done], timeout=LOOK)
-            done.result()
+            wait_for(done, scoring, self.announce)
             if not late:
                 reported += len(indices)
                 watch(len(indices))
         if late:
             self._hand_over(late, list(range(len(self.groups))))
         with self.overlap.watch_generator() if self.overlap.is_first else contextlib.nullcontext():
-            score_here([scoring for _, _, scoring in self.parts if not scoring.calls], self.announce)
+            self.overlap.score([scoring for _, _, scoring in self.parts if not scoring.calls], self.announce)
         watch(self.count - reported)
 
     def result(self, failure_dir: Path | None, log_metric: Callable, log_extra: Callable) -> Tensor:
@@ -242,13 +263,29 @@ class RolloutScoring:
         return values
 
 
+def wait_for(done: Future, scoring: Scoring, announce: Callable[[str | None], None] | None = None) -> None:
+    """Wait for a scoring that was submitted, and announce what it is doing; raise what its thread raised."""
+    announced = None
+    while not done.done():
+        if announce is not None and scoring.doing != announced:
+            announced = scoring.doing
+            announce(announced)
+        wait([done], timeout=LOOK)
+    if announce is not None and done.exception() is not None:
+        announce(scoring.doing)
+    done.result()
+
+
 def waits_for_all(reward: Reward) -> bool:
     """Return whether a reward is called after the rollout: it compares all samples, or its network is offloaded."""
     return is_marked(reward.function, "is_batchwise") or bool(getattr(reward.function, "offload", False))
 
 
 class _Thread:
-    """A thread that calls rewards, in the order in which they are submitted. Async ones wait in the event loop."""
+    """A thread that calls rewards, in the order in which they are submitted. Async ones wait in the event loop.
+
+    It lasts until `close`. Python ends without waiting for it.
+    """
 
     def __init__(self):
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -264,30 +301,41 @@ class _Thread:
         self.queue.put((scoring, done))
         return done
 
-    def close(self) -> None:
-        """End the thread when it finishes what it is doing; drop what is queued, and cancel what waits."""
-        while not self.queue.empty():
-            self.queue.get_nowait()
-        self.queue.put(None)
+    def drop(self) -> None:
+        """Drop what is queued, and cancel what waits."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.queue.get_nowait()
         for future in self.waiting:
             future.cancel()
+
+    def close(self) -> None:
+        """End the thread when it finishes what it is doing."""
+        self.drop()
+        self.queue.put(None)
 
     def _call(self) -> None:
         if self.device is not None:
             torch.accelerator.set_device_index(self.device)
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)  # for ordinary rewards that run a coroutine by themselves
         while (entry := self.queue.get()) is not None:
-            scoring, done = entry
-            try:
-                scoring.answer()
-            except BaseException as error:  # a reward that calls sys.exit must end the run, not just this thread
-                done.set_exception(error)
-                continue
-            if scoring.is_waiting:
-                future = run_in_loop(self._wait(scoring))
-                future.add_done_callback(functools.partial(_pass_on, done))
-                self.waiting.append(future)
-            else:
-                done.set_result(None)
+            self._answer(*entry)
+            del entry  # or the samples would be kept until the next ones come
+        loop.close()
+
+    def _answer(self, scoring: Scoring, done: Future) -> None:
+        try:
+            scoring.answer()
+        except BaseException as error:  # a reward that calls sys.exit must end the run, not just this thread
+            done.set_exception(error)
+            return
+        if not scoring.is_waiting:
+            done.set_result(None)
+            return
+        future = run_in_loop(self._wait(scoring))
+        future.add_done_callback(functools.partial(_pass_on, done))
+        self.waiting = [other for other in self.waiting if not other.done()] + [future]
 
     async def _wait(self, scoring: Scoring) -> None:
         try:

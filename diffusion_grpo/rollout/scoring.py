@@ -19,7 +19,7 @@ from ..distributed.failure import ProcessGroupMonitor
 from ..media.serialize import pack_columns, unpack_columns
 from ..rewards import Reward
 from ..rewards.answers import Batch
-from ..rewards.calls import Scoring, score_here
+from ..rewards.calls import Scoring
 from ..rewards.contract import is_marked
 from ..rewards.overlap import Overlap, RolloutScoring
 from ..rewards.reward_processes import Assignment, SampleChannel, SubsetScoring, exchange_samples
@@ -155,7 +155,7 @@ class RewardScorer:
             log_metric, extra: as in [`RewardScorer.finish_rollout`].
         """
         scoring = self._scoring(funcs, samples, rows, groups, latents)
-        score_here([scoring], self._announce)
+        self._overlap.score([scoring], self._announce)
         return self._values(scoring.values, log_metric, extra, len(samples))
 
     def exchange(
