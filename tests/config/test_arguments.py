@@ -1,11 +1,14 @@
 """The settings that only the command line takes."""
 
+from argparse import ArgumentError
 from collections import OrderedDict
 
 import pytest
 import torch
 from peft import get_peft_model
+from trl import ModelConfig, ScriptArguments, TrlParser
 
+from diffusion_grpo import DiffusionGRPOConfig
 from diffusion_grpo.config.arguments import LaunchArguments, LoraArguments
 from diffusion_grpo.config.parse import parse_train_arguments
 
@@ -16,6 +19,16 @@ def test_lora_arguments_become_a_peft_config(config_file):
     lora = parse_train_arguments(config_file(use_peft=True, lora_target_modules=[r".*attn\.to_q"]), [])[1]
     assert lora.peft_config().target_modules == r".*attn\.to_q"
     assert parse_train_arguments(config_file(), [])[1].peft_config() is None
+
+
+def test_a_script_of_the_users_own_parses_them_beside_the_settings_of_a_run():
+    """As docs/coming_from/trl.md says; TRL's `ModelConfig` has names that quantization has here, too."""
+    words = ["--dataset_name", "owner/prompts", "--output_dir", "out", "--use_cpu", "--height", "64", "--lora_r", "8"]
+    parser = TrlParser((ScriptArguments, DiffusionGRPOConfig, LoraArguments))
+    script, args, lora = parser.parse_args_and_config([*words, "--use_peft"])
+    assert (script.dataset_name, args.height, lora.peft_config().r) == ("owner/prompts", 64, 8)
+    with pytest.raises(ArgumentError, match="load_in_8bit"):
+        TrlParser((DiffusionGRPOConfig, ModelConfig))
 
 
 def test_how_a_lora_starts(config_file):
