@@ -377,7 +377,8 @@ def test_ordinary_rewards_keep_their_thread_in_rollouts_and_evaluations(is_overl
         if not opened:
             opened.append(sqlite3.connect(":memory:"))
         (one,) = opened[0].execute("select 1").fetchone()
-        asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))  # a loop of its own, as in the main thread
+        if is_overlapped:  # the thread has an event loop, as the main thread has until something calls asyncio.run
+            asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
         return [shade * one for shade in brightness(images)]
 
     @batchwise
