@@ -33,7 +33,7 @@ from .compiling import compile_blocks
 from .decoding import set_decoding
 from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
 from .scheduler_settings import change_scheduler
-from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins
+from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_encoders
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
@@ -189,7 +189,7 @@ def load_pipeline(
     quantized: QuantizedLoading | None = None,
     parts: dict[str, Any] | None = None,
 ) -> DiffusionPipeline:
-    """Load a pipeline by its name, with `model_init_kwargs`; one that is given is returned.
+    """Load a pipeline by its name, with `model_init_kwargs`; one that is given is returned with all of its parts.
 
     In mixed precision frozen parts are loaded in the half-precision type; a network that is trained in full keeps
     float32 weights, as the optimizer needs them. With a `backend` that shards weights, those of the trained networks
@@ -204,6 +204,7 @@ def load_pipeline(
         parts: components that are taken as they are and not loaded.
     """
     if isinstance(model, DiffusionPipeline):
+        wake_encoders(model)
         return set_up_pipeline(model, args)
     return set_up_pipeline(_load_parts(model, args, is_full_training, backend, quantized, parts or {}), args)
 

@@ -62,9 +62,9 @@ class StandIn(nn.Module):
         wake: Callable[[], nn.Module],
     ):
         super().__init__()
-        self.__dict__.update(_kind=kind, _wake=wake)
-        self.register_buffer("_place", torch.empty(0, dtype=torch.uint8, device=device), persistent=False)
-        self.__dict__.update(config=config, dtype=dtype, __module__=kind.__module__)
+        self.__dict__.update(_kind=kind, _wake=wake, _dtype=dtype)
+        self.register_buffer("_place", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self.__dict__.update(config=config, __module__=kind.__module__)
 
     @property
     def __class__(self) -> type[nn.Module]:
@@ -75,21 +75,35 @@ class StandIn(nn.Module):
         """Where the encoder would be."""
         return self._place.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the encoder's weights would be."""
+        return self._place.dtype
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the dtype was changed since, as by the pipeline's `to`."""
+        return self.dtype != self._dtype
+
+    def wake(self) -> nn.Module:
+        """Bring the encoder back and return it."""
+        return self._wake()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Bring the encoder back and call it."""
-        return self._wake()(*args, **kwargs)
+        return self.wake()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not (hasattr(self._kind, name) or name in CHILDREN):
             return super().__getattr__(name)
-        return getattr(self._wake(), name)
+        return getattr(self.wake(), name)
 
 
 class TextEncoders:
     """The text encoders of a pipeline, which come and go.
 
     Args:
-        pipe: the pipeline; encoders that were never loaded are stand-ins in it.
+        pipe: the pipeline; encoders that were never loaded are stand-ins in it, where there is `reload`.
         reload: returns a fresh encoder by its name, as the pipeline was loaded; None for a pipeline of the user's,
             whose encoders are written to a file and read back.
         folder: where such files lie while they are needed.
@@ -115,7 +129,7 @@ class TextEncoders:
         self._hooks: list[Any] = []
         self._forwards: dict[str, Callable | None] = {}  # of encoders at work: their own, such as offload_frozen's
         self._spilled: tempfile.TemporaryDirectory | None = None
-        for name in self.released:
+        for name in self.released if reload is not None else []:
             self._get(name).to(device).__dict__["_wake"] = functools.partial(self._load_again, name)
 
     @property
@@ -194,7 +208,7 @@ class TextEncoders:
 
     def _replace(self, name: str, part: nn.Module) -> None:
         if self._reload is not None:
-            wake = functools.partial(self._load_again, name)
+            wake = functools.partial(self._load_again, name, part.dtype)
         elif is_plain(part):
             wake = self._spill(name, part)
         else:
@@ -213,6 +227,7 @@ class TextEncoders:
             self._spilled = tempfile.TemporaryDirectory(prefix="waiting-", dir=self._folder)
         path = Path(self._spilled.name) / f"{name}.safetensors"
         parameters = dict(part.named_parameters())
+        dtypes = {key: weights.dtype for key, weights in parameters.items()}
         if not path.is_file():
             save_file({key: weights.detach().cpu().contiguous() for key, weights in parameters.items()}, path)
         for weights in parameters.values():
@@ -220,18 +235,24 @@ class TextEncoders:
 
         def read() -> nn.Module:
             for key, weights in load_file(path).items():
-                parameters[key].data = weights
+                parameters[key].data = weights.to(dtypes[key])  # the file may be of before a cast
             return self._wake(name, part)
 
         return read
 
-    def _load_again(self, name: str) -> nn.Module:
-        return self._wake(name, self._reload(name).requires_grad_(False).eval())
+    def _load_again(self, name: str, dtype: torch.dtype | None = None) -> nn.Module:
+        part = self._reload(name).requires_grad_(False).eval()
+        if dtype is not None:
+            _cast(part, dtype)
+        return self._wake(name, part)
 
     def _wake(self, name: str, part: nn.Module) -> nn.Module:
         logger.info("%s is loaded again, because something calls it.", name)
         self.loads += 1
-        device = self._get(name).device
+        stand_in = self._get(name)
+        if stand_in.is_cast:
+            _cast(part, stand_in.dtype)
+        device = stand_in.device
         self._put(name, part)
         if self._is_working:
             self._begin_work(name)
@@ -245,6 +266,20 @@ class TextEncoders:
         setattr(self._pipe, name, part)
         if hook is not None:
             add_hook_to_module(part, hook)
+
+
+def wake_encoders(pipe: DiffusionPipeline) -> None:
+    """Put the text encoders that an earlier run on this pipeline released back into it."""
+    for name in list_text_encoders(pipe.components):
+        part = getattr(pipe, name)
+        if isinstance(part, StandIn):
+            part.wake()
+
+
+def _cast(part: nn.Module, dtype: torch.dtype) -> None:
+    """Cast an encoder whose weights are of another dtype; one that is quantised stays as it is."""
+    if part.dtype != dtype and is_plain(part):
+        part.to(dtype)
 
 
 def _is_fetched(part: nn.Module) -> bool:

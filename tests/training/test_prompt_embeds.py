@@ -129,6 +129,28 @@ def test_a_run_trains_the_same_weights(name, mode, own, tmp_path):
     assert [file.read_bytes() for file in plainly] == [file.read_bytes() for file in kept_files]
 
 
+@pytest.mark.parametrize("mode", ["memory", "disk"])
+def test_a_pipeline_is_trained_twice_and_stays_usable(mode, tmp_path):
+    pipe, inputs = tiny_pipelines.build("sd3")
+    call = inputs | {"prompt": "a cat", "num_inference_steps": 2, "output_type": "pt"}
+    sample = lambda: pipe(**call, generator=torch.Generator().manual_seed(0)).images  # noqa: E731
+    before, settings = sample(), ONE_UPDATE | {"cache_prompt_embeds": mode}
+    if mode == "disk":
+        settings["prompt_embeds_dir"] = str(tmp_path / "embeds")
+    trained = []
+    for run in ("first", "second"):
+        trainer = trainer_for(tmp_path / run, model=pipe, **settings)
+        trainer.train()
+        trained.append(trained_weights(trainer))
+        assert trainer.embeds.encoders.released == ["text_encoder", "text_encoder_2", "text_encoder_3"]
+        assert (trainer.embeds.store.encoded == 0) == ((mode, run) == ("disk", "second"))
+        pipe.unload_lora_weights()
+    assert all(torch.equal(trained[1][name], weight) for name, weight in trained[0].items())
+    pipe.to(torch.bfloat16)
+    assert sample().dtype == torch.bfloat16
+    assert torch.allclose(pipe.to(torch.float32) and sample(), before, atol=0.05)
+
+
 def train_by_name(folder, source, lora=True, **settings):
     """A trainer of a model named by its folder, after one update."""
     trainer = DiffusionGRPOTrainer(

@@ -24,6 +24,7 @@ from diffusion_grpo.training.text_encoders import (
     list_text_encoders,
     make_stand_ins,
     remember_calls,
+    wake_encoders,
 )
 
 NAMES = ["text_encoder", "text_encoder_2", "text_encoder_3"]
@@ -90,6 +91,40 @@ def test_encoders_of_a_named_model_are_freed_and_loaded_anew(tmp_path):
         pipe.text_encoder.text_model(torch.zeros(1, 4, dtype=torch.int64))  # some pipelines call a part of it
     assert has_run == [True] and encoders.loads == 4
     assert not pipe.text_encoder.training and not any(p.requires_grad for p in pipe.text_encoder.parameters())
+
+
+def test_a_second_run_gets_back_what_the_first_released(tmp_path):
+    """Also beside the first one, whose files it must not need any more."""
+    pipe, _ = tiny_pipelines.build("sd3")
+    parts = [getattr(pipe, name) for name in NAMES]
+    weights = [weight.clone() for part in parts for weight in part.parameters()]
+    for run in ("first", "second"):
+        wake_encoders(pipe)
+        encoders = held(pipe, tmp_path / run)
+        assert encoders.released == []
+        encoders.release()
+        assert encoders.released == NAMES
+    held(pipe, tmp_path / "third")  # whoever looks at the pipeline leaves in place what brings its encoders back
+    wake_encoders(pipe)
+    assert [getattr(pipe, name) for name in NAMES] == parts
+    assert all(map(torch.equal, weights, (weight for part in parts for weight in part.parameters())))
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_encoders_come_back_in_the_dtype_that_the_pipeline_was_cast_to(tmp_path, is_named):
+    fresh = lambda name: getattr(tiny_pipelines.build("sd3")[0], name)  # noqa: E731
+    pipe, _ = tiny_pipelines.build("sd3")
+    encoders = held(pipe, tmp_path, reload=fresh if is_named else None)
+    for dtype in (torch.bfloat16, torch.float32):
+        encoders.release()
+        pipe.to(dtype)
+        assert pipe.text_encoder.dtype == pipe.text_encoder_3.dtype == dtype
+        wake_encoders(pipe)
+        encoders.release()  # what was cast while it was away, and what was cast before it went
+        wake_encoders(pipe)
+        assert {weight.dtype for name in NAMES for weight in getattr(pipe, name).parameters()} == {dtype}
+    with torch.no_grad():
+        assert pipe.encode_prompt("a cat", "a cat", "a cat")[0].dtype == torch.float32
 
 
 def test_encoders_are_freed_at_once_although_hooks_refer_to_them(tmp_path):
