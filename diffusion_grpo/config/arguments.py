@@ -1,5 +1,6 @@
 """What only the command line takes beside `DiffusionGRPOConfig`: model, data and rewards, LoRA, and processes."""
 
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,7 @@ class ScriptArguments:
             raise ValueError(f"report_experiment: there is no file {self.report_experiment}.")
 
 
+NAME = re.compile(r"[\w.]+")  # of a layer, and not an expression or `all-linear`
 LORA_INITS = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's init_lora_weights
 
 
@@ -119,13 +121,15 @@ class LoraArguments:
             return None
         from peft import LoraConfig
 
-        modules = self.lora_target_modules
+        modules: list[str] | str | None = self.lora_target_modules
+        if modules is not None and len(modules) == 1 and not NAME.fullmatch(modules[0]):
+            modules = modules[0]
         return LoraConfig(
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=0.0,
             init_lora_weights=LORA_INITS[self.lora_init],
-            target_modules=modules[0] if modules and len(modules) == 1 else modules,
+            target_modules=modules,
         )
 
 

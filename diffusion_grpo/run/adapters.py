@@ -292,6 +292,8 @@ def _active_adapters(network: nn.Module) -> list[str]:
 def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
     """Copy a config, with the usual target modules of the network where it names none.
 
+    A string is a regular expression of whole names, as in peft; where it matches none, it is the end of names.
+
     Raises:
         ValueError: it names modules that the network does not have; the message lists those it has.
     """
@@ -299,7 +301,7 @@ def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
     peft_config.task_type, peft_config.inference_mode = None, False  # of language models; of adapters that were saved
     names = [name for name, _ in network.named_modules() if name]
     targets = peft_config.target_modules
-    if not targets and not peft_config.target_parameters:
+    if not targets:
         found = (list(filter(functools.partial(_is_target, names), usual)) for usual in TARGETS)
         peft_config.target_modules = set(next((usual for usual in found if usual), []))
         if not peft_config.target_modules:
@@ -307,20 +309,37 @@ def fill_targets(network: nn.Module, peft_config: LoraConfig) -> LoraConfig:
                 f"{type(network).__name__} has none of the usual attention layers; set target_modules to some of "
                 f"its modules: {_linear_names(network)}."
             )
-    elif isinstance(targets, str) and targets.lower() == "all-linear":
         return peft_config
-    elif targets:
-        is_regex = isinstance(targets, str)
-        missing = [] if is_regex else sorted(target for target in targets if not _is_target(names, target))
-        if missing or (is_regex and not any(re.fullmatch(targets, name) for name in names)):
-            raise ValueError(
-                f"target_modules: {type(network).__name__} has no module {', '.join(missing) or targets}; choose from "
-                f"{_linear_names(network)}."
-            )
+    if isinstance(targets, str):
+        if targets.lower() == "all-linear" or _matches_any(targets, names):
+            return peft_config
+        peft_config.target_modules = {targets}
+    missing = ", ".join(sorted(name for name in peft_config.target_modules if not _is_target(names, name)))
+    if missing:
+        hint = " (several names are a list)" if isinstance(targets, str) and set(targets) & {",", " "} else ""
+        raise ValueError(
+            f"target_modules: {type(network).__name__} has no module {missing}{hint}; choose from "
+            f"{_linear_names(network)}."
+        )
     return peft_config
 
 
-def _is_target(names: tuple[str, ...], target: str) -> bool:
+def _matches_any(pattern: str, names: list[str]) -> bool:
+    """Return whether a regular expression is the whole name of a module.
+
+    Raises:
+        ValueError: it is no regular expression.
+    """
+    try:
+        return any(re.fullmatch(pattern, name) for name in names)
+    except re.error as error:
+        raise ValueError(
+            f"target_modules={pattern!r} is no regular expression ({error}); give a list of names, or write .* "
+            "for any characters."
+        ) from error
+
+
+def _is_target(names: list[str], target: str) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 

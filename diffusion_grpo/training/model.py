@@ -583,6 +583,11 @@ def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None
                 f"{name}={value!r} trains weights of the base model itself, which diffusers does not load with a "
                 "saved LoRA; leave it out, or train all weights without peft_config."
             )
+    if peft_config.target_parameters:
+        raise ValueError(
+            f"target_parameters={peft_config.target_parameters!r} gives a LoRA to single parameters, which diffusers "
+            "does not load; name the layers that hold them in target_modules."
+        )
     if getattr(peft_config, "lora_dropout", 0.0):
         raise ValueError(
             f"lora_dropout={peft_config.lora_dropout} would make every replay differ from its rollout and the ratio "

@@ -18,6 +18,10 @@ def test_lora_arguments_become_a_peft_config(config_file):
     assert (lora.peft_config().r, lora.peft_config().target_modules) == (4, {"to_q", "to_k"})
     lora = parse_train_arguments(config_file(use_peft=True, lora_target_modules=[r".*attn\.to_q"]), [])[1]
     assert lora.peft_config().target_modules == r".*attn\.to_q"
+    lora = parse_train_arguments(config_file(use_peft=True, lora_target_modules="to_out.0"), [])[1]
+    assert lora.peft_config().target_modules == {"to_out.0"}
+    lora = parse_train_arguments(config_file(use_peft=True, lora_target_modules=["all-linear"]), [])[1]
+    assert lora.peft_config().target_modules == "all-linear"
     assert parse_train_arguments(config_file(), [])[1].peft_config() is None
 
 

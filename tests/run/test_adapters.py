@@ -276,6 +276,17 @@ def test_targets_that_do_not_exist_are_answered_with_those_that_do(tmp_path, tar
 # What is no pipeline, and no settings
 
 
+def test_one_target_may_be_written_without_a_list():
+    network = tiny_pipelines.build("sd3")[0].transformer
+    target = lambda given: adapters.fill_targets(network, LoraConfig(r=2, target_modules=given)).target_modules  # noqa: E731
+    assert target("to_q") == {"to_q"} and target("to_out.0") == {"to_out.0"}
+    assert target(r".*attn\.to_q") == r".*attn\.to_q" and target("proj_out") == "proj_out"  # a module's whole name
+    with pytest.raises(ValueError, match=r"has no module to_q, to_k \(several names are a list\); choose from .*to_k"):
+        target("to_q, to_k")
+    with pytest.raises(ValueError, match=r"target_modules='\*to_q' is no regular expression .nothing to repeat"):
+        target("*to_q")
+
+
 def test_both_parts_of_glm_image_at_once(tmp_path):
     for names in ("transformer, vision_language_encoder", "vision_language_encoder, transformer"):
         with pytest.raises(

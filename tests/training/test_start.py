@@ -50,6 +50,7 @@ def test_learning_rates_by_default(tmp_path):
         ({"init_lora_weights": "pissa", "beta": 0.1}, "'pissa' changes the base.*beta > 0 has no reference"),
         ({"bias": "all"}, "bias='all' trains the base model's own biases"),
         ({"modules_to_save": ["proj_out"]}, "modules_to_save=.'proj_out'. trains weights of the base model itself"),
+        ({"target_parameters": ["w"]}, "target_parameters=.'w'. gives a LoRA to single parameters, which diffusers"),
         ({"reward_funcs": [brightness, partial(brightness)]}, "two rewards called 'brightness'"),
         ({"sync_ref_model": True, "beta": 0.1}, "LoRA's reference is the frozen base"),
         (
@@ -63,7 +64,7 @@ def test_learning_rates_by_default(tmp_path):
     ids=lambda value: str(value)[:40],
 )
 def test_refused_before_a_model_is_loaded(tmp_path, change, message):
-    own = ("lora_dropout", "init_lora_weights", "bias", "modules_to_save")
+    own = ("lora_dropout", "init_lora_weights", "bias", "modules_to_save", "target_parameters")
     of_lora = {name: value for name, value in change.items() if name in own}
     arguments = {
         "model": "no/such-model",  # loading it would fail with another message
