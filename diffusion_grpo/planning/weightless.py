@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..config.settings import DiffusionGRPOConfig
 from ..training.decoding import set_decoding
 from ..training.model import choose_dtype, set_scheduler
+from ..training.pipeline_checks import check_processors
 
 WEIGHTS = ["*.safetensors", "*.bin", "*.msgpack", "*.h5", "*.ckpt", "*.pt", "*.onnx*", "*.gguf"]
 
@@ -46,8 +47,10 @@ def build_weightless_pipeline(
 
     Raises:
         ValueError: neither diffusers nor transformers has the class of one of its parts.
+        ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
     """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    check_processors(index, args.model_init_kwargs or {})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dtype = choose_dtype(args, is_full_training)
     parts: dict[str, Any] = {}

@@ -76,7 +76,7 @@ class BlockSwap:
             use_stream=use_stream,
             record_stream=use_stream,  # a weight may be in use, in backward too, after its group has left
         )
-        hooked = [(module, hook) for module in network.modules() if (hook := _find_hook(module)) is not None]
+        hooked = [(module, hook) for module in network.modules() if (hook := find_hook(module)) is not None]
         remove_hooks(network)
         movers = {id(hook.group): hook.group for _, hook in hooked}
         groups = {key: Group(mover, self._addresses) for key, mover in movers.items()}
@@ -330,6 +330,7 @@ def remove_hooks(network: nn.Module) -> None:
         registry.remove_hook(name, recurse=True)
 
 
-def _find_hook(module: nn.Module) -> GroupOffloadingHook | None:
+def find_hook(module: nn.Module) -> GroupOffloadingHook | None:
+    """Return the hook by which diffusers moves a module, or ours in its place; None for none."""
     registry = getattr(module, "_diffusers_hook", None)
     return None if registry is None else registry.get_hook(HOOK)

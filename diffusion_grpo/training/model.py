@@ -31,6 +31,7 @@ from ..run import adapters
 from .block_swap import BlockSwap
 from .compiling import compile_blocks
 from .decoding import set_decoding
+from .pipeline_checks import check_processors
 from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
 from .scheduler_settings import change_scheduler
 from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_encoders
@@ -145,6 +146,17 @@ def check_scheduler(
     libraries = [(index.get(name) or [None])[0] for name in trained]
     if "transformers" not in libraries:  # a language model draws tokens
         stochastic_scheduler(scheduler, args.sde_type, args.log_prob_type)
+
+
+def check_packages(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
+    """Refuse a named model that needs a package which is not installed, before weights are loaded.
+
+    Raises:
+        ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
+    """
+    given = args.model_init_kwargs or {}
+    if isinstance(model, str) and "custom_pipeline" not in given:
+        check_processors(_read_index(model, args), given)
 
 
 def check_guider(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
@@ -335,6 +347,7 @@ def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None
 
     Raises:
         ValueError: torch has no such dtype, or no such device.
+        ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
     """
     dtype = dtype or "float32"
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -346,6 +359,7 @@ def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None
     except RuntimeError as error:
         raise ValueError(f"--device {device} is no device of torch; use cpu, cuda, cuda:1 and the like.") from error
     source = tiny.PATH if model == "tiny" else model
+    check_processors(DiffusionPipeline.load_config(source))
     return DiffusionPipeline.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
 
 

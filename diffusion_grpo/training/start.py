@@ -42,13 +42,16 @@ from .model import (
     check_gradient_range,
     check_guider,
     check_model,
+    check_packages,
     check_peft_config,
     check_reentrant,
     check_scheduler,
     name_model,
+    name_networks,
     pipeline_class,
     plan_quantization,
 )
+from .pipeline_checks import check_given_parts
 from .quantization import QuantizedLoading, list_trained_methods
 from .trackers import check_trackers
 from .watched_rewards import load_watched_rewards
@@ -128,10 +131,11 @@ def check_run(
     Raises:
         TypeError: `model` or `args` is something else.
         ValueError: settings, rewards, datasets or an output folder that a run cannot have.
-        ImportError: the package of a tracker or a backend of quantization is not installed.
+        ImportError: the package of a tracker, a backend of quantization or a processor is not installed.
     """
     args = prepare_args(model, args)
     check_trackers(args.report_to)
+    check_given_parts(model, args, name_networks(args))
     check_gradient_range(model, args)
     rewards = load_run_rewards(reward_funcs, eval_reward_funcs, args)
     is_full_training = prepare_training(args, peft_config)
@@ -143,6 +147,7 @@ def check_run(
     check_block_swap(args, backend, is_full_training)
     datasets = name_datasets(train_dataset, eval_dataset)
     pipeline = pipeline_class(model, args)
+    check_packages(model, args)
     check_scheduler(model, pipeline, args)
     check_guider(model, args)
     watched = check_watched(args, rewards.all, eval_dataset, pipeline)
