@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 
 class GroupSampler(torch.utils.data.Sampler[int]):
@@ -77,3 +78,27 @@ class GroupSampler(torch.utils.data.Sampler[int]):
             indices = samples.repeat(self.copies, axis=0).flatten().tolist()
             for _ in range(self.repeat_count):
                 yield from indices
+
+
+def check_accelerator_config(config: AcceleratorConfig) -> None:
+    """Refuse settings of accelerate's data loader that would take the groups apart.
+
+    The sampler has a share of each rollout for each process, and a data loader yields row numbers, not tensors.
+
+    Args:
+        config: `accelerator_config` of the run.
+
+    Raises:
+        ValueError: `split_batches`, `dispatch_batches` or accelerate's own number of accumulation steps is set.
+    """
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(config, name):
+            raise ValueError(
+                f"accelerator_config: {name}=True would deal out anew what the trainer's sampler deals out to the "
+                "processes in whole groups; leave it out."
+            )
+    if "num_steps" in (config.gradient_accumulation_kwargs or {}):
+        raise ValueError(
+            "accelerator_config: num_steps of gradient_accumulation_kwargs would change the size of updates after "
+            "the groups were formed; set gradient_accumulation_steps instead."
+        )

@@ -16,6 +16,7 @@ from ..config.optimizers import check_optimizer
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs, prepare_inputs
 from ..data.prompts import check_dataset, name_datasets
+from ..data.sampler import check_accelerator_config
 from ..distributed.backend import DistributedBackend
 from ..distributed.choose import make_backend
 from ..distributed.context_parallel import ContextGroups
@@ -140,6 +141,7 @@ def check_run(
     rewards = load_run_rewards(reward_funcs, eval_reward_funcs, args)
     is_full_training = prepare_training(args, peft_config)
     check_datasets(rewards, args, train_dataset, eval_dataset)
+    check_accelerator_config(args.accelerator_config)
     backend = choose_backend(args)
     optimizer = getattr(args.optim, "value", args.optim)
     check_optimizer(optimizer, torch.accelerator.is_available())

@@ -5,8 +5,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
+from transformers.trainer_pt_utils import AcceleratorConfig
 
-from diffusion_grpo.data.sampler import GroupSampler
+from diffusion_grpo.data.sampler import GroupSampler, check_accelerator_config
 
 
 def test_layout_of_chunks():
@@ -77,3 +80,28 @@ def test_sampler_refuses_nothing(position):
     numbers[position] = 0
     with pytest.raises(ValueError, match="must be at least 1, not 0"):
         GroupSampler(*numbers)
+
+
+def test_split_batches_would_take_the_groups_apart():
+    batches = BatchSampler(GroupSampler(2, 4, 2, 1, shuffle=False, processes=2), batch_size=4, drop_last=False)
+    assert list(BatchSamplerShard(batches, 2, 0)) == [[0, 0, 0, 0]]  # the whole share of the first process
+    assert list(BatchSamplerShard(batches, 2, 0, split_batches=True)) == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"split_batches": True}, "split_batches=True would deal out anew.*leave it out"),
+        ({"dispatch_batches": True}, "dispatch_batches=True would deal out anew.*leave it out"),
+        ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "num_steps .*set gradient_accumulation_steps instead"),
+    ],
+)
+def test_settings_of_accelerates_data_loader_are_refused(given, message):
+    with pytest.raises(ValueError, match=f"accelerator_config: {message}"):
+        check_accelerator_config(AcceleratorConfig(**given))
+
+
+def test_other_settings_of_accelerate_are_fine():
+    check_accelerator_config(AcceleratorConfig())
+    sync = {"sync_each_batch": True}
+    check_accelerator_config(AcceleratorConfig(even_batches=False, gradient_accumulation_kwargs=sync))

@@ -60,6 +60,7 @@ def test_learning_rates_by_default(tmp_path):
         ({"eval_strategy": "steps", "eval_steps": 1}, "'steps' has nothing to evaluate; pass an eval_dataset"),
         ({"pipeline_kwargs": {"latents": 1}}, "latents.*set by the trainer"),
         ({"pipeline_kwargs": {"num_images_per_prompt": 2}}, "num_images_per_prompt.*num_generations"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config: dispatch_batches=True would deal"),
     ],
     ids=lambda value: str(value)[:40],
 )
