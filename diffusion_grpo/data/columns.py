@@ -27,6 +27,7 @@ KINDS = {"image": datasets.Image(mode="RGB"), "video": datasets.Video(), "audio"
 VIDEOS = {".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg"}
 SOUNDS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"}
 BY_EXTENSION = "by extension"  # how files are read whose column has no type
+ARRAYS = ("numpy", "torch", "tensorflow", "jax")  # formats of a dataset that make arrays of lists
 NOT_TEXT = ("Image", "Tensor", "ndarray", "Any")  # a parameter whose annotation names one of these takes files
 
 
@@ -39,14 +40,17 @@ class Columns:
     are lists of numbers, come as tensors.
 
     Args:
-        dataset: the user's. One with its own format (`set_format`, `set_transform`) is read as that format says.
+        dataset: the user's. With a transform (`set_transform`) a row is what that returns. With a format
+            (`set_format`) of arrays, such as "torch", lists of numbers come as such arrays; everything else comes as
+            without a format.
         parameters: those of the pipeline's `__call__` that it may be given, by name.
     """
 
     def __init__(self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter]):
         self.files = {}
         self.tensors: list[str] = []
-        if dataset.format["type"] is None:
+        self.arrays: datasets.Dataset | None = None  # the columns that the format makes arrays of
+        if not has_transform(dataset):
             features = dataset.features
             self.tensors = [name for name in parameters.keys() & features.keys() if _is_tensor(name, features[name])]
             for name, feature in dataset.features.items():
@@ -55,6 +59,8 @@ class Columns:
                     found = _file_type(feature, parameters[name])
                 if found is not None:
                     self.files[name] = found
+            self.arrays = _select_arrays(dataset, {*self.files, *self.tensors})
+            dataset = drop_format(dataset)
         self.typed = {name for name in self.files if _media_type(dataset.features[name])}
         for name in self.typed:
             dataset = dataset.cast_column(name, _skip_decoding(dataset.features[name]))
@@ -86,6 +92,8 @@ class Columns:
 
     def _row(self, index: int) -> dict[str, Any]:
         row = dict(self.dataset[index])
+        if self.arrays is not None:
+            row |= self.arrays[index]
         for name in self.tensors:
             row[name] = None if row[name] is None else torch.tensor(row[name])
         for name, feature in self.files.items():
@@ -105,6 +113,19 @@ class Columns:
                         item = item["path"] if item["bytes"] is None else None
                     if item is not None:
                         yield row, item
+
+
+def has_transform(dataset: datasets.Dataset) -> bool:
+    """Return whether the rows of a dataset come from a function of the user's (`set_transform`)."""
+    return dataset.format["type"] == "custom"
+
+
+def drop_format(dataset: datasets.Dataset) -> datasets.Dataset:
+    """Return the dataset with rows of plain Python values, whatever its format ("torch", "pandas", ...) says.
+
+    A transform stays.
+    """
+    return dataset if has_transform(dataset) else dataset.with_format(None)
 
 
 def make_paths_absolute(dataset: datasets.Dataset, folder: Path) -> datasets.Dataset:
@@ -127,6 +148,24 @@ def make_paths_absolute(dataset: datasets.Dataset, folder: Path) -> datasets.Dat
             values = [value if value is None or "://" in value else str(folder / value) for value in values]
             dataset = dataset.remove_columns(name).add_column(name, values)
     return dataset.select_columns(order)
+
+
+def _select_arrays(dataset: datasets.Dataset, others: set[str]) -> datasets.Dataset | None:
+    """Return the columns of numbers in lists, if the dataset's format makes arrays of them, without `others`."""
+    own = dataset.format
+    names = [name for name in own["columns"] if name not in others and _is_array(dataset.features[name])]
+    if own["type"] not in ARRAYS or not names:
+        return None
+    return drop_format(dataset).select_columns(names).with_format(own["type"], **own["format_kwargs"])
+
+
+def _is_array(feature: Any) -> bool:
+    """Return whether a column holds lists of numbers."""
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        item = feature.feature
+        is_number = isinstance(item, datasets.Value) and item.dtype.startswith(("int", "uint", "float", "bool"))
+        return is_number or _is_array(item)
+    return isinstance(feature, (datasets.Array2D, datasets.Array3D, datasets.Array4D, datasets.Array5D))
 
 
 def _is_tensor(name: str, feature: Any) -> bool:

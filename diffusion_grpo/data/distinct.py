@@ -6,7 +6,7 @@ import pyarrow as pa
 import torch
 from datasets import Dataset
 
-from .columns import Columns
+from .columns import Columns, has_transform
 from .inputs import PipelineInputs
 
 Key = tuple[tuple[str, Any], ...]
@@ -23,7 +23,7 @@ def find_distinct(dataset: Dataset, inputs: PipelineInputs) -> dict[Key, int]:
     """
     columns = inputs.columns(dataset)
     names = [name for name in dataset.column_names if name in inputs.accepted]
-    if dataset.format["type"] is not None:  # its own format decides what a row holds
+    if has_transform(dataset):  # it decides what a row holds
         rows = (columns.rows([index])[0] for index in range(len(dataset)))
         keys = [tuple((name, _reduce(row[name], index)) for name in names) for index, row in enumerate(rows)]
     else:

@@ -5,6 +5,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from .prompts import read_prompts
+
 logger = logging.getLogger(__name__)
 
 
@@ -20,8 +22,8 @@ def count_prompts(train: Dataset | None, evaluation: Dataset | dict[str, Dataset
     counts = {"train": 0 if train is None else len(train), "eval": sum(map(len, parts)), "eval_in_train": None}
     datasets = [*parts, *([] if train is None else [train])]
     if parts and all("prompt" in dataset.column_names for dataset in datasets):
-        trained = set() if train is None else {_strip(prompt) for prompt in train["prompt"]}
-        counts["eval_in_train"] = sum(_strip(prompt) in trained for part in parts for prompt in part["prompt"])
+        trained = set() if train is None else set(map(_strip, read_prompts(train)))
+        counts["eval_in_train"] = sum(_strip(prompt) in trained for part in parts for prompt in read_prompts(part))
     return counts
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from .. import tiny
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.advantages import combine, compute_advantages
-from ..data.columns import Columns
+from ..data.columns import Columns, drop_format
 from ..data.inputs import PipelineInputs, check_count, prepare_inputs
 from ..data.prompts import get_prompt_column, get_prompts
 from ..media.files import extract_samples, find_sampling_rate
@@ -139,7 +139,7 @@ def write_samples(
     path, count = settings.output_dir / TABLE, settings.num_generations
     table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
     make = Sampler(pipe, settings)
-    hashes = hash_rows(dataset)
+    hashes, plain = hash_rows(dataset), drop_format(dataset)
     hashes += _read_job(settings).get("rows", [])[len(hashes) : len(table) // count]  # of samples beyond the prompts
     records.write_json(settings.output_dir / JOB, settings.identity | {"rows": hashes})
     step = max(1, settings.batch_size // count)  # prompts between two writes of the table
@@ -152,7 +152,7 @@ def write_samples(
             rates = make.inputs.fps, find_sampling_rate(pipe)
             scores = _score(rewards + eval_rewards, samples, rows, positions, settings, *rates)
             # the dataset's own rows, where media are file names
-            as_written = [dataset[position // count] for position in positions]
+            as_written = [plain[position // count] for position in positions]
             table += _make_rows(samples, as_written, positions, scores, settings, *rates)
             records.write_samples(path, _make_columns(table))
             bar.update(len(positions))

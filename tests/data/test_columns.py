@@ -137,6 +137,31 @@ def test_a_dataset_with_a_format_of_its_own_gives_what_it_gives(folder):
     assert Columns(dataset, parameters()).rows([0])[0]["image"] == (16, 8)
 
 
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas", "arrow"])
+def test_a_format_changes_no_text_number_or_image(folder, form):
+    rows = {"image": images_of(folder), "height": [16, 32, None], "scale": [0.1, 0.2, 0.3], "note": ["a", None, "c"]}
+    rows |= {"words": [["x"], [], None], "prompt_embeds": torch.ones(3, 2, 4).tolist(), "boxes": [[1, 2], [3, 4], [5]]}
+    dataset = datasets.Dataset.from_dict(rows)
+    plain = Columns(dataset, parameters()).rows([2, 0])
+    formatted = Columns(dataset.with_format(form), parameters())
+    formatted.check("train_dataset")
+    for row, expected in zip(formatted.rows([2, 0]), plain, strict=True):
+        assert list(row) == list(expected)
+        assert_same_picture(row.pop("image"), expected.pop("image"))
+        assert torch.equal(row.pop("prompt_embeds"), expected.pop("prompt_embeds"))
+        boxes = row.pop("boxes")
+        assert type(boxes) is {"torch": torch.Tensor, "numpy": np.ndarray}.get(form, list)
+        assert list(boxes) == expected.pop("boxes")
+        assert row == expected and {*map(type, row.values())} <= {int, float, str, list, type(None)}
+
+
+def test_only_the_columns_of_a_format_come_as_arrays():
+    dataset = datasets.Dataset.from_dict({"boxes": [[1, 2]], "ids": [[3]], "prompt": ["a"]})
+    dataset.set_format("torch", columns=["ids"], output_all_columns=True, dtype=torch.float64)
+    (row,) = Columns(dataset, {}).rows([0])
+    assert row["boxes"] == [1, 2] and row["prompt"] == "a" and row["ids"].dtype == torch.float64
+
+
 def test_paths_in_a_file_are_relative_to_its_folder(folder):
     rows = [{"prompt": "x.png", "image": f"{color}.png", "note": f"a {color} one", "name": color} for color in COLORS]
     (folder / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

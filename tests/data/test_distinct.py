@@ -23,6 +23,12 @@ def test_equal_rows_are_found_once(tmp_path):
     assert describe_text(dataset[3], inputs.accepted) == (("prompt", "a"), ("height", 32))
 
 
+def test_a_transform_decides_what_is_equal(tmp_path):
+    dataset = Dataset.from_dict({"prompt": ["a", "A", "b"], "height": [16, 16, 16]})
+    dataset.set_transform(lambda rows: rows | {"prompt": [prompt.lower() for prompt in rows["prompt"]]})
+    assert list(find_distinct(dataset, inputs_of("sd3", tmp_path)).values()) == [0, 2]
+
+
 def test_files_count_by_whether_they_are_there(tmp_path):
     path = str(tmp_path / "a.png")
     tiny_pipelines.conditioned.draw_images()[0].save(path)

@@ -197,8 +197,10 @@ REFUSED = {
 def test_embeddings_that_do_not_fit_are_refused_before_a_model_is_loaded(case):
     columns, match = REFUSED[case]
     accepted = set(inspect.signature(diffusers.StableDiffusion3Pipeline.__call__).parameters)
-    with pytest.raises(ValueError, match=match):
-        check_embeddings(Dataset.from_dict(columns), accepted, "train_dataset", "StableDiffusion3Pipeline")
+    for form in (None, "torch"):
+        dataset = Dataset.from_dict(columns).with_format(form)
+        with pytest.raises(ValueError, match=match):
+            check_embeddings(dataset, accepted, "train_dataset", "StableDiffusion3Pipeline")
 
 
 def test_masks_and_negatives_have_the_sizes_of_their_embeddings():

@@ -31,6 +31,12 @@ def test_prompts_are_compared(evaluation, shared, name, words, caplog):
     assert bool(caplog.records) == bool(shared)
 
 
+def test_formats_and_orders_do_not_matter():
+    train = dataset("a", "b ", "c").shuffle(seed=0).with_format("arrow")
+    counts = count_prompts(train, dataset("b", "c", "d").select([2, 0, 0]).with_format("numpy"))
+    assert counts == {"train": 3, "eval": 3, "eval_in_train": 2}
+
+
 def test_a_trainer_says_so_at_the_start(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(trainer_for.__globals__, "PROMPTS", [*PROMPTS, "held out"])
     trainer = trainer_for(tmp_path)

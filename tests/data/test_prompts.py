@@ -9,8 +9,10 @@ import pytest
 
 from diffusion_grpo.data.prompts import (
     check_dataset,
+    get_prompt_column,
     load_prompts,
     name_datasets,
+    read_prompts,
 )
 from diffusion_grpo.rewards.geneval.scoring import read_requirements
 
@@ -169,6 +171,62 @@ def test_refusals(columns, message):
 def test_other_types_are_refused():
     with pytest.raises(ValueError, match="train_dataset must be a datasets.Dataset .*, not a list"):
         check_dataset([{"prompt": "a"}])
+
+
+def count_calls(calls):
+    """Return a transform that notes how many rows it gets at once."""
+
+    def transform(rows):
+        calls.append(len(rows["prompt"]))
+        return {"prompt": [prompt.upper() for prompt in rows["prompt"]]}
+
+    return transform
+
+
+def test_prompts_are_read_many_at_a_time(monkeypatch):
+    """In any order and format the column gives what the rows give, and no row is read by itself."""
+    rows = {"prompt": [f"prompt {i}, août" for i in range(2500)], "height": [16] * 2500}
+    stored = datasets.Dataset.from_dict(rows)
+    stored = datasets.concatenate_datasets([stored, stored.select(range(10))])
+    orders = stored, stored.shuffle(seed=0), stored.select([7, 3, 3]), stored.select(range(5, 2000))
+    orders = {dataset: [row["prompt"] for row in dataset] for dataset in orders}
+
+    def refuse(*args):
+        raise AssertionError("a row was read by itself")
+
+    monkeypatch.setattr(datasets.arrow_dataset.Column, "__iter__", refuse)
+    monkeypatch.setattr(datasets.Dataset, "__iter__", refuse)
+    monkeypatch.setattr(datasets.table.IndexedTableMixin, "fast_gather", refuse)
+    for dataset, expected in orders.items():
+        for form in (None, "torch", "numpy", "pandas", "arrow"):
+            formatted = dataset.with_format(form)
+            check_dataset(formatted)
+            assert list(read_prompts(formatted)) == expected
+    calls = []
+    transformed = stored.with_transform(count_calls(calls))
+    check_dataset(transformed)
+    assert list(get_prompt_column(transformed))[:2] == ["PROMPT 0, AOÛT", "PROMPT 1, AOÛT"] and len(calls) < 200
+
+
+def test_the_row_of_a_wrong_prompt_is_counted_as_the_rows_are():
+    dataset = datasets.Dataset.from_dict({"prompt": ["a"] * 3000 + [None]})
+    for number, given in ((3000, dataset), (0, dataset.select([3000, 1])), (2, dataset.select([1, 2, 3000]))):
+        with pytest.raises(ValueError, match=rf"in row {number} \(the first is row 0\): None, of type NoneType"):
+            check_dataset(given.with_format("numpy"))
+    labels = dataset.select([1]).cast_column("prompt", datasets.ClassLabel(names=["a"]))
+    with pytest.raises(ValueError, match="row 0 .*: 0, of type int"):
+        check_dataset(labels.select([0]))
+
+
+def test_columns_that_rows_do_not_have_are_refused():
+    dataset = datasets.Dataset.from_dict({"prompt": ["a"], "label": [1], "mood": ["b"]})
+    with pytest.raises(ValueError, match=r"hides the columns \['mood', 'prompt'\]; remove .* show them with reset"):
+        check_dataset(dataset.with_format("torch", columns=["label"]))
+    with pytest.raises(ValueError, match=r"hides the columns \['mood'\]"):
+        check_dataset(dataset.with_format(None, columns=["prompt", "label"]))
+    check_dataset(dataset.with_format("torch", columns=["label"], output_all_columns=True))
+    with pytest.raises(ValueError, match=r"eval_dataset has a transform .* only \['text'\]; let it return"):
+        check_dataset(dataset.with_transform(lambda rows: {"text": rows["prompt"]}), "eval_dataset")
 
 
 # GenEval's own form: entries of `include` have other keys from row to row, and a position is a list of two types

@@ -8,6 +8,7 @@ import pytest
 import tiny_pipelines
 import torch
 import yaml
+from datasets import Dataset
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_runs import trainer_for
@@ -67,6 +68,13 @@ def test_groups_get_rewards_advantages_and_a_summary(models, prompts, tmp_path, 
     error = values.reshape(3, 3).mean(1).std(ddof=1) / 3**0.5  # over the prompts
     line = f"{'brightness':<16} {values.mean():.3f} ± {error:.3f}"
     assert line in (printed := capsys.readouterr().out) and "9 samples of 3 prompts" in printed
+
+
+def test_a_folder_saved_with_a_format_gives_plain_columns(models, tmp_path):
+    dataset = Dataset.from_dict({"prompt": PROMPTS[:1], "level": [3]}).with_format("torch")
+    dataset.save_to_disk(tmp_path / "data")  # keeps the format
+    run(models / "sd3", "--prompts", tmp_path / "data", *SIZE, "--output_dir", tmp_path / "out")
+    assert [(row["prompt"], row["level"]) for row in table_of(tmp_path / "out")] == [(PROMPTS[0], 3)]
 
 
 def test_a_stopped_job_goes_on_and_makes_nothing_twice(models, prompts, tmp_path, monkeypatch):
