@@ -22,7 +22,7 @@ from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
 from .config.settings import DiffusionGRPOConfig
 from .data.held_out import warn_of_trained_prompts
-from .data.prompts import UNNAMED, check_dataset
+from .data.prompts import choose_evaluated
 from .data.sampler import GroupSampler
 from .distributed.failure import ProcessGroupMonitor
 from .rewards import Reward, RewardError
@@ -340,7 +340,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """Sample held-out prompts without noise and score them with all rewards, also those that are only measured.
 
         Args:
-            eval_dataset: by default the trainer's.
+            eval_dataset: by default the trainer's; a name chooses one of several.
             ignore_keys: unused, for `Trainer`'s signature.
             metric_key_prefix: what starts with "eval" is logged and shown to the callbacks, anything else is only
                 returned. The images of "eval" itself are kept in the output folder.
@@ -354,16 +354,13 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             reference, and `{prefix}_rollouts/{name}` (`watch.ROLLOUTS`) for the training since the last evaluation.
 
         Raises:
-            ValueError: `pipeline_kwargs` has an argument that the trainer sets, or that the pipeline does not take.
+            ValueError: `pipeline_kwargs` or a column has an argument that the trainer sets, or the pipeline does not
+                take one of `pipeline_kwargs`; or there is no such dataset, or nothing in it.
         """
         self.inputs.check_overrides(pipeline_kwargs or {})
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        datasets = dataset if isinstance(dataset, dict) else {UNNAMED: dataset}
+        datasets = choose_evaluated(eval_dataset, self.eval_dataset)
         for name, part in datasets.items():
-            check_dataset(part, name)
-            self.inputs.columns(part).check(name)
+            self.inputs.check_columns(part, name)
         self.model.eval()
         if self.embeds is not None:
             self.embeds.prepare(self.accelerator, list(datasets.values()), [], **(pipeline_kwargs or {}))

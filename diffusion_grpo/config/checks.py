@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # arguments of a pipeline's call that are the rollout's own
 RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
+SAMPLE_COUNTS = {"num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt"}
 
 LIST_TYPE = re.compile(r"list\[\w+\]( \| None)?")  # of settings that are a list, and nothing else
 
@@ -439,13 +440,16 @@ def check_pipeline_kwargs(given: dict[str, Any] | None) -> None:
         ValueError: there is such an argument.
     """
     for name in given or {}:
-        if name in RESERVED:
-            own = " (num_inference_steps, eval_num_inference_steps)" if name == "num_inference_steps" else ""
-            raise ValueError(f"pipeline_kwargs: {name} is set by the trainer{own}; leave it out.")
-        if name in ("num_images_per_prompt", "num_videos_per_prompt"):
-            raise ValueError(
-                f"pipeline_kwargs: {name} would hide samples from the groups; set num_generations instead."
-            )
+        if reason := explain_reserved(name):
+            raise ValueError(f"pipeline_kwargs: {reason}; leave it out.")
+
+
+def explain_reserved(name: str) -> str | None:
+    """Return why an argument of the pipeline's call is not the user's to give, or None if it is."""
+    if name in SAMPLE_COUNTS:
+        return f"{name} would hide samples from the groups, whose size is num_generations"
+    own = " (num_inference_steps, eval_num_inference_steps)" if name == "num_inference_steps" else ""
+    return f"{name} is set by the trainer{own}" if name in RESERVED else None
 
 
 def _check_context(args: Sizes) -> None:

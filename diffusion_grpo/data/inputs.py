@@ -7,7 +7,7 @@ never share a call.
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 
-from ..config.checks import RESERVED, check_pipeline_kwargs
+from ..config.checks import RESERVED, SAMPLE_COUNTS, check_pipeline_kwargs, explain_reserved
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.collectives import broadcast_bytes, gather_json
 from ..media.serialize import pack_samples, unpack_samples
@@ -39,6 +39,7 @@ class PipelineInputs:
     Args:
         pipe: the pipeline, or its class.
         args: of the run; `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into every call.
+        asked: columns that rewards name.
 
     Attributes:
         fps: frames per second of videos.
@@ -48,11 +49,18 @@ class PipelineInputs:
             videos of other frames per second than the settings say.
     """
 
-    def __init__(self, pipe: DiffusionPipeline | type[DiffusionPipeline], args: DiffusionGRPOConfig):
-        self.args = args
+    def __init__(
+        self,
+        pipe: DiffusionPipeline | type[DiffusionPipeline],
+        args: DiffusionGRPOConfig,
+        asked: Collection[str] = (),
+    ):
+        self.args, self._asked = args, frozenset(asked)
         self.pipeline = pipe if isinstance(pipe, type) else type(pipe)
         parameters = inspect.signature(self.pipeline.__call__).parameters
-        self.parameters = {k: v for k, v in parameters.items() if k not in {"self", *RESERVED}}
+        reserved = RESERVED | SAMPLE_COUNTS
+        self._reserved = reserved & parameters.keys()
+        self.parameters = {k: v for k, v in parameters.items() if k not in {"self", *reserved}}
         self.accepted = set(self.parameters)
         self.fixed = {name: getattr(args, name) for name in FROM_CONFIG if getattr(args, name) is not None}
         self.fixed |= args.pipeline_kwargs or {}
@@ -126,24 +134,23 @@ class PipelineInputs:
         """Return rows of the dataset with their files decoded; see [`~diffusion_grpo.data.columns.Columns.rows`]."""
         return self.columns(dataset).rows(indices)
 
-    def check(self, dataset: Dataset, name: str, asked: set[str]) -> None:
+    def check(self, dataset: Dataset, name: str) -> None:
         """Refuse a dataset whose files cannot be read; warn of images, videos and sound that nothing takes.
 
         Args:
             dataset: the user's.
             name: the argument that it was passed as, for the message.
-            asked: columns that rewards name.
 
         Raises:
-            ValueError: see [`~diffusion_grpo.data.columns.Columns.check`].
+            ValueError: there are neither prompts nor embeddings, or see `check_columns`.
         """
         if "prompt" not in dataset.column_names and not any(map(is_embedding, self.accepted)):
             raise ValueError(
                 f"{name} has no column 'prompt', and {self.pipeline.__name__} takes no prompt_embeds; add the prompts."
             )
         check_embeddings(dataset, self.accepted, name, self.pipeline.__name__)
-        self.columns(dataset).check(name)
-        idle = [c for c, f in dataset.features.items() if is_media(f) and c not in self.accepted | asked]
+        self.check_columns(dataset, name)
+        idle = [c for c, f in dataset.features.items() if is_media(f) and c not in self.accepted | self._asked]
         if idle:
             logger.warning(
                 "%s: %s does not take %s, and no reward names it; the pipeline takes %s. Rename the column if it is "
@@ -153,6 +160,29 @@ class PipelineInputs:
                 ", ".join(idle),
                 ", ".join(sorted(self.accepted)),
             )
+
+    def check_columns(self, dataset: Dataset, name: str) -> None:
+        """Refuse columns that the pipeline could take and never gets, and files that cannot be read.
+
+        A column named like an argument that the trainer sets itself is fine if a reward names it too.
+
+        Args:
+            dataset: the user's.
+            name: the argument that it was passed as, for the message.
+
+        Raises:
+            ValueError: there is such a column, or see [`~diffusion_grpo.data.columns.Columns.check`].
+        """
+        for column in dataset.column_names:
+            if column.startswith("callback") and column in self.accepted:
+                raise ValueError(
+                    f"{name}, column {column!r}: a callback of {self.pipeline.__name__} is a function, which is no "
+                    "value of a row; rename the column."
+                )
+            if column in self._reserved - self._asked:
+                advice = "" if column in PROVIDED else ", or name it as a parameter of the reward that reads it"
+                raise ValueError(f"{name}, column {column!r}: {explain_reserved(column)}; rename the column{advice}.")
+        self.columns(dataset).check(name)
 
     def learn(
         self,
@@ -344,10 +374,10 @@ def prepare_inputs(
     rewards: list[Reward],
 ) -> PipelineInputs:
     """Make the inputs of a pipeline class, and check settings and datasets against it; see `PipelineInputs`."""
-    inputs = PipelineInputs(pipe, args)
     asked = set().union(*map(list_columns, rewards)) - {*PROVIDED}  # of these names, rewards get no columns
+    inputs = PipelineInputs(pipe, args, asked)
     for name, dataset in named:
-        inputs.check(dataset, name, asked)
+        inputs.check(dataset, name)
     return inputs
 
 

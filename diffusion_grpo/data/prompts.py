@@ -173,6 +173,31 @@ def name_datasets(train: Any, evaluation: Any) -> list[tuple[str, datasets.Datas
     return [(name, dataset) for name, dataset in named if dataset is not None]
 
 
+def choose_evaluated(given: Any, own: Any) -> dict[str, datasets.Dataset]:
+    """Return the datasets of one evaluation by name, checked.
+
+    Args:
+        given: for this evaluation: a dataset, several by name, the name of one of `own`, or None for `own`.
+        own: the trainer's dataset, or several by name.
+
+    Raises:
+        ValueError: there is no such dataset, or see `check_dataset`.
+    """
+    if isinstance(given, str):
+        names = list(own) if isinstance(own, dict) else []
+        if given not in names:
+            has = f"has {', '.join(names)}" if names else "has no datasets with names"
+            raise ValueError(f"There is no evaluation dataset {given!r}; the trainer {has}.")
+        given = own[given]
+    chosen = dict(name_datasets(None, own if given is None else given))
+    if not chosen:
+        found = f"eval_dataset={own if given is None else given!r}"
+        raise ValueError(f"{found} has nothing to evaluate; pass a dataset with a column 'prompt'.")
+    for name, dataset in chosen.items():
+        check_dataset(dataset, name)
+    return chosen
+
+
 def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> None:
     """Refuse a dataset that has neither prompts nor embeddings of them.
 

@@ -17,10 +17,11 @@ from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, tra
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import inputs as module
 from diffusion_grpo.data.calls import group_by_shape
-from diffusion_grpo.data.inputs import PipelineInputs, check_count
+from diffusion_grpo.data.inputs import PipelineInputs, check_count, prepare_inputs
 from diffusion_grpo.media.serialize import pack_samples
 from diffusion_grpo.policy.batching import Form
 from diffusion_grpo.policy.rollout import DenoisingPolicy, UnsupportedPipeline
+from diffusion_grpo.rewards import load_rewards
 
 KONTEXT = inspect.unwrap(FluxKontextPipeline.__call__)
 FIXED = {"max_area": 256, "_auto_resize": False}
@@ -138,6 +139,43 @@ def test_another_rate_than_the_pipelines_is_refused(tmp_path):
     ltx = type(tiny_pipelines.build("ltx")[0])
     with pytest.raises(ValueError, match="fps=16, but LTXPipeline makes videos of frame_rate=25; set pipeline_kwargs"):
         PipelineInputs(ltx, settings(tmp_path, fps=16.0))
+
+
+def check_column(folder, name, rewards=(), pipeline="sd3"):
+    data = Dataset.from_dict({"prompt": ["a"], name: [4]})
+    prepare_inputs(type(tiny_pipelines.build(pipeline)[0]), settings(folder), [("train_dataset", data)], rewards)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("num_inference_steps", r"is set by the trainer \(num_inference_steps, eval_num_inference_steps\); rename"),
+        ("generator", "generator is set by the trainer; rename the column, or name it as a parameter of the reward"),
+        ("output_type", "output_type is set by the trainer; rename"),
+        ("latents", r"latents is set by the trainer; rename the column\.$"),
+        ("num_images_per_prompt", "would hide samples from the groups, whose size is num_generations; rename"),
+        ("callback_on_step_end", "a callback of StableDiffusion3Pipeline is a function.*rename the column"),
+    ],
+)
+def test_columns_that_the_pipeline_would_never_get_are_refused(tmp_path, name, message):
+    with pytest.raises(ValueError, match=f"^train_dataset, column '{name}': .*{message}"):
+        check_column(tmp_path, name)
+
+
+def test_a_column_that_a_reward_names_is_for_the_reward(tmp_path):
+    def by_steps(images, num_inference_steps, num_images_per_prompt=1, latents=None):
+        """Has parameters named like the pipeline's."""
+
+    rewards = load_rewards(by_steps)
+    check_column(tmp_path, "num_inference_steps", rewards)
+    check_column(tmp_path, "sigmas", pipeline="stable_audio")  # which has no such parameter
+    with pytest.raises(ValueError, match="'latents'"):  # a reward gets the samples' latents by that name
+        check_column(tmp_path, "latents", rewards)
+    pipe = type(tiny_pipelines.build("sd3")[0])
+    inputs = PipelineInputs(pipe, settings(tmp_path), asked={"num_images_per_prompt"})
+    row = {"prompt": "a", "num_images_per_prompt": 4}
+    inputs.check(Dataset.from_list([row]), "train_dataset")
+    assert "num_images_per_prompt" not in inputs([row])
 
 
 def learn_half_a_loop(folder, window, row=None):

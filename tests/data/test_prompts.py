@@ -9,6 +9,7 @@ import pytest
 
 from diffusion_grpo.data.prompts import (
     check_dataset,
+    choose_evaluated,
     get_prompt_column,
     load_prompts,
     name_datasets,
@@ -227,6 +228,33 @@ def test_columns_that_rows_do_not_have_are_refused():
     check_dataset(dataset.with_format("torch", columns=["label"], output_all_columns=True))
     with pytest.raises(ValueError, match=r"eval_dataset has a transform .* only \['text'\]; let it return"):
         check_dataset(dataset.with_transform(lambda rows: {"text": rows["prompt"]}), "eval_dataset")
+
+
+def test_what_an_evaluation_measures():
+    dataset, other = (datasets.Dataset.from_dict({"prompt": [prompt]}) for prompt in "ab")
+    assert choose_evaluated(None, dataset) == {"eval_dataset": dataset}
+    assert choose_evaluated(other, dataset) == {"eval_dataset": other}
+    named = {"cats": dataset, "dogs": other}
+    assert choose_evaluated(None, named) == named
+    assert choose_evaluated("dogs", named) == {"eval_dataset": other}
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "message"),
+    [
+        ({}, None, "^eval_dataset={} has nothing to evaluate; pass a dataset with a column 'prompt'.$"),
+        (None, {}, "^eval_dataset={} has nothing to evaluate"),
+        (None, None, "^eval_dataset=None has nothing to evaluate"),
+        ({"cats": None}, None, "has nothing to evaluate"),
+        ("dogs", {"cats": None, "birds": None}, "no evaluation dataset 'dogs'; the trainer has cats, birds"),
+        ("dogs", None, "no evaluation dataset 'dogs'; the trainer has no datasets with names"),
+        ({"cats": datasets.Dataset.from_dict({"prompt": []})}, None, "cats is empty; give it at least one row"),
+        ({"a/b": datasets.Dataset.from_dict({"prompt": ["a"]})}, None, "The evaluation dataset's name"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(given, own, message):
+    with pytest.raises(ValueError, match=message):
+        choose_evaluated(given, own)
 
 
 # GenEval's own form: entries of `include` have other keys from row to row, and a position is a list of two types
