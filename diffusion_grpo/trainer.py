@@ -28,6 +28,7 @@ from .distributed.failure import ProcessGroupMonitor
 from .rewards import Reward, RewardError
 from .run.card import write_model_card
 from .run.card_data import name_repository
+from .run.card_details import CardDetails
 from .run.records import write_json
 from .run.report import write_curve
 from .run.resume_point import explain_interrupt
@@ -390,10 +391,10 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             logs = logs | self.metrics.gather(self.backend, self.state.global_step)
         super().log(logs, start_time)
 
-    def write_card(self, name: str | None) -> None:
+    def write_card(self, details: CardDetails) -> None:
         """Write the model card into the output folder."""
         folder = Path(self.args.output_dir)
         if (folder / "run.json").is_file():
             write_curve(folder)
         repository = name_repository(self.hub_model_id, self.args.hub_model_id)
-        write_model_card(folder, self.run, self.state.log_history, name, self.state.global_step, repository)
+        write_model_card(folder, self.run, self.state.log_history, self.state.global_step, repository, details)

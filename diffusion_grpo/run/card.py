@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..data.held_out import describe_prompts
 from ..policy.base import split_component
 from . import markdown
+from .card_details import CardDetails, is_repo_id
 from .card_samples import CardPair, draw_table, make_widget, write_card_samples
 from .folder import Run, format_updates, read_run
 from .reproduce import describe_reproduction
@@ -25,9 +25,9 @@ def write_model_card(
     folder: str | Path,
     run: dict[str, Any],
     history: list[dict[str, Any]],
-    name: str | None,
     updates: int,
     repository: str | None = None,
+    details: CardDetails | None = None,
 ) -> None:
     """Write `README.md` with base model, rewards, settings, curve and sample images, and the images that it shows.
 
@@ -37,11 +37,11 @@ def write_model_card(
         folder: the run's output folder; images in it are shown.
         run: contents of `run.json`.
         history: the trainer's `log_history`.
-        name: title; by default that of the repository, or the folder's.
         updates: that were done.
         repository: Hub id under which readers find the weights; None where they are in this folder alone.
+        details: what the user adds. Without a title it is the name of the repository, or of the folder.
     """
-    folder = Path(folder)
+    folder, details = Path(folder), details or CardDetails()
     if not _is_own_card(folder / "README.md"):
         logger.warning("%s was not written by a run, so it stays and no model card is written.", folder / "README.md")
         return
@@ -54,10 +54,11 @@ def write_model_card(
         results = results and results.cut(best)
     pairs = [] if results is None else write_card_samples(results)
     parts = [
-        f"---\n{_make_metadata(run, lora, pairs).to_yaml()}\n---",
-        f"# {markdown.escape(name or source.split('/')[-1])}",
+        f"---\n{_make_metadata(run, lora, pairs, details).to_yaml()}\n---",
+        f"# {markdown.escape(details.title or source.split('/')[-1])}",
         f"{run['pipeline']} {markdown.code(run['model'])}, its {run['component']} trained with GRPO by "
         f"diffusion-grpo ({run['trains_by']}) for {updates} update{'' if updates == 1 else 's'}.",
+        *details.describe_datasets(),
         "## Use",
         *([] if repository else [_local_note(source)]),
         f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
@@ -77,14 +78,17 @@ def write_model_card(
     ModelCard("\n\n".join(parts)).save(folder / "README.md")
 
 
-def _make_metadata(run: dict[str, Any], lora: bool, pairs: list[CardPair]) -> ModelCardData:
+def _make_metadata(run: dict[str, Any], lora: bool, pairs: list[CardPair], details: CardDetails) -> ModelCardData:
     """Return what the Hub reads of a card."""
+    found = {
+        **_base_model(details.base_model or run["model"], lora),
+        **({} if details.license else run.get("license", {})),  # a licence comes with its name and link
+        "pipeline_tag": run.get("pipeline_tag"),
+    }
     return ModelCardData(
         library_name="diffusers",
-        **_base_model(run["model"], lora),
-        **run.get("license", {}),
-        pipeline_tag=run.get("pipeline_tag"),
-        tags=[OWN_TAG, "grpo", "reinforcement-learning", *(["lora"] if lora else [])],
+        **found | details.make_metadata(),
+        tags=[OWN_TAG, "grpo", "reinforcement-learning", *(["lora"] if lora else []), *details.tags],
         widget=make_widget(pairs) or None,
     )
 
@@ -124,17 +128,9 @@ def _show_samples(results: Run | None, pairs: list[CardPair]) -> list[str]:
 
 def _base_model(model: str, lora: bool) -> dict[str, str]:
     """Return the Hub's link to the base model, for models that came from the Hub."""
-    if model.count("/") != 1 or Path(model).exists() or not _is_repo_id(model):
+    if model.count("/") != 1 or not is_repo_id(model):
         return {}
     return {"base_model": model, "base_model_relation": "adapter" if lora else "finetune"}
-
-
-def _is_repo_id(model: str) -> bool:
-    try:
-        validate_repo_id(model)
-    except HFValidationError:
-        return False
-    return True
 
 
 def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str:

@@ -21,6 +21,7 @@ from transformers.utils import PushInProgress, hf_api
 from ..distributed import checkpoint_mode
 from ..distributed.backend import DistributedBackend
 from ..run import resume_point
+from ..run.card_details import CardDetails
 from ..run.lock import lock_folder
 from ..run.manifest import ResumeError, write_manifest
 from ..run.records import check_same_run, clear_started_run, refuse_used_folder, write_json
@@ -49,6 +50,7 @@ class DiffusersTrainer(Trainer):
         self._backend, self._networks = backend, networks
         self.checkpointer: Checkpointer | None = None
         self._owns_folder = False  # once the run in the output folder is this one's
+        self._card_details = CardDetails()
         super().__init__(**kwargs)
         backend.set_engine(self.model)
         backend.fill_config(self.model)
@@ -60,7 +62,7 @@ class DiffusersTrainer(Trainer):
     def on_engine_ready(self) -> None:
         """Do what can be done once the model is wrapped, before the optimizer's state is read."""
 
-    def write_card(self, name: str | None) -> None:
+    def write_card(self, details: CardDetails) -> None:
         """Write the model card into the output folder."""
 
     # Set-up
@@ -284,10 +286,28 @@ class DiffusersTrainer(Trainer):
 
     # Hub
 
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
-        """Write the model card, `README.md`, into the output folder."""
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the model card, `README.md`, into the output folder. Later cards of this trainer say the same.
+
+        Args:
+            model_name: title; by default that of the repository, or the folder's.
+            dataset_name: Hub id, or another name, of what was trained on.
+            tags: besides those of this program.
+            kwargs: `language`, `license`, `finetuned_from`, `tasks`, `dataset_tags` and `dataset`, as in `Trainer`.
+
+        Raises:
+            ValueError: something that this card cannot say; see [`~diffusion_grpo.run.card_details.CardDetails`].
+        """
+        given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+        self._card_details = self._card_details.add(**given, **kwargs)
         if self.is_world_process_zero():
-            self.write_card(model_name)
+            self.write_card(self._card_details)
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse what has no meaning without labels.
@@ -311,15 +331,15 @@ class DiffusersTrainer(Trainer):
     ) -> Any:
         """Push weights, run.json, card and the images in it; with `push_samples` everything but checkpoints.
 
-        See `Trainer.push_to_hub` for the arguments.
+        See `Trainer.push_to_hub` for the arguments; `kwargs` are those of `create_model_card`.
         """
+        self._card_details = self._card_details.add(**kwargs)  # refused before anything is pushed
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token or self.args.hub_token, private=private)
         self.save_model(_internal_call=True)  # with the card
         if not self.is_world_process_zero():
             return None
-        self.create_model_card(kwargs.get("model_name"))
         self._finish_current_push()
         return self._upload(
             self.args.output_dir,

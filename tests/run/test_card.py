@@ -11,6 +11,7 @@ from tiny_runs import LORA, SETTINGS, brightness, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.run.card import write_model_card
+from diffusion_grpo.run.card_details import CardDetails
 from diffusion_grpo.run.weights import name_half_dtype
 
 
@@ -76,13 +77,13 @@ def test_the_card_of_the_embedded_model_loads_it_by_its_path(tmp_path):
 @pytest.mark.parametrize("text", ["# Mine\n", "---\ntags: [lora]\n---\nMine\n", "---\ntags: [\n---\nMine\n"])
 def test_a_readme_that_somebody_wrote_stays(tmp_path, caplog, text):
     trainer = trainer_for(tmp_path / "run")
-    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], None, 0)
+    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], 0)
     written = (tmp_path / "README.md").read_text()
     (tmp_path / "README.md").write_text(text)
-    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], None, 0)
+    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], 0)
     assert (tmp_path / "README.md").read_text() == text and "was not written by a run" in caplog.text
     (tmp_path / "README.md").write_text(f"{written}more")
-    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], None, 0)
+    write_model_card(tmp_path, {**trainer.run, "model": "tiny"}, [], 0)
     assert (tmp_path / "README.md").read_text() == written
 
 
@@ -128,7 +129,7 @@ def test_the_code_of_a_half_precision_run_loads_a_pipeline_that_can_be_called(tm
 
 def test_the_dtype_in_which_the_code_loads(tmp_path):
     def read(**changes):
-        write_model_card(tmp_path, RUN | {"model": "a/b", **changes}, [], name=None, updates=3)
+        write_model_card(tmp_path, RUN | {"model": "a/b", **changes}, [], updates=3)
         return (tmp_path / "README.md").read_text()
 
     assert "torch_dtype" not in read() and "dtype=" not in read() and "import torch" not in read()
@@ -155,7 +156,7 @@ RUN = {
 def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
     folder = tmp_path / 'run "x"'
     folder.mkdir()
-    write_model_card(folder, RUN, [], name="my <b>run</b>\n# and more", updates=3)
+    write_model_card(folder, RUN, [], updates=3, details=CardDetails(title="my <b>run</b>\n# and more"))
     text = (folder / "README.md").read_text()
     card = ModelCard.load(folder / "README.md")
     assert card.data.to_dict().get("base_model") is None and card.data.library_name == "diffusers"
@@ -172,12 +173,12 @@ def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
 
 def test_the_card_puts_the_lora_of_a_second_expert_into_it(tmp_path):
     for component, expected in (("transformer", ""), ("transformer_2", ", load_into_transformer_2=True")):
-        write_model_card(tmp_path, RUN | {"model": "a/b", "component": component}, [], name=None, updates=3)
+        write_model_card(tmp_path, RUN | {"model": "a/b", "component": component}, [], updates=3)
         (line,) = (line for line in (tmp_path / "README.md").read_text().splitlines() if "load_lora" in line)
         assert line.endswith(f'"{expected})') and line.startswith("pipe.load_lora_weights(")
 
 
 @pytest.mark.parametrize("model", ["../away", "a b/c", "x/y: z"])
 def test_a_base_model_that_is_no_repository_is_not_linked(tmp_path, model):
-    write_model_card(tmp_path, RUN | {"model": model}, [], name=None, updates=3)
+    write_model_card(tmp_path, RUN | {"model": model}, [], updates=3)
     assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()

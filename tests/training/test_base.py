@@ -1,11 +1,13 @@
 """What transformers' Trainer forces: checkpoints that rotate, folders that are not overwritten, predict."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from diffusers import DiffusionPipeline
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from tiny_runs import brightness, trained_weights, trainer_for
 from transformers import Trainer, TrainerCallback
@@ -124,6 +126,31 @@ def test_predict_says_what_to_call_instead(tmp_path):
     with pytest.raises(NotImplementedError, match="call evaluate.*prefix='test'. to sample and score"):
         trainer.predict(dataset)
     assert "test_reward" in trainer.evaluate(dataset, metric_key_prefix="test")
+
+
+def test_what_is_given_for_the_card_reaches_it_and_the_push(tmp_path, monkeypatch):
+    pushed = []
+
+    class Client:
+        def create_repo(self, repo_id, **kwargs):
+            return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+        def upload_folder(self, **kwargs):
+            pushed.append(ModelCard.load(tmp_path / "README.md").data.to_dict())
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Client)
+    monkeypatch.setattr("diffusion_grpo.training.base.hf_api", Client)
+    trainer = trainer_for(tmp_path, hub_model_id="mine")
+    trainer.create_model_card("My model", tags="anime", language=["en", "fr"])
+    assert "# My model\n" in (tmp_path / "README.md").read_text()
+    for refused, error in (({"dataset_args": "x"}, ValueError), ({"dataset_nam": "x"}, TypeError)):
+        with pytest.raises(error, match="dataset_"):
+            trainer.push_to_hub(**refused)
+    assert not pushed and trainer.hub_model_id is None
+    trainer.push_to_hub(dataset_name="me/prompts", license="mit")
+    (card,) = pushed
+    assert card["datasets"] == ["me/prompts"] and card["license"] == "mit" and card["language"] == ["en", "fr"]
+    assert card["tags"][-1] == "anime" and card["tags"].count("diffusion-grpo") == 1
 
 
 @pytest.mark.parametrize("has_scaler", [True, False])
