@@ -52,6 +52,8 @@ USED = {
     "_dynamo": ("torch", "compiled blocks have as many graphs as they need"),
     "_execution_device": ("diffusers:DiffusionPipeline", "seeds are drawn on the device that the pipeline uses"),
     "_exclude_from_cpu_offload": ("diffusers:DiffusionPipeline", "offload_frozen leaves these parts in place"),
+    "_backends": ("transformers.utils.import_utils", "processors that lack torchvision are refused early"),
+    "_indices": ("datasets:Dataset", "prompts of a shuffled dataset are read many at a time"),
     "_hf_hook": ("accelerate.hooks", "a text encoder that comes back is moved as offload_frozen moved the one before"),
     "_cached_decode_position_ids": (
         "transformers.models.glm_image.modeling_glm_image:GlmImageModel",

@@ -62,7 +62,7 @@ class StandIn(nn.Module):
         wake: Callable[[], nn.Module],
     ):
         super().__init__()
-        self.__dict__.update(_kind=kind, _wake=wake, _dtype=dtype)
+        self.__dict__.update(_kind=kind, _wake=wake, made_as=dtype)
         self.register_buffer("_place", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.__dict__.update(config=config, __module__=kind.__module__)
 
@@ -83,7 +83,7 @@ class StandIn(nn.Module):
     @property
     def is_cast(self) -> bool:
         """Whether the dtype was changed since, as by the pipeline's `to`."""
-        return self.dtype != self._dtype
+        return self.dtype != self.made_as
 
     def wake(self) -> nn.Module:
         """Bring the encoder back and return it."""
