@@ -1,0 +1,58 @@
+"""Check ahead that evaluations log what chooses the best checkpoint; transformers looks at the first evaluation."""
+
+import difflib
+import inspect
+from collections.abc import Iterable
+
+from ..config.settings import DiffusionGRPOConfig
+from ..rewards import Reward
+
+PLAIN = ("reward", "reward_std_error", "kl", "runtime")
+OPEN = ("diversity", "rollouts/")  # metrics that begin so have the names of embedders and of training's metrics
+
+
+def check_best_metric(
+    args: DiffusionGRPOConfig, measured: list[Reward], watched: list[Reward], datasets: Iterable[str]
+) -> None:
+    """Refuse a `metric_for_best_model` that no evaluation logs.
+
+    A reward that may log metrics of its own (`log_metric`) gives them any name. Beside one, only names that begin with
+    `rewards/` or `watch/` are checked.
+
+    Args:
+        args: of the run.
+        measured: rewards that are trained on, or measured in evaluations.
+        watched: those of `watch_rewards`.
+        datasets: names of several evaluation datasets; none for a single one.
+
+    Raises:
+        ValueError: the message names the nearest metric.
+    """
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no":
+        return
+    names = [*PLAIN, *_name_means("rewards", measured), *_name_means("watch", watched)]
+    prefixes = ["eval_", *(f"eval_{name}_" for name in datasets)]
+    full = metric if metric.startswith("eval_") else f"eval_{metric}"
+    known = [prefix + name for prefix in prefixes for name in names]
+    opening = (*OPEN, "watch/") if "auto" in (args.watch_rewards or []) else OPEN  # it depends on what samples are
+    if full in known or full.startswith(tuple(prefix + name for prefix in prefixes for name in opening)):
+        return
+    is_ours = full.startswith(tuple(prefix + name for prefix in prefixes for name in ("rewards/", "watch/")))
+    if not is_ours and any(map(_logs, [*measured, *watched])):
+        return
+    nearest = difflib.get_close_matches(full, known, n=1, cutoff=0.0)[0]
+    raise ValueError(f"metric_for_best_model={metric!r} is logged by no evaluation; did you mean {nearest!r}?")
+
+
+def _name_means(kind: str, rewards: list[Reward]) -> list[str]:
+    return [f"{kind}/{reward.name}/{end}" for reward in rewards for end in ("mean", "std_error")]
+
+
+def _logs(reward: Reward) -> bool:
+    """Return whether a reward may log metrics."""
+    function = reward.function
+    kind = function if inspect.isroutine(function) else type(function)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in reward.parameters.values())
+    is_ours = kind.__module__.startswith(__package__.partition(".")[0] + ".")  # which ask for it by its name
+    return "log_metric" in reward.parameters or (takes_all and not is_ours)
