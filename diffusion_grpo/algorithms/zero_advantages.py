@@ -37,17 +37,24 @@ def sum_loss(loss: Loss, inputs: LossInputs, weights: Tensor | None) -> LossOutp
         weights: `(batch,)` as from [`sample_weights`]: those above 0 are equal. None: all are 1.
 
     Returns:
-        Metrics are those of the samples that count. Where none does, the loss is 0 with a gradient of zeros, and there
-        are no metrics.
+        Metrics are those of the samples that count, but `loss/...`, the terms of the loss, are weighted like the loss
+        and divided by the number of all samples. Where no sample counts, the loss is 0 with a gradient of zeros, and
+        these terms are the only metrics.
     """
     if weights is None:
         output = _call(loss, inputs)
         return dataclasses.replace(output, loss=output.loss * len(inputs.log_prob))
     is_kept = (weights > 0).to(inputs.log_prob.device)
     if not is_kept.any():
-        return LossOutput(_call(loss, inputs).loss * 0.0, {})
-    output = _call(loss, select_samples(inputs, is_kept))
-    return dataclasses.replace(output, loss=output.loss * weights.sum().item())
+        output = _call(loss, inputs)
+        return LossOutput(output.loss * 0.0, {name: value * 0.0 for name, value in _terms(output).items()})
+    output, total = _call(loss, select_samples(inputs, is_kept)), weights.sum().item()
+    terms = {name: value * (total / len(weights)) for name, value in _terms(output).items()}
+    return LossOutput(output.loss * total, output.metrics | terms)
+
+
+def _terms(output: LossOutput) -> dict[str, Tensor]:
+    return {name: value for name, value in output.metrics.items() if name.startswith("loss/")}
 
 
 def _call(loss: Loss, inputs: LossInputs) -> LossOutput:

@@ -4,6 +4,8 @@ accelerate's functions for objects pickle them; these send numbers alone.
 """
 
 import json
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ def gather_means(
     metrics: dict[str, list[float]],
     largest: tuple[str, ...] = (),
     smallest: tuple[str, ...] = (),
+    weights: Mapping[str, list[float]] | None = None,
 ) -> dict[str, float]:
     """Return means over the values of all processes, each of which may have measured something else; a collective.
 
@@ -46,13 +49,18 @@ def gather_means(
         accelerator: of this process.
         metrics: values by name.
         largest, smallest: names of which the largest, or the smallest, value is returned instead.
+        weights: one per value, above 0, by the names whose values do not count the same.
     """
-    own = {name: (float(sum(v)), len(v), float(max(v)), float(min(v))) for name, v in metrics.items() if v}
+    weights = {name: [1.0] * len(values) for name, values in metrics.items()} | dict(weights or {})
+    own = {
+        name: (sum(map(operator.mul, v, weights[name])), sum(weights[name]), float(max(v)), float(min(v)))
+        for name, v in metrics.items()
+        if v
+    }
     found, every = {}, gather_json(accelerator, own)
     for name in sorted(set().union(*every)):
         parts = [each[name] for each in every if name in each]
-        total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
-        found[name] = total / count
+        found[name] = sum(part[0] for part in parts) / sum(part[1] for part in parts)
         if name in largest:
             found[name] = max(part[2] for part in parts)
         if name in smallest:

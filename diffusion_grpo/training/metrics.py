@@ -29,21 +29,24 @@ class Metrics:
 
     Attributes:
         values: what was noted since the last log, by name.
+        weights: one per value: how much it counts in the mean.
         samples: of the rollout that is being trained on, made by all processes; 0 where a run is resumed within it.
     """
 
     def __init__(self):
         self.values: dict[str, list[float]] = defaultdict(list)
+        self.weights: dict[str, list[float]] = defaultdict(list)
         self._is_paused = False
         self.reset()
 
     def __bool__(self) -> bool:
         return bool(self.values)
 
-    def add(self, name: str, value: float) -> None:
-        """Note one value."""
-        if not self._is_paused:
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Note one value; one whose weight is 0 is left out."""
+        if weight and not self._is_paused:
             self.values[name].append(value)
+            self.weights[name].append(weight)
             self._seconds += value if name in TOTALS else 0.0
 
     def add_all(self, values: Mapping[str, float]) -> None:
@@ -74,7 +77,7 @@ class Metrics:
 
     def reset(self) -> None:
         """Forget everything: another run begins."""
-        self.values.clear()
+        self._clear()
         self._logged_step: int | None = None
         self.samples, self._seconds = 0, 0.0  # of the rollout that is being trained on
         self._finished_samples, self._finished_seconds = 0, 0.0  # of rollouts that were used up since the last log
@@ -94,10 +97,15 @@ class Metrics:
             step: updates that are done.
         """
         updates = max(1, step - self._logged_step)
-        measured = self.values | {name: [sum(self.values[name]) / updates] for name in TOTALS}
+        totals = {name: [sum(self.values.pop(name, [])) / updates] for name in TOTALS}
+        measured, weights = self.values | totals, {name: self.weights[name] for name in self.values}
         measured["memory/peak_gib"] = [measure_peak_memory(backend.accelerator.device)]
         if self._finished_samples:
             measured["samples_per_second"] = [self._finished_samples / self._finished_seconds]
         self._finished_samples, self._finished_seconds, self._logged_step = 0, 0.0, step
+        self._clear()
+        return gather_means(backend.accelerator, measured, LARGEST, SMALLEST, weights)
+
+    def _clear(self) -> None:
         self.values.clear()
-        return gather_means(backend.accelerator, measured, largest=LARGEST, smallest=SMALLEST)
+        self.weights.clear()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..algorithms.base import Algorithm, Reference
-from ..algorithms.batch import MicroBatch
+from ..algorithms.batch import MicroBatch, Part
 from ..distributed.backend import DistributedBackend
 from ..distributed.failure import ProcessGroupMonitor
 from ..distributed.weights import TrainedWeights
@@ -115,7 +115,8 @@ class PolicyUpdate:
                 if (is_last or self._monitor.is_alone) and self._weights.leave_some_without_gradient:
                     loss = loss + self._weights.zero()  # one process may have DDP too
                 if counts:
-                    self._metrics.add_all(outputs[-1].metrics)
+                    for name, value in outputs[-1].metrics.items():
+                        self._metrics.add(name, value, count_measured(part, name))
                 self._monitor.defer(self._refuse_non_finite, loss.detach(), "loss", place.update)
                 if is_last:
                     drifts = [output.drift for output in outputs]
@@ -156,3 +157,13 @@ class PolicyUpdate:
 
     def _refuse_non_finite(self, value: Tensor, name: str, update: int, has_stepped: bool = False) -> None:
         refuse_non_finite(value, name, update, self._output_dir, has_stepped)
+
+
+def count_measured(part: Part, name: str) -> int:
+    """Return how many samples a metric of a pass is the mean of; parts may differ in size.
+
+    Samples whose weight is 0 are measured by nothing but the terms of the loss and the size of its gradient.
+    """
+    if part.weights is None or name.startswith(("loss/", "grad_size/")):
+        return len(part)
+    return int((part.weights > 0).sum())

@@ -36,7 +36,7 @@ def test_flow_grpos_update_without_zero_advantages():
         theirs = theirs + (policy + 0.3 * kl) / 2
     weights = sample_weights(whole.advantages, torch.arange(8))
     assert weights.tolist() == [2.0, 0.0, 2.0, 0.0, 0.0, 0.0, 2.0, 2.0]
-    ours = 0.0
+    ours, terms = 0.0, 0.0
     for rows in (slice(0, 4), slice(4, 6), slice(6, 8)):  # the second has nobody who counts
         names = ("log_prob", "old_log_prob", "advantages", "mean", "ref_mean")
         part = LossInputs(
@@ -46,8 +46,12 @@ def test_flow_grpos_update_without_zero_advantages():
             epsilon_high=0.1,
             beta=0.3,
         )
-        ours = ours + sum_loss(grpo, part, weights[rows]).loss / 8
+        output = sum_loss(grpo, part, weights[rows])
+        ours = ours + output.loss / 8
+        terms = terms + (output.metrics["loss/policy"] + output.metrics["loss/kl"]) * len(weights[rows]) / 8
+        assert ("ratio/mean" in output.metrics) == bool(weights[rows].any())  # of samples that count
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    torch.testing.assert_close(terms, ours.detach(), rtol=1e-12, atol=0)  # what is logged adds up to the loss
     gradients = [torch.autograd.grad(loss, whole.mean, retain_graph=True)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
 

@@ -57,6 +57,16 @@ def test_means_are_over_all_values_wherever_they_were_measured():
     assert found == [{"loss": 3.0, "low": 1.0, "own": 5.0, "top": 9.0}] * 2
 
 
+def test_means_are_weighted_over_all_processes():
+    """One process measured a part of three samples and one of one, the other a part of four."""
+    values, weights = [{"loss": [1.0, 5.0], "kl": [1.0]}, {"loss": [3.0]}], [{"loss": [3, 1]}, {"loss": [4]}]
+
+    def gather(accelerator, own):
+        return gather_means(accelerator, own[0], weights=own[1])
+
+    assert Threads(2).run(gather, list(zip(values, weights, strict=True))) == [{"kl": 1.0, "loss": 2.5}] * 2
+
+
 def test_one_process_keeps_what_it_broadcasts():
     own = torch.tensor([1, 2, 3], dtype=torch.uint8)
     assert torch.equal(broadcast_bytes(Threads(1), own, 0), own)

@@ -16,7 +16,7 @@ from diffusion_grpo.rollout.value_model import STATE_SIZE, ValueModel, ValueTarg
 from diffusion_grpo.training.finite import NonFiniteError
 from diffusion_grpo.training.metrics import Metrics
 from diffusion_grpo.training.progress import UpdateProgress
-from diffusion_grpo.training.update import Place, PolicyUpdate
+from diffusion_grpo.training.update import Place, PolicyUpdate, count_measured
 
 ONLY = Place(update=1, count=1, is_first=True, is_last=True)
 
@@ -25,14 +25,15 @@ class Squares(Algorithm):
     """Sums (weight x - step)^2 over the samples x of a part; each sample trains on the steps that it names."""
 
     def passes(self, batch):
-        return [
-            [(part, step) for part in batch.parts for step in sorted({step for _, steps in part for step in steps})]
+        every = [
+            (part, step) for part in batch.parts for step in sorted({step for _, steps in part for step in steps})
         ]
+        return [[(Part(sample for sample in part if step in sample[1]), step) for part, step in every]]
 
     def loss(self, policy, reference, part, step):
-        chosen = torch.tensor([x for x, steps in part if step in steps], dtype=torch.float64)
+        chosen = torch.tensor([x for x, _ in part], dtype=torch.float64)
         loss = ((policy.weight * chosen - step) ** 2).sum()
-        return PassOutput(loss, {"passes": 1.0}, drift=float(step))
+        return PassOutput(loss, {"passes": 1.0, "loss/policy": loss.item() / len(part)}, drift=float(step))
 
     def check(self, batch, drift):
         return {"drift": drift}
@@ -53,6 +54,12 @@ class Policy:
         raise RuntimeError(f"step {step} is not trained")
 
 
+class Part(list):
+    """Samples (x, trained steps)."""
+
+    weights = None
+
+
 @dataclasses.dataclass
 class Batch:
     """Parts of samples (x, trained steps)."""
@@ -70,7 +77,7 @@ class Backend(DistributedBackend):
     def __init__(self):
         super().__init__(None, ContextGroups())
         self.noted = []
-        self.bind(SimpleNamespace(num_processes=1, process_index=0), [])
+        self.bind(SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu")), [])
 
     def accumulate(self, model, is_last):
         self.noted.append(f"pass {is_last}")
@@ -140,6 +147,26 @@ def test_every_sample_counts_the_same_however_they_are_split(sizes):
     assert policy.weight.grad.item() == pytest.approx(sum(slopes) / len(slopes), rel=1e-12)
 
 
+@pytest.mark.parametrize("sizes", [[4], [1, 3], [1, 1, 2]])
+def test_the_logged_terms_add_up_to_the_loss_however_samples_are_split(sizes):
+    """A part of one sample counts a third of a part of three."""
+    policy, metrics, parts, start = Policy(), Metrics(), [], 0
+    metrics.start(0)
+    for size in sizes:
+        parts.append(SAMPLES[start : start + size])
+        start += size
+    update = make_update(policy, metrics=metrics)
+    loss = update.train_policy(None, Batch(parts), ONLY)
+    assert metrics.gather(Backend(), step=1)["loss/policy"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_samples_of_weight_0_are_counted_only_where_they_are_measured():
+    part = Part(SAMPLES[:3])
+    part.weights = torch.tensor([2.0, 0.0, 0.0])
+    counts = {name: count_measured(part, name) for name in ("ratio/mean", "loss/policy", "grad_size/step_00")}
+    assert counts == {"ratio/mean": 1, "loss/policy": 3, "grad_size/step_00": 3}
+
+
 def test_micro_batches_of_an_update_share_its_weight():
     policies, parts = (Policy(), Policy()), [[SAMPLES[0]], [(5.0, [1, 2])]]
     make_update(policies[0]).train_policy(None, Batch(parts), ONLY)
@@ -156,7 +183,8 @@ def test_passes_run_between_the_beginning_and_the_end_of_a_micro_batch():
     update.train_policy(None, Batch([SAMPLES]), Place(1, count=3, is_first=True, is_last=False))
     assert backend.noted == ["begin", "pass False", "pass False", "pass True", "finish"]
     assert (progress.stage, progress.done, progress.total) == ("training", 3, 9)
-    assert metrics.values == {"passes": [1.0] * 3, "drift": [2.0]}
+    assert metrics.values.keys() == {"passes", "loss/policy", "drift"}
+    assert metrics.values["passes"] == [1.0] * 3 and metrics.values["drift"] == [2.0]
 
 
 class Repeating(Backend):
