@@ -7,6 +7,7 @@ sampled in the same way and never scored.
 import contextlib
 import dataclasses
 import math
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -181,8 +182,9 @@ class Evaluator:
         for name, part in parts.items() if parts.keys() != {UNNAMED} else ():
             metrics |= self._metrics(f"{prefix}_{name}", part.every, watched)
         for key in dict.fromkeys(key for part in parts.values() for key in part.diversity):
-            found = [part.diversity[key] for part in parts.values() if key in part.diversity]
-            metrics[f"{prefix}_{key}"] = sum(found) / len(found)
+            found = {name: part.diversity[key] for name, part in parts.items() if key in part.diversity}
+            prompts = [len(datasets[name]) for name in found]
+            metrics[f"{prefix}_{key}"] = statistics.fmean(found.values(), prompts)
         own = gather_means(self._backend.accelerator, own_metrics)
         metrics |= {f"{prefix}_{name}": value for name, value in own.items()}
         metrics[f"{prefix}_runtime"] = time.perf_counter() - start

@@ -64,6 +64,18 @@ def test_several_datasets_are_measured_each_and_together(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["reward_after"] == pytest.approx(both)
 
 
+def test_diversity_is_a_mean_over_the_prompts_of_all_datasets(tmp_path):
+    """A dataset of two prompts counts twice as much as one of a single prompt."""
+    trainer = trainer_for(tmp_path, num_generations_eval=2, num_inference_steps=2)
+    cats, dogs = Dataset.from_dict({"prompt": ["a cat", "two cats"]}), Dataset.from_dict({"prompt": ["a dog"]})
+    of_cats, of_dogs, of_both = (
+        trainer.evaluate(dataset, metric_key_prefix="test")["test_diversity"]
+        for dataset in (cats, dogs, {"cats": cats, "dogs": dogs})
+    )
+    assert of_cats != pytest.approx(of_dogs, rel=1e-3)
+    assert of_both == pytest.approx((2 * of_cats + of_dogs) / 3)
+
+
 @pytest.mark.parametrize(("prefix", "is_logged"), [("eval_hard", True), ("hard", False)])
 def test_an_evaluation_under_another_prefix_keeps_no_samples(tmp_path, prefix, is_logged):
     """What starts with "eval" is logged and shown to the callbacks, also at an update that "eval" left nothing of."""
