@@ -121,8 +121,8 @@ def _show_samples(results: Run | None, pairs: list[CardPair]) -> list[str]:
     """Show the same prompts in the first and the last evaluation, where their files were kept."""
     if results is None or not pairs:
         return []
-    prompts = f"The first {len(pairs)} prompts" if len(pairs) > 1 else "The first prompt"
-    note = f"{prompts} of the evaluations, with the same seeds and the reward beside each image; not hand-picked."
+    samples = f"The first {len(pairs)} samples" if len(pairs) > 1 else "The first sample"  # several may share a prompt
+    note = f"{samples} of the evaluations, with the same seeds and the reward beside each image; not hand-picked."
     return ["## Before and after", note, draw_table(results, pairs)]
 
 

@@ -1,5 +1,6 @@
 """Samples of the model card: the same prompts and seeds before and after, as files that are published with it."""
 
+import math
 import re
 import shutil
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from .folder import Run, format_updates
 from .gallery import find_file, pair_samples
 
 FOLDER = "images"  # in the run's folder
-PROMPTS = 4
+SHOWN = 4
 WIDEST = 512  # pixels
 OWN_FILE = re.compile(r"\d+-(before|after)\.(png|mp4|wav)")  # that a card wrote; others may lie beside them
 
@@ -24,7 +25,7 @@ class CardSample:
     Attributes:
         image: file that stands for it.
         file: the sample itself, where it is a video or sound; otherwise the image.
-        reward: of the trained rewards together.
+        reward: of the trained rewards together; NaN where none scored the sample.
     """
 
     image: str
@@ -42,11 +43,11 @@ class CardPair:
 
 
 def write_card_samples(run: Run) -> list[CardPair]:
-    """Copy samples of the first prompts into the folder `images`, and return them. Nobody chose these prompts."""
+    """Copy the first samples of the evaluations into the folder `images`, and return them. Nobody chose them."""
     _remove_samples(run.path / FOLDER)
     found: list[CardPair] = []
     for pair in pair_samples(run):
-        if len(found) == PROMPTS:
+        if len(found) == SHOWN:
             break
         rows = [pair["before"], pair["after"]]
         images = [find_file(run, row["image"]) if row.get("image") else None for row in rows]
@@ -92,7 +93,7 @@ def make_widget(pairs: list[CardPair]) -> list[dict]:
 
 
 def draw_table(run: Run, pairs: list[CardPair]) -> str:
-    """Return a Markdown table of the samples, a row per prompt; videos and sounds are linked behind their images."""
+    """Return a Markdown table of the samples, a row per pair; videos and sounds are linked behind their images."""
     names = [format_updates(step) for step in (min(run.samples), max(run.samples))]
     lines = [f"| prompt | {names[0]} | {names[1]} |", "|---|---|---|"]
     for pair in pairs:
@@ -104,4 +105,4 @@ def draw_table(run: Run, pairs: list[CardPair]) -> str:
 def _show(sample: CardSample, name: str) -> str:
     shown = f"![{name}]({sample.image})"
     shown = shown if sample.file == sample.image else f"[{shown}]({sample.file})"
-    return f"{shown} {sample.reward:.3f}"
+    return f"{shown} –" if math.isnan(sample.reward) else f"{shown} {sample.reward:.3f}"

@@ -36,6 +36,7 @@ def test_the_model_card(tmp_path):
     assert card.data.pipeline_tag == "text-to-image" and card.data.license is None
     assert "for 2 updates." in card.content and "| before training | after 2 updates |" in card.content
     assert f"`{tmp_path.name}` is the folder that holds this file" in card.content
+    assert "The first 2 samples of the evaluations" in card.content  # several may share a prompt
     assert "![before training](images/0-before.png)" in card.content and (tmp_path / "images/0-after.png").is_file()
     assert card.data.widget[0] == {"text": "held out", "output": {"url": "images/0-after.png"}}
     assert "It was started from Python" in card.content and "diffusion-grpo 0.1.0, torch " in card.content

@@ -1,5 +1,6 @@
 """The model card's samples: the first prompts before and after, as files beside the card."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,12 @@ def test_the_table_names_both_evaluations_and_escapes_prompts(tmp_path):
     assert lines[0] == "| prompt | before training | after 20 updates |"
     images = "![before training](images/0-before.png) 0.400 | ![after 20 updates](images/0-after.png) 0.900"
     assert lines[2] == f"| a\\|b \\<i\\> | {images} |"
+
+
+def test_a_sample_that_no_reward_scored_has_no_number(tmp_path):
+    run = read_run(make_run(tmp_path / "run", prompts=1))
+    run.samples[20][0]["reward"] = math.nan
+    assert draw_table(run, write_card_samples(run)).endswith("0.400 | ![after 20 updates](images/0-after.png) – |")
 
 
 def test_videos_and_sounds_lie_behind_their_images(tmp_path):
