@@ -98,6 +98,17 @@ class DiffusersTrainer(Trainer):
 
     # Where a run starts
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As in `Trainer`, which makes one more update each time that a run is resumed at `max_steps`."""
+        if self.state.global_step < self.state.max_steps:
+            return super()._run_epoch(*args, **kwargs)
+        self.control.should_training_stop = True
+        logger.warning(
+            "This run is at update %d and max_steps is %d, so nothing is trained; raise max_steps to go on.",
+            self.state.global_step,
+            self.state.max_steps,
+        )
+
     def find_start(
         self, wanted: str | bool | None, held: contextlib.ExitStack, agree: Callable[[Exception | None], None]
     ) -> str | None:

@@ -290,6 +290,18 @@ def test_a_run_goes_on_from_a_checkpoint_of_any_name(tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
 
 
+def test_a_run_that_has_made_its_updates_makes_no_more(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_inference_steps": 2, "max_steps": 1}
+    whole = trainer_for(tmp_path, **settings)
+    whole.train()
+    again = trainer_for(tmp_path, **settings, resume_from_checkpoint="true")
+    again.train()
+    assert again.state.global_step == 1 and not (tmp_path / "checkpoint-2").exists()
+    assert "is at update 1 and max_steps is 1" in caplog.text
+    expected = trained_weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in trained_weights(again).items())
+
+
 @pytest.mark.parametrize("off", [False, "false", "False"])
 def test_resuming_may_be_said_to_be_off(tmp_path, off):
     settings = {"max_steps": 1, "num_inference_steps": 2, "save_strategy": "steps", "save_steps": 1}
