@@ -1,9 +1,10 @@
 """What only the command line takes beside `DiffusionGRPOConfig`: model, data and rewards, LoRA, and processes."""
 
+import json
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -59,8 +60,29 @@ class ScriptArguments:
             raise ValueError(f"eval_max_prompts is {self.eval_max_prompts}; use at least 1, or leave it out for all.")
         if self.baseline_guidance_scales and self.eval_dataset is None:
             raise ValueError("baseline_guidance_scales needs held-out prompts to be measured on: set eval_dataset.")
-        if self.report_experiment is not None and not Path(self.report_experiment).is_file():
-            raise ValueError(f"report_experiment: there is no file {self.report_experiment}.")
+        if self.report_experiment is not None:
+            try:
+                read_experiment(self.report_experiment)
+            except ValueError as error:
+                raise ValueError(f"report_experiment: {error}") from error
+
+
+def read_experiment(path: str | Path) -> dict[str, Any]:
+    """Read the JSON file of an earlier experiment, which the report shows as a table.
+
+    Raises:
+        ValueError: there is no such file, or it is not a JSON object with `columns` and `rows`.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}.")
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
+    lists = ("columns", "rows")
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), list) for name in lists):
+        raise ValueError(f"{path} holds no experiment; expected an object with the lists `columns` and `rows`.")
+    return found
 
 
 NAME = re.compile(r"[\w.]+")  # of a layer, and not an expression or `all-linear`

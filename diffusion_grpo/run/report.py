@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
 from .folder import Run, read_run, summarise
 from .gallery import make_film, make_gallery, show_rollouts
@@ -58,7 +59,7 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         Path of the page.
 
     Raises:
-        ValueError: `run_dir` is not the output folder of a run.
+        ValueError: `run_dir` is not the output folder of a run, or `experiment` is no such file.
         ImportError: the extra `report` is not installed.
     """
     if missing_packages():
@@ -93,7 +94,7 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         settings=yaml.safe_dump(run.info.get("settings") or {}, sort_keys=True, default_flow_style=None),
         script=markupsafe.Markup(script),
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        experiment=json.loads(Path(experiment).read_text(encoding="utf-8")) if experiment else None,
+        experiment=read_experiment(experiment) if experiment else None,
     )
     path = run.path / "report.html"
     path.write_text(page, encoding="utf-8")
