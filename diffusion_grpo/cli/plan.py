@@ -33,6 +33,7 @@ LABELS = {
     "num_inference_steps": "denoising steps per sample",
     "rollouts_per_epoch": "rollouts per epoch",
     "updates_per_epoch": "updates per epoch",
+    "updates": "updates of the whole run",
 }
 MIB = 2**20
 
@@ -41,8 +42,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `plan`. The settings of `train` are read separately."""
     command.add_argument("config", help="YAML file of settings, as for train")
     command.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    command.add_argument("--device-memory", metavar="SIZE", help="say whether the run fits into it, e.g. 24GiB")
-    command.add_argument(
+    question = command.add_mutually_exclusive_group()
+    question.add_argument("--device-memory", metavar="SIZE", help="say whether the run fits into it, e.g. 24GiB")
+    question.add_argument(
         "--fit", metavar="SIZE", help="print the cheapest settings with which the run fits, as YAML to paste"
     )
     command.usage = "diffusion-grpo plan config.yaml [--key value ...] [--device-memory 24GiB | --fit 24GiB] [--json]"
@@ -64,11 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     call_or_refuse(check_values, values, launch_settings.get("num_processes", launch_settings["num_machines"]))
     call_or_refuse(check_model_name, str(values["model"]))
 
-    if arguments.fit:
+    if arguments.fit is not None:
         return print_fit(arguments, overrides, launch)
     from ..planning.plan import plan
 
-    size = call_or_refuse(parse_size, arguments.device_memory) if arguments.device_memory else None
+    size = call_or_refuse(parse_size, arguments.device_memory) if arguments.device_memory is not None else None
     made = call_or_refuse(plan, arguments.config, overrides, launch)
     if arguments.json:
         print(json.dumps(made.to_dict(), indent=2))
@@ -94,7 +96,7 @@ def parse_size(text: str) -> int:
     try:
         return convert_file_size_to_int(text)
     except ValueError as error:
-        raise ValueError(f"{text} is no size of memory; write 24GiB, 80GB or the like.") from error
+        raise ValueError(f"{text!r} is no size of memory; write 24GiB, 80GB or the like.") from error
 
 
 def describe_memory(made: "Plan", size: int | None) -> list[str]:

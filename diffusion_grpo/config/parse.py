@@ -196,6 +196,8 @@ def _raise_argparse_error(message: str) -> None:
 def read_yaml(config_file: str) -> dict[str, Any]:
     """Return the mapping in a YAML file; raise ValueError if the file is missing or holds something else."""
     path = Path(config_file)
+    if path.is_dir():
+        raise ValueError(f"{config_file} is a folder; give the path of a YAML file.")
     if not path.is_file():
         raise ValueError(f"there is no file {config_file}.")
     try:

@@ -27,6 +27,7 @@ class Batches:
         trained_steps: steps trained per sample.
         num_inference_steps: denoising steps per sample.
         rollouts_per_epoch, updates_per_epoch: counts per epoch; None if the size of the dataset is unknown.
+        updates: updates of the whole run; None if it is a number of epochs and the size of the dataset is unknown.
         prompts: rows of the dataset; None if unknown.
         trained_tokens: tokens trained per sample, in one step; 0 where denoising steps are trained.
     """
@@ -48,6 +49,7 @@ class Batches:
     num_inference_steps: int
     rollouts_per_epoch: int | None
     updates_per_epoch: int | None
+    updates: int | None = None
     prompts: int | None = None
     trained_tokens: int = 0
 
@@ -59,8 +61,10 @@ class Batches:
             args: the settings.
             prompts: number of rows in the dataset, None if unknown.
         """
-        updates = args.micro_batches_per_rollout * args.num_iterations // args.gradient_accumulation_steps
+        per_rollout = args.micro_batches_per_rollout * args.num_iterations // args.gradient_accumulation_steps
         rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)
+        per_epoch = None if rollouts is None else rollouts * per_rollout
+        total = None if per_epoch is None else math.ceil(args.num_train_epochs * per_epoch)
         size = args.rollout_call_size
         scored = _count_scored(args)
         accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -76,12 +80,13 @@ class Batches:
             pipeline_calls=math.ceil(args.batch_sizes.rollout_share / size),
             micro_batch=args.per_device_train_batch_size,
             micro_batches_per_update=args.gradient_accumulation_steps,
-            updates_per_rollout=updates,
+            updates_per_rollout=per_rollout,
             samples_per_update=accumulated * args.data_processes,
             trained_steps=max(1, round(args.timestep_fraction * args.window_size)),
             num_inference_steps=args.num_inference_steps,
             rollouts_per_epoch=rollouts,
-            updates_per_epoch=None if rollouts is None else rollouts * updates,
+            updates_per_epoch=per_epoch,
+            updates=args.max_steps if args.max_steps > 0 else total,
             prompts=prompts,
         )
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import yaml
 from command_line import refusal
 from planned_runs import write_run
@@ -28,7 +29,7 @@ def test_a_model_that_is_not_here_leaves_the_batches(capsys):
     words = ["plan", "examples/sd35_ocr.yaml", "--num_processes", "8"]
     assert cli.main(words) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "prompts per rollout │ 48" in out
+    assert "prompts per rollout │ 48" in out and "updates of the whole run" in out
     assert "stable-diffusion-3.5-medium is not here" in out and "--model FOLDER" in out
 
 
@@ -42,6 +43,10 @@ def test_the_command_says_whether_the_run_fits_and_what_would_make_it(tmp_path, 
     out = capsys.readouterr().out
     assert "with these settings it fits into" in out and yaml.safe_load(out)["per_device_train_batch_size"] == 1
     assert "write 24GiB, 80GB or the like" in refusal(capsys, "plan", config, "--fit", "large")
+    assert "'' is no size of memory" in refusal(capsys, "plan", config, "--fit", "")
+    assert "is a folder; give the path of a YAML file" in refusal(capsys, "plan", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", config, "--fit", "1GiB", "--device-memory", "1GiB"])
 
 
 def json_of(capsys, words):

@@ -23,6 +23,7 @@ def test_batches_are_the_trainers(processes, tmp_path):
     assert batches.pipeline_calls == 8
     assert (batches.updates_per_rollout, batches.samples_per_update) == (6, 4 * processes)
     assert batches.rollouts_per_epoch == -(-100 // (2 * processes))
+    assert batches.updates == (args.max_steps if args.max_steps > 0 else 3 * batches.updates_per_epoch)
     if processes == 1:  # as the dataloader counts them
         script, lora, args = parse_train_arguments(config, [])
         trainer = build_trainer(script, lora, args)
