@@ -87,6 +87,9 @@ class SampleSettings:
         names = ("model", "lora", "num_generations", "num_inference_steps", "sde_type", "noise_level")
         names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
         values = {name: getattr(self, name) for name in names}
+        for name in ("model", "lora"):  # a folder is the same with a slash at its end
+            if values[name] and Path(values[name]).exists():
+                values[name] = str(Path(values[name]))
         values["lora_weights"] = hash_weights(self.lora)
         values |= {name: getattr(self.train, name, None) for name in ("scheduler_kwargs", *WINDOW)}
         order = getattr(self.train, "sde_window_order", "random")

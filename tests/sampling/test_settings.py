@@ -49,6 +49,11 @@ def test_jobs_whose_samples_differ_have_other_identities():
         assert first.identity != read(*words, *option).identity
 
 
+def test_a_slash_at_the_end_of_a_folder_makes_no_other_job(tmp_path):
+    words = ("owner/name", "--prompts", "x.txt", "--lora")
+    assert read(*words, f"{tmp_path}/").identity == read(*words, str(tmp_path)).identity
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
