@@ -33,7 +33,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.overrides = [*overrides, *unknown]
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not is_output_closed():
+            raise
+        return 1
     except Refusal as refusal:
         if arguments.traceback:
             raise
@@ -43,6 +49,16 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # only the first process prints it
             print(f"\n{interrupt or 'Interrupted.'}", file=sys.stderr)
         return 130
+
+
+def is_output_closed() -> bool:
+    """Whether nobody reads the output any more, as after `| head`. If so, discard what is left of it."""
+    try:
+        print(flush=True)  # a flush alone has nothing to write where the failed write was dropped
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:

@@ -41,11 +41,13 @@ def check_model_name(model: str) -> None:
     """Check that `model`, if it is a local folder, holds a pipeline.
 
     Raises:
-        ValueError: there is no such folder, or it holds no pipeline.
+        ValueError: there is no such folder, it is a file, or it holds no pipeline.
     """
     folder = Path(model).expanduser()
     if model == "tiny":
         return
+    if folder.is_file():
+        raise ValueError(f"model: {model} is a file; give the folder of a diffusers pipeline, a Hub id, or `tiny`.")
     if folder.is_dir() and not (folder / "model_index.json").is_file():
         raise ValueError(f"model: {model} holds no model_index.json, so it is not a folder of a diffusers pipeline.")
     if not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):

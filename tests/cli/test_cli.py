@@ -77,3 +77,11 @@ def test_every_command_has_help(command, capsys):
         cli.main([*command, "--help"])
     assert exit_info.value.code == 0
     assert "usage: diffusion-grpo" in capsys.readouterr().out
+
+
+def test_a_reader_that_stops_early_causes_no_traceback():
+    command = [sys.executable, "-m", "diffusion_grpo.cli", "train", "--list-settings"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1

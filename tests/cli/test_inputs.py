@@ -30,6 +30,8 @@ def test_names_of_models(tmp_path):
     with pytest.raises(ValueError, match="holds no model_index.json"):
         check_model_name(str(tmp_path))
     (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ValueError, match="model_index.json is a file; give the folder"):
+        check_model_name(str(tmp_path / "model_index.json"))
     check_model_name(str(tmp_path))
 
 
