@@ -346,6 +346,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "data_seed": Turned(7, "prompts@1 samples@1", NO_NOISE),
     "ddp_timeout": Elsewhere("distributed/test_failure.py::test_silence_is_death_and_any_sign_is_life"),
     "deepspeed": Elsewhere("distributed/test_deepspeed.py::test_a_lora_with_zero3_trains_as_one_process_does"),
+    "accelerator_config": Refused({"split_batches": True}, "split_batches=True would deal out anew"),
     "eval_strategy": Turned("steps", "evaluation files", "weights@2 samples@2", {"eval_steps": 2}),
     "disable_tqdm": Elsewhere("training/test_show_progress.py::test_bars_in_a_terminal"),
     "fp16": Refused(True, "has no effect on a CPU"),
