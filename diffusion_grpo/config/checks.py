@@ -8,6 +8,7 @@ import logging
 import math
 import numbers
 import re
+from pathlib import Path
 from typing import Any
 
 from ..policy.log_prob_type import check_log_prob
@@ -43,6 +44,8 @@ def check_settings(args: Sizes) -> None:
         ValueError: in one sentence, what was found and what to change.
     """
     check_types(args)
+    if args.output_dir is not None:
+        check_folder("output_dir", args.output_dir)
     _check_lists(args)
     _check_choices(args)
     _check_combinations(args)
@@ -72,6 +75,22 @@ def check_types(args: Sizes) -> None:
             continue
         if not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise ValueError(f"{name}={value!r} is of type {type(value).__name__}, but must be of type {kind}.")
+
+
+def check_folder(name: str, path: str | Path) -> None:
+    """Refuse a path that cannot become a folder, because it, or a part of it, is a file.
+
+    Args:
+        name: of the setting, for the message.
+        path: of the folder, which need not exist.
+
+    Raises:
+        ValueError: such a path.
+    """
+    folder = Path(path).expanduser()
+    for part in (folder, *folder.parents):
+        if part.is_file():
+            raise ValueError(f"{name}: {part} is a file; give the path of a folder.")
 
 
 def _check_lists(args: Sizes) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config.checks import check_folder
+
 if TYPE_CHECKING:
     from ..config.settings import DiffusionGRPOConfig
 
@@ -198,6 +200,7 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
     Raises:
         ValueError: an option or a setting cannot be used.
     """
+    check_folder("--output_dir", arguments.output_dir)
     given = {name: value for name, value in vars(arguments).items() if name in OPTIONS and value is not None}
     given |= {
         "output_dir": Path(arguments.output_dir).expanduser(),

@@ -165,6 +165,13 @@ def test_other_types_are_refused(settings, message):
         make_config(**settings)
 
 
+@pytest.mark.parametrize("path", ["notes.txt", "notes.txt/run/1"])
+def test_a_file_is_no_output_folder(path, tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ValueError, match="output_dir: .*notes.txt is a file; give the path of a folder"):
+        DiffusionGRPOConfig(str(tmp_path / path), use_cpu=True)
+
+
 def test_numbers_of_numpy_are_numbers():
     args = make_config(num_generations=np.int64(8), learning_rate=np.float32(0.5), beta=1)
     assert args.num_generations == 8 and args.learning_rate == 0.5

@@ -65,6 +65,7 @@ def test_a_slash_at_the_end_of_a_folder_makes_no_other_job(tmp_path):
         ),
         (["owner/name", "--prompts", "x.txt", "--noise_level", "0.5"], "needs --num_inference_steps"),
         (["owner/name", "--prompts", "x.txt", "--pipeline_kwargs", "[1]"], "write a JSON object"),
+        (["owner/name", "--prompts", "x.txt", "--output_dir", __file__], "--output_dir: .* is a file; give the path"),
     ],
 )
 def test_what_cannot_be_used_is_refused(words, message):
