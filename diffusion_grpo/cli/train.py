@@ -90,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (ResumeError, UntrainedStepError) as error:
         raise Refusal(" ".join(str(error).split())) from error
     trainer.save_model()
+    if script.dataset != "tiny":
+        trainer.create_model_card(dataset_name=script.dataset)
     if config.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():

@@ -143,6 +143,7 @@ def test_train_leaves_a_whole_run_folder(config_file, model, tmp_path, capsys):
     assert "guidance 2" in (run / "report.html").read_text()
     assert str(run / "summary.json") in capsys.readouterr().out
     card = (run / "README.md").read_text()
+    assert "The prompts are from prompts.txt.\n" in card and str(tmp_path) not in card
     assert "\ndiffusion-grpo train train.yaml\n" in card and "not published with the weights: `prompts.txt`" in card
     assert parse_train_arguments(str(run / "train.yaml"), ["--dataset", "tiny"])[2].max_steps == 2
 
