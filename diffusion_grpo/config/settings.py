@@ -102,6 +102,13 @@ class DiffusionGRPOConfig(
     )
     logging_steps: float = field(default=1, metadata={"help": "Log every N updates."})
     save_steps: float = field(default=50, metadata={"help": "Write a checkpoint every N updates."})
+    eval_steps: float | None = field(
+        default=None,
+        metadata={
+            "help": "Evaluate every N updates; below 1 a share of the run. By default as logging_steps if that is set, "
+            "otherwise as save_steps."
+        },
+    )
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Let DDP search for unused parameters; a policy uses all of them."}
     )
