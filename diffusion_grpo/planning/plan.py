@@ -33,7 +33,8 @@ from ..policy.network_gate import NetworkAccess
 from ..policy.token import make_policy
 from ..policy.unguided import switch_guidance_off
 from ..run import adapters
-from ..training.model import check_peft_config, check_reentrant, prepare_model
+from ..training.lora_checks import check_peft_config
+from ..training.model import check_reentrant, prepare_model
 from ..training.quantization import name_method
 from .batches import Batches
 from .measure import CallSizes, CountedMasks, Measurement, add_means, measure, measure_renoised

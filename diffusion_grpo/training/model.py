@@ -31,13 +31,13 @@ from ..run import adapters
 from .block_swap import BlockSwap
 from .compiling import compile_blocks
 from .decoding import set_decoding
+from .lora_checks import check_peft_config
 from .pipeline_checks import check_processors
 from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
 from .scheduler_settings import change_scheduler
 from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_encoders
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-SAFE_INITS = ("gaussian", "orthogonal")  # of LoRA, besides True and False: they leave the base model as it is
 
 
 def check_model(model: Any) -> None:
@@ -560,50 +560,4 @@ def check_reentrant(args: DiffusionGRPOConfig, is_full_training: bool) -> None:
         raise ValueError(
             "gradient_checkpointing_kwargs: use_reentrant=True gives a LoRA no gradient, because the inputs of the "
             "network's blocks are frozen; leave it out."
-        )
-
-
-def check_peft_config(peft_config: PeftConfig | None, beta: float = 0.0) -> None:
-    """Refuse what would make the replay differ from the rollout, or leave no reference and nothing to load.
-
-    Args:
-        beta: weight of the KL divergence; above 0 the adapter switched off must be the base model.
-
-    Raises:
-        ValueError: dropout in the adapter, or an adapter that changes or trains the base model's own weights.
-    """
-    if peft_config is None:
-        return
-    if not isinstance(peft_config, PeftConfig):
-        raise ValueError(f"peft_config is {peft_config!r}; pass a LoraConfig of peft.")
-    reference = " and beta > 0 has no reference" if beta > 0 else ""
-    kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
-    if kind != "LORA":
-        raise ValueError(f"peft_config is of type {kind}; only LoraConfig gives weights that diffusers loads.")
-    if isinstance(peft_config.init_lora_weights, str) and peft_config.init_lora_weights.lower() not in SAFE_INITS:
-        raise ValueError(
-            f"init_lora_weights={peft_config.init_lora_weights!r} changes the base model's own weights, so that the "
-            f"saved LoRA does not fit the published model{reference}; use True, 'gaussian' or 'orthogonal'."
-        )
-    if peft_config.bias != "none":
-        raise ValueError(
-            f"bias={peft_config.bias!r} trains the base model's own biases, which the saved LoRA does not hold"
-            f"{reference}; use bias='none'."
-        )
-    for name in ("modules_to_save", "trainable_token_indices"):
-        value = getattr(peft_config, name, None)
-        if value:
-            raise ValueError(
-                f"{name}={value!r} trains weights of the base model itself, which diffusers does not load with a "
-                "saved LoRA; leave it out, or train all weights without peft_config."
-            )
-    if peft_config.target_parameters:
-        raise ValueError(
-            f"target_parameters={peft_config.target_parameters!r} gives a LoRA to single parameters, which diffusers "
-            "does not load; name the layers that hold them in target_modules."
-        )
-    if getattr(peft_config, "lora_dropout", 0.0):
-        raise ValueError(
-            f"lora_dropout={peft_config.lora_dropout} would make every replay differ from its rollout and the ratio "
-            "from 1; set it to 0."
         )

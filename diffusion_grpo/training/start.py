@@ -39,13 +39,13 @@ from ..run.records import check_output_folder, make_record
 from ..run.reproduce import describe_script
 from ..tiny import default_settings
 from .best_metric import check_best_metric
+from .lora_checks import check_peft_config
 from .model import (
     check_args,
     check_gradient_range,
     check_guider,
     check_model,
     check_packages,
-    check_peft_config,
     check_reentrant,
     check_scheduler,
     name_model,

@@ -7,7 +7,7 @@ import pytest
 import tiny_pipelines
 import torch
 from command_line import make_config
-from peft import IA3Config, LoraConfig
+from peft import LoraConfig
 from tiny_runs import LORA, brightness, logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
@@ -15,7 +15,6 @@ from diffusion_grpo.training.model import (
     check_args,
     check_gradient_range,
     check_model,
-    check_peft_config,
     checkpoint_share,
     choose_dtype,
     load_pipeline,
@@ -204,25 +203,6 @@ def test_a_share_of_the_blocks_is_evenly_spread(share, expected):
     assert recomputed == expected * 2
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (IA3Config(), "is of type IA3; only LoraConfig"),
-        ({"r": 4}, "peft_config is {'r': 4}; pass a LoraConfig of peft"),
-        (LoraConfig(init_lora_weights="olora"), "'olora' changes the base model's own weights"),
-        (LoraConfig(bias="lora_only"), "bias='lora_only' trains the base model's own biases"),
-        (LoraConfig(modules_to_save=["proj_out"]), "modules_to_save=.'proj_out'. trains weights of the base model"),
-        (LoraConfig(trainable_token_indices=[3]), "trainable_token_indices=.3. trains weights of the base model"),
-        (LoraConfig(lora_dropout=0.1), "lora_dropout=0.1 would make every replay differ"),
-    ],
-    ids=["kind", "dict", "init", "bias", "modules", "tokens", "dropout"],
-)
-def test_adapters_that_make_a_replay_differ_are_refused(config, message):
-    with pytest.raises(ValueError, match=message) as plain:
-        check_peft_config(config)
-    assert "has no reference" not in str(plain.value)
-
-
 def test_adapters_for_language_models_and_from_disk_train(tmp_path):
     """As TRL's `get_peft_config` and peft's `from_pretrained` make them."""
     config = LoraConfig(**LORA, task_type="CAUSAL_LM", inference_mode=True)
@@ -243,12 +223,6 @@ def test_checkpointing_is_switched_off_where_a_training_before_had_it_on(tmp_pat
 def test_arguments_for_loading_are_refused_for_a_pipeline_that_is_loaded(tmp_path):
     with pytest.raises(ValueError, match="model_init_kwargs=.*has no effect on a pipeline that is loaded already"):
         trainer_for(tmp_path, model_init_kwargs={"torch_dtype": "bfloat16"})
-
-
-def test_adapters_that_train_exactly():
-    check_peft_config(None)
-    for init in (True, False, "gaussian", "orthogonal"):
-        check_peft_config(LoraConfig(init_lora_weights=init), beta=0.1)
 
 
 def test_dtypes_and_devices_that_torch_does_not_have():
