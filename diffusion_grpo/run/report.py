@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,12 @@ from .gallery import make_film, make_gallery, show_rollouts
 from .watch import find_collapse
 
 if TYPE_CHECKING:
+    from jinja2 import Template
+
     from .plots import Curve
 
 PACKAGES = ("jinja2", "matplotlib")  # the extra `report`
+HERE = Path(__file__).parent
 
 DIAGNOSTICS = {
     "ratio/max_error": "Largest |ratio − 1| of the first update after a rollout. Replay is exact when it is 0.",
@@ -66,16 +70,11 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         raise ImportError(
             f"The report needs {' and '.join(missing_packages())}: pip install 'diffusion-grpo[report]'."
         )
-    import jinja2
     import markupsafe
 
     run = read_run(run_dir)
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = format_number
-    here = Path(__file__).parent
-    template = environment.from_string((here / "report.html.jinja").read_text(encoding="utf-8"))
-    script = (here / "report.js").read_text(encoding="utf-8")
-    page = template.render(
+    script = (HERE / "report.js").read_text(encoding="utf-8")
+    page = _load_template().render(
         run=run,
         zip=zip,
         summary=summarise(run),
@@ -99,6 +98,16 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
     path = run.path / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+@cache
+def _load_template() -> "Template":
+    """Return the page's template: a process that trains several runs compiles it once."""
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = format_number
+    return environment.from_string((HERE / "report.html.jinja").read_text(encoding="utf-8"))
 
 
 def missing_packages() -> list[str]:
