@@ -105,9 +105,9 @@ FIRST = 1 / 4  # the first call is made once for the four samples of an initial 
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [
-        ({"sde_window": [0, 3]}, FIRST + 5 + 3 * (FIRST + 2)),
+        pytest.param({"sde_window": [0, 3]}, FIRST + 5 + 3 * (FIRST + 2), marks=pytest.mark.slow),
         ({"sde_window": [0, 1]}, FIRST + 5 + 3 * FIRST),
-        ({"sde_window": [0, 1], "same_initial_noise": False}, 6 + 3),
+        pytest.param({"sde_window": [0, 1], "same_initial_noise": False}, 6 + 3, marks=pytest.mark.slow),
         ({"sde_window": [0, 1], "gradient_checkpointing": True}, FIRST + 5 + 4 * FIRST),
         ({"sde_window": [0, 1], "guidance_scale": 2.0}, 2 * (FIRST + 5 + 3 * FIRST)),
         ({"sde_window": [0, 2], "beta": 0.01}, FIRST + 5 + 3 * (FIRST + 1) + FIRST + 1),

@@ -81,9 +81,11 @@ def allocated(config):
         ("wan", {"bf16": True, "timestep_fraction": 0.5}),  # keeps some layers in float32 among the bf16 ones
         ("sd3", {"use_peft": False, "bf16": True, "beta": 0.1, "optim": "adafactor"}),
         ("sd3", {"loss_type": "nft", "timestep_fraction": 0.67}),
-        ("sd3", {"loss_type": "dppo", "num_iterations": 2}),  # the means of the policy that rolled out
-        ("sd3", {"loss_type": "dpo", "use_peft": False}),
-        ("glm_image", {}),  # its language model writes tokens that are kept with the steps
+        # the means of the policy that rolled out
+        pytest.param("sd3", {"loss_type": "dppo", "num_iterations": 2}, marks=pytest.mark.slow),
+        pytest.param("sd3", {"loss_type": "dpo", "use_peft": False}, marks=pytest.mark.slow),
+        # its language model writes tokens that are kept with the steps
+        pytest.param("glm_image", {}, marks=pytest.mark.slow),
         ("glm_image", {"train_component": "vision_language_encoder", "beta": 0.1, "top_p": 0.8}),
     ],
 )
@@ -180,9 +182,9 @@ def uncollected():
     gc.enable()
 
 
-# the longest, of families that have another example
+# Examples of models that have another example are planned only with "make test-all".
 LONG = ("hunyuan_video", "wan22_image_to_video", "wan22_a14b", "wan22_ti2v_5b", "wan21_gae")
-LONG += ("sdxl_inpaint", "flux_kontext")
+LONG += ("sdxl_inpaint", "flux_kontext", "sd15", "own_algorithm", "remote_reward", "sd35_geneval", "sd35_ocr_fast")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,13 @@ def train(folder, name="sd3", draws_globally=False, **settings):
     return trainer, torch.cat([part.flatten() for part in moved.values()]), sum(rows)
 
 
-@pytest.mark.parametrize("sharing", SHARING)
+# these combine what the other cases check one by one
+SLOW = ("all steps", "replayed anchors", "divergence as reward")
+
+
+@pytest.mark.parametrize(
+    "sharing", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SHARING]
+)
 def test_sharing_calls_changes_nothing_but_their_number(tmp_path, monkeypatch, sharing):
     settings, shares = SHARING[sharing]
     together, moved, few = train(tmp_path / "together", **settings)

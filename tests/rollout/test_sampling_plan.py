@@ -198,7 +198,7 @@ WINDOW = {"num_inference_steps": 6, "sde_window": [1, 5], "sde_window_size": 1, 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["sd3", "sd15", "cosmos", "wan"])
+@pytest.mark.parametrize("name", ["sd3", "sd15", pytest.param("cosmos", marks=pytest.mark.slow), "wan"])
 def test_the_ratio_is_exactly_one_in_every_order(tmp_path, name, order):
     """With flow matching, DDIM and EDM, images and videos; and the weights move."""
     rewards = first_frame_brightness if name in ("wan", "cosmos") else brightness
@@ -220,7 +220,12 @@ def test_prompts_of_one_call_have_steps_of_their_own(tmp_path, silent, order):
     assert max(logged(trainer, "ratio/max_error")) < 1e-5
 
 
-@pytest.mark.parametrize("order", ORDERS)
+QUICK = ("sliding", "branches, per_prompt")  # one of each kind
+
+
+@pytest.mark.parametrize(
+    "order", [pytest.param(order, marks=() if order in QUICK else pytest.mark.slow) for order in ORDERS]
+)
 def test_a_run_resumes_in_the_middle_of_an_order(tmp_path, order):
     """Bit for bit, from between two rollouts and from within one; two updates a rollout."""
     settings = WINDOW | ORDERS[order] | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

@@ -70,7 +70,12 @@ def unbroken(tmp_path_factory):
 
 # three moments, in different epochs: in the third rollout, in the fourth update, while the third checkpoint is written
 @pytest.mark.parametrize(
-    ("moment", "calls"), [("rollout", 5), pytest.param("update", 20, marks=pytest.mark.slow), ("checkpoint", 2)]
+    ("moment", "calls"),
+    [
+        pytest.param("rollout", 5, marks=pytest.mark.slow),
+        pytest.param("update", 20, marks=pytest.mark.slow),
+        ("checkpoint", 2),
+    ],
 )
 def test_sigkill_and_resume(tmp_path, unbroken, moment, calls):
     assert run(tmp_path, PLAIN, moment, calls) == -signal.SIGKILL
