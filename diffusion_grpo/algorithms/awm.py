@@ -99,6 +99,5 @@ class AWM(RenoisedWithOldPolicy):
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip) if self.clip < 1 else ratio
         losses = torch.maximum(-advantages * ratio, -advantages * clipped)
         distance = now.error(old)
-        metrics = {"ratio/mean": ratio, "ratio/min": ratio.min(), "ratio/max": ratio.max(), "old/distance": distance}
-        metrics = {name: value.detach().mean() for name, value in metrics.items()}
+        metrics = {"ratio/mean": ratio, "ratio/min": ratio, "ratio/max": ratio, "old/distance": distance}
         return losses + self.ema_beta * distance, metrics

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
@@ -110,6 +110,35 @@ def measure_gradient(loss: Tensor, output: Tensor, factor: Tensor, step: int) ->
     return {f"grad_size/step_{step:02d}": (gradient * factor).flatten(1).norm(dim=1).mean().item()}
 
 
+def summarise_samples(
+    measured: Mapping[str, Tensor], weights: Tensor | None
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Turn what was measured of each sample into numbers of those that count.
+
+    Args:
+        measured: (batch,) values by the key under which they are logged, NaN for samples of which there is nothing to
+            measure; a number that is one already stays as it is.
+        weights: (batch,) of the samples, of which those of weight 0 do not count; None where all count.
+
+    Returns:
+        the means, the smallest of what ends in `/min` and the largest of what ends in `/max`; and of how many samples
+        each is, where that is not all that count. What no sample measures is left out.
+    """
+    metrics, counts = {}, {}
+    for name, values in measured.items():
+        if not values.ndim:
+            metrics[name] = values.item()
+            continue
+        kept = values.detach() if weights is None else values.detach()[(weights > 0).to(values.device)]
+        found = kept[~kept.isnan()].double()
+        if len(found) < len(kept):
+            counts[name] = len(found)
+        if len(found):
+            end = name.rpartition("/")[2]
+            metrics[name] = {"min": found.min, "max": found.max}.get(end, found.mean)().item()
+    return metrics, counts
+
+
 @dataclasses.dataclass(frozen=True)
 class PassOutput:
     """What one pass computes.
@@ -118,6 +147,7 @@ class PassOutput:
         loss: scalar with gradient, summed over the samples of the part.
         metrics: numbers by the key under which they are logged.
         drift: how far the pass is from what the rollout recorded, for `Algorithm.check`.
+        counts: of how many samples a metric is the mean, where that is not all that count.
 
     Examples:
         >>> PassOutput(torch.zeros(()), {"loss/policy": 0.0}).drift
@@ -127,6 +157,7 @@ class PassOutput:
     loss: Tensor
     metrics: dict[str, float]
     drift: float = 0.0
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Algorithm(Protocol):

@@ -58,9 +58,8 @@ class DGPO(RenoisedWithOldPolicy):
         ratio = torch.exp(dataclasses.replace(now, clean=old).error() - error.detach())
         has_left = torch.where(advantages > 0, ratio > 1 + self.clip, ratio < 1 - self.clip) & (advantages != 0)
         losses = gate * advantages * torch.where(has_left, error.detach(), error)
-        metrics = {"dgpo/gate": gate.mean(), "clip_ratio/region_mean": has_left.double().mean()}
-        metrics |= {"ratio/mean": ratio.mean(), "ratio/min": ratio.min(), "ratio/max": ratio.max()}
-        return losses, metrics | {"old/distance": now.error(old).detach().mean()}
+        metrics = {"dgpo/gate": gate, "clip_ratio/region_mean": has_left.double(), "old/distance": now.error(old)}
+        return losses, metrics | {"ratio/mean": ratio, "ratio/min": ratio, "ratio/max": ratio}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -101,7 +100,7 @@ class DPO(Renoised):
         refuse_torn_groups(part, "dpo")
         excess = now.error() - distant.error()
         advantages = part.advantage(step).to(excess)
-        losses, right = torch.zeros_like(excess), []
+        losses, accuracy = torch.zeros_like(excess), torch.full_like(excess, torch.nan)  # of the best of each pair
         for group in part.groups.unique().tolist():
             members = (part.groups == group).nonzero().flatten().tolist()
             size = len(members)
@@ -113,9 +112,9 @@ class DPO(Renoised):
             difference = excess[best] - excess[worst]
             if not advantages[best] > advantages[worst]:
                 continue
-            right.append(((1 - difference.detach().sign()) / 2).double())  # a half where both moved alike
+            accuracy[best] = (1 - difference.detach().sign()) / 2  # a half where both moved alike
             share = torch.zeros_like(excess)
             share[best] = size
             losses = losses + share * softplus(self.preference_beta / 2 * difference)
-        metrics = {"dpo/accuracy": torch.stack(right).mean()} if right else {}
-        return losses + 0.0 * excess, metrics  # with a gradient where all groups are of equal advantages too
+        losses = losses + 0.0 * excess  # with a gradient where all groups are of equal advantages too
+        return losses, {"dpo/accuracy": accuracy}

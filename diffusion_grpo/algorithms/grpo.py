@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..policy.token_process import TokenDistribution
 from ..policy.trajectory import StepDistribution
-from .base import Algorithm, DriftLimit, PassOutput, Reference, measure_gradient
+from .base import Algorithm, DriftLimit, PassOutput, Reference, measure_gradient, summarise_samples
 from .batch import MicroBatch, Part
 from .losses import Loss, LossInputs, grpo, loss_per_reward
 from .zero_advantages import sum_loss
@@ -93,7 +93,7 @@ class GRPO(Algorithm):
         if isinstance(now, StepDistribution) and now.scale is not None:
             jacobian = now.scale.jacobian.view(-1, *[1] * (now.mean.ndim - 1))
             metrics |= measure_gradient(output.loss, now.mean, jacobian, step)
-        metrics |= {} if distant is None else now.compare(distant)
+        metrics |= {} if distant is None else summarise_samples(now.compare(distant), part.weights)[0]
         return PassOutput(output.loss, metrics, self._measure_drift(part, step, now))
 
     def _anchor(self, part: Part, step: int, now: StepDistribution | TokenDistribution) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ class NFT(RenoisedWithOldPolicy):
         better = (part.advantage(step).to(now.clean.device).double() / (2 * most) + 0.5).clamp(0, 1)
         plus, minus = mix * now.clean + (1 - mix) * old, (1 + mix) * old - mix * now.clean
         losses = most / mix * (better * _scaled_error(now, plus) + (1 - better) * _scaled_error(now, minus))
-        return losses, {"old/distance": now.error(old).detach().mean()}
+        return losses, {"old/distance": now.error(old)}
 
 
 def _scaled_error(now: Denoised, clean: Tensor) -> Tensor:

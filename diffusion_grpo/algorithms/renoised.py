@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..policy.trajectory import Denoised
-from .base import Algorithm, DriftLimit, PassOutput, Reference, measure_gradient
+from .base import Algorithm, DriftLimit, PassOutput, Reference, measure_gradient, summarise_samples
 from .batch import MicroBatch, Part
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class Renoised(Algorithm):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the (batch,) losses of the samples, float64 with gradient, and what to log.
 
+        What is logged is (batch,) too, and averaged over the samples that count; of what ends in `/min` or `/max` the
+        smallest or the largest is taken. NaN stands for a sample of which there is nothing to measure. A single number
+        is logged as it is.
+
         Args:
             now: the clean samples that the policy predicts.
             old: (batch, ...) those that the old policy predicts; `now` without gradient where there is no old policy.
@@ -84,28 +88,24 @@ class Renoised(Algorithm):
         now = policy.denoise(inputs, samples, step)
         recorded = part.old_clean(step)
         old = now.clean.detach() if recorded is None else recorded.to(now.clean)
-        losses, metrics = self.sample_losses(now, old, distant, part, step)
+        losses, measured = self.sample_losses(now, old, distant, part, step)
         weights = torch.ones_like(losses) if part.weights is None else part.weights.to(losses)
-        metrics["loss/policy"] = (weights * losses).mean()
-        measured = {"denoising_error": now.error()}
+        measured |= {"loss/policy": (weights * losses).mean(), "denoising_error": now.error()}
         if distant is not None:
             distance = now.error(distant.clean)
-            metrics["loss/kl"] = self.beta * (weights * distance).mean()
-            measured |= {"kl": distance, "velocity/ratio_to_ref": now.norm() / distant.norm().clamp(min=1e-12)}
+            measured |= {"loss/kl": self.beta * (weights * distance).mean(), "kl": distance}
+            measured["velocity/ratio_to_ref"] = now.norm() / distant.norm().clamp(min=1e-12)
             losses = losses + self.beta * distance
-        if (weights > 0).any():  # the others do not count
-            metrics |= {name: values[weights > 0].mean() for name, values in measured.items()}
+        metrics, counts = summarise_samples(measured, part.weights)
         total, drift = (weights * losses).sum(), 0.0
         if part.has_current_old and recorded is not None:
             drift = float((now.clean.detach() - old).abs().max())
         elif not self.is_first_replay:
             drifts = (now.error().detach() + part.old_log_prob(step).to(total)).abs()
-            measured = part.old_log_prob(step).isfinite() | now.error().detach().isnan()
-            drift = float(drifts[measured].max()) if measured.any() else 0.0
-        found = {name: value.item() for name, value in metrics.items()} | measure_gradient(
-            total, now.clean, now.share, step
-        )
-        return PassOutput(total.to(now.clean.dtype), found, drift)
+            is_known = part.old_log_prob(step).isfinite() | now.error().detach().isnan()
+            drift = float(drifts[is_known].max()) if is_known.any() else 0.0
+        metrics |= measure_gradient(total, now.clean, now.share, step)
+        return PassOutput(total.to(now.clean.dtype), metrics, drift, counts)
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
         """Refuse a first prediction after a rollout that differs from the recorded one by more than `max_ratio_error`.

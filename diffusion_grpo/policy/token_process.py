@@ -207,7 +207,7 @@ class TokenDistribution:
         """
         return self.log_prob.new_tensor(0.5).expm1()
 
-    def compare(self, reference: "TokenDistribution") -> dict[str, float]:
+    def compare(self, reference: "TokenDistribution") -> dict[str, Tensor]:
         """Return what there is to log beside the KL divergence to the reference: nothing."""
         return {}
 

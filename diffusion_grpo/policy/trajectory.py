@@ -363,12 +363,12 @@ class StepDistribution:
         return (reach**2 / 2 + 6 * reach / self.scale.moving.sqrt()).expm1()
 
     @torch.no_grad()
-    def compare(self, reference: "StepDistribution") -> dict[str, float]:
-        """Return the mean ratio of the norms of `v` and of the reference's, as `velocity/ratio_to_ref`."""
+    def compare(self, reference: "StepDistribution") -> dict[str, Tensor]:
+        """Return the (batch,) ratio of the norms of `v` and of the reference's, as `velocity/ratio_to_ref`."""
         if self.velocity is None or reference.velocity is None:
             return {}
         own, other = (step.velocity.flatten(1).norm(dim=1) for step in (self, reference))
-        return {"velocity/ratio_to_ref": (own / other).mean().item()}
+        return {"velocity/ratio_to_ref": own / other}
 
 
 def first_of_each(sources: Tensor) -> Tensor:

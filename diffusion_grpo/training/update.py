@@ -116,7 +116,7 @@ class PolicyUpdate:
                     loss = loss + self._weights.zero()  # one process may have DDP too
                 if counts:
                     for name, value in outputs[-1].metrics.items():
-                        self._metrics.add(name, value, count_measured(part, name))
+                        self._metrics.add(name, value, outputs[-1].counts.get(name, count_measured(part, name)))
                 self._monitor.defer(self._refuse_non_finite, loss.detach(), "loss", place.update)
                 if is_last:
                     drifts = [output.drift for output in outputs]

@@ -140,9 +140,11 @@ def test_a_group_of_equal_advantages_counts_nothing_for_dpo():
     out = DPO(preference_beta=4.0).loss(given.policy, given.reference, given.part, 3)
     found = gradient(out.loss, given).flatten(1).abs().sum(1)
     assert (found > 0).tolist() == [False, False, False, True, False, True]
+    assert out.counts == {"dpo/accuracy": 1}  # of two groups, so that means over calls are means over pairs
     given = problem(advantages=[0.5] * 3 + [-1.0] * 3)
     out = DPO().loss(given.policy, given.reference, given.part, 3)
     assert out.loss.item() == 0.0 and (gradient(out.loss, given) == 0).all()
+    assert "dpo/accuracy" not in out.metrics
 
 
 def test_a_sample_that_no_reward_scored_is_in_no_pair_of_dpo():

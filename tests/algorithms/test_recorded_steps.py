@@ -303,9 +303,9 @@ class Fixed:
 
 
 def distribution(prediction, log_prob=0.0):
-    """A step of 400 numbers whose mean is 0.2 * prediction, with std 0.5."""
-    prediction = torch.full((1, 400), prediction, requires_grad=True)
-    scale = StepScale(torch.tensor([0.5]), torch.tensor([0.2]), torch.tensor([400.0]))
+    """A step of 400 numbers whose mean is 0.2 * prediction, with std 0.5; of each sample, if given a list."""
+    prediction = torch.tensor(prediction).view(-1, 1).repeat(1, 400).requires_grad_()
+    scale = StepScale(*(torch.tensor([value] * len(prediction)) for value in (0.5, 0.2, 400.0)))
     mean, kept = 0.2 * prediction, prediction.detach()
     return StepDistribution(mean, torch.tensor(0.5), mean.mean(1) * 0 + log_prob, scale, kept, velocity=kept)
 
@@ -317,6 +317,15 @@ def test_the_prediction_is_compared_with_the_references():
     output = algorithm.loss(Fixed(distribution(1.2)), Fixed(distribution(1.0)), part, 0)
     assert output.metrics["velocity/ratio_to_ref"] == pytest.approx(1.2)
     assert "velocity/ratio_to_ref" not in GRPO().loss(Fixed(distribution(1.2)), None, part, 0).metrics
+
+
+def test_samples_that_do_not_count_are_not_compared():
+    _, inputs, trajectory = weighted("none")
+    now, reference = distribution([1.2, 1.6]), distribution([1.0, 1.0])
+    part = part_of(None, inputs, trajectory, [1.0, 0.0])
+    part.weights = torch.tensor([2.0, 0.0])
+    output = GRPO(beta=0.1).loss(Fixed(now), Fixed(reference), part, 0)
+    assert output.metrics["velocity/ratio_to_ref"] == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize("name", ["sd15", "cogvideox", "kandinsky_prior", "svd", "sd3"])
@@ -345,7 +354,7 @@ def test_what_is_compared_is_v_whatever_the_network_predicts(name):
         torch.testing.assert_close(now.velocity.double(), expected, rtol=1e-4, atol=1e-5 * size)
         assert not now.velocity.requires_grad
         twice = dataclasses.replace(now, velocity=2 * now.velocity)
-        assert twice.compare(now)["velocity/ratio_to_ref"] == pytest.approx(2)
+        assert twice.compare(now)["velocity/ratio_to_ref"].tolist() == pytest.approx([2, 2])
 
 
 # How far a replay may be from the rollout

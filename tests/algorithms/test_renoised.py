@@ -106,6 +106,20 @@ def test_samples_that_do_not_count_are_in_no_metric(weights, beta):
         assert not {"denoising_error", "kl", "velocity/ratio_to_ref"} & out.metrics.keys()
 
 
+@pytest.mark.parametrize("algorithm", [AWM(), NFT(), DGPO()])
+def test_samples_that_do_not_count_are_in_no_metric_of_an_algorithm_either(algorithm):
+    given, kept = problem(has_old=True), [0, 2, 5]
+    part = changed(given, weights=torch.tensor([2.0, 0.0, 2.0, 0.0, 0.0, 2.0], dtype=torch.float64))
+    metrics = algorithm.loss(given.policy, given.reference, part, 3).metrics
+    expected = {"old/distance": squares(given, given.clean, given.old)[kept].mean().item()}
+    if isinstance(algorithm, DGPO):
+        ratio = torch.exp(squares(given, given.old) - squares(given, given.clean))[kept].detach()
+        far = torch.where(given.advantages[kept] > 0, ratio > 1.01, ratio < 0.99)
+        expected |= {"ratio/mean": ratio.mean().item(), "ratio/min": ratio.min().item()}
+        expected |= {"ratio/max": ratio.max().item(), "clip_ratio/region_mean": far.double().mean().item()}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
 def test_without_an_old_policy_the_policy_stands_for_it():
     given, plain = problem(), Plain()
     plain.loss(given.policy, None, given.part, 3)

@@ -167,6 +167,21 @@ def test_samples_of_weight_0_are_counted_only_where_they_are_measured():
     assert counts == {"ratio/mean": 1, "loss/policy": 3, "grad_size/step_00": 3}
 
 
+def test_a_metric_of_some_samples_counts_as_often_as_it_was_measured():
+    """A share of pairs is one over all pairs, and not a mean over calls with more or fewer of them."""
+
+    class Pairs(Squares):
+        def loss(self, policy, reference, part, step):
+            output = super().loss(policy, reference, part, step)
+            return dataclasses.replace(output, metrics={"right": 1.0 / len(part)}, counts={"right": len(part) - 1})
+
+    metrics = Metrics()
+    metrics.start(0)
+    update = make_update(Policy(), metrics=metrics, algorithm=Pairs())
+    update.train_policy(None, Batch([[(1.0, [0])] * 2, [(2.0, [0])] * 4]), ONLY)
+    assert metrics.gather(Backend(), step=1)["right"] == pytest.approx((1 * 0.5 + 3 * 0.25) / 4)
+
+
 def test_micro_batches_of_an_update_share_its_weight():
     policies, parts = (Policy(), Policy()), [[SAMPLES[0]], [(5.0, [1, 2])]]
     make_update(policies[0]).train_policy(None, Batch(parts), ONLY)
