@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import IntervalStrategy
 
 from ..data.held_out import describe_prompts
 from ..distributed.weights import TrainedWeights
@@ -139,6 +140,27 @@ def _show(handler: CallbackHandler, run: Path, folder: str, file: str, name: str
     log_image(handler.callbacks, name, grid, step)
     files = [path for path in sorted(newest.iterdir()) if path.suffix in (".mp4", ".wav")]
     log_files(handler.callbacks, name, files, step)
+
+
+class LastLogCallback(TrainerCallback):
+    """Logs the updates that are left at the end of training, where `logging_steps` does not divide their number.
+
+    Examples:
+        Every run has one. By hand, in the last of five updates:
+
+        >>> from transformers import TrainerControl
+        >>> args, control = DiffusionGRPOConfig(folder, logging_steps=2, use_cpu=True), TrainerControl()
+        >>> control.should_training_stop = True
+        >>> LastLogCallback().on_step_end(args, None, control)
+        >>> control.should_log
+        True
+    """
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_training_stop and args.logging_strategy != IntervalStrategy.NO:
+            control.should_log = True
+
+    on_epoch_end = on_step_end  # where an evaluation has stopped the run
 
 
 class CollapseCallback(TrainerCallback):

@@ -38,6 +38,7 @@ from ..run.sample_writer import KeptSamples, SampleWriter
 from ..run.weights import PolicyFiles, lora_loader, name_half_dtype
 from .callbacks import (
     CollapseCallback,
+    LastLogCallback,
     ReportCallback,
     SampleGridCallback,
     SyncRefModelCallback,
@@ -393,6 +394,7 @@ def add_callbacks(
     if args.sync_ref_model:
         alpha, interval = args.ref_model_mixup_alpha, args.ref_model_sync_steps
         handler.add_callback(SyncRefModelCallback(learner.weights, lambda: learner.reference.weights, alpha, interval))
+    handler.add_callback(LastLogCallback)
     mend_trackers(handler)
     handler.add_callback(SampleGridCallback(handler))
     replace_progress(handler, args, progress, name_prompts(prompts))  # after the grid, which it may show

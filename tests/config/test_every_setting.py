@@ -323,6 +323,7 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     ),
     "bf16": Turned(True, "precision mixed", f"prompts@1 steps@1 {NO_NOISE}"),
     "logging_steps": Turned(2, "logged", "weights@2"),
+    "logging_strategy": Turned("no", "logged", "weights@2"),
     "save_steps": Turned(2, "files", "weights@2", SAVED),
     "ddp_find_unused_parameters": Turned(True, "finds_unused", "weights@2 broadcasts"),
     "ddp_broadcast_buffers": Turned(True, "broadcasts", "weights@2 finds_unused"),

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tiny_runs import first_frame_brightness, trained_weights, trainer_for
+from transformers import TrainerCallback
 
 from diffusion_grpo.distributed.weights import TrainedWeights
 from diffusion_grpo.training.callbacks import SyncRefModelCallback
@@ -53,6 +54,29 @@ def logged(run, kind):
     [folder] = (run / "runs").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     return events.Tags()[kind]
+
+
+SHORT = {"num_inference_steps": 2, "gradient_accumulation_steps": 1}
+
+
+class Stopping(TrainerCallback):
+    """Stops a run, as `EarlyStoppingCallback` does, in the evaluation after its third update."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 3
+
+
+def test_the_last_updates_are_logged(tmp_path):
+    def steps(name, **settings):
+        trainer = trainer_for(tmp_path / name, **SHORT, **settings)
+        trainer.train()
+        return [entry["step"] for entry in trainer.state.log_history if "ratio/mean" in entry]
+
+    assert steps("at the end", max_steps=3, logging_steps=2) == [2, 3]
+    assert steps("once", max_steps=2, logging_steps=2) == [2]
+    assert steps("never", max_steps=2, logging_strategy="no") == []
+    stopped = {"max_steps": 6, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    assert steps("stopped", **stopped, callbacks=[Stopping()]) == [2, 3]
 
 
 class Reference(TrainedWeights):
