@@ -193,16 +193,30 @@ def summarise_table(step: int, rows: list[dict[str, Any]], names: list[str]) -> 
     return entry
 
 
+def count_updates(entries: list[dict[str, float]]) -> list[int]:
+    """Return for each entry of a log, by step, how many updates it is of: those since the entry before it."""
+    steps = [0, *(entry["step"] for entry in entries)]
+    return [max(1, step - last) for last, step in itertools.pairwise(steps)]
+
+
+def measure_speed(entries: list[dict[str, float]]) -> float | None:
+    """Return the samples per second of a run: those of all its rollouts, divided by the time of their updates.
+
+    All rollouts have the same size and serve as many updates, so each of the logged speeds is of samples in proportion
+    to the updates since the one before.
+    """
+    known = [entry for entry in entries if "samples_per_second" in entry]
+    speeds = [entry["samples_per_second"] for entry in known]
+    return statistics.harmonic_mean(speeds, weights=count_updates(known)) if speeds else None
+
+
 def measure_seconds(history: list[dict[str, float]]) -> float:
     """Return the wall time: the trainer's, or (as that counts from the last resume) the sum of the logged parts."""
     measured = max((entry["train_runtime"] for entry in history if "train_runtime" in entry), default=0.0)
-    parts, last = 0.0, 0
-    for entry in history:
-        if "time/rollout" in entry:  # means over the updates since the entry before
-            seconds = sum(value for key, value in entry.items() if key.startswith("time/"))
-            parts += seconds * max(1, entry["step"] - last)
-            last = entry["step"]
-        parts += entry.get("eval_runtime", 0.0)
+    timed = [entry for entry in history if "time/rollout" in entry]  # means over the updates since the entry before
+    parts = sum(entry.get("eval_runtime", 0.0) for entry in history)
+    for entry, updates in zip(timed, count_updates(timed), strict=True):
+        parts += updates * sum(value for key, value in entry.items() if key.startswith("time/"))
     return max(measured, parts)
 
 
@@ -210,11 +224,10 @@ def summarise(run: Run) -> dict[str, Any]:
     """Return what summary.json holds; None where nothing was measured.
 
     `before` is measured before the first update and nothing else is called so; `first` is what the first of several
-    evaluations gave, whenever that was; `after` is what the last one gave that came after an update. All rollouts have
-    the same size, so the speed of the run is the harmonic mean of the speeds that were logged.
+    evaluations gave, whenever that was; `after` is what the last one gave that came after an update.
     """
     steps = [entry["step"] for entry in run.evaluations]
-    total, speeds = compare(run, "reward"), [e["samples_per_second"] for e in run.train if "samples_per_second" in e]
+    total = compare(run, "reward")
     return {
         "evaluation_prompts": run.prompts.get("eval") or 0,
         "evaluation_prompts_in_training": run.prompts.get("eval_in_train"),
@@ -224,7 +237,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "standard_error": total["standard_error"],
         "rewards": {name: compare(run, name) for name in run.reward_names},
         "seconds": run.seconds,
-        "samples_per_second": statistics.harmonic_mean(speeds) if speeds else None,
+        "samples_per_second": measure_speed(run.train),
         "updates": run.updates,
         "published_after": run.updates if run.published_after is None else run.published_after,
     }

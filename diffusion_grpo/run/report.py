@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import statistics
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import yaml
 
 from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
-from .folder import Run, read_run, summarise
+from .folder import Run, count_updates, read_run, summarise
 from .gallery import make_film, make_gallery, show_rollouts
 from .watch import find_collapse
 
@@ -27,13 +28,13 @@ HERE = Path(__file__).parent
 
 DIAGNOSTICS = {
     "ratio/max_error": "Largest |ratio − 1| of the first update after a rollout. Replay is exact when it is 0.",
-    "clip_ratio/region_mean": "Share of samples whose ratio was clipped. 0 with one update per rollout.",
+    "clip_ratio/region_mean": "Share of samples whose ratio was clipped. With GRPO 0 with one update per rollout.",
     "frac_reward_zero_std": "Share of groups whose samples all got the same reward: nothing is learned from them.",
     "reward_std": "Spread of the rewards within a group, from which GRPO learns. Falls when little is left to gain.",
     "diversity": "Mean distance between thumbnails of two samples of a prompt: 0 if all images are the same.",
     "frac_advantage_clipped": "Share of advantages at advantage_clip.",
     "kl": "Distance to the reference model.",
-    "loss": "The policy loss. Its value says little; look for sudden jumps.",
+    "loss": "The policy's loss, and beta times the KL. Its value says little; look for sudden jumps.",
     "grad_norm": "Norm of the gradient before clipping.",
     "learning_rate": "Learning rate.",
 }
@@ -277,7 +278,7 @@ def summarise_times(run: Run) -> dict[str, Any] | None:
     if not entries:
         return None
     series = {stage: [entry[f"time/{stage}"] for entry in entries] for stage in STAGES}
-    means = {stage: sum(values) / len(values) for stage, values in series.items()}
+    means = {stage: statistics.fmean(values, count_updates(entries)) for stage, values in series.items()}
     total = sum(means.values()) or 1.0
     stages = [
         {"name": stage, "seconds": mean, "share": mean / total, "color": STAGES[stage]}

@@ -64,6 +64,19 @@ def test_the_speed_of_a_run_is_that_of_all_its_rollouts(tmp_path):
     assert summarise_times(read_run(run))["total"] == pytest.approx(10 / 4)
 
 
+def test_an_entry_of_more_updates_counts_more(tmp_path):
+    """One update of 10 s, as logging_first_step has it logged, then nine of 1 s; each makes 80 samples."""
+    run = make_run(tmp_path / "run", updates=0)
+    history = []
+    for step, seconds in ((1, 10.0), (10, 1.0)):
+        stages = {"time/rollout": seconds / 2, "time/reward": 0.0, "time/update": seconds / 2}
+        history.append({"step": step, "reward": 0.5, "samples_per_second": 80 / seconds, **stages})
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    summary, times = write_summary(run), summarise_times(read_run(run))
+    assert summary["samples_per_second"] == pytest.approx(800 / 19)
+    assert summary["seconds"] == pytest.approx(19.0) and times["total"] == pytest.approx(19 / 10)
+
+
 def test_a_run_that_has_saved_nothing_yet_is_read_from_its_tables(tmp_path):
     run = make_run(tmp_path / "run", stop=0.8)
     (run / "trainer_state.json").unlink()
