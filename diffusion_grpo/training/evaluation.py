@@ -181,6 +181,7 @@ class Evaluator:
         metrics = self._metrics(prefix, torch.cat([part.every for part in parts.values()]), watched)
         for name, part in parts.items() if parts.keys() != {UNNAMED} else ():
             metrics |= self._metrics(f"{prefix}_{name}", part.every, watched)
+            metrics |= {f"{prefix}_{name}_{key}": value for key, value in part.diversity.items()}
         for key in dict.fromkeys(key for part in parts.values() for key in part.diversity):
             found = {name: part.diversity[key] for name, part in parts.items() if key in part.diversity}
             prompts = [len(datasets[name]) for name in found]

@@ -68,12 +68,13 @@ def test_diversity_is_a_mean_over_the_prompts_of_all_datasets(tmp_path):
     """A dataset of two prompts counts twice as much as one of a single prompt."""
     trainer = trainer_for(tmp_path, num_generations_eval=2, num_inference_steps=2)
     cats, dogs = Dataset.from_dict({"prompt": ["a cat", "two cats"]}), Dataset.from_dict({"prompt": ["a dog"]})
-    of_cats, of_dogs, of_both = (
-        trainer.evaluate(dataset, metric_key_prefix="test")["test_diversity"]
-        for dataset in (cats, dogs, {"cats": cats, "dogs": dogs})
+    of_cats, of_dogs = (
+        trainer.evaluate(dataset, metric_key_prefix="test")["test_diversity"] for dataset in (cats, dogs)
     )
+    both = trainer.evaluate({"cats": cats, "dogs": dogs}, metric_key_prefix="test")
     assert of_cats != pytest.approx(of_dogs, rel=1e-3)
-    assert of_both == pytest.approx((2 * of_cats + of_dogs) / 3)
+    assert both["test_diversity"] == pytest.approx((2 * of_cats + of_dogs) / 3)
+    assert (both["test_cats_diversity"], both["test_dogs_diversity"]) == pytest.approx((of_cats, of_dogs))
 
 
 @pytest.mark.parametrize(("prefix", "is_logged"), [("eval_hard", True), ("hard", False)])
