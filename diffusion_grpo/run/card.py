@@ -13,7 +13,7 @@ from ..policy.base import split_component
 from . import markdown
 from .card_details import CardDetails, is_repo_id
 from .card_samples import CardPair, draw_table, make_widget, write_card_samples
-from .folder import Run, format_updates, read_run
+from .folder import Run, format_updates, name_method, read_run
 from .reproduce import describe_reproduction
 from .weights import LORA_WEIGHTS, POLICY_FOLDER
 
@@ -53,11 +53,13 @@ def write_model_card(
         updates, history = best, [entry for entry in history if entry["step"] <= best]
         results = results and results.cut(best)
     pairs = [] if results is None else write_card_samples(results)
+    method, papers = name_method(run)
+    trained = f"its {run['component']} trained with {markdown.escape(method)} by diffusion-grpo ({run['trains_by']})"
     parts = [
         f"---\n{_make_metadata(run, lora, pairs, details).to_yaml()}\n---",
         f"# {markdown.escape(details.title or source.split('/')[-1])}",
-        f"{run['pipeline']} {markdown.code(run['model'])}, its {run['component']} trained with GRPO by "
-        f"diffusion-grpo ({run['trains_by']}) for {updates} update{'' if updates == 1 else 's'}.",
+        f"{run['pipeline']} {markdown.code(run['model'])}, {trained} "
+        f"for {updates} update{'' if updates == 1 else 's'}.",
         *details.describe_datasets(),
         "## Use",
         *([] if repository else [_local_note(source)]),
@@ -72,8 +74,7 @@ def write_model_card(
         "## Settings",
         f"```json\n{json.dumps(run['settings'], indent=2)}\n```",
         f"Versions: {', '.join(f'{package} {version}' for package, version in run['versions'].items())}.",
-        "The method: [Flow-GRPO](https://huggingface.co/papers/2505.05470), "
-        "[DDPO](https://huggingface.co/papers/2305.13301).",
+        *_cite(papers),
     ]
     ModelCard("\n\n".join(parts)).save(folder / "README.md")
 
@@ -160,6 +161,11 @@ def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str
         else:
             lines.append(f"PeftModel.from_pretrained(pipe.{name}, {place})  # changes the pipeline itself")
     return "\n".join(lines)
+
+
+def _cite(papers: dict[str, str]) -> list[str]:
+    links = [f"[{name}](https://huggingface.co/papers/{paper})" for name, paper in papers.items()]
+    return [f"The method: {', '.join(links)}."] if links else []
 
 
 def _find_half(run: dict[str, Any]) -> str | None:

@@ -16,6 +16,25 @@ from .standard_error import measure_mean
 AT_MOST_ONE = ("text", "color", "tesseract", "brightness")
 
 
+# Name of each `loss_type` that is not GRPO's own, and its paper.
+METHODS = {
+    "grpo_guard": ("GRPO-Guard", "2510.22319"),
+    "dppo": ("Flow-DPPO", "2606.11025"),
+    "nft": ("DiffusionNFT", "2509.16117"),
+    "awm": ("AWM", "2509.25050"),
+    "dgpo": ("DGPO", "2510.08425"),
+    "dpo": ("online Diffusion-DPO", "2311.12908"),
+}
+
+
+def name_method(info: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return what a run was trained with, by its run.json, and the papers of that by name; none of a user's own."""
+    loss = (info.get("settings") or {}).get("loss_type", "grpo")
+    if loss == "grpo":
+        return "GRPO", {"Flow-GRPO": "2505.05470", "DDPO": "2305.13301"}
+    return METHODS[loss][0] if loss in METHODS else loss, dict([METHODS[loss]] if loss in METHODS else [])
+
+
 def format_updates(step: int) -> str:
     """Say when something was measured: `before training`, `after 1 update`, `after 20 updates`."""
     return "before training" if step == 0 else f"after {step} update{'s' if step > 1 else ''}"

@@ -14,7 +14,7 @@ import yaml
 
 from ..config.arguments import read_experiment
 from ..data.held_out import describe_prompts, name_prompts
-from .folder import Run, count_updates, read_run, summarise
+from .folder import Run, count_updates, name_method, read_run, summarise
 from .gallery import make_film, make_gallery, show_rollouts
 from .watch import find_collapse
 
@@ -38,6 +38,9 @@ DIAGNOSTICS = {
     "grad_norm": "Norm of the gradient before clipping.",
     "learning_rate": "Learning rate.",
 }
+
+# what several rewards come to together; everything else is a weighted sum
+AGGREGATIONS = {"min_then_normalize": "Smallest", "product_then_normalize": "Product"}
 
 
 def write_summary(run_dir: str | Path) -> dict[str, Any]:
@@ -86,8 +89,12 @@ def write_report(run_dir: str | Path, experiment: str | Path | None = None) -> P
         curves=draw_curves(run),
         gallery=make_gallery(run),
         rollouts=show_rollouts(run),
+        method=name_method(run.info)[0],
         prompts=describe_prompts(run.prompts),
         prompts_name=name_prompts(run.prompts),
+        aggregation=AGGREGATIONS.get(
+            (run.info.get("settings") or {}).get("multi_objective_aggregation"), "Weighted sum"
+        ),
         film=make_film(run),
         times=summarise_times(run),
         diagnostics=draw_diagnostics(run),

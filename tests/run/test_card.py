@@ -67,12 +67,15 @@ def test_the_card_of_a_local_base_model_names_no_folder_of_this_machine(tmp_path
     assert "<h1>my-model learns brightness</h1>" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_the_card_of_the_embedded_model_loads_it_by_its_path(tmp_path):
-    trainer = trainer_for(tmp_path, max_steps=1)
+def test_the_card_of_the_embedded_model_loads_it_by_its_path_and_names_the_method(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1, loss_type="nft")
     trainer.run["model"] = "tiny"
     trainer.train()
     trainer.save_model()
-    assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "DiffusionPipeline.from_pretrained(tiny.PATH)" in card
+    assert "trained with DiffusionNFT by" in card
+    assert "The method: [DiffusionNFT](https://huggingface.co/papers/2509.16117)." in card
 
 
 @pytest.mark.parametrize("text", ["# Mine\n", "---\ntags: [lora]\n---\nMine\n", "---\ntags: [\n---\nMine\n"])

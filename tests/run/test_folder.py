@@ -8,10 +8,12 @@ import pyarrow.parquet
 import pytest
 from run_folders import make_run
 
+from diffusion_grpo.algorithms import ALGORITHMS
 from diffusion_grpo.run.folder import (
     format_measured,
     format_updates,
     measure_seconds,
+    name_method,
     read_log_history,
     read_run,
     read_samples,
@@ -146,6 +148,27 @@ def test_what_a_reward_can_be_at_most(tmp_path):
     assert run.maximum("reward") == 0.4
     run.info["reward_options"] = {"text": {"std": 2.0}}
     assert run.maximum("text") is None and run.maximum("reward") is None
+
+
+@pytest.mark.parametrize("loss", ALGORITHMS)
+def test_every_loss_of_ours_has_a_name_and_a_paper(loss):
+    name, papers = name_method({"settings": {"loss_type": loss}})
+    assert name != loss and papers
+    assert (name == "GRPO") == (loss == "grpo")
+
+
+def test_a_run_of_ones_own_loss_is_not_called_grpo(tmp_path):
+    assert name_method({}) == name_method({"settings": {}})
+    assert name_method({}) == ("GRPO", {"Flow-GRPO": "2505.05470", "DDPO": "2305.13301"})
+    assert name_method({"settings": {"loss_type": "mine.loss"}}) == ("mine.loss", {})
+    run = make_run(tmp_path / "run")
+    assert "with GRPO" in write_report(run).read_text()
+    info = json.loads((run / "run.json").read_text())
+    info["settings"] |= {"loss_type": "nft", "multi_objective_aggregation": "min_then_normalize"}
+    (run / "run.json").write_text(json.dumps(info))
+    page = write_report(run).read_text()
+    assert "with DiffusionNFT" in page and "with GRPO" not in page and "· DiffusionNFT</title>" in page
+    assert "Smallest of the trained rewards" in page and "Weighted sum" not in page
 
 
 def test_moments_and_means_in_words():
