@@ -65,6 +65,7 @@ input was refused, and `diffusion-grpo --version` prints the version.
 | 1 | a check failed (of a pipeline, a score or `plan --fit`), or a run ended in an error |
 | 2 | an input was refused, in one sentence and where possible before a model is loaded |
 | 130 | Ctrl-C |
+| 143 | SIGTERM |
 """
 
 TRAIN_KEYS = """

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":  # only the first process prints it
-            print(f"\n{interrupt or 'Interrupted.'}", file=sys.stderr)
+            print(f"\n{str(interrupt) or 'Interrupted.'}", file=sys.stderr)
         return 130
 
 

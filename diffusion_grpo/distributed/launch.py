@@ -140,10 +140,12 @@ def launch(
         variables: of the environment of each process.
 
     Returns:
-        0, or the exit code of the first process that failed.
+        0, the exit code of the first process that failed, or that of a signal that ended them all, as a shell counts
+        it: 130 after Ctrl-C, 143 after SIGTERM.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     names = ("config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -166,6 +168,8 @@ def launch(
         rank, first = failure.get_first_failure()
         print(f"process {rank} failed first, with exit code {first.exitcode}; see its messages above", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # as a shell counts signals
+    except SignalException as stopped:  # the launcher has ended the processes, and the first has said how to go on
+        return 128 + stopped.sigval
     except subprocess.CalledProcessError as failure:
         return failure.returncode
     return 0

@@ -85,3 +85,12 @@ def test_a_reader_that_stops_early_causes_no_traceback():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+def test_ctrl_c_before_or_after_training_says_so(capsys, monkeypatch) -> None:
+    def interrupted(arguments) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.report, "run", interrupted)
+    assert cli.main(["report", "run"]) == 130
+    assert capsys.readouterr().err == "\nInterrupted.\n"

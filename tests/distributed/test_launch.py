@@ -1,6 +1,7 @@
 """Many processes from one command: what is told to the launcher, what is refused first, and that they really run."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from command_line import refusal
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from diffusion_grpo import cli
 from diffusion_grpo.config import parse
@@ -192,6 +194,18 @@ def test_engines_learn_of_the_cpu_from_the_settings(use_cpu, added, monkeypatch)
     monkeypatch.setattr(launch, "count_accelerators", lambda: 2)
     assert launch.launch(settings, ["train", "config.yaml"]) == 0
     assert told["training_script_args"] == ["train", "config.yaml"]
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_ended_the_processes_is_an_exit_code(sent, code, monkeypatch):
+    """torch's launcher has ended them by then; it raised through the command, with its traceback and code 1."""
+
+    def stop(args: Namespace) -> None:
+        raise SignalException(f"Process 7 got signal: {sent}", sigval=sent)
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", stop)
+    settings = launch.make_launch_settings(LaunchArguments(num_processes=2))
+    assert launch.launch(settings, ["train", "config.yaml"], use_cpu=True) == code
 
 
 @pytest.mark.parametrize(
