@@ -112,12 +112,26 @@ def refuse_used_folder(output_dir: str | Path, how_to_resume: str) -> None:
     Raises:
         ResumeError: there is one.
     """
+    refuse_ended_run(output_dir)
     if holds_run(output_dir):
         last = get_last_checkpoint(output_dir)
         newest = f" (newest: {Path(last).name})" if last else " (it has saved no checkpoint)"
         raise ResumeError(
             f"{output_dir} holds a run already{newest}; {how_to_resume} to go on with it, choose another output_dir, "
             "or delete it."
+        )
+
+
+def refuse_ended_run(output_dir: str | Path) -> None:
+    """Refuse a folder with the result of a run that has ended and has no checkpoint; to resume would overwrite it.
+
+    Raises:
+        ResumeError: there is one.
+    """
+    if has_ended(output_dir) and get_last_checkpoint(output_dir) is None:
+        raise ResumeError(
+            f"{output_dir} holds a run already, which has ended and has no checkpoint to go on from; choose another "
+            "output_dir, or delete it."
         )
 
 

@@ -24,7 +24,7 @@ from ..run import resume_point
 from ..run.card_details import CardDetails
 from ..run.lock import lock_folder
 from ..run.manifest import ResumeError, write_manifest
-from ..run.records import check_same_run, clear_started_run, refuse_used_folder, write_json
+from ..run.records import check_same_run, clear_started_run, refuse_ended_run, refuse_used_folder, write_json
 from .checkpoints import Checkpointer, replace_folder
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,7 @@ class DiffusersTrainer(Trainer):
         if point is not None:
             check_same_run(folder, self.run)  # again, with what is known of the model now
         if point is None and not self._owns_folder:
+            refuse_ended_run(folder)
             clear_started_run(folder)
         return point
 

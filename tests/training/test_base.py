@@ -56,8 +56,10 @@ def test_the_trained_network_is_compared_once_it_is_known(tmp_path):
 
 def test_a_folder_with_a_run_without_checkpoints_is_not_overwritten(tmp_path):
     trainer_for(tmp_path).train()
-    with pytest.raises(ValueError, match="holds a run already .it has saved no checkpoint.*delete it"):
+    with pytest.raises(ValueError, match="holds a run already, which has ended and has no checkpoint.*delete it"):
         trainer_for(tmp_path)
+    with pytest.raises(ValueError, match="has ended and has no checkpoint to go on from; choose another output_dir"):
+        trainer_for(tmp_path, resume_from_checkpoint=True).train()
     with pytest.raises(ValueError, match="holds another run"):
         trainer_for(tmp_path, lora=False)
 
