@@ -150,7 +150,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     try:
         import uvicorn
 
-        from ..rewards.server.serve import create_app
+        from ..rewards.server.serve import Server, create_app
     except ImportError as error:
         raise Refusal('A server needs fastapi and uvicorn; pip install "diffusion-grpo[rewards]".') from error
     app = create_app(rewards, token, arguments.max_waiting, arguments.max_megabytes * 2**20)
@@ -159,5 +159,5 @@ def run_serve(arguments: argparse.Namespace) -> int:
         print("warning: other machines can reach this server, and it asks for no token (--token_env)", file=sys.stderr)
     address = f"http://{arguments.host}:{listener.getsockname()[1]}"
     print(f"serving {', '.join(reward.name for reward in rewards)} on {address}", flush=True)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+    Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
     return 0

@@ -11,11 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import os
+import signal
+import sys
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from PIL import Image
@@ -212,3 +217,17 @@ def score_request(reward: Reward, samples: dict[str, Any]) -> list[float | None]
         sampling_rate=samples["sampling_rate"],
     )
     return [None if value != value else value for value in values[:, 0].tolist()]
+
+
+class Server(uvicorn.Server):
+    """A server that Ctrl-C stops once the requests that have arrived are scored; a second one stops it at once."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note that the server shall stop; the process is interrupted when it has."""
+        if self.should_exit and sig == signal.SIGINT:
+            os._exit(130)  # a scorer in its thread cannot be interrupted, and uvicorn would print tracebacks
+        super().handle_exit(sig, frame)
+        if self.server_state.tasks:
+            print(
+                "Stopping when the requests that have arrived are scored; Ctrl-C again stops at once.", file=sys.stderr
+            )

@@ -2,14 +2,17 @@
 
 import asyncio
 import os
+import signal
 import socket
 import threading
 import time
 
 import httpx2
 import pytest
+import uvicorn
 
 from diffusion_grpo.rewards import REWARDS, RemoteReward, RewardError, batchwise, groupwise, load_rewards, score
+from diffusion_grpo.rewards.server.serve import Server, create_app
 from diffusion_grpo.rewards.server.wire import write_request
 from tests.rewards.server.test_remote import FAST, IMAGES, SHADES, scores_of
 
@@ -190,3 +193,18 @@ def test_what_compares_samples_gets_whole_groups_or_nothing(serve) -> None:
 def test_any_name_of_a_reward_finds_it(serve, name) -> None:
     url = serve({"brightness": {"name": name}})
     assert scores_of(RemoteReward(url, name)) == pytest.approx(SHADES)
+
+
+def test_a_second_ctrl_c_stops_the_server_at_once(monkeypatch, capsys) -> None:
+    """The first waits for requests, and says so. uvicorn's own second one ends in tracebacks."""
+    ended = []
+    monkeypatch.setattr("os._exit", ended.append)
+    server = Server(uvicorn.Config(create_app(load_rewards("brightness"))))
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit and not ended and not capsys.readouterr().err
+    server.should_exit = False
+    server.server_state.tasks.add("a request")
+    server.handle_exit(signal.SIGINT, None)
+    assert server.should_exit and not ended and "Ctrl-C again stops at once" in capsys.readouterr().err
+    server.handle_exit(signal.SIGINT, None)
+    assert ended == [130]
