@@ -86,6 +86,10 @@ def check_url(url: Any, reward: str, form: str, setting: str) -> None:
         raise ValueError(f"{reward}: url holds a name or key; put it into an environment variable, see {setting}.")
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise ValueError(f"{reward}: url is {url!r}; give {form}.")
+    try:
+        _ = urllib.parse.urlsplit(url).port
+    except ValueError as error:  # of the port, or of brackets without an IPv6 address
+        raise ValueError(f"{reward}: url is {url!r}, which cannot be used ({error}); give {form}.") from error
 
 
 def is_loopback(url: str) -> bool:

@@ -54,6 +54,9 @@ def test_a_url_holds_no_key():
         with pytest.raises(ValueError, match="mine: url holds a name or key;.*key_env") as error:
             check_url(url, "mine", "http://host:port", "key_env")
         assert "secret" not in str(error.value)
+    for url in ("http://host:80000", "http://host:port", "http://[host"):
+        with pytest.raises(ValueError, match="mine: url is .*, which cannot be used .*; give http://host:port"):
+            check_url(url, "mine", "http://host:port", "key_env")
 
 
 def test_slots_limit_the_requests_at_one_server():
