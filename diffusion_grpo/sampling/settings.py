@@ -83,6 +83,11 @@ class SampleSettings:
         if self.noise_level != 0 and self.num_inference_steps is None:
             raise ValueError("Noise in the steps needs --num_inference_steps, the number of steps it is spread over.")
 
+        if self.lora is not None and not Path(self.lora).exists():
+            in_a_run = (Path(self.lora).parent / "run.json").is_file()  # a checkpoint that it lacks
+            if self.lora.startswith((".", "/", "~")) or self.lora.count("/") != 1 or in_a_run:
+                raise ValueError(f"--lora: there is no folder or file {self.lora}, and a Hub id is `owner/name`.")
+
     @property
     def identity(self) -> dict[str, Any]:
         """Values that two jobs must share for their samples to belong in one table."""

@@ -52,6 +52,7 @@ def test_files_of_the_prompts_are_checked_before_the_model_is_loaded(tmp_path, c
 def test_sample_writes_into_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "prompts.txt").write_text("a red fox\n")
+    (tmp_path / "lora").mkdir()
     words = ["sample", "tiny", "--prompts", "~/prompts.txt", "--lora", "~/lora", "--output_dir", "~/out"]
     settings = read_settings(*cli.build_parser().parse_known_args(words))
     assert settings.output_dir == tmp_path / "out"

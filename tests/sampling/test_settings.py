@@ -80,3 +80,17 @@ def test_arguments_of_the_call_and_rewards():
     assert parse_json_object(None) == {}
     assert read_rewards(["{text: {weight: 2}}"]) == {"text": {"weight": 2}}
     assert read_rewards(["text", "color"]) == ["text", "color"]
+
+
+@pytest.mark.parametrize("lora", ["run/checkpoint-9", "./nowhere", "nowhere"])
+def test_a_lora_that_is_not_there_is_refused(lora, tmp_path, monkeypatch):
+    """Before it is looked for on the Hub, where a missing checkpoint would be `owner/name`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"--lora: there is no folder or file {lora}, and a Hub id is"):
+        SampleSettings(model="tiny", prompts="x.txt", split="test", output_dir="out", lora=lora)
+    assert (
+        SampleSettings(model="tiny", prompts="x.txt", split="test", output_dir="out", lora="owner/name").lora
+        == "owner/name"
+    )
