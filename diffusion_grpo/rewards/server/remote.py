@@ -229,8 +229,8 @@ class RemoteReward:
 
     def _take_out(self, server: _Server, reason: str) -> None:
         if server.is_alive:
-            server.is_alive, server.reason = False, reason
-            warnings.warn(f"The reward server {server.url} is taken out: {reason}.", stacklevel=2)
+            server.is_alive, server.reason = False, reason.rstrip(".")
+            warnings.warn(f"The reward server {server.url} is taken out: {reason.rstrip('.')}.", stacklevel=2)
 
     async def score_batch(
         self, client: httpx2.AsyncClient, server: _Server, body: bytes, count: int
@@ -306,7 +306,10 @@ class RemoteReward:
             await asyncio.gather(*(self._look(client, server) for server in self.servers))
             if any(server.is_alive for server in self.servers):
                 return
-        raise RewardError(f"has no server left ({reasons}); start one with `diffusion-grpo rewards serve`")
+        raise RewardError(
+            f"has no server left ({reasons}); start one with `diffusion-grpo rewards serve`, or read in the output of "
+            "a running one why its reward failed"
+        )
 
 
 async def _all_or_first_error(workers: list) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ from ..calls import score
 from ..contract import Reward, is_marked, list_image_columns
 from .remote import RemoteReward
 from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 2**20
 BODY_SECONDS = 120.0
@@ -172,6 +175,7 @@ def _answer_request(reward: Reward, body: bytes, max_pixels: int, is_safetensors
     try:
         scores = score_request(reward, samples)
     except RewardError as error:
+        logger.error("The reward %r failed", reward.name, exc_info=error)  # where it raised, for whoever wrote it
         return _refusal(500, str(error))
     return JSONResponse({"scores": scores})
 

@@ -316,8 +316,9 @@ def test_a_server_that_is_well_but_fails_every_batch_is_not_waited_for_again_and
 
     remote = RemoteReward(serve(fails), "fails", retries=0, wait=0.5, **FAST)
     start = time.monotonic()
-    with pytest.warns(UserWarning), pytest.raises(RewardError, match="no server left .*fails"):
+    with pytest.warns(UserWarning), pytest.raises(RewardError, match="no server left .*fails") as failure:
         scores_of(remote)
+    assert ".)" not in str(failure.value) and "running one" in str(failure.value)
     assert time.monotonic() - start < 5 and 1 <= len(asked) <= 6
 
 

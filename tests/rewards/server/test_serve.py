@@ -195,6 +195,17 @@ def test_any_name_of_a_reward_finds_it(serve, name) -> None:
     assert scores_of(RemoteReward(url, name)) == pytest.approx(SHADES)
 
 
+def test_why_a_reward_failed_is_in_the_servers_output(serve, caplog) -> None:
+    def clumsy(images):
+        return [1 / 0]
+
+    answer = httpx2.post(
+        f"{serve(clumsy)}/score/clumsy", content=write_request(IMAGES[:1], ["a"], {}, None, None), trust_env=False
+    )
+    assert answer.status_code == 500 and "ZeroDivisionError" in answer.json()["error"]
+    assert "The reward 'clumsy' failed" in caplog.text and "return [1 / 0]" in caplog.text
+
+
 def test_a_second_ctrl_c_stops_the_server_at_once(monkeypatch, capsys) -> None:
     """The first waits for requests, and says so. uvicorn's own second one ends in tracebacks."""
     ended = []
