@@ -99,7 +99,10 @@ def check_reward_names(rewards: Any) -> None:
 def check_prompts_file(source: Any, setting: str) -> None:
     """Refuse the name of a file that does not exist; a folder or a Hub id is checked when it is read."""
     if isinstance(source, str) and Path(source).suffix in FILES and not Path(source).exists():
-        raise ValueError(f"{setting}: there is no file {source}; give the path of an existing file with prompts.")
+        start = "" if Path(source).is_absolute() else " (paths are relative to the working directory)"
+        raise ValueError(
+            f"{setting}: there is no file {source}{start}; give the path of an existing file with prompts."
+        )
 
 
 def processes_here() -> int | None:

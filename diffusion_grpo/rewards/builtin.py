@@ -91,7 +91,8 @@ def get_reward(reward: str | Callable) -> Callable:
         found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"The reward {reward!r} was not found ({error}); name an importable function, or one of {known}."
+            f"The reward {reward!r} was not found ({error}); name a function that Python can import, such as "
+            "`my_rewards.score` of my_rewards.py in the working directory."
         ) from error
     if not callable(found):
         raise ValueError(f"The reward {reward!r} is a {type(found).__name__}, which cannot be called.")

@@ -28,7 +28,7 @@ from diffusion_grpo.config.parse import parse_train_arguments
         ({"sde_type": "flow"}, ["sde_type='flow'", "flow_sde", "dance_sde"]),
         ({"loss_type": "grop"}, ["'grop'", "grpo"]),
         ({"reward_funcs": ["brigthness"]}, ["'brigthness'", "'brightness'", "jpeg_compressibility"]),
-        ({"reward_funcs": ["no_such_module.reward"]}, ["no_such_module.reward"]),
+        ({"reward_funcs": ["no_such_module.reward"]}, ["no_such_module.reward", "in the working directory"]),
         ({"eval_reward_funcs": ["tessract"]}, ["'tessract'", "'tesseract'"]),
         ({"reward_funcs": {"brightness": {"wieght": 1}}}, ["'wieght'", "'weight'"]),
         ({"reward_funcs": [{"brightness": "much"}]}, ["'much'", "weight"]),

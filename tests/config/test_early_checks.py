@@ -102,7 +102,7 @@ def test_rewards_and_files_that_do_not_exist():
     check_names({"reward_funcs": {"text": 1, "my.own": None}, "dataset": "owner/name", "eval_dataset": None})
     with pytest.raises(ValueError, match="Unknown reward 'tesxt'.*Did you mean 'text'"):
         check_names({"reward_funcs": ["text"], "eval_reward_funcs": [{"tesxt": 1}]})
-    with pytest.raises(ValueError, match="eval_dataset: there is no file gone.jsonl"):
+    with pytest.raises(ValueError, match="eval_dataset: there is no file gone.jsonl .*working directory"):
         check_names({"eval_dataset": "gone.jsonl"})
 
 
