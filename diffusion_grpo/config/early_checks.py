@@ -97,7 +97,11 @@ def check_reward_names(rewards: Any) -> None:
 
 
 def check_prompts_file(source: Any, setting: str) -> None:
-    """Refuse the name of a file that does not exist; a folder or a Hub id is checked when it is read."""
+    """Refuse a file that does not exist or holds no prompts; a folder or a Hub id is checked when it is read."""
+    if isinstance(source, str) and Path(source).suffix not in FILES and Path(source).is_file():
+        raise ValueError(
+            f"{setting}: {source} is no file of prompts; their names end in {', '.join(FILES[:-1])} or {FILES[-1]}."
+        )
     if isinstance(source, str) and Path(source).suffix in FILES and not Path(source).exists():
         start = "" if Path(source).is_absolute() else " (paths are relative to the working directory)"
         raise ValueError(

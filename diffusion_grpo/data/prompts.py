@@ -60,7 +60,8 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
         split: which split of the dataset; a single file has none and is returned whole.
 
     Raises:
-        ValueError: the file does not exist, is empty or cannot be read, or the folder has no such split.
+        ValueError: the file does not exist, is of another kind, is empty or cannot be read, or the folder has no such
+            split.
     """
     source = os.path.expanduser(source)
     path = Path(source)
@@ -72,6 +73,9 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
         if not path.exists():
             raise ValueError(f"There is no file {source}; give the path of an existing file with prompts.")
         return make_paths_absolute(_read_file(path), path.absolute().parent)
+    if path.is_file():  # `datasets` would take its name for a Hub id
+        *most, last = READERS
+        raise ValueError(f"{source} is no file of prompts; their names end in {', '.join(most)} or {last}.")
     if (path / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(source)
         if split not in splits:

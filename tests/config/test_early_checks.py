@@ -98,12 +98,16 @@ def test_values_of_another_type_are_refused(value, kind, message):
         read_value("setting", value, kind)
 
 
-def test_rewards_and_files_that_do_not_exist():
+def test_rewards_and_files_that_do_not_exist(tmp_path):
     check_names({"reward_funcs": {"text": 1, "my.own": None}, "dataset": "owner/name", "eval_dataset": None})
     with pytest.raises(ValueError, match="Unknown reward 'tesxt'.*Did you mean 'text'"):
         check_names({"reward_funcs": ["text"], "eval_reward_funcs": [{"tesxt": 1}]})
     with pytest.raises(ValueError, match="eval_dataset: there is no file gone.jsonl .*working directory"):
         check_names({"eval_dataset": "gone.jsonl"})
+    settings = tmp_path / "train.yaml"
+    settings.touch()
+    with pytest.raises(ValueError, match="^dataset: .*train.yaml is no file of prompts; .*.parquet or .csv"):
+        check_names({"dataset": str(settings)})
 
 
 def test_a_launcher_says_how_many_processes_there_are(monkeypatch):

@@ -120,6 +120,13 @@ def test_missing_file(tmp_path):
         load_prompts(str(tmp_path / "absent.txt"))
 
 
+def test_a_file_of_another_kind_is_refused_without_asking_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked"))
+    (tmp_path / "run.yaml").write_text("model: tiny\n")
+    with pytest.raises(ValueError, match="run.yaml is no file of prompts; their names end in .txt, .*.csv"):
+        load_prompts(str(tmp_path / "run.yaml"))
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet"])
 def test_an_empty_or_broken_file_is_refused_in_a_sentence(name, tmp_path):
     path = tmp_path / name
