@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..media.samples import as_images, as_tensor
-from .contract import TAKEN, Reward
+from .contract import TAKEN, Reward, is_run_metric
 
 LESS_MEMORY = (
     "its network shares the memory with the policy and the samples being made: set overlap_rewards: false, or the "
@@ -144,7 +144,13 @@ class Call:
     taken: frozenset[str] = frozenset(TAKEN)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Keep a number that the function logs."""
+        """Keep a number that the function logs.
+
+        Raises:
+            ValueError: a name that the run's own metrics have.
+        """
+        if is_run_metric(name):
+            raise ValueError(f"log_metric({name!r}) has the name of a metric of the run; change it.")
         self.metrics.append((name, float(value)))
 
     def log_extra(self, name: str, values: list) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from ..config.settings import DiffusionGRPOConfig
 from ..rewards import Reward
+from ..rewards.contract import is_run_metric
 
 PLAIN = ("reward", "reward_std_error", "kl", "runtime")
 OPEN = ("diversity", "rollouts/")  # metrics that begin so have the names of embedders and of training's metrics
@@ -16,8 +17,8 @@ def check_best_metric(
 ) -> None:
     """Refuse a `metric_for_best_model` that no evaluation logs.
 
-    A reward that may log metrics of its own (`log_metric`) gives them any name. Beside one, only names that begin with
-    `rewards/` or `watch/` are checked.
+    A reward that may log metrics of its own (`log_metric`) gives them any name but those of a run. Beside one, only
+    the latter are checked.
 
     Args:
         args: of the run.
@@ -38,7 +39,7 @@ def check_best_metric(
     opening = (*OPEN, "watch/") if "auto" in (args.watch_rewards or []) else OPEN  # it depends on what samples are
     if full in known or full.startswith(tuple(prefix + name for prefix in prefixes for name in opening)):
         return
-    is_ours = full.startswith(tuple(prefix + name for prefix in prefixes for name in ("rewards/", "watch/")))
+    is_ours = any(full.startswith(prefix) and is_run_metric(full.removeprefix(prefix)) for prefix in prefixes)
     if not is_ours and any(map(_logs, [*measured, *watched])):
         return
     nearest = difflib.get_close_matches(full, known, n=1, cutoff=0.0)[0]

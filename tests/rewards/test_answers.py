@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -141,3 +142,19 @@ def test_extra_columns_are_put_in_place() -> None:
 
     with pytest.raises(RewardError, match="1 values for 4 samples"):
         score([wrong], images=FOUR, prompts=FOUR_PROMPTS, log_extra=extras.__setitem__)
+
+
+def test_a_logged_number_may_not_have_the_name_of_a_metric_of_the_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("## What is shown")[0]
+    cells = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    names = {name for name in re.findall("`([^`]+)`", cells) if not name.startswith(("_", "/", "train_"))}
+    names -= {"vlm_judge/unread", "hpsv3/sigma"}  # which rewards log
+    assert {"reward", "loss", "kl", "ratio/max", "eval_reward"} < names
+    for name in [name.format(name="mine", dataset="mine") for name in sorted(names)]:
+
+        def logs(images, log_metric, name=name):
+            log_metric(name, 1.0)
+            return [0.0] * len(images)
+
+        with pytest.raises(RewardError, match=re.escape(f"log_metric({name!r}) has the name of a metric of the run")):
+            score([logs], images=FOUR, prompts=FOUR_PROMPTS)

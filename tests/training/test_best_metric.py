@@ -62,6 +62,8 @@ def test_rewards_may_log_any_other_name(reward):
     check("score", load_rewards([reward]))
     with pytest.raises(ValueError, match="is logged by no evaluation"):
         check("eval_rewards/another/mean", load_rewards([reward]))
+    with pytest.raises(ValueError, match="'eval_loss' is logged by no evaluation"):
+        check("eval_loss", load_rewards([reward]))
 
 
 def test_the_kind_of_samples_decides_what_auto_watches():
