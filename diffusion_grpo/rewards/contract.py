@@ -10,6 +10,8 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
+from torch import nn
+
 from ..config.names import check_name
 
 PROVIDED: tuple[str, ...] = ("prompts", "completions", "images", "videos", "latents", "fps", "sampling_rate")
@@ -122,7 +124,20 @@ def is_marked(function: Callable, mark: Mark) -> bool:
     """Return whether a function, the function in a `partial`, or an object or its class carries the mark."""
     if isinstance(function, functools.partial):
         return is_marked(function.func, mark)
-    return bool(getattr(function, mark, False) or getattr(type(function).__call__, mark, False))
+    return bool(getattr(function, mark, False) or getattr(_find_code(function), mark, False))
+
+
+def _find_code(function: Callable) -> Callable:
+    """Return what a call runs: a function itself, an object's `__call__`, a network's `forward`."""
+    if inspect.isroutine(function):
+        return function
+    return type(function).forward if isinstance(function, nn.Module) else type(function).__call__
+
+
+def _read_parameters(function: Callable) -> dict[str, inspect.Parameter]:
+    """Return the parameters in a signature; a network's own are those of `forward`, its `__call__` takes anything."""
+    own = function.forward if isinstance(function, nn.Module) else function
+    return dict(inspect.signature(own).parameters)
 
 
 def is_run_metric(name: str) -> bool:
@@ -198,7 +213,7 @@ class Reward:
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The parameters in the function's signature."""
-        return dict(inspect.signature(self.function).parameters)
+        return _read_parameters(self.function)
 
     @property
     def fixed(self) -> set[str]:
@@ -300,10 +315,13 @@ def check_columns(rewards: list[Reward], columns: list[str], dataset: str) -> No
     """
     for reward in rewards:
         _check_column_names(reward)
+        fixed = reward.fixed
         required = [
             name
             for name, parameter in reward.parameters.items()
-            if parameter.default is parameter.empty and parameter.kind not in VARIADIC and name not in reward.arguments
+            if (parameter.default is parameter.empty or name == "prompt")  # whose default would always stand
+            and parameter.kind not in VARIADIC
+            and name not in fixed
         ]
         required += [*_columns_in_arguments(reward), *sorted(getattr(reward.function, "needed_columns", ()))]
         for name in required:
@@ -356,15 +374,14 @@ def check_groups(rewards: list[Reward], samples: int, num_generations: int) -> N
 
 def _is_built_in(function: Callable) -> bool:
     """Return whether a call runs code of this package, be it a function or a class's `__call__`."""
-    code = function if inspect.isroutine(function) else type(function).__call__
-    return str(getattr(code, "__module__", "")).startswith(f"{__package__}.")
+    return str(getattr(_find_code(function), "__module__", "")).startswith(f"{__package__}.")
 
 
 def settable_parameters(function: Callable) -> dict[str, Any]:
     """Return what can be set: parameters with a default that do not come with the samples, or all of a class."""
     return {
         name: parameter.default
-        for name, parameter in inspect.signature(function).parameters.items()
+        for name, parameter in _read_parameters(function).items()
         if parameter.kind not in VARIADIC
         and (isinstance(function, type) or (parameter.default is not parameter.empty and name not in PROVIDED))
     }

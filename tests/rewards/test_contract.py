@@ -21,6 +21,7 @@ from diffusion_grpo.rewards import (
     reward_name,
     reward_weights,
     score,
+    takes_tensors,
 )
 from diffusion_grpo.rewards.contract import list_columns
 
@@ -41,6 +42,7 @@ def test_weights_come_from_one_place() -> None:
 def test_columns_that_the_dataset_lacks_are_refused() -> None:
     def needs(images, mood, **columns): ...
     def single(images, prompt): ...
+    def may(images, prompt=None): ...
 
     check_columns(load_rewards([needs, {"ssim": {"target_column": "goal"}}]), ["prompt", "mood", "goal"], "train")
     with pytest.raises(ValueError, match="'needs' needs the column 'mood', which train lacks; it has prompt"):
@@ -50,6 +52,9 @@ def test_columns_that_the_dataset_lacks_are_refused() -> None:
     check_columns(load_rewards([scaled, "text"]), ["prompt"], "train")
     with pytest.raises(ValueError, match="'single' asks for 'prompt', which rewards do not get; use 'prompts'"):
         check_columns(load_rewards(single), ["prompt"], "train")
+    with pytest.raises(ValueError, match="'may' asks for 'prompt', which rewards do not get"):
+        check_columns(load_rewards(may), ["prompt"], "train")
+    check_columns(load_rewards([partial(may, prompt="of my own")]), ["prompt"], "train")
     with pytest.raises(ValueError, match="'word'"):
         check_columns(load_rewards({scaled: {"text_column": "word"}}), ["prompt"], "train")
     remote = load_rewards({"remote": {"url": "http://a", "columns": ["goal", "mood"]}})
@@ -181,6 +186,24 @@ def test_a_user_s_own_default_is_filled_by_a_column_unless_it_is_set() -> None:
     set_ones = [partial(lengths, word="fixed"), *load_rewards({lengths: {"word": "fixed"}})]
     table = score([lengths, Object(), partial(lengths, factor=2.0), *set_ones], **given)
     assert table.tolist() == [[n, n, 2 * n, -1, -1] for n in (1, 2, 3, 4)]
+
+
+def test_a_network_is_called_with_what_its_forward_takes() -> None:
+    class Long(torch.nn.Module):
+        def forward(self, images, word, prompts, factor=1.0):
+            return torch.tensor([factor * len(own) for own in word])
+
+    class Shape(torch.nn.Module):
+        @takes_tensors
+        def forward(self, images):
+            return [images.shape[1]] * len(images)
+
+    rewards = load_rewards([Long(), Shape(), {Long(): {"name": "twice", "factor": 2.0}}])
+    with pytest.raises(ValueError, match="'Long' needs the column 'word', which train lacks"):
+        check_columns(rewards, ["prompt"], "train")
+    columns = {"word": ["a", "bb", "ccc", "dddd"], "other": [0] * 4}
+    table = score(rewards, images=FOUR, prompts=FOUR_PROMPTS, columns=columns)
+    assert table.tolist() == [[n, 1, 2 * n] for n in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("column", ["match", "images", "prompts"])
