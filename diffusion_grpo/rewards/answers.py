@@ -226,10 +226,10 @@ def check_answer(call: Call, failure: Failure) -> list[float]:
 
 
 def _number(value: object, index: int, failure: Failure) -> float:
-    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
-        value = value.item()
+    if isinstance(value, (Tensor, np.ndarray, np.generic)) and value.ndim == 0:
+        value = value.item()  # a plain number: numpy's bool is none, and float16 overflows in comparisons
     if not isinstance(value, numbers.Real):
         raise failure.error(f"returned {value!r}, expected a number or None", index)
-    if not math.isfinite(value) or abs(value) > torch.finfo(torch.float32).max:
+    if abs(value) > torch.finfo(torch.float32).max or not math.isfinite(value):
         raise failure.error(f"returned {value}, expected a finite float32 number or None", index)
     return float(value)

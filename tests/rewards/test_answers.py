@@ -33,6 +33,7 @@ from diffusion_grpo.rewards import (
         ([0.0, "good", 0.0], "returned 'good', expected a number", 1),
         ([0.0, [1.0], 0.0], r"returned \[1.0\]", 1),
         ([0.0, 1j, 0.0], "returned 1j", 1),
+        ([0.0, 10**400, 0.0], "returned 10+, expected a finite float32 number", 1),
     ],
 )
 def test_a_wrong_answer_names_function_prompt_and_sample(
@@ -50,6 +51,13 @@ def test_a_wrong_answer_names_function_prompt_and_sample(
     assert Image.open(saved).tobytes() == THREE[index].tobytes()
     record = json.loads(saved.with_suffix(".json").read_text())
     assert record["reward"] == "broken" and record["prompt"] == THREE_PROMPTS[index] and record["index"] == index
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("values", [[False, True, True], np.array([0.5, 1.0, 2.0], np.float16), np.arange(3)])
+def test_numbers_of_numpy_are_numbers(values: object) -> None:
+    found = score([lambda images: list(np.array(values))], images=THREE, prompts=THREE_PROMPTS)
+    assert found[:, 0].tolist() == np.array(values).tolist()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
