@@ -25,7 +25,7 @@ from .data.held_out import warn_of_trained_prompts
 from .data.prompts import choose_evaluated
 from .data.sampler import GroupSampler
 from .distributed.failure import ProcessGroupMonitor
-from .rewards import Reward, RewardError
+from .rewards import Reward, RewardError, check_columns
 from .run.card import write_model_card
 from .run.card_data import name_repository
 from .run.card_details import CardDetails
@@ -117,7 +117,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         kinds = (RewardError, RatioError, NonFiniteError)
         self.monitor = ProcessGroupMonitor(given.args.distributed_state, given.args.ddp_timeout, kinds)
         loaded = load_policy(given, peft_config, self.monitor)
-        check_own_optimizer(optimizers[0], loaded.model)
+        check_own_optimizer(*optimizers, loaded.model)
         self.policy, self.inputs, self.embeds = loaded.policy, loaded.inputs, loaded.embeds
         super().__init__(
             backend=self.backend,
@@ -356,11 +356,12 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
 
         Raises:
             ValueError: `pipeline_kwargs` or a column has an argument that the trainer sets, or the pipeline does not
-                take one of `pipeline_kwargs`; or there is no such dataset, or nothing in it.
+                take one of `pipeline_kwargs`; or there is no such dataset, nothing in it, or no column of a reward.
         """
         self.inputs.check_overrides(pipeline_kwargs or {})
         datasets = choose_evaluated(eval_dataset, self.eval_dataset)
         for name, part in datasets.items():
+            check_columns(self.rewards.all, part.column_names, name)
             self.inputs.check_columns(part, name)
         self.model.eval()
         if self.embeds is not None:

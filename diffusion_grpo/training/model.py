@@ -57,16 +57,23 @@ def check_model(model: Any) -> None:
     raise TypeError(f"model is {found}; pass a Hub id, a folder, 'tiny' or a DiffusionPipeline.")
 
 
-def check_own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Refuse an optimizer of the user's own that would train nothing.
+def check_own_optimizer(
+    optimizer: torch.optim.Optimizer | None, schedule: torch.optim.lr_scheduler.LRScheduler | None, model: nn.Module
+) -> None:
+    """Refuse an optimizer or a schedule of the user's own that would change nothing.
 
     Args:
-        optimizer: as the user gave it; None for the one that the settings ask for.
+        optimizer, schedule: as the user gave them; None for those that the settings ask for.
         model: what is trained.
 
     Raises:
-        ValueError: it holds none of the weights that are trained.
+        ValueError: the optimizer holds none of the weights that are trained, or the schedule is of another optimizer.
     """
+    if schedule is not None and getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            "optimizers: the schedule was made for another optimizer than the one that trains, and would leave the "
+            "learning rate as it is; pass its optimizer beside it, or leave it out and set lr_scheduler_type."
+        )
     if optimizer is None:
         return
     held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}

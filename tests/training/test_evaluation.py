@@ -8,7 +8,9 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 from fresh import load_again
-from tiny_runs import brightness, logged, trained_weights, trainer_for
+from peft import LoraConfig
+from tiny_pipelines import build
+from tiny_runs import LORA, brightness, logged, trained_weights, trainer_for
 from transformers import TrainerCallback
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
@@ -163,6 +165,18 @@ def test_an_evaluation_of_nothing_and_of_columns_that_it_cannot_use_is_refused(t
     steps = Dataset.from_dict({"prompt": ["a"], "num_inference_steps": [4]})
     with pytest.raises(ValueError, match="^more, column 'num_inference_steps': num_inference_steps is set"):
         trainer.evaluate({"more": steps})
+
+
+def test_an_evaluation_lacks_no_column_of_a_reward(tmp_path):
+    def spelling(images, word):
+        raise AssertionError("it is refused before anything is sampled")
+
+    pipe, _ = build("sd3")
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True)
+    words = Dataset.from_dict({"prompt": ["a"], "word": ["b"]})
+    trainer = DiffusionGRPOTrainer(pipe, spelling, args, train_dataset=words, peft_config=LoraConfig(**LORA))
+    with pytest.raises(ValueError, match="^The reward 'spelling' needs the column 'word', which signs lacks"):
+        trainer.evaluate({"signs": words.remove_columns("word")})
 
 
 @pytest.mark.parametrize("names", [["test"], ["test", "other"]])

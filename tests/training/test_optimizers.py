@@ -77,5 +77,8 @@ def test_an_optimizer_of_ones_own_has_to_hold_what_is_trained(tmp_path):
         DiffusionGRPOTrainer(model=pipe, peft_config=LoraConfig(**LORA), optimizers=(frozen, None), **settings)
     pipe, _ = build("sd3")
     own = torch.optim.SGD(pipe.transformer.parameters(), lr=0.1)
-    trainer = DiffusionGRPOTrainer(model=pipe, optimizers=(own, None), **settings)
-    assert trainer.optimizer is own
+    schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5)
+    trainer = DiffusionGRPOTrainer(model=pipe, optimizers=(own, schedule), **settings)
+    assert trainer.optimizer is own and trainer.lr_scheduler is schedule
+    with pytest.raises(ValueError, match="optimizers: the schedule was made for another optimizer.*lr_scheduler_type"):
+        DiffusionGRPOTrainer(model=pipe, optimizers=(None, schedule), **settings)
