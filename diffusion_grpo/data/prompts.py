@@ -13,6 +13,12 @@ from ..config.names import check_name
 from .columns import drop_format, has_transform, make_paths_absolute
 from .embeddings import EMBEDDED, is_embedding
 
+TO_DATASET = {  # what to do about other types
+    "str": "read it with diffusion_grpo.data.prompts.load_prompts",
+    "IterableDataset": "load it without streaming=True",
+    "DatasetDict": "choose one of its splits",
+    "list": "make one with Dataset.from_list",
+}
 UNNAMED = "eval_dataset"  # the name of an evaluation dataset that is not given in a dict
 
 
@@ -214,7 +220,11 @@ def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> Non
             a prompt that is not a string, or its format or transform hides columns.
     """
     if not isinstance(dataset, datasets.Dataset):
-        raise ValueError(f"{name} must be a datasets.Dataset with a column 'prompt', not a {type(dataset).__name__}.")
+        found = type(dataset).__name__
+        raise ValueError(
+            f"{name} is of type {found}, but must be a datasets.Dataset with a column 'prompt'; "
+            f"{TO_DATASET.get(found, 'make one with Dataset.from_dict')}."
+        )
     if "prompt" not in dataset.column_names and not any(map(is_embedding, dataset.column_names)):
         raise ValueError(
             f"{name} has no column 'prompt', only {dataset.column_names}; rename the one that holds the prompts "

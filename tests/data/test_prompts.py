@@ -176,9 +176,19 @@ def test_refusals(columns, message):
         check_dataset(datasets.Dataset.from_dict(columns), "eval_dataset")
 
 
-def test_other_types_are_refused():
-    with pytest.raises(ValueError, match="train_dataset must be a datasets.Dataset .*, not a list"):
-        check_dataset([{"prompt": "a"}])
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([{"prompt": "a"}], "of type list, but must be a datasets.Dataset .*; make one with Dataset.from_list"),
+        ("prompts.txt", "of type str, .*; read it with diffusion_grpo.data.prompts.load_prompts"),
+        (datasets.Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset(), "load it without streaming=True"),
+        (datasets.DatasetDict(), "of type DatasetDict, .*; choose one of its splits"),
+        (("a", "b"), "of type tuple, .*; make one with Dataset.from_dict"),
+    ],
+)
+def test_other_types_are_refused(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        check_dataset(dataset)
 
 
 def count_calls(calls):
