@@ -57,7 +57,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
             mapping from these to weights or options (`rewards.load_rewards`). Called with keywords `prompts`,
             `completions` (also as `images` or `videos`), every dataset column, `trainer_state`, `log_metric` and
             `log_extra`; returns one `float | None` per sample, may be async.
-        args: settings; `DiffusionGRPOConfig("<model>-GRPO")` by default.
+        args: settings, which the trainer copies; `DiffusionGRPOConfig("<model>-GRPO")` by default.
         train_dataset: with a column `prompt`. Columns named as parameters of the pipeline's `__call__` are passed to
             it, every column to the rewards.
         eval_dataset: held-out prompts, or a dict of such datasets.
@@ -133,6 +133,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         if self.embeds is not None:
             self.embeds.share(self.accelerator)
         self.metrics, self.progress = Metrics(), UpdateProgress()
+        self._noted_settings = start.note_settings(self.args)
         self._make_collaborators(given.is_full_training)
 
     def _make_collaborators(self, is_full_training: bool) -> None:
@@ -227,13 +228,15 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         """Train; see `Trainer.train`.
 
         Raises:
-            ValueError: the output folder holds a run already and `resume_from_checkpoint` does not say to go on.
+            ValueError: the output folder holds a run already and `resume_from_checkpoint` does not say to go on, or a
+                setting that is read once was changed.
             RatioError: the replay does not reproduce the rollout within `max_ratio_error`.
             UntrainedStepError: a step that is trained on passes none of the trained networks.
             NonFiniteError: a loss or gradient is not finite.
             RewardError: a reward function failed.
             torch.OutOfMemoryError: with what takes how much, and what to change.
         """
+        start.refuse_changed_settings(self._noted_settings, self.args)
         self.feed.reset()  # a second call starts with a rollout of its own
         self.metrics.reset()
         folder = Path(self.args.output_dir)
@@ -255,8 +258,8 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
                     lambda: self.state.global_step,
                 )
             )
-            start = count_updates(point)
-            search = MicroBatchSearch(self.args, lambda: self.state.global_step - start, self._resize)
+            done = count_updates(point)
+            search = MicroBatchSearch(self.args, lambda: self.state.global_step - done, self._resize)
             output = search.run(lambda: super(DiffusionGRPOTrainer, self).train(point, **kwargs))
         self.learner.show_average()
         return output
@@ -266,6 +269,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self._train_batch_size = self.args.train_batch_size
         self.replays.batch_size = self.args.rollout_call_size
         self.feed.resize(self.args.batch_sizes)
+        self._noted_settings = start.note_settings(self.args)
         self.metrics.reset()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

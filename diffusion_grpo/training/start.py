@@ -13,7 +13,9 @@ from peft import PeftConfig
 
 from ..config.checks import check_settings
 from ..config.optimizers import check_optimizer
-from ..config.settings import DiffusionGRPOConfig
+from ..config.sampling import SamplingSettings
+from ..config.settings import DiffusionGRPOConfig, describe
+from ..config.update import UpdateSettings
 from ..data.inputs import PipelineInputs, prepare_inputs
 from ..data.prompts import check_dataset, name_datasets
 from ..data.sampler import check_accelerator_config
@@ -58,6 +60,10 @@ from .quantization import QuantizedLoading, list_trained_methods
 from .trackers import check_trackers
 from .watched_rewards import load_watched_rewards
 
+# settings that a trainer reads when it is made, and not again
+READ_ONCE = {field.name for part in (SamplingSettings, UpdateSettings) for field in dataclasses.fields(part)}
+READ_ONCE |= {"per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "shuffle_dataset"}
+READ_ONCE -= {"num_generations_eval", "eval_num_inference_steps"}
 LORA_LEARNING_RATE, FULL_LEARNING_RATE = 3e-4, 1e-5  # where the settings give none
 
 
@@ -185,6 +191,29 @@ def prepare_args(model: str | DiffusionPipeline, args: DiffusionGRPOConfig | Non
     if model == "tiny":
         args.fill(default_settings(args.given))
     return args
+
+
+def note_settings(args: DiffusionGRPOConfig) -> dict[str, Any]:
+    """Return the settings that a trainer reads when it is made, and not again."""
+    return {name: describe(getattr(args, name)) for name in sorted(READ_ONCE)}
+
+
+def refuse_changed_settings(noted: dict[str, Any], args: DiffusionGRPOConfig) -> None:
+    """Refuse settings that were changed since they were read: some would have no effect, others take groups apart.
+
+    Args:
+        noted: by [`note_settings`], when they were read.
+        args: of the run.
+
+    Raises:
+        ValueError: there is such a setting.
+    """
+    for name, value in note_settings(args).items():
+        if value != noted[name]:
+            raise ValueError(
+                f"{name} was changed from {noted[name]!r} to {value!r} after the trainer was made, which reads it "
+                "only then; make a new trainer with these settings."
+            )
 
 
 def prepare_training(args: DiffusionGRPOConfig, peft_config: PeftConfig | None) -> bool:

@@ -27,8 +27,10 @@ from diffusion_grpo.training.start import (
     describe_run,
     load_run_rewards,
     make_groups,
+    note_settings,
     prepare_args,
     prepare_training,
+    refuse_changed_settings,
 )
 
 
@@ -115,6 +117,25 @@ def test_settings_that_were_changed_since_are_checked_again(tmp_path):
     args.num_generations = 1
     with pytest.raises(ValueError, match="num_generations must be at least 2, got 1"):
         prepare_args("owner/name", args)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_generations", 2, "num_generations was changed from 4 to 2 after the trainer was made, .*; make a new"),
+        ("beta", 0.1, "beta was changed from 0.0 to 0.1"),
+        ("gradient_accumulation_steps", 1, "gradient_accumulation_steps was changed from 2 to 1"),
+        ("pipeline_kwargs", {"max_sequence_length": 8}, "pipeline_kwargs was changed"),
+    ],
+)
+def test_settings_that_a_trainer_has_read_are_not_changed(name, value, message, tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1)
+    before = note_settings(trainer.args)
+    trainer.args.max_steps, trainer.args.learning_rate, trainer.args.num_generations_eval = 2, 1e-4, 3
+    refuse_changed_settings(before, trainer.args)
+    setattr(trainer.args, name, value)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
 
 
 def test_settings_may_have_more_fields(tmp_path):
