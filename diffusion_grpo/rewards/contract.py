@@ -136,6 +136,8 @@ def _find_code(function: Callable) -> Callable:
 
 def _read_parameters(function: Callable) -> dict[str, inspect.Parameter]:
     """Return the parameters in a signature; a network's own are those of `forward`, its `__call__` takes anything."""
+    if isinstance(function, functools.partial) and isinstance(function.func, nn.Module):
+        function = functools.partial(function.func.forward, *function.args, **function.keywords)
     own = function.forward if isinstance(function, nn.Module) else function
     return dict(inspect.signature(own).parameters)
 

@@ -198,12 +198,13 @@ def test_a_network_is_called_with_what_its_forward_takes() -> None:
         def forward(self, images):
             return [images.shape[1]] * len(images)
 
-    rewards = load_rewards([Long(), Shape(), {Long(): {"name": "twice", "factor": 2.0}}])
+    set_ones = [{Long(): {"name": "twice", "factor": 2.0}}, {partial(Long(), factor=3.0): {"name": "thrice"}}]
+    rewards = load_rewards([Long(), Shape(), *set_ones])
     with pytest.raises(ValueError, match="'Long' needs the column 'word', which train lacks"):
         check_columns(rewards, ["prompt"], "train")
     columns = {"word": ["a", "bb", "ccc", "dddd"], "other": [0] * 4}
     table = score(rewards, images=FOUR, prompts=FOUR_PROMPTS, columns=columns)
-    assert table.tolist() == [[n, 1, 2 * n] for n in (1, 2, 3, 4)]
+    assert table.tolist() == [[n, 1, 2 * n, 3 * n] for n in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("column", ["match", "images", "prompts"])
