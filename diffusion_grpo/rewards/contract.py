@@ -19,12 +19,12 @@ PROVIDED += ("trainer_state", "log_metric", "log_extra")
 # columns of the tables of samples, which a reward of that name would overwrite
 TAKEN = ("prompt", "step", "seed", "reward", "advantage", "value", "kl", "image", "file", "dataset")
 # metrics of a run (docs/metrics.md), which a number that a reward logs under that name would change or replace
-METRICS = ("reward", "reward_std", "reward_std_error", "loss", "grad_norm", "learning_rate", "epoch", "step", "kl")
-METRICS += ("diversity", "denoising_error", "samples_per_second", "runtime", "frac_reward_zero_std")
+METRICS: tuple[str, ...] = ("reward", "reward_std", "reward_std_error", "loss", "grad_norm", "learning_rate", "epoch")
+METRICS += ("step", "kl", "diversity", "denoising_error", "samples_per_second", "runtime", "frac_reward_zero_std")
 METRICS += ("frac_advantage_zero", "frac_advantage_clipped")
-FAMILIES = ("rewards", "watch", "rollouts", "diversity", "spread", "time", "memory", "loss", "kl", "ratio")
-FAMILIES += ("clip_ratio", "grad_size", "velocity", "ema", "old", "prediction", "dgpo", "dpo", "value", "sampling")
-FAMILIES += ("completions",)
+FAMILIES: tuple[str, ...] = ("rewards", "watch", "rollouts", "diversity", "spread", "time", "memory", "loss", "kl")
+FAMILIES += ("ratio", "clip_ratio", "grad_size", "velocity", "ema", "old", "prediction", "dgpo", "dpo", "value")
+FAMILIES += ("sampling", "completions")
 Mark = Literal["is_groupwise", "is_batchwise", "takes_tensors", "takes_latents", "opens_images"]
 Function = TypeVar("Function", bound=Callable)
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
