@@ -170,7 +170,7 @@ class Sampler:
     def __init__(self, pipe: "DiffusionPipeline", settings: SampleSettings):
         self.pipe, self.settings, train = pipe, settings, settings.train
         self.inputs = PipelineInputs(pipe, settings)
-        self.given = {} if train else self.inputs.fixed  # command-line values override columns
+        self.overridden = set() if train else set(self.inputs.fixed)  # columns that command-line values replace
         component = train.train_component if train else None
         self.policy = None
         if train or settings.noise_level != 0:
@@ -181,6 +181,7 @@ class Sampler:
     def __call__(self, rows: list[dict[str, Any]], positions: list[int]) -> list[Any]:
         """Generate the samples of `rows`. `positions` are their positions in the whole job."""
         settings, samples = self.settings, [None] * len(rows)
+        rows = [{name: value for name, value in row.items() if name not in self.overridden} for row in rows]
         # tokens are drawn at random even if the steps after them are noiseless
         is_drawn = settings.noise_level != 0 or (self.policy is not None and self.policy.draws_tokens)
         make = self._sample_with_noise if is_drawn else self._sample_plainly
@@ -190,8 +191,7 @@ class Sampler:
         for first in range(0, len(rows), settings.batch_size):
             for part in self._split(rows[first : first + settings.batch_size]):
                 chosen = [first + number for number in part]
-                inputs = self.inputs([rows[row] for row in chosen], **self.given)
-                made = make(inputs, [positions[row] for row in chosen])
+                made = make(self.inputs([rows[row] for row in chosen]), [positions[row] for row in chosen])
                 check_count(made, len(chosen), self.pipe)
                 for row, sample in zip(chosen, made, strict=True):
                     samples[row] = sample

@@ -1,5 +1,6 @@
 """`diffusion-grpo sample`: rollouts without training, from a model or from the settings of a run."""
 
+import functools
 import json
 
 import numpy as np
@@ -214,6 +215,22 @@ def test_what_is_noised_after_its_rollout_is_sampled_without_noise(training, tmp
     assert read_settings(arguments, others).noise_level == 0.0
     arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
     assert read_settings(arguments, others).noise_level != 0.0
+
+
+def test_options_replace_columns_and_a_negative_prompt_is_given_to_each_sample(tmp_path, monkeypatch):
+    """Stable Diffusion takes no single negative prompt for a list of prompts."""
+    pipe, _ = tiny_pipelines.build("sd15")
+    pipe.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": prompt, "negative_prompt": "a frame", "height": 32} for prompt in PROMPTS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    real, calls = type(pipe).__call__, []
+    monkeypatch.setattr(type(pipe), "__call__", functools.wraps(real)(
+        lambda *args, **given: calls.append(given) or real(*args, **given)))  # fmt: skip
+    words = ["--prompts", tmp_path / "rows.jsonl", "--num_inference_steps", 2, "--height", 16, "--width", 16]
+    words += ["--pipeline_kwargs", '{"negative_prompt": "blurry"}', "--output_dir", tmp_path / "out"]
+    run(tmp_path / "model", *words)
+    [given] = calls
+    assert (given["prompt"], given["negative_prompt"], given["height"]) == (PROMPTS, ["blurry"] * 3, 16)
 
 
 def test_an_input_named_as_a_column_of_ours_is_kept(models, tmp_path):
