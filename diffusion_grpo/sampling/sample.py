@@ -30,7 +30,7 @@ from ..rewards import Reward, reward_weights, score
 from ..run import records
 from ..run.standard_error import measure_mean
 from ..run.weights import load_weights
-from ..training.model import check_packages, load_pipeline, load_plain_pipeline, pipeline_class
+from ..training.model import check_packages, load_pipeline, load_plain_pipeline, pipeline_class, plan_quantization
 from ..training.setup import make_sampling_plan
 from .settings import SampleSettings
 
@@ -96,13 +96,14 @@ def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
 
     Raises:
         ValueError: the model, the LoRA or the weights cannot be loaded.
-        ImportError: the model needs a package that is not installed.
+        ImportError: the model, or its quantization, needs a package that is not installed.
     """
     if settings.train is None or settings.dtype is not None:
         pipe = load_plain_pipeline(settings.model, settings.dtype, settings.device)
     else:
         check_packages(settings.model, settings.train)
-        pipe = load_pipeline(settings.model, settings.train, is_full_training=False)
+        quantized = plan_quantization(settings.model, settings.train, is_full_training=False)
+        pipe = load_pipeline(settings.model, settings.train, is_full_training=False, quantized=quantized)
         pipe = pipe.to(settings.device or settings.train.device)
     if settings.lora is not None:
         load_weights(pipe, settings.lora)

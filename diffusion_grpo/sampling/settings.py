@@ -30,6 +30,8 @@ OPTIONS = (
 )
 OPTIONS += ("noise_level", "seed", "fps", "dtype", "device", "guidance_scale", "height", "width", "num_frames")
 WINDOW = ("sde_window", "sde_window_size", "deterministic_outside_window", "branches")
+OF_THE_RUN = ("scheduler_kwargs", *WINDOW, "noise_in_last_step", "train_component", "temperature", "top_k", "top_p")
+OF_THE_RUN += ("bf16", "fp16", "load_in_4bit", "load_in_8bit", "quantization")
 CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the pipeline's call, if given
 
 
@@ -98,7 +100,7 @@ class SampleSettings:
             if values[name] and Path(values[name]).exists():
                 values[name] = str(Path(values[name]))
         values["lora_weights"] = hash_weights(self.lora)
-        values |= {name: getattr(self.train, name, None) for name in ("scheduler_kwargs", *WINDOW)}
+        values |= {name: getattr(self.train, name, None) for name in OF_THE_RUN}
         order = getattr(self.train, "sde_window_order", "random")
         if order != "random":
             values["sde_window_order"] = [order, self.train.sde_window_interval]
@@ -245,6 +247,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
     settings |= {
         "model": script.model,
         "prompts": script.dataset,
+        "lora": train.lora_path and os.path.expanduser(train.lora_path),  # its rollouts begin with it
         "split": script.dataset_train_split,
         "reward_funcs": script.reward_funcs,
         "eval_reward_funcs": script.eval_reward_funcs,

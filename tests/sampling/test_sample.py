@@ -11,6 +11,7 @@ import torch
 import yaml
 from datasets import Dataset
 from PIL import Image
+from quantized import INT8, save_pipeline
 from safetensors.torch import load_file, save_file
 from tiny_runs import trainer_for
 
@@ -18,6 +19,7 @@ from diffusion_grpo import cli
 from diffusion_grpo.media.files import read_video
 from diffusion_grpo.sampling import sample
 from diffusion_grpo.sampling.settings import read_settings
+from diffusion_grpo.training.quantization import describe_quantization
 from diffusion_grpo.training.setup import make_sampling_plan
 
 PROMPTS = ["a red fox", "a blue house", "a tree"]
@@ -176,6 +178,14 @@ def test_the_settings_of_a_run_are_those_of_its_rollouts(training, tmp_path):
         one, other = (np.asarray(Image.open(tmp_path / name / f"000{place}.png")).astype(int) for place in (0, 1))
         apart[name] = np.abs(one - other).mean()
     assert apart["shared"] < 0.1 < 0.5 < apart["own"]
+
+
+def test_a_run_on_a_quantised_base_is_sampled_with_it(training, tmp_path):
+    settings = yaml.safe_load(training.read_text()) | {"model": str(save_pipeline(tmp_path / "sd3")), "use_peft": True}
+    training.write_text(yaml.safe_dump(settings | {"quantization": INT8, "num_frames": None}))
+    arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
+    pipe = sample.load_pipeline_to_sample(read_settings(arguments, others))
+    assert describe_quantization(pipe) == dict.fromkeys(INT8, "torchao")
 
 
 def test_a_window_that_moves_with_the_rollouts_does_so_here(training):

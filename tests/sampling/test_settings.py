@@ -49,6 +49,23 @@ def test_jobs_whose_samples_differ_have_other_identities():
         assert first.identity != read(*words, *option).identity
 
 
+@pytest.mark.parametrize(
+    "option",
+    [("--temperature", "0.5"), ("--top_p", "0.5"), ("--noise_in_last_step", "true"), ("--bf16", "true")],
+    ids=lambda option: option[0],
+)
+def test_settings_of_a_run_that_change_its_samples_make_another_job(tmp_path, option):
+    config = write_config(tmp_path, deterministic_outside_window=False, sde_type="flow_sde")
+    assert read(config).identity != read(config, *option).identity
+
+
+def test_samples_of_a_run_begin_with_the_lora_that_it_trains_further(tmp_path):
+    (tmp_path / "lora").mkdir()
+    config = write_config(tmp_path, lora_path=str(tmp_path / "lora"))
+    assert read(config).lora == str(tmp_path / "lora")
+    assert read(config, "--lora", "owner/name").lora == "owner/name"
+
+
 def test_a_slash_at_the_end_of_a_folder_makes_no_other_job(tmp_path):
     words = ("owner/name", "--prompts", "x.txt", "--lora")
     assert read(*words, f"{tmp_path}/").identity == read(*words, str(tmp_path)).identity
