@@ -81,6 +81,12 @@ class Columns:
                 if problem:
                     raise ValueError(f"{name}, row {row} (the first is row 0), column '{column}': {problem}")
 
+    def list_media(self) -> list[str]:
+        """Return the columns of images, videos or sound: by their type, or because the first row names such files."""
+        first = {} if has_transform(self.dataset) else self.dataset[0]
+        features = self.dataset.features.items()
+        return [name for name, kind in features if _media_type(kind) or _names_files(name, first.get(name))]
+
     def rows(self, indices: list[int]) -> list[dict[str, Any]]:
         """Return the rows at `indices`; equal indices give one and the same dict.
 
@@ -129,25 +135,51 @@ def drop_format(dataset: datasets.Dataset) -> datasets.Dataset:
 
 
 def make_paths_absolute(dataset: datasets.Dataset, folder: Path) -> datasets.Dataset:
-    """Return the dataset with its paths, which are relative to `folder`, made absolute.
+    """Return the dataset with its paths, which are relative to `folder`, made absolute, also in lists.
 
     A column holds paths if each of its strings has the extension of an image, video or sound file; `prompt` never
     does.
     """
     order = dataset.column_names
     for name, feature in dataset.features.items():
-        if (
-            name == "prompt"
-            or not isinstance(feature, datasets.Value)
-            or feature.dtype not in ("string", "large_string")
-        ):
-            continue
-        values = dataset[name][:]
-        given = [value for value in values if value is not None]
-        if given and all(_kind(value) for value in given):
-            values = [value if value is None or "://" in value else str(folder / value) for value in values]
-            dataset = dataset.remove_columns(name).add_column(name, values)
+        if _is_text(feature) and _names_files(name, values := dataset[name][:]):
+            dataset = dataset.remove_columns(name).add_column(name, [_move(value, folder) for value in values])
     return dataset.select_columns(order)
+
+
+def _is_text(feature: Any) -> bool:
+    """Return whether a column holds strings or lists of them."""
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return _is_text(feature.feature)
+    return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
+
+
+def _names_files(column: str, value: Any) -> bool:
+    """Return whether a value of a column is a path of an image, video or sound file, or a list of such paths."""
+    if column == "prompt":
+        return False
+    is_given = False
+    for item in _flatten(value):
+        if not isinstance(item, str) or _kind(item) is None:
+            return False
+        is_given = True
+    return is_given
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    """Yield the items of lists within lists, without None."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _flatten(item)
+    elif value is not None:
+        yield value
+
+
+def _move(value: Any, folder: Path) -> Any:
+    """Return a path, or each in a list, made absolute; addresses and None stay."""
+    if isinstance(value, list):
+        return [_move(item, folder) for item in value]
+    return value if value is None or "://" in value else str(folder / value)
 
 
 def _select_arrays(dataset: datasets.Dataset, others: set[str]) -> datasets.Dataset | None:
@@ -173,11 +205,6 @@ def _is_tensor(name: str, feature: Any) -> bool:
     if isinstance(feature, (datasets.List, datasets.LargeList, datasets.Array2D, datasets.Array3D)):
         return is_embedding(name) and "string" not in str(feature)
     return False
-
-
-def is_media(feature: Any) -> bool:
-    """Return whether a column's type is an image, a video or sound, or a list of them."""
-    return _media_type(feature) is not None
 
 
 def _media_type(feature: Any) -> Media | None:

@@ -22,9 +22,9 @@ from ..media.serialize import pack_samples, unpack_samples
 from ..policy.base import UntrainedStepError
 from ..policy.batching import BATCHED, LISTED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
-from ..rewards.contract import PROVIDED, Reward, list_columns
+from ..rewards.contract import PROVIDED, VARIADIC, Reward, list_columns
 from .calls import build_arguments, group_by_shape
-from .columns import Columns, is_media
+from .columns import Columns, has_transform
 from .embeddings import check_embeddings, find_replaced_texts, is_embedding
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
@@ -142,15 +142,22 @@ class PipelineInputs:
             name: the argument that it was passed as, for the message.
 
         Raises:
-            ValueError: there are neither prompts nor embeddings, or see `check_columns`.
+            ValueError: there are neither prompts nor embeddings, a column is missing without which the pipeline cannot
+                be called, or see `check_columns`.
         """
         if "prompt" not in dataset.column_names and not any(map(is_embedding, self.accepted)):
             raise ValueError(
                 f"{name} has no column 'prompt', and {self.pipeline.__name__} takes no prompt_embeds; add the prompts."
             )
         check_embeddings(dataset, self.accepted, name, self.pipeline.__name__)
+        given = dataset[0] if has_transform(dataset) else dataset.column_names
+        if missing := self.find_missing(given):
+            raise ValueError(
+                f"{name} has no column {missing[0]!r}, and {self.pipeline.__name__} cannot be called without it; add "
+                f"the column, or rename the one that holds it (there are {', '.join(given)})."
+            )
         self.check_columns(dataset, name)
-        idle = [c for c, f in dataset.features.items() if is_media(f) and c not in self.accepted | self._asked]
+        idle = [c for c in self.columns(dataset).list_media() if c not in self.accepted | self._asked]
         if idle:
             logger.warning(
                 "%s: %s does not take %s, and no reward names it; the pipeline takes %s. Rename the column if it is "
@@ -160,6 +167,15 @@ class PipelineInputs:
                 ", ".join(idle),
                 ", ".join(sorted(self.accepted)),
             )
+
+    def find_missing(self, given: Collection[str]) -> list[str]:
+        """Return the arguments without a default that neither the settings nor columns of the `given` names hold.
+
+        The prompt is none of them: embeddings may stand for it.
+        """
+        needed = [name for name, parameter in self.parameters.items() if parameter.default is parameter.empty]
+        needed = [name for name in needed if self.parameters[name].kind not in VARIADIC]
+        return [name for name in needed if name not in {"prompt", *given, *self.fixed}]
 
     def check_columns(self, dataset: Dataset, name: str) -> None:
         """Refuse columns that the pipeline could take and never gets, and files that cannot be read.
@@ -178,6 +194,11 @@ class PipelineInputs:
                 raise ValueError(
                     f"{name}, column {column!r}: a callback of {self.pipeline.__name__} is a function, which is no "
                     "value of a row; rename the column."
+                )
+            if column in RATES and column in self.accepted:
+                raise ValueError(
+                    f"{name}, column {column!r}: all videos of a run have the same frames per second; set "
+                    f"pipeline_kwargs: {{{column}: ...}}, and remove or rename the column."
                 )
             if column in self._reserved - self._asked:
                 advice = "" if column in PROVIDED else ", or name it as a parameter of the reward that reads it"
@@ -376,6 +397,11 @@ def prepare_inputs(
     """Make the inputs of a pipeline class, and check settings and datasets against it; see `PipelineInputs`."""
     asked = set().union(*map(list_columns, rewards)) - {*PROVIDED}  # of these names, rewards get no columns
     inputs = PipelineInputs(pipe, args, asked)
+    if getattr(args, "validation_prompts", None) and (missing := inputs.find_missing(())):
+        raise ValueError(
+            f"validation_prompts hold prompts alone, and {pipe.__name__} cannot be called without {missing[0]!r}; use "
+            "an eval_dataset with such a column instead."
+        )
     for name, dataset in named:
         inputs.check(dataset, name)
     return inputs

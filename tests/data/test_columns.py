@@ -10,7 +10,7 @@ import torch
 from diffusers import FluxKontextPipeline, StableAudioPipeline, WanVACEPipeline
 from PIL import Image, ImageChops
 
-from diffusion_grpo.data.columns import Columns, is_media
+from diffusion_grpo.data.columns import Columns
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.media.files import write_sound, write_video
 
@@ -128,7 +128,12 @@ def test_columns_that_take_text_or_that_no_parameter_takes_stay_strings(folder):
 def test_a_type_is_enough_for_a_column_that_only_rewards_take(folder):
     dataset = datasets.Dataset.from_dict({"target": images_of(folder)})
     assert_same_picture(Columns(dataset, {}).rows([1])[0]["target"], images_of(folder)[1])
-    assert is_media(dataset.features["target"]) and not is_media(datasets.Value("string"))
+
+
+def test_columns_of_media_are_told_by_their_type_or_their_first_row(folder):
+    dataset = datasets.Dataset.from_dict({"typed": images_of(folder), "text": COLORS, "prompt": ["a.png"] * 3})
+    dataset = dataset.add_column("paths", [["red.png", None]] * 3).add_column("path", ["a.mp4"] * 3)
+    assert Columns(dataset, {}).list_media() == ["typed", "paths", "path"]
 
 
 def test_a_dataset_with_a_format_of_its_own_gives_what_it_gives(folder):
@@ -160,6 +165,16 @@ def test_only_the_columns_of_a_format_come_as_arrays():
     dataset.set_format("torch", columns=["ids"], output_all_columns=True, dtype=torch.float64)
     (row,) = Columns(dataset, {}).rows([0])
     assert row["boxes"] == [1, 2] and row["prompt"] == "a" and row["ids"].dtype == torch.float64
+
+
+def test_paths_in_lists_are_relative_to_the_files_folder_too(folder):
+    rows = [{"prompt": "a", "image": ["red.png", "blue.png"], "notes": ["red.png", "no file"]},
+            {"prompt": "b", "image": None, "notes": None}]  # fmt: skip
+    (folder / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = load_prompts(str(folder / "edits.jsonl"))
+    assert dataset["image"][:] == [[str(folder / "red.png"), str(folder / "blue.png")], None]
+    assert dataset["notes"][0] == ["red.png", "no file"]
+    Columns(dataset, parameters()).check("train_dataset")
 
 
 def test_paths_in_a_file_are_relative_to_its_folder(folder):

@@ -9,7 +9,7 @@ import pytest
 import tiny_pipelines
 import torch
 from datasets import Dataset
-from diffusers import FluxKontextPipeline
+from diffusers import FluxKontextPipeline, WanImageToVideoPipeline, WanPipeline
 from peft import LoraConfig
 from PIL import Image
 from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, trained_weights
@@ -47,6 +47,13 @@ class Blend(FluxKontextPipeline):
             return image
         mean = np.mean([np.asarray(one, dtype=float) for one in image], axis=0)
         return Image.fromarray(mean.astype(np.uint8))
+
+
+class Embedded(Blend):
+    """Cannot be called without a prompt, which may be None."""
+
+    def __call__(self, prompt, image, prompt_embeds=None, pooled_prompt_embeds=None):
+        raise NotImplementedError
 
 
 class FirstOnly(Blend):
@@ -139,6 +146,42 @@ def test_another_rate_than_the_pipelines_is_refused(tmp_path):
     ltx = type(tiny_pipelines.build("ltx")[0])
     with pytest.raises(ValueError, match="fps=16, but LTXPipeline makes videos of frame_rate=25; set pipeline_kwargs"):
         PipelineInputs(ltx, settings(tmp_path, fps=16.0))
+
+
+def test_a_rate_of_its_own_for_each_row_is_refused(tmp_path):
+    ltx, data = type(tiny_pipelines.build("ltx")[0]), Dataset.from_dict({"prompt": ["a"], "frame_rate": [12]})
+    with pytest.raises(ValueError, match=r"train_dataset, column 'frame_rate': .* set pipeline_kwargs: {frame_rate"):
+        prepare_inputs(ltx, settings(tmp_path), [("train_dataset", data)], [])
+
+
+def test_what_a_pipeline_cannot_be_called_without_is_asked_for(tmp_path):
+    data = Dataset.from_dict({"prompt": ["a"], "imgae": ["x.png"]})
+    wanted = r"train_dataset has no column 'image', and WanImageToVideoPipeline .*\(there are prompt, imgae\)"
+    with pytest.raises(ValueError, match=wanted):
+        prepare_inputs(WanImageToVideoPipeline, settings(tmp_path), [("train_dataset", data)], [])
+    shown = data.with_transform(lambda rows: {"prompt": rows["prompt"], "image": [make_image()] * len(rows["prompt"])})
+    prepare_inputs(WanImageToVideoPipeline, settings(tmp_path), [("train_dataset", shown)], [])
+    args = settings(tmp_path, validation_prompts=["a fox"])
+    with pytest.raises(ValueError, match="validation_prompts .* WanImageToVideoPipeline .* without 'image'; use an"):
+        prepare_inputs(WanImageToVideoPipeline, args, [], [])
+    embedded = Dataset.from_dict(
+        {"prompt_embeds": [[[0.0]]], "pooled_prompt_embeds": [[0.0]], "image": [make_image()]}
+    )
+    prepare_inputs(Embedded, settings(tmp_path), [("train_dataset", embedded)], [])
+
+
+def test_paths_of_images_that_nothing_takes_are_warned_of(tmp_path, caplog):
+    data = Dataset.from_dict({"prompt": ["a"], "image": ["x.png"], "place": ["Rome"]})
+    with caplog.at_level(logging.WARNING, "diffusion_grpo"):
+        prepare_inputs(WanPipeline, settings(tmp_path), [("train_dataset", data)], [])
+        prepare_inputs(
+            WanPipeline,
+            settings(tmp_path),
+            [("eval_dataset", data)],
+            load_rewards([{"ssim": {"target_column": "image"}}]),
+        )
+    [warned] = caplog.messages
+    assert warned.startswith("train_dataset: WanPipeline does not take image, and no reward names it")
 
 
 def check_column(folder, name, rewards=(), pipeline="sd3"):
