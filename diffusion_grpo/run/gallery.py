@@ -142,22 +142,28 @@ def _make_sample(run: Run, step: int, row: dict[str, Any]) -> dict[str, Any]:
 
 def embed_sample(run: Run, sample: dict[str, Any]) -> dict[str, str | None]:
     """Embed a sample's image, and of a video or sound its file and kind, as data URIs."""
-    image = embed_image(find_file(run, sample["image"]))
-    path = find_file(run, sample.get("file") or sample["image"])
-    kind = None if path is None else KINDS.get(path.suffix)
-    return {"image": image, "kind": kind, "media": embed_media(path) if kind else None}
+    return _embed(find_file(run, sample["image"]), find_file(run, sample.get("file") or sample["image"]))
+
+
+def _embed(image: Path, file: Path | None) -> dict[str, str | None]:
+    """Embed the image that stands for a sample, and the sample itself if it is a video or sound."""
+    kind = None if file is None or not file.is_file() else KINDS.get(file.suffix)
+    return {"image": embed_image(image), "kind": kind, "media": embed_media(file) if kind else None}
 
 
 def show_rollouts(run: Run) -> list[dict[str, Any]]:
-    """Return some samples of training, of the first, the last and a few rollouts between: prompt, image, reward."""
-    steps = sorted(run.rollouts)
+    """Return some samples of training, of the first, the last and a few rollouts between: prompt, reward, files."""
+    folder, steps = run.path / "samples", sorted(run.rollouts)
     count = min(ROLLOUTS, len(steps))
     chosen = dict.fromkeys(steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count))
     found = []
     for step in chosen:
-        paths = [(row, run.path / "samples" / row["image"]) for row in run.rollouts[step]]
-        rows = [(row, path) for row, path in paths if path.is_file()][:ROLLOUT_SAMPLES]
-        cards = [{"prompt": row["prompt"], "image": embed_image(path), "reward": row["reward"]} for row, path in rows]
+        rows = [row for row in run.rollouts[step] if (folder / row["image"]).is_file()][:ROLLOUT_SAMPLES]
+        files = [(folder / row["image"], folder / (row.get("file") or row["image"])) for row in rows]
+        cards = [
+            {"prompt": row["prompt"], "reward": row["reward"], **_embed(*own)}
+            for row, own in zip(rows, files, strict=True)
+        ]
         found += [{"when": format_updates(step), "cards": cards}] if cards else []
     return found
 

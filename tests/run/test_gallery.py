@@ -13,7 +13,8 @@ from run_folders import make_run
 from diffusion_grpo.media.files import write_sound, write_video
 from diffusion_grpo.run import gallery
 from diffusion_grpo.run.folder import read_run
-from diffusion_grpo.run.gallery import choose_steps, make_film, make_gallery
+from diffusion_grpo.run.gallery import choose_steps, make_film, make_gallery, show_rollouts
+from diffusion_grpo.run.report import write_report
 
 
 def change_rows(run, step, change):
@@ -110,6 +111,25 @@ def test_videos_and_sounds_are_embedded_to_be_played(tmp_path):
     assert video["media"].startswith("data:video/mp4;base64,") and sound["media"].startswith("data:audio/mp4;base64,")
     shown = Image.open(io.BytesIO(base64.b64decode(video["image"].split(",")[1])))
     assert shown.size == (96, 32)
+
+
+def test_videos_and_sounds_of_rollouts_are_embedded_too(tmp_path):
+    run = make_run(tmp_path / "run", prompts=1, eval_every=20)
+    folder = run / "samples" / "step-000000"
+    folder.mkdir(parents=True)
+    for name in ("0000", "0001", "0002"):
+        Image.new("RGB", (16, 16), "red").save(folder / f"{name}.png")
+    write_video([Image.new("RGB", (16, 16), "red")] * 3, folder / "0000.mp4", 8)
+    write_sound(np.zeros(4000), folder / "0001.wav", 8000)
+    files = ["step-000000/0000.mp4", "step-000000/0001.wav", "step-000000/0002.png"]
+    rows = [{"prompt": "a", "reward": 0.5, "image": f"{file[:-4]}.png", "file": file} for file in files]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), run / "samples" / "step-000000.parquet")
+    [rollout] = show_rollouts(read_run(run))
+    assert [card["kind"] for card in rollout["cards"]] == ["video", "audio", None]
+    kinds = [card["media"] and card["media"].split(";")[0] for card in rollout["cards"]]
+    assert kinds == ["data:video/mp4", "data:audio/mp4", None]
+    page = write_report(run).read_text()
+    assert all(card["media"] in page for card in rollout["cards"][:2])
 
 
 def test_the_film_follows_a_few_prompts_wherever_they_are_in_an_evaluation(tmp_path, monkeypatch):
