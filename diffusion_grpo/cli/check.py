@@ -1,6 +1,7 @@
 """`diffusion-grpo check`: show whether a pipeline can be trained, and how exactly it replays."""
 
 import argparse
+import inspect
 from dataclasses import fields
 
 from ..config.source import process_names
@@ -31,9 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from ..data.inputs import find_missing
     from ..policy.check import check_pipeline
-    from ..training.model import load_plain_pipeline
+    from ..training.model import load_plain_pipeline, plain_pipeline_class
 
+    pipeline = call_or_refuse(plain_pipeline_class, arguments.model)
+    if pipeline is not None and (missing := find_missing(inspect.signature(pipeline.__call__).parameters, inputs)):
+        raise Refusal(
+            f"{pipeline.__name__} cannot be called without {missing[0]!r}; load it in Python, and call "
+            f"check_pipeline(pipe, {{..., {missing[0]!r}: ...}})."
+        )
     hide_loading_bars(arguments.model)
     pipe = call_or_refuse(load_plain_pipeline, arguments.model, arguments.dtype, arguments.device)
     steps = inputs.pop("num_inference_steps")

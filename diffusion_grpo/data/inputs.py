@@ -7,7 +7,7 @@ never share a call.
 
 import inspect
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -169,13 +169,8 @@ class PipelineInputs:
             )
 
     def find_missing(self, given: Collection[str]) -> list[str]:
-        """Return the arguments without a default that neither the settings nor columns of the `given` names hold.
-
-        The prompt is none of them: embeddings may stand for it.
-        """
-        needed = [name for name, parameter in self.parameters.items() if parameter.default is parameter.empty]
-        needed = [name for name in needed if self.parameters[name].kind not in VARIADIC]
-        return [name for name in needed if name not in {"prompt", *given, *self.fixed}]
+        """Return the arguments without a default that neither the settings nor columns of the `given` names hold."""
+        return find_missing(self.parameters, {*given, *self.fixed})
 
     def check_columns(self, dataset: Dataset, name: str) -> None:
         """Refuse columns that the pipeline could take and never gets, and files that cannot be read.
@@ -370,6 +365,15 @@ class PipelineInputs:
         size = self.args.rollout_call_size
         starts = range(0, len(rows), size)
         return [[start + i for i in indices] for start in starts for indices in self.parts(rows[start : start + size])]
+
+
+def find_missing(parameters: Mapping[str, inspect.Parameter], given: Collection[str]) -> list[str]:
+    """Return the parameters of a pipeline's call that have no default and are not `given`.
+
+    The prompt is none of them: embeddings may stand for it.
+    """
+    needed = [name for name, it in parameters.items() if it.default is it.empty and it.kind not in VARIADIC]
+    return [name for name in needed if name not in {"self", "prompt", *given}]
 
 
 def _gather_asked(

@@ -9,13 +9,11 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-import diffusers
 import pyarrow.parquet
 import torch
 from datasets import Dataset
 from tqdm import tqdm
 
-from .. import tiny
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.advantages import combine, compute_advantages
 from ..data.columns import Columns, drop_format
@@ -30,7 +28,14 @@ from ..rewards import Reward, reward_weights, score
 from ..run import records
 from ..run.standard_error import measure_mean
 from ..run.weights import load_weights
-from ..training.model import check_packages, load_pipeline, load_plain_pipeline, pipeline_class, plan_quantization
+from ..training.model import (
+    check_packages,
+    load_pipeline,
+    load_plain_pipeline,
+    pipeline_class,
+    plain_pipeline_class,
+    plan_quantization,
+)
 from ..training.setup import make_sampling_plan
 from .settings import SampleSettings
 
@@ -85,8 +90,7 @@ def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Rewar
     if settings.train is not None:
         pipeline = pipeline_class(settings.model, settings.train)
     else:
-        index = diffusers.DiffusionPipeline.load_config(tiny.PATH if settings.model == "tiny" else settings.model)
-        pipeline = getattr(diffusers, str(index.get("_class_name")), None)
+        pipeline = plain_pipeline_class(settings.model)
     if pipeline is not None:  # code from elsewhere is not known yet
         prepare_inputs(pipeline, settings, [("--prompts", dataset)], rewards)
 

@@ -349,6 +349,12 @@ def name_networks(args: DiffusionGRPOConfig) -> tuple[str, ...]:
     return (*POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS))
 
 
+def plain_pipeline_class(model: str) -> type[DiffusionPipeline] | None:
+    """Return the class of a Hub id, a folder or `tiny`, before it is loaded; None if its code comes from elsewhere."""
+    index = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model)
+    return getattr(diffusers, str(index.get("_class_name")), None)
+
+
 def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
     """Load a Hub id, a folder or `tiny` unchanged, by default in float32 and on the accelerator if there is one.
 
