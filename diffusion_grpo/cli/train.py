@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..config.settings import DiffusionGRPOConfig
     from ..trainer import DiffusionGRPOTrainer
 
+NEGATIVE = {"negative_prompt", "negative_prompt_embeds"}  # without one, true_cfg_scale has no effect
+
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `train`. `parse_train_arguments` reads the YAML file and the overrides."""
@@ -81,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     if script.baseline_guidance_scales:
         path = Path(config.output_dir) / "baselines.json"
         if not (config.resume_from_checkpoint and path.is_file()):
-            call_or_refuse(measure_baselines, trainer.evaluate, trainer.state, script.baseline_guidance_scales, path)
+            argument = call_or_refuse(find_baseline_argument, trainer, script.baseline_guidance_scales)
+            scales = script.baseline_guidance_scales
+            call_or_refuse(measure_baselines, trainer.evaluate, trainer.state, scales, path, argument)
     from ..policy.base import UntrainedStepError
     from ..run.manifest import ResumeError
 
@@ -138,13 +142,17 @@ def start_processes(
 def build_trainer(
     script: "ScriptArguments", lora: "LoraArguments", config: "DiffusionGRPOConfig"
 ) -> "DiffusionGRPOTrainer":
-    """Build the trainer. Check prompts and rewards before the model is loaded.
+    """Build the trainer. Check the folder, prompts and rewards before the model is loaded.
 
     Raises:
-        Refusal: the prompts, the rewards, the model or the settings cannot be used.
+        Refusal: the folder holds a run, or the prompts, the rewards, the model or the settings cannot be used.
     """
     from ..rewards import check_columns, load_rewards
 
+    if not config.resume_from_checkpoint:
+        from ..run.records import refuse_used_folder
+
+        call_or_refuse(refuse_used_folder, config.output_dir, "add --resume_from_checkpoint true")
     train_dataset = call_or_refuse(load_checked, script.dataset, script.dataset_train_split, "dataset")
     eval_dataset = None
     if script.eval_dataset is not None:
@@ -155,10 +163,6 @@ def build_trainer(
     eval_reward_funcs = call_or_refuse(load_rewards, script.eval_reward_funcs, "eval_reward_funcs")
     call_or_refuse(check_columns, reward_funcs, train_dataset.column_names, "dataset")
     call_or_refuse(check_model_name, script.model)
-    if not config.resume_from_checkpoint:
-        from ..run.records import refuse_used_folder
-
-        call_or_refuse(refuse_used_folder, config.output_dir, "add --resume_from_checkpoint true")
 
     from ..trainer import DiffusionGRPOTrainer
 
@@ -175,8 +179,31 @@ def build_trainer(
     )
 
 
+def find_baseline_argument(trainer: "DiffusionGRPOTrainer", guidance_scales: list[float]) -> str:
+    """Return the argument of the pipeline's call that `baseline_guidance_scales` sets.
+
+    Raises:
+        UnsupportedPipeline: there is none.
+        ValueError: it is `true_cfg_scale`, which has no effect without a negative prompt, and there is none.
+    """
+    from ..policy.unguided import find_guidance_argument
+
+    argument = find_guidance_argument(trainer.pipe, trainer.policy.networks)
+    given = {*(trainer.args.pipeline_kwargs or {}), *trainer.eval_dataset.column_names}
+    if argument == "true_cfg_scale" and not given & NEGATIVE and any(scale > 1 for scale in guidance_scales):
+        raise ValueError(
+            f"baseline_guidance_scales sets true_cfg_scale, which {type(trainer.pipe).__name__} ignores without a "
+            'negative prompt; add one, for instance pipeline_kwargs: {negative_prompt: " "}.'
+        )
+    return argument
+
+
 def measure_baselines(
-    evaluate: Callable[..., dict[str, float]], state: "TrainerState", guidance_scales: list[float], path: Path
+    evaluate: Callable[..., dict[str, float]],
+    state: "TrainerState",
+    guidance_scales: list[float],
+    path: Path,
+    argument: str = "guidance_scale",
 ) -> None:
     """Evaluate the untrained model at several guidance scales, and write the rewards to a file.
 
@@ -185,13 +212,14 @@ def measure_baselines(
         state: the trainer's state, which tells the first process from the others.
         guidance_scales: scales to evaluate at.
         path: JSON file to write.
+        argument: of the pipeline's call, which sets its guidance.
     """
     from ..run.folder import format_measured
     from ..run.records import write_json
 
     baselines = []
     for scale in guidance_scales:
-        metrics = evaluate(metric_key_prefix="baseline", pipeline_kwargs={"guidance_scale": scale})
+        metrics = evaluate(metric_key_prefix="baseline", pipeline_kwargs={argument: scale})
         names = [key.split("/")[1] for key in metrics if key.startswith("baseline_rewards/") and key.endswith("/mean")]
         rewards = {
             name: {key: metrics.get(f"baseline_rewards/{name}/{key}") for key in ("mean", "std_error")}

@@ -52,6 +52,29 @@ def switch_guidance_off(
     return (_drop_negatives(pipe, parameters, inputs) if off else inputs) | off
 
 
+def find_guidance_argument(pipe: DiffusionPipeline, networks: Sequence[nn.Module]) -> str:
+    """Return the name of the argument that sets how strongly a pipeline's call is guided.
+
+    It is `true_cfg_scale` where the pipeline has it and the network does not take `guidance_scale` as an input
+    (Qwen-Image, FLUX.1 schnell): such a pipeline ignores `guidance_scale`.
+
+    Args:
+        pipe: the pipeline.
+        networks: those that are trained.
+
+    Raises:
+        UnsupportedPipeline: its call takes neither.
+    """
+    parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+    configs = [getattr(network, "config", None) for network in networks]
+    ignores = any(hasattr(config, "get") and config.get("guidance_embeds") is False for config in configs)
+    if "true_cfg_scale" in parameters and (ignores or "guidance_scale" not in parameters):
+        return "true_cfg_scale"
+    if "guidance_scale" in parameters:
+        return "guidance_scale"
+    raise UnsupportedPipeline(f"{type(pipe).__name__} takes neither guidance_scale nor true_cfg_scale.")
+
+
 def _adds_guidance(pipe: DiffusionPipeline) -> bool:
     return any(base.__name__.startswith(ADDS_GUIDANCE) for base in type(pipe).__mro__)
 

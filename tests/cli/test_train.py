@@ -5,13 +5,17 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tiny_pipelines
 from command_line import SIZE, refusal
+from datasets import Dataset
 from run_folders import make_run
+from transformers import TrainerState
 
 from diffusion_grpo import cli
-from diffusion_grpo.cli.train import finish_run
+from diffusion_grpo.cli.train import find_baseline_argument, finish_run, measure_baselines
 from diffusion_grpo.config.parse import parse_train_arguments
 
 
@@ -81,8 +85,9 @@ def test_flags_are_checked_like_keys(config_file, no_model, capsys):
     assert "no_such" in refusal(capsys, "train", config_file(), "--reward_funcs", "no_such")
 
 
-def test_a_folder_that_holds_a_run_is_refused(config_file, no_model, capsys, tmp_path):
+def test_a_folder_that_holds_a_run_is_refused_before_prompts_are_loaded(config_file, capsys, tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
+    monkeypatch.setattr("diffusion_grpo.cli.train.load_checked", None)
     assert "checkpoint-5" in refusal(capsys, "train", config_file())
 
 
@@ -100,6 +105,31 @@ def test_a_file_of_settings_that_the_run_would_write_over_is_refused(config_file
     assert "rename the file" in refusal(capsys, "train", str(file))
     assert "rename the file" in refusal(capsys, "train", str(file), "--num_processes", "2")
     assert file.read_text() == text
+
+
+def test_baselines_are_guided_by_the_argument_that_the_pipeline_heeds(tmp_path):
+    pipe, _ = tiny_pipelines.build("qwen_image")
+    prompts = Dataset.from_dict({"prompt": ["a"]})
+
+    def trainer(arguments: dict | None, dataset: Dataset = prompts) -> SimpleNamespace:
+        policy, args = SimpleNamespace(networks=[pipe.transformer]), SimpleNamespace(pipeline_kwargs=arguments)
+        return SimpleNamespace(pipe=pipe, policy=policy, args=args, eval_dataset=dataset)
+
+    argument = find_baseline_argument(trainer({"negative_prompt": " "}), [4.0])
+    assert argument == "true_cfg_scale" == find_baseline_argument(trainer(None), [1.0])
+    assert find_baseline_argument(trainer(None, prompts.add_column("negative_prompt", ["b"])), [4.0]) == argument
+    with pytest.raises(ValueError, match="QwenImagePipeline ignores without a negative prompt; add one"):
+        find_baseline_argument(trainer(None), [1.0, 4.0])
+
+    calls = []
+
+    def evaluate(metric_key_prefix: str, pipeline_kwargs: dict) -> dict[str, float]:
+        calls.append(pipeline_kwargs)
+        return {f"{metric_key_prefix}_reward": 0.5}
+
+    measure_baselines(evaluate, TrainerState(is_world_process_zero=True), [1.0, 4.0], tmp_path / "b.json", argument)
+    assert calls == [{"true_cfg_scale": 1.0}, {"true_cfg_scale": 4.0}]
+    assert [each["name"] for each in json.loads((tmp_path / "b.json").read_text())] == ["guidance 1", "guidance 4"]
 
 
 @pytest.mark.plots

@@ -7,7 +7,7 @@ import torch
 
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.rollout import DenoisingPolicy, denoise, rollout
-from diffusion_grpo.policy.unguided import switch_guidance_off
+from diffusion_grpo.policy.unguided import find_guidance_argument, switch_guidance_off
 
 
 def test_guidance_that_the_network_takes_as_an_input_stays():
@@ -137,3 +137,19 @@ def test_a_scale_that_is_not_known_is_refused():
 def test_negatives_that_a_call_needs_stay():
     given = {"negative_image_embeds": 1, "negative_prompt": "dull"}
     assert unguided("KandinskyV22Pipeline", **given) == {"negative_image_embeds": 1, "guidance_scale": 1.0}
+
+
+def test_the_argument_that_guides_is_the_one_with_an_effect():
+    def argument(name: str, network: str = "transformer") -> str:
+        pipe, _ = tiny_pipelines.build(name)
+        return find_guidance_argument(pipe, [getattr(pipe, network)])
+
+    assert argument("qwen_image") == "true_cfg_scale"
+    assert argument("sd3") == argument("wan_experts") == argument("sdxl", "unet") == "guidance_scale"
+    flux, _ = tiny_pipelines.build("flux")
+    flux.transformer.register_to_config(guidance_embeds=True)  # dev
+    assert find_guidance_argument(flux, [flux.transformer]) == "guidance_scale"
+    flux.transformer.register_to_config(guidance_embeds=False)  # schnell
+    assert find_guidance_argument(flux, [flux.transformer]) == "true_cfg_scale"
+    with pytest.raises(UnsupportedPipeline, match="DDPMPipeline takes neither guidance_scale nor true_cfg_scale"):
+        find_guidance_argument(object.__new__(diffusers.DDPMPipeline), [])
