@@ -57,7 +57,7 @@ CLI_HEAD = """# Command line
 <!-- Written by `make docs` from the parser in the code; changes belong there. -->
 
 `diffusion-grpo COMMAND --help` prints the same. `diffusion-grpo --traceback COMMAND ...` shows where in the code an
-input was refused, and `diffusion-grpo --version` prints the version.
+input was refused or a run failed, and `diffusion-grpo --version` prints the version.
 
 | exit code | means |
 |---|---|

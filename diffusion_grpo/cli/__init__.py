@@ -10,6 +10,7 @@ import sys
 
 from .. import __version__
 from . import check, plan, report, rewards, sample, train
+from .failures import is_explained, print_failure
 from .inputs import Refusal
 
 
@@ -21,8 +22,8 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 on success. 1 if a check fails, because a pipeline cannot be trained, a score differs from the published one
-        or nothing fits. 2 if input is refused. 130 after Ctrl-C. An error in a run is raised, and ends the process
-        with 1.
+        or nothing fits, or if a run fails. 2 if input is refused. 130 after Ctrl-C. An error that does not explain
+        itself is raised, and ends the process with 1.
     """
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:
@@ -45,6 +46,11 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {refusal}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if arguments.traceback or not is_explained(error):
+            raise
+        print_failure(error)
+        return 1
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":  # only the first process prints it
             print(f"\n{str(interrupt) or 'Interrupted.'}", file=sys.stderr)
@@ -79,7 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="diffusion-grpo", description="Post-train any diffusers pipeline with GRPO on any reward."
     )
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an input was refused")
+    traceback_help = "show where in the code an input was refused or a run failed"
+    parser.add_argument("--traceback", action="store_true", help=traceback_help)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,plan,check,sample,report,rewards}")
     for command, name, purpose in (

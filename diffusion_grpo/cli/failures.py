@@ -1,0 +1,34 @@
+"""Errors that stop a run and explain themselves: shown as one line, without the library's own traceback."""
+
+import sys
+import traceback
+from types import TracebackType
+
+
+def is_explained(error: RuntimeError) -> bool:
+    """Whether the message of an error says what happened in the run; the library's frames add nothing to it."""
+    from ..algorithms.base import RatioError
+    from ..distributed.failure import RankError
+    from ..rewards.answers import RewardError
+    from ..training.finite import NonFiniteError
+
+    return isinstance(error, (NonFiniteError, RankError, RatioError, RewardError))
+
+
+def print_failure(error: RuntimeError) -> None:
+    """Print an error of a run on stderr.
+
+    Where a reward raised it, the traceback comes first, from the reward's own code on: its author needs it.
+    """
+    if (cause := error.__cause__) is not None:
+        traceback.print_exception(cause.with_traceback(skip_own_frames(cause)))
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def skip_own_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an error without the leading frames of this library."""
+    package = __name__.partition(".")[0]
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frames = frames.tb_next
+    return frames
