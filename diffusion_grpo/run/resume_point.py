@@ -146,7 +146,7 @@ def explain_interrupt(folder: Path, updates: Callable[[], int]) -> Iterator[None
     except KeyboardInterrupt:
         newest = next(iter(checkpoints(folder)), None)
         how = (
-            f"go on from {newest} with resume_from_checkpoint=True"
+            f"go on from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint true on the command line)"
             if newest
             else "there is no checkpoint yet, so start it again as it was"
         )

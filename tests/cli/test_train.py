@@ -205,7 +205,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(config_file, model, tmp_path, caps
     last = capsys.readouterr().err.strip().splitlines()[-1]
     newest = tmp_path / "run" / "checkpoint-1"
     how = (
-        f"go on from {newest} with resume_from_checkpoint=True"
+        f"go on from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint true on the command line)"
         if saves
         else "there is no checkpoint yet, so start it again as it was"
     )

@@ -248,7 +248,10 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, caplog):
     with pytest.raises(KeyboardInterrupt) as caught:
         trainer_for(tmp_path, callbacks=[Interrupt(1)], **settings).train()
     newest = tmp_path / "checkpoint-1"
-    assert str(caught.value) == f"Interrupted after 1 update; go on from {newest} with resume_from_checkpoint=True."
+    assert str(caught.value) == (
+        f"Interrupted after 1 update; go on from {newest} with resume_from_checkpoint=True (--resume_from_checkpoint "
+        "true on the command line)."
+    )
     again = trainer_for(tmp_path, **settings)
     assert "was interrupted (newest: checkpoint-1)" in caplog.text
     with pytest.raises(ValueError, match="holds a run already .newest: checkpoint-1.; pass resume_from_checkpoint=Tr"):
