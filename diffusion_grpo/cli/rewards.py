@@ -50,7 +50,10 @@ def add_serve(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--token_env", help="environment variable with the token that requests must carry")
     serve.add_argument(
-        "--max_waiting", type=int, default=16, help="maximum number of requests in the queue; default: %(default)s"
+        "--max_waiting",
+        type=int,
+        default=16,
+        help="maximum number of requests that wait or are being scored; default: %(default)s",
     )
     serve.add_argument(
         "--max_megabytes", type=int, default=256, help="maximum size of a request; default: %(default)s"
