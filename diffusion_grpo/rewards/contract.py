@@ -8,7 +8,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from torch import nn
 
@@ -131,15 +131,29 @@ def _find_code(function: Callable) -> Callable:
     """Return what a call runs: a function itself, an object's `__call__`, a network's `forward`."""
     if inspect.isroutine(function):
         return function
-    return type(function).forward if isinstance(function, nn.Module) else type(function).__call__
+    function = _unwrap(function)
+    return function.forward if _runs_forward(function) else type(function).__call__
 
 
 def _read_parameters(function: Callable) -> dict[str, inspect.Parameter]:
     """Return the parameters in a signature; a network's own are those of `forward`, its `__call__` takes anything."""
-    if isinstance(function, functools.partial) and isinstance(function.func, nn.Module):
-        function = functools.partial(function.func.forward, *function.args, **function.keywords)
-    own = function.forward if isinstance(function, nn.Module) else function
-    return dict(inspect.signature(own).parameters)
+    if isinstance(function, functools.partial) and _runs_forward(network := _unwrap(function.func)):
+        function = functools.partial(network.forward, *function.args, **function.keywords)
+    function = _unwrap(function)
+    return dict(inspect.signature(function.forward if _runs_forward(function) else function).parameters)
+
+
+def _unwrap(function: Callable) -> Callable:
+    """Return the network that `torch.compile` wrapped; anything else as it is."""
+    return getattr(function, "_orig_mod", function) if isinstance(function, nn.Module) else function
+
+
+def _runs_forward(function: Callable) -> TypeGuard[nn.Module]:
+    """Return whether a call passes all it gets on to a network's `forward`; a class may have its own `__call__`."""
+    if not isinstance(function, nn.Module) or getattr(type(function), "forward", None) is nn.Module.forward:
+        return False
+    _, *others = inspect.signature(type(function).__call__).parameters.values()
+    return [each.kind for each in others] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def is_run_metric(name: str) -> bool:

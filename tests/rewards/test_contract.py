@@ -207,6 +207,39 @@ def test_a_network_is_called_with_what_its_forward_takes() -> None:
     assert table.tolist() == [[n, 1, 2 * n, 3 * n] for n in (1, 2, 3, 4)]
 
 
+def test_a_network_with_its_own_call_is_called_with_what_that_takes() -> None:
+    class Scorer(torch.nn.Module):
+        @torch.no_grad()
+        def __call__(self, images, word):
+            return super().__call__(torch.tensor([float(len(own)) for own in word]))
+
+        def forward(self, lengths):
+            return 2 * lengths
+
+    class Open(torch.nn.Module):
+        def __call__(self, **columns):
+            return [len(own) for own in columns["word"]]
+
+    rewards = load_rewards([Scorer(), {partial(Scorer()): {"name": "partial"}}, Open()])
+    with pytest.raises(ValueError, match="'Scorer' needs the column 'word', which train lacks"):
+        check_columns(rewards, ["prompt"], "train")
+    table = score(rewards, images=FOUR, prompts=FOUR_PROMPTS, columns={"word": ["a", "bb", "ccc", "dddd"]})
+    assert table.tolist() == [[2 * n, 2 * n, n] for n in (1, 2, 3, 4)]
+
+
+def test_a_network_that_torch_has_wrapped_gets_what_its_forward_takes() -> None:
+    class Shape(torch.nn.Module):
+        def forward(self, images: torch.Tensor):
+            return images.flatten(1).mean(1)
+
+    wrapped = {"compiled": torch.compile(Shape(), backend="eager"), "fx": torch.fx.symbolic_trace(Shape())}
+    wrapped["script"] = torch.jit.script(Shape())
+    rewards = [Reward(takes_tensors(network), name) for name, network in wrapped.items()]
+    check_columns(rewards, ["prompt"], "train")
+    table = score(rewards, images=FOUR, prompts=FOUR_PROMPTS)
+    assert torch.equal(table, table[:, :1].expand(4, 3))
+
+
 @pytest.mark.parametrize("column", ["match", "images", "prompts"])
 def test_a_column_that_cannot_be_passed_is_refused(column) -> None:
     rewards = load_rewards({"text": {"target_column": column}})
