@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from .algorithms.base import RatioError
 from .algorithms.batch import MicroBatch
 from .config.settings import DiffusionGRPOConfig
+from .data.columns import list_given
 from .data.held_out import warn_of_trained_prompts
 from .data.prompts import choose_evaluated
 from .data.sampler import GroupSampler
@@ -365,7 +366,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
         self.inputs.check_overrides(pipeline_kwargs or {})
         datasets = choose_evaluated(eval_dataset, self.eval_dataset)
         for name, part in datasets.items():
-            check_columns(self.rewards.all, part.column_names, name)
+            check_columns(self.rewards.all, list_given(part), name)
             self.inputs.check_columns(part, name)
         self.model.eval()
         if self.embeds is not None:

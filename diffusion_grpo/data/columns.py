@@ -126,6 +126,11 @@ def has_transform(dataset: datasets.Dataset) -> bool:
     return dataset.format["type"] == "custom"
 
 
+def list_given(dataset: datasets.Dataset) -> list[str]:
+    """Return the columns that the rows of a dataset have; those of a transform may be others than are stored."""
+    return list(dataset[0]) if has_transform(dataset) else dataset.column_names
+
+
 def drop_format(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return the dataset with rows of plain Python values, whatever its format ("torch", "pandas", ...) says.
 

@@ -24,7 +24,7 @@ from ..policy.batching import BATCHED, LISTED, SINGLE, Form, find_form
 from ..policy.rollout import Policy, UnsupportedPipeline
 from ..rewards.contract import PROVIDED, VARIADIC, Reward, list_columns
 from .calls import build_arguments, group_by_shape
-from .columns import Columns, has_transform
+from .columns import Columns, list_given
 from .embeddings import check_embeddings, find_replaced_texts, is_embedding
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
@@ -150,7 +150,7 @@ class PipelineInputs:
                 f"{name} has no column 'prompt', and {self.pipeline.__name__} takes no prompt_embeds; add the prompts."
             )
         check_embeddings(dataset, self.accepted, name, self.pipeline.__name__)
-        given = dataset[0] if has_transform(dataset) else dataset.column_names
+        given = list_given(dataset)
         if missing := self.find_missing(given):
             raise ValueError(
                 f"{name} has no column {missing[0]!r}, and {self.pipeline.__name__} cannot be called without it; add "
@@ -184,7 +184,7 @@ class PipelineInputs:
         Raises:
             ValueError: there is such a column, or see [`~diffusion_grpo.data.columns.Columns.check`].
         """
-        for column in dataset.column_names:
+        for column in list_given(dataset):
             if column.startswith("callback") and column in self.accepted:
                 raise ValueError(
                     f"{name}, column {column!r}: a callback of {self.pipeline.__name__} is a function, which is no "

@@ -152,6 +152,8 @@ def test_a_rate_of_its_own_for_each_row_is_refused(tmp_path):
     ltx, data = type(tiny_pipelines.build("ltx")[0]), Dataset.from_dict({"prompt": ["a"], "frame_rate": [12]})
     with pytest.raises(ValueError, match=r"train_dataset, column 'frame_rate': .* set pipeline_kwargs: {frame_rate"):
         prepare_inputs(ltx, settings(tmp_path), [("train_dataset", data)], [])
+    shown = data.with_transform(lambda rows: {"prompt": rows["prompt"]})  # whose rows have no such column
+    prepare_inputs(ltx, settings(tmp_path), [("train_dataset", shown)], [])
 
 
 def test_what_a_pipeline_cannot_be_called_without_is_asked_for(tmp_path):

@@ -179,6 +179,20 @@ def test_an_evaluation_lacks_no_column_of_a_reward(tmp_path):
         trainer.evaluate({"signs": words.remove_columns("word")})
 
 
+def test_a_reward_reads_columns_that_a_transform_makes(tmp_path):
+    def length(images, word):
+        return [float(len(each)) for each in word]
+
+    def split(rows):
+        return {"prompt": rows["prompt"], "word": [prompt.split()[-1] for prompt in rows["prompt"]]}
+
+    pipe, _ = build("sd3")
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, num_inference_steps=2, height=16, width=16)
+    shown = Dataset.from_dict({"prompt": ["a cat", "a mouse"]}).with_transform(split)
+    trainer = DiffusionGRPOTrainer(pipe, length, args, train_dataset=shown, peft_config=LoraConfig(**LORA))
+    assert trainer.evaluate(shown)["eval_reward"] == 4.0
+
+
 @pytest.mark.parametrize("names", [["test"], ["test", "other"]])
 def test_datasets_with_names_have_metrics_of_their_own(names, tmp_path):
     trainer = trainer_for(tmp_path)
