@@ -26,7 +26,7 @@ from ..distributed.late_weights import fill
 from ..policy.network_gate import replace_attribute
 from ..policy.quantized import find_quantization
 from .dequantize import show_plain_layers
-from .weights import ADAPTER_WEIGHTS, LORA_WEIGHTS, fetch_lora, load_weights
+from .weights import fetch_lora, is_peft_alone, load_weights
 
 TARGETS = (("to_q", "to_k", "to_v", "to_out.0"), ("q_proj", "k_proj", "v_proj", "o_proj"))  # diffusers', transformers'
 REFERENCE = "grpo_reference"  # copy of an adapter that is trained further: what it was at the start
@@ -170,7 +170,7 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
         check_adapters(pipe, names, None, keep_adapters, is_full_training=False)
     name = choose_adapter_name(pipe)
     place = fetch_lora(pipe, source) or source
-    if _is_peft_alone(Path(place).expanduser()):
+    if is_peft_alone(Path(place).expanduser()):
         PeftModel.from_pretrained(getattr(pipe, names[0]), Path(place).expanduser(), adapter_name=name)
     else:
         load_weights(pipe, place, adapter_name=name)
@@ -185,12 +185,6 @@ def load_lora(pipe: DiffusionPipeline, names: tuple[str, ...], source: str, keep
             "what is saved; set keep_adapters=True to use it all the same."
         )
     return name
-
-
-def _is_peft_alone(folder: Path) -> bool:
-    """Tell whether a LoRA has PEFT's layout only, which diffusers does not load."""
-    is_peft = (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_config.json").is_file()
-    return is_peft and not (folder / LORA_WEIGHTS).is_file()
 
 
 def read_config(source: str) -> LoraConfig:

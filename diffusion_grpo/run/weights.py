@@ -176,8 +176,8 @@ def load_weights(pipe: DiffusionPipeline, source: str | Path, adapter_name: str 
     Args:
         pipe: of the model that was trained.
         source: a run's folder or one of its checkpoints (or the `policy` in it), with a LoRA (of a second expert too)
-            or with the networks of full training; the Hub id of a pushed LoRA; or any LoRA that the pipeline itself
-            loads, a file or a Hub id.
+            or with the networks of full training; the Hub id of a pushed LoRA; a folder that PEFT wrote; or any
+            LoRA that the pipeline itself loads, a file or a Hub id.
         adapter_name: of a LoRA in the pipeline; by default diffusers chooses one.
 
     Raises:
@@ -229,7 +229,7 @@ def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> 
     for name, place in ((first, folder), *((name, folder / name) for name in others)):
         if not place.is_dir():
             continue
-        way = lora_loader(pipe, name)
+        way = "peft" if is_peft_alone(place) else lora_loader(pipe, name)
         if way == "load_lora_weights":
             into = {f"load_into_{name}": True} if name in policy_component(pipe)[1:] else {}
             pipe.load_lora_weights(place, **into, **named)
@@ -237,6 +237,12 @@ def _load_lora(pipe: DiffusionPipeline, folder: Path, named: dict[str, str]) -> 
             getattr(pipe, name).load_lora_adapter(place, prefix=None, weight_name=LORA_WEIGHTS, **named)
         else:
             PeftModel.from_pretrained(getattr(pipe, name), place, **named)
+
+
+def is_peft_alone(folder: Path) -> bool:
+    """Tell whether a LoRA has PEFT's layout only, which diffusers does not load."""
+    is_peft = (folder / ADAPTER_WEIGHTS).is_file() and (folder / "adapter_config.json").is_file()
+    return is_peft and not (folder / LORA_WEIGHTS).is_file()
 
 
 def load_policy(model: nn.Module, component: tuple[str, ...], folder: str | Path) -> None:

@@ -7,6 +7,7 @@ job continues with the samples that are missing.
 import hashlib
 import json
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet
@@ -21,11 +22,12 @@ from ..data.inputs import PipelineInputs, check_count, prepare_inputs
 from ..data.prompts import get_prompt_column, get_prompts
 from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
-from ..policy.base import call_arguments
+from ..policy.base import call_arguments, policy_component
 from ..policy.rollout import rollout, sample_seed
 from ..policy.token import make_policy
 from ..rewards import Reward, reward_weights, score
 from ..run import records
+from ..run.adapters import load_lora
 from ..run.standard_error import measure_mean
 from ..run.weights import load_weights
 from ..training.model import (
@@ -110,8 +112,17 @@ def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
         pipe = load_pipeline(settings.model, settings.train, is_full_training=False, quantized=quantized)
         pipe = pipe.to(settings.device or settings.train.device)
     if settings.lora is not None:
-        load_weights(pipe, settings.lora)
+        load_adapter(pipe, settings)
     return pipe
+
+
+def load_adapter(pipe: "DiffusionPipeline", settings: SampleSettings) -> None:
+    """Load the LoRA or the trained weights of a job: those that a run trains further as the run does."""
+    train = settings.train
+    if train is not None and train.lora_path and settings.lora == os.path.expanduser(train.lora_path):
+        load_lora(pipe, policy_component(pipe, train.train_component), settings.lora, train.keep_adapters)
+    else:
+        load_weights(pipe, settings.lora)
 
 
 def write_samples(

@@ -10,6 +10,7 @@ import tiny_pipelines
 import torch
 import yaml
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from quantized import INT8, save_pipeline
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from tiny_runs import trainer_for
 
 from diffusion_grpo import cli
 from diffusion_grpo.media.files import read_video
+from diffusion_grpo.run.adapters import list_adapters
 from diffusion_grpo.sampling import sample
 from diffusion_grpo.sampling.settings import read_settings
 from diffusion_grpo.training.quantization import describe_quantization
@@ -186,6 +188,20 @@ def test_a_run_on_a_quantised_base_is_sampled_with_it(training, tmp_path):
     arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
     pipe = sample.load_pipeline_to_sample(read_settings(arguments, others))
     assert describe_quantization(pipe) == dict.fromkeys(INT8, "torchao")
+
+
+def test_a_lora_in_pefts_layout_is_loaded(training, models, tmp_path):
+    pipe, _ = tiny_pipelines.build("wan")
+    config = LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    get_peft_model(pipe.transformer, config).save_pretrained(tmp_path / "peft")
+    (tmp_path / "further.yaml").write_text(training.read_text() + f"lora_path: {tmp_path / 'peft'}\n")
+    for words in (
+        [tmp_path / "further.yaml"],
+        [training, "--lora", tmp_path / "peft"],
+        [models / "wan", "--prompts", "tiny", "--lora", tmp_path / "peft"],
+    ):
+        arguments, others = cli.build_parser().parse_known_args(["sample", *map(str, words)])
+        assert list(list_adapters(sample.load_pipeline_to_sample(read_settings(arguments, others)))) == ["transformer"]
 
 
 def test_a_window_that_moves_with_the_rollouts_does_so_here(training):
