@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, TypeGuard, TypeVar
 
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from ..config.names import check_name
@@ -144,8 +145,9 @@ def _read_parameters(function: Callable) -> dict[str, inspect.Parameter]:
 
 
 def _unwrap(function: Callable) -> Callable:
-    """Return the network that `torch.compile` wrapped; anything else as it is."""
-    return getattr(function, "_orig_mod", function) if isinstance(function, nn.Module) else function
+    """Return the network that `torch.compile` or `DataParallel` wrapped; anything else as it is."""
+    is_network = isinstance(function, nn.Module)
+    return extract_model_from_parallel(function, keep_torch_compile=False) if is_network else function
 
 
 def _runs_forward(function: Callable) -> TypeGuard[nn.Module]:
