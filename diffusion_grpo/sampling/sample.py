@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.advantages import combine, compute_advantages
 from ..data.columns import Columns, drop_format
-from ..data.inputs import PipelineInputs, check_count, prepare_inputs
+from ..data.inputs import RATES, PipelineInputs, check_count, prepare_inputs
 from ..data.prompts import get_prompt_column, get_prompts
 from ..media.files import extract_samples, find_sampling_rate
 from ..pipelines import family_of
@@ -93,6 +93,8 @@ def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Rewar
         pipeline = pipeline_class(settings.model, settings.train)
     else:
         pipeline = plain_pipeline_class(settings.model)
+        replaced = [name for name in RATES if name in settings.pipeline_kwargs and name in dataset.column_names]
+        dataset = dataset.remove_columns(replaced)  # by the option; all samples have its rate
     if pipeline is not None:  # code from elsewhere is not known yet
         prepare_inputs(pipeline, settings, [("--prompts", dataset)], rewards)
 

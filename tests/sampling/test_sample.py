@@ -1,5 +1,6 @@
 """`diffusion-grpo sample`: rollouts without training, from a model or from the settings of a run."""
 
+import dataclasses
 import functools
 import json
 
@@ -20,7 +21,7 @@ from diffusion_grpo import cli
 from diffusion_grpo.media.files import read_video
 from diffusion_grpo.run.adapters import list_adapters
 from diffusion_grpo.sampling import sample
-from diffusion_grpo.sampling.settings import read_settings
+from diffusion_grpo.sampling.settings import SampleSettings, read_settings
 from diffusion_grpo.training.quantization import describe_quantization
 from diffusion_grpo.training.setup import make_sampling_plan
 
@@ -188,6 +189,15 @@ def test_a_run_on_a_quantised_base_is_sampled_with_it(training, tmp_path):
     arguments, others = cli.build_parser().parse_known_args(["sample", str(training)])
     pipe = sample.load_pipeline_to_sample(read_settings(arguments, others))
     assert describe_quantization(pipe) == dict.fromkeys(INT8, "torchao")
+
+
+def test_a_rate_that_replaces_a_column_of_rates_is_accepted(tmp_path):
+    tiny_pipelines.build("ltx")[0].save_pretrained(tmp_path / "ltx")
+    dataset = Dataset.from_dict({"prompt": ["a"], "frame_rate": [25]})
+    settings = SampleSettings(str(tmp_path / "ltx"), "x.jsonl", "test", tmp_path / "out")
+    with pytest.raises(ValueError, match="column 'frame_rate': all videos of a run have the same frames per second"):
+        sample.check_inputs(settings, dataset, [])
+    sample.check_inputs(dataclasses.replace(settings, pipeline_kwargs={"frame_rate": 12}), dataset, [])
 
 
 def test_a_lora_in_pefts_layout_is_loaded(training, models, tmp_path):
