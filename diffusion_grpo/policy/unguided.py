@@ -66,7 +66,7 @@ def find_guidance_argument(pipe: DiffusionPipeline, networks: Sequence[nn.Module
         UnsupportedPipeline: its call takes neither.
     """
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
-    configs = [getattr(network, "config", None) for network in networks]
+    configs = [getattr(network, "config", None) for network in (*networks, *pipe.components.values())]
     ignores = any(hasattr(config, "get") and config.get("guidance_embeds") is False for config in configs)
     if "true_cfg_scale" in parameters and (ignores or "guidance_scale" not in parameters):
         return "true_cfg_scale"

@@ -144,7 +144,7 @@ def test_the_argument_that_guides_is_the_one_with_an_effect():
         pipe, _ = tiny_pipelines.build(name)
         return find_guidance_argument(pipe, [getattr(pipe, network)])
 
-    assert argument("qwen_image") == "true_cfg_scale"
+    assert argument("qwen_image") == argument("qwen_image", "text_encoder") == "true_cfg_scale"
     assert argument("sd3") == argument("wan_experts") == argument("sdxl", "unet") == "guidance_scale"
     flux, _ = tiny_pipelines.build("flux")
     flux.transformer.register_to_config(guidance_embeds=True)  # dev
@@ -152,4 +152,4 @@ def test_the_argument_that_guides_is_the_one_with_an_effect():
     flux.transformer.register_to_config(guidance_embeds=False)  # schnell
     assert find_guidance_argument(flux, [flux.transformer]) == "true_cfg_scale"
     with pytest.raises(UnsupportedPipeline, match="DDPMPipeline takes neither guidance_scale nor true_cfg_scale"):
-        find_guidance_argument(object.__new__(diffusers.DDPMPipeline), [])
+        find_guidance_argument(diffusers.DDPMPipeline(None, None), [])
