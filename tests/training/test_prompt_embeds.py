@@ -145,7 +145,8 @@ def test_a_pipeline_is_trained_twice_and_stays_usable(mode, tmp_path):
         assert trainer.embeds.encoders.released == ["text_encoder", "text_encoder_2", "text_encoder_3"]
         assert (trainer.embeds.store.encoded == 0) == ((mode, run) == ("disk", "second"))
         pipe.unload_lora_weights()
-    assert all(torch.equal(trained[1][name], weight) for name, weight in trained[0].items())
+    # weights that were freed and are back lie elsewhere in memory, and MKL's sums may depend on their alignment
+    assert all(torch.allclose(trained[1][name], weight, rtol=0, atol=1e-6) for name, weight in trained[0].items())
     pipe.to(torch.bfloat16)
     assert sample().dtype == torch.bfloat16
     assert torch.allclose(pipe.to(torch.float32) and sample(), before, atol=0.05)
