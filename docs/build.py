@@ -26,8 +26,9 @@ HEAD = """# Settings
 <!-- Written by `make docs` from the help texts in the code; changes belong there. -->
 
 The fields of `DiffusionGRPOConfig` describe a run. The command `diffusion-grpo train` reads them, together with the
-settings of the command line and of LoRA, from one YAML file and from flags (`--key value`; flags win, and `null` is
-YAML's). Names are TRL's where TRL has one. Settings that contradict each other are refused before a model is loaded.
+settings of the command line and of LoRA, from one YAML file and from flags (`--key value`). Flags win over the file.
+To set a value to `None`, write `null`. Settings that TRL has too have the same names. Settings that contradict each
+other are refused before a model is loaded.
 
 ## Start here
 
@@ -56,8 +57,8 @@ CLI_HEAD = """# Command line
 
 <!-- Written by `make docs` from the parser in the code; changes belong there. -->
 
-`diffusion-grpo COMMAND --help` prints the same. `diffusion-grpo --traceback COMMAND ...` shows where in the code an
-input was refused or a run failed, and `diffusion-grpo --version` prints the version.
+`diffusion-grpo COMMAND --help` prints the same text. `diffusion-grpo --traceback COMMAND ...` shows where in the code
+an input was refused or a run failed. `diffusion-grpo --version` prints the version.
 
 | exit code | means |
 |---|---|

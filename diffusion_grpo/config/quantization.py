@@ -57,7 +57,7 @@ class QuantizationSettings:
     quantization: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Backend with which diffusers or transformers quantises each component of the pipeline: "
+            "help": "Backend that quantises each component of the pipeline, through diffusers or transformers: "
             "{transformer: torchao, text_encoder_3: {backend: bitsandbytes_8bit}}; null keeps a component as it is. "
             "docs/memory.md lists backends and their options."
         },

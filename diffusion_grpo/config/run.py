@@ -20,15 +20,16 @@ class RunSettings:
         default=None,
         metadata={
             "help": "cpu: keep the networks of all rewards in CPU memory except while they score, as `offload: true` "
-            "does for one; they score after each rollout and not during it."
+            "does for a single reward. They then score after each rollout, not during it."
         },
     )
     group_offload: str | None = field(
         default=None,
         metadata={
-            "help": "Keep the trained network's frozen weights in CPU memory too, each on the accelerator only while "
-            "it is used, in rollouts, replays and the backward pass: block_level (whole blocks) or leaf_level (single "
-            "layers: the least memory, the most transfers). For a LoRA; see docs/memory.md."
+            "help": "Keep the trained network's frozen weights in CPU memory, and move them to the accelerator only "
+            "while they are used, in rollouts, replays and the backward pass. block_level moves whole blocks; "
+            "leaf_level moves single layers, which takes the least memory and the most transfers. Only for a LoRA; "
+            "see docs/memory.md."
         },
     )
     group_offload_blocks: int = field(
@@ -85,7 +86,10 @@ class RunSettings:
     )
     lora_adapter: str | None = field(
         default=None,
-        metadata={"help": "Name of a LoRA, already loaded into the pipeline given to the trainer, to train further."},
+        metadata={
+            "help": "Name of a LoRA to train further. It must already be loaded into the pipeline that is given to "
+            "the trainer."
+        },
     )
     keep_adapters: bool = field(
         default=False,
@@ -100,8 +104,8 @@ class RunSettings:
     selective_checkpointing: float = field(
         default=1.0,
         metadata={
-            "help": "Share of the network's blocks, evenly spread, whose activations are recomputed; 0.5 is every "
-            "other block, which takes more memory and less time than all."
+            "help": "Share of the network's blocks whose activations are recomputed, evenly spread. 0.5 recomputes "
+            "every other block, which takes more memory and less time than 1.0."
         },
     )
     shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts in each epoch."})
@@ -148,31 +152,30 @@ class RunSettings:
         default=True,
         metadata={
             "help": "Score the samples of a prompt while those of the next prompts are generated. Set False if a "
-            "reward model and the rollout do not fit into memory together (see reward_processes too). Either way a "
-            "reward is called with whole groups, several times per rollout; one that compares all samples of a "
-            "rollout must be marked `batchwise`."
+            "reward model and the rollout do not fit into memory together (see also reward_processes). With either "
+            "value, a reward is called several times per rollout, each time with whole groups. A reward that compares "
+            "all samples of a rollout must be marked `batchwise`."
         },
     )
     reward_processes: int | None = field(
         default=None,
         metadata={
-            "help": "Number of processes that compute rewards, if not every process should hold the reward models. 1: "
-            "the first process; 2: the first process of each half; and so on. The other processes send their samples "
-            "to these. By default each process scores its own samples. No effect with a single process."
+            "help": "Number of processes that compute rewards. Set it if not every process should hold the reward "
+            "models. 1: the first process; 2: the first process of each half; and so on. The other processes send "
+            "their samples to these. By default each process scores its own samples. No effect with a single process."
         },
     )
     watch_rewards: list[str] | None = field(
         default_factory=lambda: ["auto"],
         metadata={
-            "help": "Rewards that evaluations measure in addition to the trained and the evaluation-only ones, to "
-            "show what gets worse in training: names, or auto for cheap ones that fit the kind of samples. null for "
-            "none."
+            "help": "Further rewards that evaluations measure, to show what gets worse in training. Give names, or "
+            "auto for cheap rewards that fit the kind of samples; null for none."
         },
     )
     resume_without_optimizer: bool = field(
         default=False,
         metadata={
-            "help": "Resume even from a checkpoint without optimizer or schedule state, as with save_only_model: the "
-            "optimizer starts anew, and the learning rate continues from the checkpoint's update."
+            "help": "Allow a checkpoint without optimizer or schedule state (written with save_only_model) to be "
+            "resumed. The optimizer then starts anew, and the learning rate continues from the checkpoint's update."
         },
     )

@@ -24,8 +24,8 @@ class SamplingSettings:
     fps: float | None = field(
         default=None,
         metadata={
-            "help": "Frames per second of videos: passed to rewards, and the speed of saved videos. By default that "
-            "of the pipeline's call if it has one (LTX), otherwise 16."
+            "help": "Frames per second of videos. It is passed to rewards, and saved videos play at this speed. By "
+            "default that of the pipeline's call if it has one (LTX), otherwise 16."
         },
     )
     pipeline_kwargs: dict[str, Any] | str | None = field(
@@ -34,8 +34,8 @@ class SamplingSettings:
     scheduler_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Settings of the pipeline's scheduler that replace its own, for instance {shift: 3.0}; a setting "
-            "that changes no step is refused, and the message says what to set."
+            "help": "Settings that replace those of the pipeline's scheduler, for instance {shift: 3.0}. A setting "
+            "that changes no step is refused, and the message says what to set instead."
         },
     )
     rollout_batch_size: int | None = field(
@@ -48,8 +48,8 @@ class SamplingSettings:
     decode_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Samples that the VAE decodes together, in rollouts and evaluations; by default all of a call. It "
-            "saves memory, and the samples are the same."
+            "help": "Number of samples that the VAE decodes together, in rollouts and evaluations; by default all "
+            "samples of a call. A small number saves memory, and the samples are the same."
         },
     )
     vae_slicing: bool = field(
@@ -161,8 +161,9 @@ class SamplingSettings:
     log_prob_type: str = field(
         default="gaussian",
         metadata={
-            "help": "gaussian, or squared_error: minus the mean squared distance to the step's mean, without the "
-            "division by 2 std^2 and the constants (as Flow-GRPO's code does for cps; for cps only)."
+            "help": "How the log-probability of a step is computed: gaussian, or squared_error. squared_error is "
+            "minus the mean squared distance to the step's mean, without the division by 2 std^2 and the constants, "
+            "as in Flow-GRPO's code for cps. It works with cps only."
         },
     )
 

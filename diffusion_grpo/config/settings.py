@@ -105,8 +105,8 @@ class DiffusionGRPOConfig(
     eval_steps: float | None = field(
         default=None,
         metadata={
-            "help": "Evaluate every N updates; below 1 a share of the run. By default as logging_steps if that is "
-            "set, otherwise as save_steps."
+            "help": "Evaluate every N updates. A number below 1 is a share of the run. By default the value of "
+            "logging_steps if that is set, otherwise that of save_steps."
         },
     )
     ddp_find_unused_parameters: bool | None = field(

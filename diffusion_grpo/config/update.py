@@ -43,26 +43,27 @@ class UpdateSettings:
     kl_reward: float = field(
         default=0.0,
         metadata={
-            "help": "Subtract this times the KL divergence to the reference, averaged over a sample's trained steps, "
-            "from the sample's reward (Flow-GRPO's kl_reward). This takes two more forward passes per step."
+            "help": "Weight of a penalty that is subtracted from each sample's reward: the KL divergence to the "
+            "reference, averaged over the sample's trained steps (Flow-GRPO's kl_reward). This takes two more forward "
+            "passes per step."
         },
     )
     epsilon: float = field(
         default=1e-4,
         metadata={
-            "help": "Clip the ratio below 1 - epsilon. The default is for denoising steps; for tokens (a language "
-            "model in train_component) use about 0.2."
+            "help": "Lower end of the clip range: the ratio is clipped to at least 1 - epsilon. The default is for "
+            "denoising steps; for tokens (a language model in train_component) use about 0.2."
         },
     )
     epsilon_high: float | None = field(
-        default=None, metadata={"help": "Clip the ratio above 1 + epsilon_high; by default epsilon."}
+        default=None, metadata={"help": "Upper end of the clip range, 1 + epsilon_high; by default epsilon."}
     )
     importance_sampling_level: str = field(
         default="token",
         metadata={
             "help": "token: each denoising step or token has its own ratio. sequence: all steps or tokens of a sample "
-            "share the geometric mean of their ratios (GSPO, https://huggingface.co/papers/2507.18071). This takes "
-            "one more forward pass per step if a rollout is trained on more than once."
+            "share the geometric mean of their ratios (GSPO, https://huggingface.co/papers/2507.18071). sequence "
+            "takes one more forward pass per step if a rollout is trained on more than once."
         },
     )
     num_iterations: int = field(default=1, metadata={"help": "How many times each rollout is trained on."})
@@ -75,12 +76,15 @@ class UpdateSettings:
     )
     scale_rewards: str = field(
         default="group",
-        metadata={"help": "Divide rewards by the std of the group or of the batch; none: do not divide them."},
+        metadata={
+            "help": "group or batch: divide rewards by the std of the group or of the batch. none: do not divide them."
+        },
     )
     reward_baseline: str = field(
         default="group",
         metadata={
-            "help": "Compare rewards with the mean of the group or of the batch; with batch, num_generations may be 1."
+            "help": "group or batch: compare rewards with the mean of the group or of the batch. With batch, "
+            "num_generations may be 1."
         },
     )
     num_batches_per_step: int = field(
@@ -105,9 +109,10 @@ class UpdateSettings:
         default=None,
         metadata={
             "help": "Dotted path of a function that computes the advantages in place of scale_rewards, "
-            "reward_baseline and multi_objective_aggregation: my_advantages(rewards, groups, *, weights, batches) "
-            "gets rewards of shape (samples, functions), NaN where a function left a sample out, the index of each "
-            "sample's group, the weights (functions,) and the index of each sample's batch, and returns (samples,)."
+            "reward_baseline and multi_objective_aggregation. It is called as my_advantages(rewards, groups, *, "
+            "weights, batches) and returns one advantage per sample. rewards has the shape (samples, functions), with "
+            "NaN where a function left a sample out. groups and batches hold the index of each sample's group and "
+            "batch, and weights holds one weight per function."
         },
     )
     advantage_clip: float | None = field(default=5.0, metadata={"help": "Clamp advantages to +- this."})
