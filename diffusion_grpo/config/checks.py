@@ -333,6 +333,7 @@ def _check_shares(args: Sizes) -> None:
 
 def _check_steps(args: Sizes) -> None:
     check_pipeline_kwargs(args.pipeline_kwargs)
+    _check_sigmas(args)
     _check_last_step(args)
     last = args.num_inference_steps - 1
     window = list(args.sde_window or args.window)
@@ -439,6 +440,28 @@ def _check_renoised(args: Sizes) -> None:
         )
 
 
+def _check_sigmas(args: Sizes) -> None:
+    """Refuse noise levels that are no schedule of the rollout's steps."""
+    if args.sigmas is None:
+        return
+    if len(args.sigmas) != args.num_inference_steps:
+        raise ValueError(
+            f"sigmas holds {len(args.sigmas)} noise levels, one per step, but num_inference_steps="
+            f"{args.num_inference_steps}; set num_inference_steps: {len(args.sigmas)}."
+        )
+    falls = all(high > low for high, low in zip(args.sigmas, [*args.sigmas[1:], 0.0], strict=True))
+    if args.sigmas[0] != 1 or not falls:
+        raise ValueError(
+            f"sigmas={args.sigmas} must begin with 1.0, which is pure noise, and fall with every step to a last value "
+            "above 0, from which the last step leads to the finished sample."
+        )
+    if args.eval_num_inference_steps is None and getattr(args.eval_strategy, "value", args.eval_strategy) != "no":
+        raise ValueError(
+            "sigmas are for training rollouts, and evaluations keep the pipeline's own spacing; set "
+            "eval_num_inference_steps to say with how many steps."
+        )
+
+
 def _check_last_step(args: Sizes) -> None:
     if args.noise_in_last_step and args.deterministic_outside_window:
         raise ValueError(
@@ -467,6 +490,8 @@ def explain_reserved(name: str) -> str | None:
     """Return why an argument of the pipeline's call is not the user's to give, or None if it is."""
     if name in SAMPLE_COUNTS:
         return f"{name} would hide samples from the groups, whose size is num_generations"
+    if name == "sigmas":
+        return "sigmas is set by the trainer (the setting sigmas)"
     own = " (num_inference_steps, eval_num_inference_steps)" if name == "num_inference_steps" else ""
     return f"{name} is set by the trainer{own}" if name in RESERVED else None
 
@@ -559,7 +584,7 @@ def check_token_settings(args: Sizes) -> None:
     Raises:
         ValueError: a setting has no effect or no meaning for tokens, or the loss is for Gaussian steps.
     """
-    usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0}
+    usual = {"sde_type": "auto", "noise_level": None, "sde_window": None, "timestep_fraction": 1.0, "sigmas": None}
     usual |= {"sde_window_size": None, "permute_steps": False, "deterministic_outside_window": None}
     usual |= {"noise_in_last_step": False, "log_prob_type": "gaussian"}
     usual |= {"step_weight": "none", "kl_reward": 0.0, "advantage_estimator": "group", "branches": None}

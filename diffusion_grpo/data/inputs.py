@@ -38,7 +38,8 @@ class PipelineInputs:
 
     Args:
         pipe: the pipeline, or its class.
-        args: of the run; `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into every call.
+        args: of the run; `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into every call,
+            `sigmas` into those of training.
         asked: columns that rewards name.
 
     Attributes:
@@ -64,6 +65,11 @@ class PipelineInputs:
         self.accepted = set(self.parameters)
         self.fixed = {name: getattr(args, name) for name in FROM_CONFIG if getattr(args, name) is not None}
         self.fixed |= args.pipeline_kwargs or {}
+        self._spacing = {} if args.sigmas is None else {"sigmas": list(args.sigmas)}
+        if self._spacing and "sigmas" not in parameters:
+            raise ValueError(
+                f"sigmas: {self.pipeline.__name__} spaces its steps itself and takes no sigmas; leave them out."
+            )
         unknown = sorted(set(self.fixed) - self.accepted)
         if unknown:
             raise ValueError(
@@ -97,6 +103,10 @@ class PipelineInputs:
         form = self.forms.get(self._find_given(rows[0]), Form(BATCHED))
         return self.arguments(rows, form.name) | overrides
 
+    def of_evaluation(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
+        """As calling this object, for an evaluation, whose steps are spaced as the pipeline does."""
+        return {name: value for name, value in self(rows, **overrides).items() if name not in self._spacing}
+
     def arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
         """Return the keyword arguments for these rows in one form; see [`~diffusion_grpo.policy.batching.Form`]."""
         replaced = find_replaced_texts(rows[0], self.accepted)
@@ -106,7 +116,7 @@ class PipelineInputs:
             fixed = fixed | {name: [value] * len(rows) for name, value in texts.items()}
         # a text that is not None unless given would stand beside the embeddings
         unset = {name: None for name in replaced & self.accepted if self.parameters[name].default is not None}
-        return {**fixed, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
+        return {**fixed, **self._spacing, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
 
     def check_overrides(self, overrides: dict[str, Any]) -> None:
         """Refuse arguments of one call of the pipeline that the trainer sets, or that the pipeline does not take.

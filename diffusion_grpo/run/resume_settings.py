@@ -24,6 +24,7 @@ IDENTITY_SETTINGS = (
     "seed",
     "num_generations",
     "num_inference_steps",
+    "sigmas",
     "sde_type",
     "noise_level",
     "noise_in_last_step",

@@ -46,6 +46,7 @@ class SampleSettings:
         num_generations: samples per prompt.
         noise_level: noise level of the stochastic process (None: its default); 0 keeps the pipeline's own scheduler.
         guidance_scale, height, width, num_frames, pipeline_kwargs: arguments of the pipeline's call.
+        sigmas: noise levels of a run's rollouts; None for the pipeline's own spacing.
         train: settings of the run that these were read from, None without one.
     """
 
@@ -73,6 +74,7 @@ class SampleSettings:
     width: int | None = None
     num_frames: int | None = None
     pipeline_kwargs: dict[str, Any] = field(default_factory=dict)
+    sigmas: list[float] | None = None
     train: "DiffusionGRPOConfig | None" = None
 
     def __post_init__(self):
@@ -94,7 +96,16 @@ class SampleSettings:
     def identity(self) -> dict[str, Any]:
         """Values that two jobs must share for their samples to belong in one table."""
         names = ("model", "lora", "num_generations", "num_inference_steps", "sde_type", "noise_level")
-        names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
+        names += (
+            "same_initial_noise",
+            "seed",
+            "dtype",
+            "reward_funcs",
+            "eval_reward_funcs",
+            "pipeline_kwargs",
+            "sigmas",
+        )
+        names += CALL
         values = {name: getattr(self, name) for name in names}
         for name in ("model", "lora"):  # a folder is the same with a slash at its end
             if values[name] and Path(values[name]).exists():
@@ -242,7 +253,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
     if arguments.num_inference_steps is not None:  # the noise window depends on it
         overrides.append(f"--num_inference_steps={arguments.num_inference_steps}")
     script, _, train = parse_train_arguments(arguments.source, overrides)
-    names = ("num_generations", "num_inference_steps", "sde_type", "noise_level", "seed", "fps")
+    names = ("num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level", "seed", "fps")
     settings = {name: getattr(train, name) for name in (*names, "reward_weights", *CALL)}
     settings |= {
         "model": script.model,

@@ -336,7 +336,7 @@ class Evaluator:
                 own = None if latents is None else []
                 images, _ = rollout(
                     self._policy,
-                    self._inputs([rows[row] for row in chosen], **pipeline_kwargs),
+                    self._inputs.of_evaluation([rows[row] for row in chosen], **pipeline_kwargs),
                     seeds=[sample_seed(settings.seed, "evaluation", positions[row]) for row in chosen],
                     num_inference_steps=settings.num_inference_steps,
                     noise_level=0.0,

@@ -34,7 +34,7 @@ from .decoding import set_decoding
 from .lora_checks import check_peft_config
 from .pipeline_checks import check_processors
 from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
-from .scheduler_settings import change_scheduler
+from .scheduler_settings import change_scheduler, check_sigmas
 from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_encoders
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
@@ -149,6 +149,8 @@ def check_scheduler(
     scheduler = cls.from_pretrained(source, subfolder="scheduler", **_hub_kwargs(args))
     if args.scheduler_kwargs:
         scheduler = change_scheduler(scheduler, args.scheduler_kwargs, pipeline)
+    if args.sigmas is not None:
+        check_sigmas(scheduler)
     trained = () if args.train_component is None else split_component(args.train_component)
     libraries = [(index.get(name) or [None])[0] for name in trained]
     if "transformers" not in libraries:  # a language model draws tokens
@@ -251,8 +253,14 @@ def _load_parts(
 
 
 def set_up_pipeline(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> DiffusionPipeline:
-    """Apply the settings of the scheduler and of decoding."""
+    """Apply the settings of the scheduler and of decoding.
+
+    Raises:
+        ValueError: the scheduler cannot take them.
+    """
     pipe = set_scheduler(pipe, args.scheduler_kwargs)
+    if args.sigmas is not None:
+        check_sigmas(pipe.scheduler)
     return set_decoding(pipe, args.vae_slicing, args.vae_tiling, args.decode_batch_size)
 
 

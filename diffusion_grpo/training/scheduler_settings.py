@@ -25,6 +25,7 @@ MU = 0.8  # stands for what a pipeline computes from the size, where it has no `
 TOKENS = 1024  # between the base and the largest number of `calculate_shift`'s arguments, which both matter then
 # settings on which it depends whether others are read, and what may be advised
 SWITCHES = {"use_dynamic_shifting": (True, False), "use_flow_sigmas": (True,)}
+SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 OF_SHIFT = {  # setting of the scheduler -> argument of the pipelines' `calculate_shift`
     "base_image_seq_len": "base_seq_len",
     "max_image_seq_len": "max_seq_len",
@@ -60,6 +61,28 @@ def change_scheduler(
         if not _acts(name, changed, scheduler.config.get(name), pipeline):
             raise ValueError(_refusal(name, changed, scheduler.config.get(name), pipeline))
     return changed
+
+
+def check_sigmas(scheduler: SchedulerMixin) -> None:
+    """Refuse `sigmas` for a scheduler that does not take them as they are.
+
+    Raises:
+        ValueError: it is not of flow matching, or it spaces its steps itself.
+    """
+    name = type(scheduler).__name__
+    if step_kind(scheduler) is not FlowSteps:
+        raise ValueError(f"sigmas: they are for flow matching, and the pipeline has a {name}; leave them out.")
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        raise ValueError(
+            f"sigmas: {name} spaces its steps itself; give the pipeline a FlowMatchEulerDiscreteScheduler, or leave "
+            "them out."
+        )
+    for setting in SPACINGS:
+        if scheduler.config.get(setting):
+            raise ValueError(
+                f"sigmas: {name} spaces its steps itself, since it has {setting}=True; set scheduler_kwargs: "
+                f"{{{setting}: false}}, or leave them out."
+            )
 
 
 def _refusal(name: str, scheduler: SchedulerMixin, before: Any, pipeline: type[DiffusionPipeline]) -> str:

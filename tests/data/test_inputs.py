@@ -1,5 +1,6 @@
 """Which samples share a pipeline call: found out by asking the pipeline, and by shape."""
 
+import functools
 import inspect
 import logging
 import types
@@ -9,10 +10,10 @@ import pytest
 import tiny_pipelines
 import torch
 from datasets import Dataset
-from diffusers import FluxKontextPipeline, WanImageToVideoPipeline, WanPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, WanImageToVideoPipeline, WanPipeline
 from peft import LoraConfig
 from PIL import Image
-from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, trained_weights
+from tiny_runs import LORA, SETTINGS, brightness, joined_trajectory, logged, trained_weights, trainer_for
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data import inputs as module
@@ -522,3 +523,47 @@ def test_sizes_mix_with_a_value_model_and_with_kl_in_the_reward(tmp_path, settin
     trainer = mixed(tmp_path, **settings)
     trainer.train()
     assert logged(trainer, "ratio/max_error") == [0.0] * 2 and all(np.isfinite(logged(trainer, "loss")))
+
+
+def test_sigmas_space_the_steps_of_training_and_not_of_evaluation(tmp_path, monkeypatch):
+    real, found = FlowMatchEulerDiscreteScheduler.set_timesteps, []
+
+    @functools.wraps(real)
+    def noting(scheduler, *args, **kwargs):
+        real(scheduler, *args, **kwargs)
+        found.append(scheduler.sigmas.tolist())
+
+    monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "set_timesteps", noting)
+    steps = {"num_inference_steps": 3, "sigmas": [1.0, 0.8, 0.3], "eval_num_inference_steps": 4}
+    trainer = trainer_for(tmp_path, max_steps=1, **steps)  # SD3 with a shift of 3
+    trainer.train()
+    assert logged(trainer, "ratio/max_error") == [0.0]
+    shifted = [3 * sigma / (1 + 2 * sigma) for sigma in (1.0, 0.8, 0.3)]
+    assert found and all(sigmas == pytest.approx([*shifted, 0.0], abs=1e-6) for sigmas in found)
+
+    found.clear()
+    trainer.evaluate()
+    own = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    real(own, 4)
+    assert found[-1] == own.sigmas.tolist()
+
+
+@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
+def test_pipelines_that_space_their_steps_take_sigmas_in_their_place(tmp_path, name):
+    settings = {"name": name, "num_inference_steps": 3, "max_steps": 1, "seed": 1}
+    plain, spaced = (
+        trainer_for(tmp_path / str(number), **settings, **given)
+        for number, given in enumerate(({}, {"sigmas": [1.0, 0.9, 0.2]}))
+    )
+    for trainer in (plain, spaced):
+        trainer.train()
+        assert logged(trainer, "ratio/max_error") == [0.0]
+    before, after = (joined_trajectory(trainer) for trainer in (plain, spaced))
+    assert torch.equal(before.latents[:, 0], after.latents[:, 0])  # pure noise
+    assert not torch.equal(before.next_latents[:, 0], after.next_latents[:, 0])
+
+
+def test_a_pipeline_that_takes_no_sigmas_is_refused(tmp_path):
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, num_inference_steps=3, sigmas=[1.0, 0.6, 0.3])
+    with pytest.raises(ValueError, match="^sigmas: WanPipeline spaces its steps itself and takes no sigmas; leave"):
+        PipelineInputs(WanPipeline, args)

@@ -11,7 +11,7 @@ from tiny_runs import brightness, trainer_for
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.training.model import set_scheduler
-from diffusion_grpo.training.scheduler_settings import change_scheduler
+from diffusion_grpo.training.scheduler_settings import change_scheduler, check_sigmas
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -127,6 +127,46 @@ def test_the_trainer_refuses_before_weights_are_loaded(tmp_path, monkeypatch):
             DiffusionGRPOTrainer(model=str(tmp_path / "model"), reward_funcs=brightness, args=args)
     with pytest.raises(ValueError, match="shift=5.0 changes no step of FluxPipeline"):
         trainer_for(tmp_path / "run", name="flux", scheduler_kwargs={"shift": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (diffusers.DDIMScheduler(**BETAS), "are for flow matching, and the pipeline has a DDIMScheduler"),
+        (
+            diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+            "UniPCMultistepScheduler spaces its steps itself; give the pipeline a FlowMatchEulerDiscreteScheduler",
+        ),
+        (
+            diffusers.FlowMatchEulerDiscreteScheduler(use_beta_sigmas=True),
+            "it has use_beta_sigmas=True; set scheduler_kwargs: {use_beta_sigmas: false}",
+        ),
+        (diffusers.FlowMatchEulerDiscreteScheduler(), None),
+    ],
+    ids=["ddim", "unipc", "beta", "euler"],
+)
+def test_sigmas_are_refused_by_schedulers_that_space_their_steps(scheduler, message):
+    if message is None:
+        check_sigmas(scheduler)
+    else:
+        with pytest.raises(ValueError, match=message):
+            check_sigmas(scheduler)
+
+
+def test_sigmas_are_refused_before_weights_are_loaded(tmp_path):
+    settings = {"use_cpu": True, "sigmas": [1.0, 0.6, 0.3], "num_inference_steps": 3}
+    for name, message in (
+        ("sdxl", "sigmas: they are for flow matching, and the pipeline has a EulerDiscreteScheduler"),
+        ("wan", r"sigmas: \w+ spaces its steps itself"),
+    ):
+        build(name)[0].save_pretrained(tmp_path / name)
+        for file in (tmp_path / name).rglob("*.safetensors"):
+            file.unlink()
+        args = DiffusionGRPOConfig(str(tmp_path / "run"), **settings)
+        with pytest.raises(ValueError, match=message):
+            DiffusionGRPOTrainer(model=str(tmp_path / name), reward_funcs=brightness, args=args)
+        with pytest.raises(ValueError, match=message):
+            trainer_for(tmp_path / "run", name=name, sigmas=[1.0, 0.6, 0.3], num_inference_steps=3)
 
 
 def test_a_guider_is_refused_before_weights_are_loaded(tmp_path):
