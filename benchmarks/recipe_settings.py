@@ -9,11 +9,13 @@ from diffusion_grpo.config.source import config_fields, loss_names, process_name
 DEMO = "examples/demo.yaml"
 LEARNING_RATES = (5.5e-4, 1.1e-3, 1.65e-3)  # the same for each recipe, around the demo's
 TUNE_SEEDS, REPORT_SEEDS = (0,), (3, 4, 5)
-SHORT, LONG = 148.0, 1480.0  # budgets: 40 updates of Flow-GRPO at 37 passes per sample, and a tenth of that
+# budgets: 40 updates of Flow-GRPO at 37 passes per sample, two fifths and a tenth of that
+LONG, MEDIUM, SHORT = 1480.0, 592.0, 148.0
 
 # What the demo was before the race, whatever it is now; all else is read from it
 BASE = {
     "num_inference_steps": 6,
+    "sigmas": None,
     "sde_window": [0, 3],
     "sde_window_size": None,
     "num_iterations": 1,
@@ -63,6 +65,8 @@ HALF = FLOW_GRPO | {"sde_window": [0, 5], "deterministic_outside_window": True} 
 TWO_UPDATES = {"steps_per_generation": 8}  # a rollout of two updates, each sample trained once
 FIRST_STEP = {"num_inference_steps": 6, "sde_window": [0, 1]}
 FIRST_OF_4 = {"num_inference_steps": 4, "sde_window": [0, 1]}
+# The first of six steps, and three longer ones after it
+COARSE = {"num_inference_steps": 4, "sigmas": [1.0, 0.8, 0.53, 0.27], "sde_window": [0, 1], "num_iterations": 2}
 
 # Algorithms on re-noised samples roll out without noise, and train at levels of the rollout's steps after the first
 CLEAN = {
@@ -105,6 +109,12 @@ RECIPES = {
             FIRST_STEP | {"num_iterations": 2},
             LONG,
         ),
+        Recipe(
+            "first_of_6_coarse",
+            "the first of 6 steps trained, 3 longer ones after it, one latent per prompt, two updates per rollout",
+            COARSE,
+        ),
+        Recipe("first_of_6_coarse_long", "as first_of_6_coarse, with four times the passes", COARSE, MEDIUM),
         Recipe(
             "first_of_8_twice",
             "the first of 8 steps trained, one latent per prompt, two updates per rollout",
