@@ -81,7 +81,10 @@ class DiffusersTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """As in `Trainer`; weights in diffusers' layout go in before an engine shards them, its own state after."""
         if not self._backend.loads_before_engine:
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+            with warnings.catch_warnings():
+                # accelerate still calls an argument of DDP by its former name, in which torch sees a new meaning
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
             self._backend.set_engine(self.model_wrapped)
             return prepared
         if resume_from_checkpoint is not None:
