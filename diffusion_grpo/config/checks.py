@@ -447,7 +447,7 @@ def _check_sigmas(args: Sizes) -> None:
     if len(args.sigmas) != args.num_inference_steps:
         raise ValueError(
             f"sigmas holds {len(args.sigmas)} noise levels, one per step, but num_inference_steps="
-            f"{args.num_inference_steps}; set num_inference_steps: {len(args.sigmas)}."
+            f"{args.num_inference_steps}; set num_inference_steps: {len(args.sigmas)}, or leave sigmas out."
         )
     falls = all(high > low for high, low in zip(args.sigmas, [*args.sigmas[1:], 0.0], strict=True))
     if args.sigmas[0] != 1 or not falls:
