@@ -92,6 +92,8 @@ def small(values, inputs):
         changed["rollout_batch_size"] = min(2, values["rollout_batch_size"])
     if values.get("train_component") == "vision_language_encoder":
         changed["learning_rate"] = 0.02  # smaller steps change no token
+    if "sigmas" in values:
+        changed["sigmas"] = values["sigmas"][: SMALL["num_inference_steps"]]
     if "sde_window" in values:
         changed["sde_window"] = [0, 2]
     if "ema_decay" in values:
