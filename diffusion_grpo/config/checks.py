@@ -444,10 +444,13 @@ def _check_sigmas(args: Sizes) -> None:
     """Refuse noise levels that are no schedule of the rollout's steps."""
     if args.sigmas is None:
         return
+    if not isinstance(args.sigmas, (list, tuple)) or len(args.sigmas) < 2:
+        raise ValueError(f"sigmas must be a list of at least two noise levels, one per step, got {args.sigmas}.")
     if len(args.sigmas) != args.num_inference_steps:
         raise ValueError(
             f"sigmas holds {len(args.sigmas)} noise levels, one per step, but num_inference_steps="
-            f"{args.num_inference_steps}; set num_inference_steps: {len(args.sigmas)}, or leave sigmas out."
+            f"{args.num_inference_steps}; set num_inference_steps: {len(args.sigmas)}, or leave sigmas out (on the "
+            "command line: --sigmas null)."
         )
     falls = all(high > low for high, low in zip(args.sigmas, [*args.sigmas[1:], 0.0], strict=True))
     if args.sigmas[0] != 1 or not falls:
@@ -455,7 +458,7 @@ def _check_sigmas(args: Sizes) -> None:
             f"sigmas={args.sigmas} must begin with 1.0, which is pure noise, and fall with every step to a last value "
             "above 0, from which the last step leads to the finished sample."
         )
-    if args.eval_num_inference_steps is None and getattr(args.eval_strategy, "value", args.eval_strategy) != "no":
+    if args.eval_num_inference_steps is None:
         raise ValueError(
             "sigmas are for training rollouts, and evaluations keep the pipeline's own spacing; set "
             "eval_num_inference_steps to say with how many steps."

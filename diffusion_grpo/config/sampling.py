@@ -20,8 +20,8 @@ class SamplingSettings:
         metadata={
             "help": "Noise levels of the steps of a training rollout, num_inference_steps of them, falling from 1.0, "
             "before the scheduler's shift. Keep the trained steps as short as in evaluation, and make the others "
-            "longer: [1.0, 0.8, 0.53, 0.27] has the first step of six, in a rollout of four. Evaluations keep the "
-            "pipeline's own spacing. For flow matching, if the pipeline's call takes sigmas."
+            "longer: for SD3, [1.0, 0.8, 0.53, 0.27] has the first of six steps, then three longer ones. Evaluations "
+            "keep the pipeline's own spacing. For flow matching, if the pipeline's call takes sigmas."
         },
     )
     guidance_scale: float | None = field(default=None, metadata={"help": "Guidance; by default the pipeline's own."})

@@ -104,7 +104,7 @@ class PipelineInputs:
         return self.arguments(rows, form.name) | overrides
 
     def of_evaluation(self, rows: list[dict[str, Any]], **overrides: Any) -> dict[str, Any]:
-        """As calling this object, for an evaluation, whose steps are spaced as the pipeline does."""
+        """Return the keyword arguments of an evaluation's call, which keeps the pipeline's own spacing of steps."""
         return {name: value for name, value in self(rows, **overrides).items() if name not in self._spacing}
 
     def arguments(self, rows: list[dict[str, Any]], form: str) -> dict[str, Any]:
@@ -266,6 +266,8 @@ class PipelineInputs:
         finally:
             self.draws_globally |= policy.draws_globally
             policy.draws_globally |= drew
+        if self._spacing:
+            self._check_times(policy)
         if "strength" not in row:  # another row may take more steps
             self._check_window(policy, args)
             self._check_networks(policy, row, form, args)
@@ -276,6 +278,22 @@ class PipelineInputs:
                 form.reason,
             )
         return form
+
+    def _check_times(self, policy: Policy) -> None:
+        """Refuse `sigmas` if the last call told the network other times than those of the steps.
+
+        GLM-Image and CogView4 set timesteps of their own beside the sigmas.
+
+        Raises:
+            UnsupportedPipeline: it did.
+        """
+        scheduler = policy.scheduler
+        times = scheduler.timesteps.cpu().float() / scheduler.config.num_train_timesteps
+        if not torch.allclose(times, scheduler.sigmas[: len(times)].cpu().float(), atol=1e-3):
+            raise UnsupportedPipeline(
+                f"sigmas: {self.pipeline.__name__} tells its network times of its own, which would not be those of "
+                "the steps; leave sigmas out."
+            )
 
     def _check_window(self, policy: Policy, args: DiffusionGRPOConfig) -> None:
         """Refuse a window that reaches beyond the steps of the last call: a later rollout would draw one of those.

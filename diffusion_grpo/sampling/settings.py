@@ -177,8 +177,8 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
     add_call_options(command, steps_default=None)
     command.epilog = (
         "With a YAML file of `train` the samples are like those of its rollouts: dataset, rewards, group size, image\n"
-        "size, guidance and noise come from the file. Options given here override it, and so does any other setting\n"
-        "given as --key value. An interrupted job continues: samples in --output_dir are not made again."
+        "size, guidance, noise and sigmas come from the file. Options given here override it, and so does any other\n"
+        "setting given as --key value. An interrupted job continues: samples in --output_dir are not made again."
     )
 
 

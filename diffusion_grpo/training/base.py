@@ -82,7 +82,7 @@ class DiffusersTrainer(Trainer):
         """As in `Trainer`; weights in diffusers' layout go in before an engine shards them, its own state after."""
         if not self._backend.loads_before_engine:
             with warnings.catch_warnings():
-                # accelerate still calls an argument of DDP by its former name, in which torch sees a new meaning
+                # accelerate still passes DDP's deprecated `broadcast_buffers`; a user can do nothing about it
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
                 prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
             self._backend.set_engine(self.model_wrapped)

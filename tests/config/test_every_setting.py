@@ -148,7 +148,12 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "num_generations_eval": Turned(2, "evaluation", "samples@1 weights@2", EVALUATED),
     "num_inference_steps": Turned(4, "steps@1 samples@1 passes", f"prompts@1 {NO_NOISE}"),
     "eval_num_inference_steps": Turned(6, "evaluation passes", "samples@1 steps@1 weights@2", EVALUATED),
-    "sigmas": Turned([1.0, 0.6, 0.3], "samples@1 path@1 gradient@1", f"prompts@1 steps@1 {NO_NOISE} passes"),
+    "sigmas": Turned(
+        [1.0, 0.6, 0.3],
+        "samples@1 path@1 gradient@1",
+        f"prompts@1 steps@1 {NO_NOISE} passes",
+        {"eval_num_inference_steps": 3},
+    ),
     "guidance_scale": Turned(1.0, "samples@1 path@1 passes gradient@1 evaluation", f"prompts@1 {NO_NOISE}", EVALUATED),
     "height": Turned(32, "sizes samples@1 evaluation", f"prompts@1 {NO_NOISE}", EVALUATED),
     "width": Turned(32, "sizes samples@1 evaluation", f"prompts@1 {NO_NOISE}", EVALUATED),

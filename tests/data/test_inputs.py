@@ -550,7 +550,7 @@ def test_sigmas_space_the_steps_of_training_and_not_of_evaluation(tmp_path, monk
 
 @pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
 def test_pipelines_that_space_their_steps_take_sigmas_in_their_place(tmp_path, name):
-    settings = {"name": name, "num_inference_steps": 3, "max_steps": 1, "seed": 1}
+    settings = {"name": name, "num_inference_steps": 3, "eval_num_inference_steps": 3, "max_steps": 1, "seed": 1}
     plain, spaced = (
         trainer_for(tmp_path / str(number), **settings, **given)
         for number, given in enumerate(({}, {"sigmas": [1.0, 0.9, 0.2]}))
@@ -564,6 +564,15 @@ def test_pipelines_that_space_their_steps_take_sigmas_in_their_place(tmp_path, n
 
 
 def test_a_pipeline_that_takes_no_sigmas_is_refused(tmp_path):
-    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, num_inference_steps=3, sigmas=[1.0, 0.6, 0.3])
+    steps = {"num_inference_steps": 3, "eval_num_inference_steps": 3, "sigmas": [1.0, 0.6, 0.3]}
+    args = DiffusionGRPOConfig(str(tmp_path), use_cpu=True, **steps)
     with pytest.raises(ValueError, match="^sigmas: WanPipeline spaces its steps itself and takes no sigmas; leave"):
         PipelineInputs(WanPipeline, args)
+
+
+def test_a_pipeline_with_times_of_its_own_is_refused(tmp_path):
+    """GLM-Image would integrate from one level and tell its network another, in rollout and replay alike."""
+    steps = {"num_inference_steps": 3, "eval_num_inference_steps": 3, "sigmas": [1.0, 0.6, 0.3]}
+    trainer = trainer_for(tmp_path, name="glm_image", **steps)
+    with pytest.raises(UnsupportedPipeline, match="sigmas: GlmImagePipeline tells its network times of its own"):
+        trainer.train()

@@ -154,7 +154,7 @@ def test_sigmas_are_refused_by_schedulers_that_space_their_steps(scheduler, mess
 
 
 def test_sigmas_are_refused_before_weights_are_loaded(tmp_path):
-    settings = {"use_cpu": True, "sigmas": [1.0, 0.6, 0.3], "num_inference_steps": 3}
+    steps = {"sigmas": [1.0, 0.6, 0.3], "num_inference_steps": 3, "eval_num_inference_steps": 3}
     for name, message in (
         ("sdxl", "sigmas: they are for flow matching, and the pipeline has a EulerDiscreteScheduler"),
         ("wan", r"sigmas: \w+ spaces its steps itself"),
@@ -162,11 +162,11 @@ def test_sigmas_are_refused_before_weights_are_loaded(tmp_path):
         build(name)[0].save_pretrained(tmp_path / name)
         for file in (tmp_path / name).rglob("*.safetensors"):
             file.unlink()
-        args = DiffusionGRPOConfig(str(tmp_path / "run"), **settings)
+        args = DiffusionGRPOConfig(str(tmp_path / "run"), use_cpu=True, **steps)
         with pytest.raises(ValueError, match=message):
             DiffusionGRPOTrainer(model=str(tmp_path / name), reward_funcs=brightness, args=args)
         with pytest.raises(ValueError, match=message):
-            trainer_for(tmp_path / "run", name=name, sigmas=[1.0, 0.6, 0.3], num_inference_steps=3)
+            trainer_for(tmp_path / "run", name=name, **steps)
 
 
 def test_a_guider_is_refused_before_weights_are_loaded(tmp_path):
