@@ -186,8 +186,16 @@ def interrupting(images, trainer_state, **columns):
     return [0.0] * len(images)
 
 
+@pytest.fixture
+def heard():
+    """SIGINT as in a terminal: a shell's background jobs ignore it, and so would tests among them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("saves", [True, False])
-def test_ctrl_c_says_in_one_line_how_to_go_on(config_file, model, tmp_path, capsys, saves):
+def test_ctrl_c_says_in_one_line_how_to_go_on(config_file, model, tmp_path, capsys, saves, heard):
     path = config_file(
         model=model,
         reward_funcs=[f"{__name__}.interrupting"],
