@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..policy.log_prob_type import check_log_prob
+from .call_arguments import check_pipeline_kwargs
 from .defaults import Sizes
 from .quantization import check_quantization
 from .source import (
@@ -25,10 +26,6 @@ from .source import (
 )
 
 logger = logging.getLogger(__name__)
-
-# arguments of a pipeline's call that are the rollout's own
-RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
-SAMPLE_COUNTS = {"num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt"}
 
 LIST_TYPE = re.compile(r"list\[\w+\]( \| None)?")  # of settings that are a list, and nothing else
 
@@ -444,8 +441,9 @@ def _check_sigmas(args: Sizes) -> None:
     """Refuse noise levels that are no schedule of the rollout's steps."""
     if args.sigmas is None:
         return
-    if not isinstance(args.sigmas, (list, tuple)) or len(args.sigmas) < 2:
-        raise ValueError(f"sigmas must be a list of at least two noise levels, one per step, got {args.sigmas}.")
+    is_list = isinstance(args.sigmas, (list, tuple)) and all(isinstance(level, numbers.Real) for level in args.sigmas)
+    if not is_list or len(args.sigmas) < 2:
+        raise ValueError(f"sigmas must be a list of at least two numbers, one per step, got {args.sigmas!r}.")
     if len(args.sigmas) != args.num_inference_steps:
         raise ValueError(
             f"sigmas holds {len(args.sigmas)} noise levels, one per step, but num_inference_steps="
@@ -476,27 +474,6 @@ def _check_last_step(args: Sizes) -> None:
             f"noise_in_last_step=True changes nothing with sde_type={args.sde_type!r}, which never has noise in the "
             "last step; leave it out."
         )
-
-
-def check_pipeline_kwargs(given: dict[str, Any] | None) -> None:
-    """Refuse arguments of the pipeline's call that the trainer sets, or that would make more samples.
-
-    Raises:
-        ValueError: there is such an argument.
-    """
-    for name in given or {}:
-        if reason := explain_reserved(name):
-            raise ValueError(f"pipeline_kwargs: {reason}; leave it out.")
-
-
-def explain_reserved(name: str) -> str | None:
-    """Return why an argument of the pipeline's call is not the user's to give, or None if it is."""
-    if name in SAMPLE_COUNTS:
-        return f"{name} would hide samples from the groups, whose size is num_generations"
-    if name == "sigmas":
-        return "sigmas is set by the trainer (the setting sigmas)"
-    own = " (num_inference_steps, eval_num_inference_steps)" if name == "num_inference_steps" else ""
-    return f"{name} is set by the trainer{own}" if name in RESERVED else None
 
 
 def _check_context(args: Sizes) -> None:

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from diffusers import DiffusionPipeline
 
-from ..config.checks import RESERVED, SAMPLE_COUNTS, check_pipeline_kwargs, explain_reserved
+from ..config.call_arguments import RESERVED, SAMPLE_COUNTS, check_pipeline_kwargs, explain_reserved
 from ..config.settings import DiffusionGRPOConfig
 from ..distributed.collectives import broadcast_bytes, gather_json
 from ..media.serialize import pack_samples, unpack_samples

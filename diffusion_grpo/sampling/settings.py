@@ -95,17 +95,8 @@ class SampleSettings:
     @property
     def identity(self) -> dict[str, Any]:
         """Values that two jobs must share for their samples to belong in one table."""
-        names = ("model", "lora", "num_generations", "num_inference_steps", "sde_type", "noise_level")
-        names += (
-            "same_initial_noise",
-            "seed",
-            "dtype",
-            "reward_funcs",
-            "eval_reward_funcs",
-            "pipeline_kwargs",
-            "sigmas",
-        )
-        names += CALL
+        names = ("model", "lora", "num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level")
+        names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
         values = {name: getattr(self, name) for name in names}
         for name in ("model", "lora"):  # a folder is the same with a slash at its end
             if values[name] and Path(values[name]).exists():

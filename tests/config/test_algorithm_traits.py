@@ -176,6 +176,7 @@ def test_groups_that_are_compared_must_be_whole(name, settings, message):
         ("sde_window_order", {"sde_window_order": "sliding"}),
         ("sde_window_order", {"sde_window_order": "per_prompt"}),
         ("branches", {"branches": 2, "num_generations": 4}),
+        ("sigmas", {"sigmas": [1.0, 0.5], "num_inference_steps": 2, "eval_num_inference_steps": 2}),
     ],
 )
 def test_tokens_have_no_window_and_no_shared_steps(setting, others):

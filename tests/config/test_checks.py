@@ -95,7 +95,8 @@ REFUSED = [
     ({"multi_objective_aggregation": "sum"}, "normalize_then_sum"),
     ({"num_inference_steps": 1}, "num_inference_steps must be at least 2"),
     ({"sigmas": [1.0, 0.5]}, "sigmas holds 2 noise levels.*set num_inference_steps: 2, or leave sigmas out"),
-    ({"sigmas": [1.0]}, "sigmas must be a list of at least two noise levels"),
+    ({"sigmas": [1.0]}, "sigmas must be a list of at least two numbers"),
+    ({"sigmas": 0.5}, "sigmas must be a list of at least two numbers, one per step, got 0.5"),
     ({"sigmas": [0.9, 0.6, 0.3], "num_inference_steps": 3}, "must begin with 1.0, which is pure noise"),
     ({"sigmas": [1.0, 0.3, 0.6], "num_inference_steps": 3}, "fall with every step"),
     ({"sigmas": [1.0, 0.5, 0.0], "num_inference_steps": 3}, "to a last value above 0"),
@@ -203,3 +204,9 @@ def test_fp16_needs_a_gpu(monkeypatch, has_gpu):
 def test_the_command_line_refuses_the_same_before_it_imports_the_config(settings, message):
     with pytest.raises(ValueError, match=message):
         check_values({"model": "tiny", "dataset": "tiny", "reward_funcs": ["text"], **settings}, world_size=1)
+
+
+def test_noise_levels_in_words_are_refused_in_python():
+    """The command line makes numbers of them."""
+    with pytest.raises(ValueError, match=r"sigmas must be a list of at least two numbers.* got \['1.0', 0.5\]"):
+        DiffusionGRPOConfig("run", use_cpu=True, sigmas=["1.0", 0.5], num_inference_steps=2)

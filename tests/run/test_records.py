@@ -107,6 +107,13 @@ def test_only_the_end_of_a_run_leaves_what_says_that_it_has_ended(tmp_path, capl
         refuse_used_folder(tmp_path, "resume")
 
 
+def test_other_lengths_of_the_steps_are_another_run(tmp_path):
+    write_json(tmp_path / "run.json", record(num_inference_steps=3, eval_num_inference_steps=3))
+    spaced = {"num_inference_steps": 3, "eval_num_inference_steps": 3, "sigmas": [1.0, 0.6, 0.3]}
+    with pytest.raises(ValueError, match=r"sigmas is the default there and \[1.0, 0.6, 0.3\] here"):
+        check_same_run(tmp_path, record(**spaced))
+
+
 def test_defaults_that_are_written_out_are_no_other_run(tmp_path):
     write_json(tmp_path / "run.json", record())
     same = {"same_initial_noise": True, "deterministic_outside_window": True, "sde_type": "flow_sde"}

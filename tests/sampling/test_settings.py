@@ -59,6 +59,14 @@ def test_settings_of_a_run_that_change_its_samples_make_another_job(tmp_path, op
     assert read(config).identity != read(config, *option).identity
 
 
+def test_samples_of_a_run_have_its_spacing_of_steps(tmp_path):
+    steps = {"num_inference_steps": 3, "eval_num_inference_steps": 3, "sigmas": [1.0, 0.6, 0.3]}
+    config = write_config(tmp_path, **steps)
+    assert read(config).sigmas == [1.0, 0.6, 0.3]
+    assert read(config, "--sigmas", "null").sigmas is None
+    assert read(config).identity != read(config, "--sigmas", "1.0", "0.7", "0.3").identity
+
+
 def test_samples_of_a_run_begin_with_the_lora_that_it_trains_further(tmp_path):
     (tmp_path / "lora").mkdir()
     config = write_config(tmp_path, lora_path=str(tmp_path / "lora"))
