@@ -62,6 +62,7 @@ class ProcessGroupMonitor:
         self._reading, self._watches, self._entry = threading.Lock(), 0, 0
         self._current_turn: str | None = None  # the barrier before which this process works
         self._task, self._since = "", time.monotonic()
+        self._signing = threading.Lock()
 
     @property
     def is_alone(self) -> bool:
@@ -70,7 +71,8 @@ class ProcessGroupMonitor:
 
     def set_task(self, task: str) -> None:
         """Set what this process does now, for the messages of processes that wait for it."""
-        self._task, self._since = task, time.monotonic()
+        with self._signing:
+            self._task, self._since = task, time.monotonic()
         if self._current_turn is not None:
             self._give_sign(self._current_turn)
 
@@ -296,8 +298,9 @@ class ProcessGroupMonitor:
                 return
 
     def _give_sign(self, turn: str) -> None:
-        state = {"task": self._task, "seconds": time.monotonic() - self._since}
-        with contextlib.suppress(distributed.DistError):  # reported at the barrier
+        with self._signing, contextlib.suppress(distributed.DistError):  # reported at the barrier
+            # Under the lock, so that the heartbeat thread cannot overwrite a task with the one before it.
+            state = {"task": self._task, "seconds": time.monotonic() - self._since}
             self._store.set(f"{turn}/life/{self.processes.process_index}", json.dumps(state))
 
     def _meet(self, turn: str, error: Exception | None) -> None:

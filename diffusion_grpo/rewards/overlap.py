@@ -81,6 +81,8 @@ class Overlap:
         if not self.is_wanted:
             score_here(scorings, announce)
             return
+        if announce is not None and scorings:  # before it is called: it may end the process
+            announce(scorings[0].doing)
         for scoring, done in [(scoring, self.submit(scoring)) for scoring in scorings]:
             wait_for(done, scoring, announce)
 

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import threading
 import time
 import types
 
@@ -163,6 +164,29 @@ def test_silence_is_death_and_any_sign_is_life(monkeypatch):
         watch.look([3], lambda process: '{"task": "rolls out", "seconds": 16}')
     with pytest.raises(failure.RankError, match="when last heard of, it has not begun"):
         failure.SilenceWatch(10.0, 0.0).look([1], lambda process: None)
+
+
+def test_a_heartbeat_does_not_overwrite_a_newer_task(monkeypatch):
+    """The heartbeat thread describes a task, is held up, and only then writes; a new task begins meanwhile."""
+    store, is_held_up = distributed.HashStore(), threading.Event()
+
+    class SlowInThreads:
+        def set(self, key, value):
+            if threading.current_thread() is not threading.main_thread() and not is_held_up.is_set():
+                is_held_up.set()
+                time.sleep(0.5)
+            store.set(key, value)
+
+    monkeypatch.setattr(failure.ProcessGroupMonitor, "_store", SlowInThreads())
+    monitor = failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=2, process_index=1), 60.0, ())
+    monitor.set_task("rolls out")
+    monitor._current_turn = "1"
+    heartbeat = threading.Thread(target=monitor._give_sign, args=("1",))
+    heartbeat.start()
+    assert is_held_up.wait(10)
+    monitor.set_task("computes the reward fragile")
+    heartbeat.join()
+    assert json.loads(store.get("1/life/1"))["task"] == "computes the reward fragile"
 
 
 def test_the_store_bears_what_many_processes_ask(monkeypatch):

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 import weakref
+from concurrent.futures import wait
 
 import numpy as np
 import pyarrow.parquet
@@ -180,6 +181,26 @@ def test_who_waits_says_for_what() -> None:
         scoring.add(list(range(12)), IMAGES, None)
         scoring.wait()
     assert named[-1] == "awaited"
+
+
+def test_a_reward_is_named_before_it_begins() -> None:
+    """One that kills the process at once is named to the processes that wait for it."""
+    named = []
+
+    def deadly(images):
+        assert named == ["deadly"]
+        return [0.0] * len(images)
+
+    class Eager(Overlap):
+        def submit(self, scoring):
+            done = super().submit(scoring)
+            wait([done])  # the reward is over before the run goes on
+            return done
+
+    batch = Batch(images=IMAGES, prompts=[""] * len(IMAGES), indices=list(range(len(IMAGES))))
+    scoring = Scoring(load_rewards([deadly]), batch)
+    Eager(True, lambda: False).score([scoring], named.append)
+    assert scoring.values().sum() == 0
 
 
 def test_calls_of_one_reward_share_its_requests(monkeypatch) -> None:
