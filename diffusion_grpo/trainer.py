@@ -276,6 +276,7 @@ class DiffusionGRPOTrainer(DiffusersTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`, with a group for the value model."""
         optimizer = super().create_optimizer(model)
+        self.backend.prepare_optimizer(optimizer, self.model)
         self.learner.add_value_parameters(optimizer, self.args.value_learning_rate)
         return optimizer
 

@@ -236,6 +236,14 @@ class DistributedBackend:
             missing = int(self.accelerator.gather(count).max()) - len(passes)
         return [(one, True) for one in passes] + [(passes[-1], False)] * missing
 
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Change an optimizer before an engine takes it.
+
+        Args:
+            optimizer: of the trained weights.
+            model: what is trained, before an engine wraps it.
+        """
+
     def begin_update(self, optimizer: Any) -> None:
         """Clear what the last update left in the gradients."""
 

@@ -28,6 +28,7 @@ from .backend import VALUES_BESIDE, DistributedBackend
 from .context_parallel import ContextGroups
 from .deepspeed_checkpoints import restore_engine
 from .forward_redirection import redirect
+from .idle_networks import IdleNetworks
 from .weights import TrainedWeights
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,11 @@ logger = logging.getLogger(__name__)
 LAYERED_TOKENS = (
     "ds3_gather_for_generation=False gathers each layer again for every token, and the other processes would wait "
     "for those that have finished; set it to True."
+)
+
+ONE_GROUP = (
+    "{networks} take turns, and the optimizer of the DeepSpeed configuration would move those that an update does not "
+    'train; leave "optimizer" out of the configuration, and set optim and learning_rate.'
 )
 
 
@@ -62,6 +68,7 @@ class DeepSpeedBackend(DistributedBackend):
             raise ValueError("context_parallel_size works only with DDP and FSDP2; start without DeepSpeed.")
         self._plugin, self._gathers_whole = plugin, gathers_whole
         self._weights: ZeroWeights | None = None
+        self._idle_networks: IdleNetworks | None = None
         self._is_gathered = False
         _check_precision(plugin.hf_ds_config, half)
 
@@ -85,6 +92,8 @@ class DeepSpeedBackend(DistributedBackend):
             raise ValueError(VALUES_BESIDE)
         if draws_tokens and self.stage == 3 and not self._gathers_whole:
             raise ValueError(LAYERED_TOKENS)
+        if len(component) > 1 and "optimizer" in self._plugin.hf_ds_config.config:
+            raise ValueError(ONE_GROUP.format(networks=", ".join(component)))
         if len(component) == 1 or self.accelerator.num_processes == 1:
             return
         if self.stage >= 2 and own_steps:
@@ -212,11 +221,17 @@ class DeepSpeedBackend(DistributedBackend):
     def reduces_every_pass(self) -> bool:
         return self.stage >= 2
 
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        if self._weights.take_turns:
+            self._idle_networks = IdleNetworks(model, optimizer, self.accelerator.device)
+
     def begin_update(self, optimizer: Any) -> None:
         """Clear gradients under ZeRO-3, whose first backward pass overwrites the last update's.
 
         It does so only for the parameters that this pass reaches; those of another expert would be added to old ones.
         """
+        if self._idle_networks is not None:
+            self._idle_networks.begin_update()
         if self.stage == 3:
             optimizer.optimizer.grad_partitions_flat_buffer.zero_()
 

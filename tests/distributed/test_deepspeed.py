@@ -37,6 +37,8 @@ EMA = {"ema_decay": 0.9, "ema_update_interval": 1}
 LORA = BASE | SAVED | EMA | {"beta": 0.05, "gradient_checkpointing": True}
 LORA |= {"validation_prompts": ["a house", "a ship"], "validation_steps": 2}
 EXPERTS = {"name": "wan_experts", "num_inference_steps": 6}
+# Each update trains one step, and so one expert; Adam's momentum would move the other
+TURNS = BASE | EXPERTS | {"sde_window": [0, 4], "sde_window_size": 1, "max_steps": 3}
 
 
 def on_two_processes(folder: Path, runs: dict[str, dict]) -> str:
@@ -87,9 +89,10 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zero")
     again = LORA | {"stage": 3, "resume": "lora3/checkpoint-1"}
     full = FULL | {"max_steps": 1}
-    on_two_processes(folder, {"lora3": LORA | {"stage": 3}, "again3": again, "full2": full | {"stage": 2}})
-    zero_run.run(folder, "lora", dict(LORA))
-    zero_run.run(folder, "full", dict(full))
+    together = {"lora3": LORA | {"stage": 3}, "again3": again, "full2": full | {"stage": 2}}
+    on_two_processes(folder, together | {"turns2": TURNS | {"stage": 2}})
+    for name, settings in {"lora": LORA, "full": full, "turns": TURNS}.items():
+        zero_run.run(folder, name, dict(settings))
     return folder
 
 
@@ -99,6 +102,10 @@ def test_a_lora_with_zero3_trains_as_one_process_does(runs):
 
 def test_the_whole_network_with_zero2_trains_as_one_process_does(runs):
     assert_trains_as_one(runs / "full2", runs / "full", stage=2)
+
+
+def test_an_expert_that_an_update_does_not_train_stays_as_it_is(runs):
+    assert_trains_as_one(runs / "turns2", runs / "turns", stage=2)
 
 
 def test_a_resumed_zero3_run_ends_with_the_same_weights(runs):
@@ -184,6 +191,17 @@ def test_experts_that_processes_cannot_share_are_refused(stage, permute_steps, o
     deepspeed.hide_deepspeed()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_optimizer_of_the_deepspeed_configuration_is_refused_for_two_experts(processes):
+    """DeepSpeed makes it, with the weights of both experts in one group."""
+    config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}})
+    backend = DeepSpeedBackend(None, ContextGroups(), SimpleNamespace(zero_stage=1, hf_ds_config=config))
+    backend.bind(SimpleNamespace(num_processes=processes), [])
+    with pytest.raises(ValueError, match='transformer, transformer_2 take turns.*leave "optimizer" out'):
+        backend.check_run(("transformer", "transformer_2"), own_steps=False, draws_tokens=False, has_values=False)
+    deepspeed.hide_deepspeed()
+
+
 # Everything else, which takes minutes
 
 PERMUTED = BASE | {"num_inference_steps": 4, "permute_steps": True, "timestep_fraction": 0.67}
@@ -199,7 +217,8 @@ BEST |= {"metric_for_best_model": "reward", "greater_is_better": False, "max_ste
 BEST |= {"optim": "sgd", "learning_rate": 10.0}  # the lowest reward is that of the second of three
 # torch's AdamW in place of DeepSpeed's own, which is compiled for minutes on its first use
 AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
-AUTO = {"optimizer": {"type": "AdamW", "params": AUTO}, "zero_force_ds_cpu_optimizer": False}
+TORCH_ADAM = {"zero_force_ds_cpu_optimizer": False}
+AUTO = {"optimizer": {"type": "AdamW", "params": AUTO}} | TORCH_ADAM
 ALONE = {
     "lora": BASE,
     "full": FULL | {"gradient_checkpointing": True},
@@ -209,6 +228,8 @@ ALONE = {
     "synced": SYNCED,
     "experts": BASE | EXPERTS,
     "experts-full": FULL | EXPERTS,
+    "turns": TURNS | SAVED,
+    "turns-per-prompt": TURNS | {"sde_window_order": "per_prompt", "deterministic_outside_window": True},
     "auto": BASE | {"learning_rate": None},
     "best": BEST,
 }
@@ -232,6 +253,12 @@ TOGETHER = {
     "experts2": ("experts", 2, {}),
     "experts3": ("experts", 3, {}),
     "experts-full3": ("experts-full", 3, {}),
+    "turns0": ("turns", 0, {}),
+    "turns1": ("turns", 1, {}),
+    "turns2": ("turns", 2, {}),
+    "turns3": ("turns", 3, {}),
+    "turns-offload2": ("turns", 2, {"zero": {"offload_optimizer": {"device": "cpu"}}, "more": TORCH_ADAM}),
+    "turns-per-prompt1": ("turns-per-prompt", 1, {}),
     "offload2": ("auto", 2, {"zero": {"offload_optimizer": OFFLOAD["offload_optimizer"]}, "more": AUTO}),
     "offload3": ("auto", 3, {"zero": OFFLOAD, "more": AUTO}),
     "best3": ("best", 3, {}),
@@ -244,6 +271,7 @@ HALF = {
     "half-full2": (FULL | SAVED, 2),
     "half-full3": (FULL | SAVED, 3),
 }
+RESUMED = ("synced2", "synced3", "turns1", "turns3")
 
 
 @pytest.mark.distributed
@@ -311,9 +339,7 @@ def matrix(tmp_path_factory):
         zero_run.run(folder, name, dict(settings))
     runs = {name: ALONE[alone] | {"stage": stage} | more for name, (alone, stage, more) in TOGETHER.items()}
     runs |= {name: settings | {"stage": stage, "bf16": True} for name, (settings, stage) in HALF.items()}
-    runs |= {
-        f"{name}-again": runs[name] | {"resume": f"{name}/checkpoint-1"} for name in ("synced2", "synced3", *HALF)
-    }
+    runs |= {f"{name}-again": runs[name] | {"resume": f"{name}/checkpoint-1"} for name in (*RESUMED, *HALF)}
     runs["one-to-two"] = SYNCED | {"stage": 3, "resume": "synced/checkpoint-1"}
     runs["ddp-to-zero3"] = SYNCED | {"stage": 3, "resume": "synced0/checkpoint-1"}
     runs["zero3-to-zero2"] = SYNCED | {"stage": 2, "resume": "synced3/checkpoint-1"}
@@ -341,7 +367,7 @@ def test_zero_trains_what_one_process_trains(matrix, name):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["synced2", "synced3", *HALF])
+@pytest.mark.parametrize("name", [*RESUMED, *HALF])
 def test_resumed_runs_end_with_the_same_weights(matrix, name):
     assert difference(matrix / f"{name}-again", matrix / name) == 0.0
     assert difference(matrix / f"{name}-again" / "checkpoint-2", matrix / name / "checkpoint-2") == 0.0

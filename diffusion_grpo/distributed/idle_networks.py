@@ -1,0 +1,80 @@
+"""Networks that take turns over the steps: an update leaves those that it did not train as they are."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class IdleNetworks:
+    """Makes an optimizer pass over the networks that no process has trained in an update.
+
+    DeepSpeed hands the optimizer zeros for weights without a gradient, and Adam's momentum and the weight decay would
+    move them. So each network gets parameter groups of its own, and a group of an idle network has no gradient while
+    the optimizer steps.
+
+    Args:
+        networks: the trained networks.
+        optimizer: of their weights, before the engine takes it.
+        device: where processes tell each other which networks they have trained.
+    """
+
+    def __init__(self, networks: nn.ModuleDict, optimizer: torch.optim.Optimizer, device: torch.device):
+        self._count, self._device = len(networks), device
+        self._trained: Tensor | None = None  # 1 for each network that has got a gradient in this update
+        self._is_agreed = False
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        numbers: dict[int, int] = {}
+        for number, network in enumerate(networks.values()):
+            for parameter in network.parameters():
+                if parameter.requires_grad:
+                    numbers[id(parameter)] = number
+                    parameter.register_hook(functools.partial(self._note, number))
+        _split_groups(optimizer, numbers)
+        optimizer.register_step_pre_hook(self._hold_back)
+        optimizer.register_step_post_hook(self._give_back)
+
+    def begin_update(self) -> None:
+        """Forget what the last update has trained."""
+        self._trained, self._is_agreed = torch.zeros(self._count, device=self._device), False
+
+    def _note(self, number: int, gradient: Tensor) -> None:
+        if self._trained is not None:
+            self._trained[number] = torch.maximum(self._trained[number], gradient.any().to(self._trained))
+
+    def _hold_back(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """Take the gradients of idle networks away; the first step of an update is a collective."""
+        if self._trained is None:  # the engine tries the optimizer out before the first update
+            return
+        if not self._is_agreed:
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(self._trained, torch.distributed.ReduceOp.MAX)
+            self._is_agreed = True
+        trained = self._trained.tolist()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not trained[group["network"]] and parameter.grad is not None:
+                    self._held.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def _give_back(self, *arguments: Any) -> None:
+        """Put the gradients back: an engine that offloads them goes on writing to the same memory."""
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        self._held = []
+
+
+def _split_groups(optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> None:
+    """Split parameter groups by network, and note the number of the network in each."""
+    for group in list(optimizer.param_groups):
+        parts: dict[int, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            parts.setdefault(numbers[id(parameter)], []).append(parameter)
+        for turn, (number, own) in enumerate(sorted(parts.items())):
+            if turn == 0:
+                group.update(params=own, network=number)
+            else:
+                optimizer.add_param_group({**group, "params": own, "network": number})
+        if not parts:
+            group["network"] = 0
