@@ -687,3 +687,38 @@ def test_a_step_that_no_trained_network_takes_is_refused(tmp_path):
         trainer_for(tmp_path / "both", sde_window=[1, 5], sde_window_size=1, **experts).train()
     assert not scored
     trainer_for(tmp_path / "last", sde_window=[3, 5], **experts).train()
+
+
+@pytest.mark.parametrize(
+    ("window", "words"),
+    [
+        ([0, 2], "transformer_2 will not be trained: it runs in steps 2 to 5, and only steps 0 to 1 may be trained. "),
+        ([4, 5], "transformer will not be trained: it runs in steps 0 to 1, and only step 4 may be trained. "),
+        ([1, 3], None),
+    ],
+)
+def test_an_expert_that_no_trained_step_passes_is_named(tmp_path, caplog, window, words):
+    trainer = trainer_for(
+        tmp_path,
+        name="wan_experts",
+        rewards=first_frame_brightness,
+        num_inference_steps=6,
+        sde_window=window,
+        max_steps=1,
+    )
+    before = {name: weight.clone() for name, weight in trained_weights(trainer).items()}
+    trainer.train()
+    idle = [line for line in caplog.messages if "will not be trained" in line]
+    kept = {
+        name.split(".")[0]
+        for name, weight in trained_weights(trainer).items()
+        if "lora_B" in name and torch.equal(weight, before[name])
+    }
+    if words is None:
+        assert idle == [] and not kept
+    else:
+        (line,) = idle
+        (network,) = kept
+        other = {"transformer": "transformer_2", "transformer_2": "transformer"}[network]
+        assert line == f"{words}Set sde_window to train it too, or train_component={other!r} to spare its memory."
+        assert words.startswith(f"{network} ")

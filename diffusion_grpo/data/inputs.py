@@ -312,13 +312,15 @@ class PipelineInputs:
     def _check_networks(self, policy: Policy, row: dict[str, Any], form: Form, args: DiffusionGRPOConfig) -> None:
         """Refuse networks that no step passes, and a window with a step of an expert that is not trained.
 
-        A later rollout would draw such a step.
+        A later rollout would draw such a step. Warn of an expert that is to be trained, but that no trained step
+        passes.
 
         Raises:
             UntrainedStepError: there is such a network or step.
         """
         others = [name for name in policy.component if name not in policy.experts]  # such as a text encoder
-        if not (policy.frozen_experts or others):
+        experts = [name for name in policy.component if name in policy.experts]
+        if not (policy.frozen_experts or others or len(experts) > 1):
             return
         passing = policy.find_passing_steps(self.arguments([row], form.name), args.num_inference_steps)
         for name in others:
@@ -332,6 +334,16 @@ class PipelineInputs:
         for step in args.trainable_steps:
             if step not in found:
                 policy.refuse_step(step, found)
+        for name in experts:
+            if passing[name].isdisjoint(args.trainable_steps):
+                logger.warning(
+                    "%s will not be trained: it runs in %s, and only %s may be trained. Set sde_window to train it "
+                    "too, or train_component=%r to spare its memory.",
+                    name,
+                    _describe_steps(passing[name]),
+                    _describe_steps(args.trainable_steps),
+                    ", ".join(other for other in policy.component if other != name),
+                )
 
     def check_shared_calls(self, policy: Policy, row: dict[str, Any], loss_type: str) -> None:
         """Refuse a pipeline that takes one sample per call, as far as that shows before its network runs.
@@ -402,6 +414,13 @@ def find_missing(parameters: Mapping[str, inspect.Parameter], given: Collection[
     """
     needed = [name for name, it in parameters.items() if it.default is it.empty and it.kind not in VARIADIC]
     return [name for name in needed if name not in {"self", "prompt", *given}]
+
+
+def _describe_steps(steps: Collection[int]) -> str:
+    if not steps:
+        return "no step"
+    first, last = min(steps), max(steps)
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _gather_asked(

@@ -99,11 +99,14 @@ class DistributedBackend:
             ValueError: one sentence with what to change.
         """
 
-    def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+    def check_run(
+        self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool, has_values: bool
+    ) -> None:
         """Refuse a run that these processes cannot train.
 
         Args:
             component: names of the trained networks.
+            processes: number of processes.
             own_steps: whether samples of one rollout train different steps.
             draws_tokens: whether the policy writes tokens.
             has_values: whether a value model is trained beside the policy.

@@ -87,14 +87,16 @@ class DeepSpeedBackend(DistributedBackend):
     def check_optimizer(self, name: str) -> None:
         refusals.check_optimizer("zero", name)
 
-    def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+    def check_run(
+        self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool, has_values: bool
+    ) -> None:
         if has_values:
             raise ValueError(VALUES_BESIDE)
         if draws_tokens and self.stage == 3 and not self._gathers_whole:
             raise ValueError(LAYERED_TOKENS)
         if len(component) > 1 and "optimizer" in self._plugin.hf_ds_config.config:
             raise ValueError(ONE_GROUP.format(networks=", ".join(component)))
-        if len(component) == 1 or self.accelerator.num_processes == 1:
+        if len(component) == 1 or processes == 1:
             return
         if self.stage >= 2 and own_steps:
             reason, change = (

@@ -91,7 +91,9 @@ class FSDP2Backend(DistributedBackend):
     def check_optimizer(self, name: str) -> None:
         refusals.check_optimizer("fsdp2", name)
 
-    def check_run(self, component: tuple[str, ...], own_steps: bool, draws_tokens: bool, has_values: bool) -> None:
+    def check_run(
+        self, component: tuple[str, ...], *, processes: int, own_steps: bool, draws_tokens: bool, has_values: bool
+    ) -> None:
         if has_values:
             raise ValueError(VALUES_BESIDE)
         if draws_tokens:

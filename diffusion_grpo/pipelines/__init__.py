@@ -8,7 +8,7 @@ from diffusers import DiffusionPipeline
 from .family import Family
 from .glm_image import GlmImage
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "Family", "family_of", "family_of_class"]
 
 FAMILIES: dict[str, Family] = {"GlmImagePipeline": GlmImage()}
 
@@ -23,4 +23,9 @@ def family_of(pipe: DiffusionPipeline) -> Family:
         >>> type(family_of(pipe)).__name__
         'Family'
     """
-    return next((FAMILIES[cls.__name__] for cls in type(pipe).__mro__ if cls.__name__ in FAMILIES), Family())
+    return family_of_class(type(pipe))
+
+
+def family_of_class(pipeline: type[DiffusionPipeline]) -> Family:
+    """Return the family of a pipeline's class; see [`family_of`]."""
+    return next((FAMILIES[cls.__name__] for cls in pipeline.__mro__ if cls.__name__ in FAMILIES), Family())

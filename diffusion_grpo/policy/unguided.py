@@ -42,9 +42,7 @@ def switch_guidance_off(
     guider = getattr(pipe, "guider", None)
     refuse_guider(type(pipe).__name__, None if guider is None else type(guider).__name__)
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
-    # a scale that is None unless given follows the first one
-    used = [name for name in parameters if inputs.get(name, parameters[name].default) is not None]
-    _refuse_unknown(pipe, used)
+    used = refuse_unknown_scales(type(pipe), inputs)
     scales = OFF | ({"guidance_scale": 0.0} if _adds_guidance(pipe) else {})
     if any(_embeds_guidance(pipe, network) for network in networks):
         del scales["guidance_scale"]
@@ -86,13 +84,29 @@ def _embeds_guidance(pipe: DiffusionPipeline, network: nn.Module) -> bool:
     return hasattr(config, "get") and any(config.get(name) for name in names)
 
 
-def _refuse_unknown(pipe: DiffusionPipeline, names: Sequence[str]) -> None:
-    unknown = [name for name in names if SCALE.fullmatch(name) and name not in (*OFF, *STAYS)]
+def refuse_unknown_scales(pipeline: type[DiffusionPipeline], inputs: Mapping[str, Any]) -> list[str]:
+    """Refuse a pipeline that guides by a scale of which no value is known that switches it off.
+
+    Args:
+        pipeline: its class.
+        inputs: keyword arguments of its call, as far as they are known.
+
+    Returns:
+        the names of all arguments that have a value in the call.
+
+    Raises:
+        UnsupportedPipeline: there is such a scale.
+    """
+    parameters = inspect.signature(inspect.unwrap(pipeline.__call__)).parameters
+    # a scale that is None unless given follows the first one
+    used = [name for name in parameters if inputs.get(name, parameters[name].default) is not None]
+    unknown = [name for name in used if SCALE.fullmatch(name) and name not in (*OFF, *STAYS)]
     if unknown:
         raise UnsupportedPipeline(
-            f"{type(pipe).__name__} also guides by {', '.join(unknown)}, which no known value switches off, but "
+            f"{pipeline.__name__} also guides by {', '.join(unknown)}, which no known value switches off, but "
             "losses on re-noised samples train the prediction without guidance; use loss_type='grpo'."
         )
+    return used
 
 
 def refuse_guider(pipeline: str, guider: str | None) -> None:

@@ -19,6 +19,7 @@ from ..rollout.value_model import ValueModel
 from .average import PolicyAverage
 from .metrics import Metrics
 from .offload import FrozenOffload, place_pipeline
+from .trained_networks import check_processes
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def make_learner(
         ValueError: processes that cannot train this policy, or an unknown loss or setting of it.
     """
     networks, has_values = policy.networks, args.advantage_estimator == "gae"
-    backend.check_run(policy.component, args.trains_own_steps, policy.draws_tokens, has_values)
+    check_processes(args, policy.component, policy.draws_tokens, backend)
     weights = backend.trained_weights(model, take_turns=len(policy.component) > 1)
     reference = make_reference(args, policy, model, backend, is_full_training)
     copies = [] if reference is None or reference.module is None else [reference.module]

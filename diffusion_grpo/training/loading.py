@@ -6,8 +6,6 @@ from peft import PeftConfig
 from torch import nn
 from transformers import set_seed
 
-from ..algorithms.choose import find_algorithm
-from ..config.checks import check_token_settings
 from ..config.settings import DiffusionGRPOConfig
 from ..data.inputs import PipelineInputs
 from ..distributed.failure import ProcessGroupMonitor
@@ -17,6 +15,7 @@ from ..rollout.scoring import takes_only_latents
 from .model import load_pipeline, prepare_model, stand_in_for_encoders
 from .prompt_embeds import PromptEmbeds, make_prompt_embeds
 from .start import CheckedRun, RunRewards
+from .trained_networks import check_tokens
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,8 @@ def load_policy(given: CheckedRun, peft_config: PeftConfig | None, monitor: Proc
         access=backend.network_access(model),
         log_prob_type=args.log_prob_type,
     )
+    if policy.draws_tokens and given.inputs is None:  # code from elsewhere, of which little is known before
+        check_tokens(args)
     check_policy(args, policy, given.rewards)
     return LoadedPolicy(policy, model, inputs, make_prompt_embeds(args, given, policy, inputs, monitor))
 
@@ -71,14 +72,7 @@ def check_policy(args: DiffusionGRPOConfig, policy: Policy, rewards: RunRewards)
     Raises:
         ValueError: settings of another kind of policy, or rewards that take latents where there are none.
     """
-    if policy.draws_tokens:
-        check_token_settings(args)
-        if getattr(find_algorithm(args.loss_type), "needs_old_mean", False):
-            raise ValueError(
-                f"loss_type={args.loss_type!r} compares means of denoising steps, which tokens lack; use a loss "
-                "without @needs_old_mean, or train the denoising network."
-            )
-    elif args.noise_in_last_step:
+    if not policy.draws_tokens and args.noise_in_last_step:
         policy.check_noise_in_last_step()
     if any(map(takes_only_latents, rewards.all)):
         policy.check_latents()

@@ -26,7 +26,7 @@ from ..distributed.backend import DistributedBackend
 from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
 from ..policy.schedulers import stochastic_scheduler
-from ..policy.unguided import refuse_guider
+from ..policy.unguided import refuse_guider, refuse_unknown_scales
 from ..run import adapters
 from .block_swap import BlockSwap
 from .compiling import compile_blocks
@@ -36,6 +36,7 @@ from .pipeline_checks import check_processors
 from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
 from .scheduler_settings import change_scheduler, check_sigmas
 from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_encoders
+from .trained_networks import choose_networks, list_components
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 
@@ -168,14 +169,34 @@ def check_packages(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) ->
         check_processors(_read_index(model, args), given)
 
 
-def check_guider(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
-    """Refuse guidance that cannot be switched off for an algorithm that trains the prediction without it.
+def find_networks(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> tuple[str, ...]:
+    """Name the networks that are trained: of a pipeline, or of a named model that is not loaded yet.
 
     Raises:
-        UnsupportedPipeline: the pipeline guides by a component.
+        UnsupportedPipeline: the pipeline has no such network.
+    """
+    if isinstance(model, DiffusionPipeline):
+        return policy_component(model, args.train_component)
+    return choose_networks(list_components(_read_index(model, args)), args.train_component)
+
+
+def check_guider(
+    model: str | DiffusionPipeline, pipeline: type[DiffusionPipeline] | None, args: DiffusionGRPOConfig
+) -> None:
+    """Refuse guidance that cannot be switched off for an algorithm that trains the prediction without it.
+
+    Args:
+        model: as the user gave it.
+        pipeline: of [`pipeline_class`].
+        args: of the run.
+
+    Raises:
+        UnsupportedPipeline: the pipeline guides by a component, or by a scale that is not known.
     """
     if not args.traits.is_renoised:
         return
+    if pipeline is not None:
+        refuse_unknown_scales(pipeline, args.pipeline_kwargs or {})
     if isinstance(model, DiffusionPipeline):
         guider = getattr(model, "guider", None)
         refuse_guider(type(model).__name__, None if guider is None else type(guider).__name__)

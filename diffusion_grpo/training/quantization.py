@@ -18,8 +18,9 @@ from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from torch import nn
 
 from ..config.quantization import TORCHAO_TRAINABLE, QuantizationSpec, check_specs, choose_specs
-from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
+from ..policy.base import policy_component
 from ..policy.quantized import find_quantization
+from .trained_networks import choose_networks, list_components
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +93,8 @@ def plan_loading(args: Any, index: Mapping[str, Any], train_component: str | Non
     Raises:
         ValueError: see [`~diffusion_grpo.config.quantization.choose_specs`].
     """
-    components = {
-        name: tuple(entry)
-        for name, entry in index.items()
-        if isinstance(entry, (list, tuple)) and len(entry) == 2 and None not in entry
-    }
-    if train_component:
-        trained = split_component(train_component)
-    else:
-        first = next((n for n in POLICY_COMPONENTS if n in components or f"{n}_2" in components), "transformer")
-        trained = tuple(name for name in (first, f"{first}_2") if name in components)
+    components = list_components(index)
+    trained = choose_networks(components, train_component)
     return QuantizedLoading(choose_specs(args, components, trained), components, trained)
 
 

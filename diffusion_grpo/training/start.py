@@ -51,6 +51,7 @@ from .model import (
     check_packages,
     check_reentrant,
     check_scheduler,
+    find_networks,
     name_model,
     name_networks,
     pipeline_class,
@@ -59,6 +60,7 @@ from .model import (
 from .pipeline_checks import check_given_parts
 from .quantization import QuantizedLoading, list_trained_methods
 from .trackers import check_trackers
+from .trained_networks import check_trained_networks
 from .watched_rewards import load_watched_rewards
 
 # settings that a trainer reads when it is made, and not again
@@ -159,7 +161,9 @@ def check_run(
     pipeline = pipeline_class(model, args)
     check_packages(model, args)
     check_scheduler(model, pipeline, args)
-    check_guider(model, args)
+    check_guider(model, pipeline, args)
+    if pipeline is not None:
+        check_trained_networks(find_networks(model, args), pipeline, args, backend)
     watched = check_watched(args, rewards.all, eval_dataset, pipeline)
     check_best_metric(args, rewards.all, watched, eval_dataset if isinstance(eval_dataset, dict) else ())
     if args.cache_prompt_embeds != "off" and pipeline is not None:

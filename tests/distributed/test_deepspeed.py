@@ -183,8 +183,7 @@ def test_experts_that_processes_cannot_share_are_refused(stage, permute_steps, o
     config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": zero})
     plugin = SimpleNamespace(zero_stage=stage, hf_ds_config=config)
     backend = DeepSpeedBackend(None, ContextGroups(), plugin)
-    backend.bind(SimpleNamespace(num_processes=2), [])
-    run = {"own_steps": permute_steps, "draws_tokens": False, "has_values": False}
+    run = {"processes": 2, "own_steps": permute_steps, "draws_tokens": False, "has_values": False}
     with pytest.raises(ValueError, match=f"transformer, transformer_2 take turns.*{message}"):
         backend.check_run(("transformer", "transformer_2"), **run)
     backend.check_run(("transformer",), **run)
@@ -196,9 +195,9 @@ def test_an_optimizer_of_the_deepspeed_configuration_is_refused_for_two_experts(
     """DeepSpeed makes it, with the weights of both experts in one group."""
     config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}})
     backend = DeepSpeedBackend(None, ContextGroups(), SimpleNamespace(zero_stage=1, hf_ds_config=config))
-    backend.bind(SimpleNamespace(num_processes=processes), [])
+    run = {"own_steps": False, "draws_tokens": False, "has_values": False}
     with pytest.raises(ValueError, match='transformer, transformer_2 take turns.*leave "optimizer" out'):
-        backend.check_run(("transformer", "transformer_2"), own_steps=False, draws_tokens=False, has_values=False)
+        backend.check_run(("transformer", "transformer_2"), processes=processes, **run)
     deepspeed.hide_deepspeed()
 
 

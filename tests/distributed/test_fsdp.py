@@ -335,7 +335,7 @@ def test_units_are_the_blocks_that_a_network_repeats():
 def test_runs_that_sharded_weights_cannot_make_are_refused(monkeypatch, run, match):
     ask(monkeypatch)
     backend = FSDP2Backend(None, ContextGroups(), {}, keeps_gathered=False, processes=2)
-    plain = {"own_steps": False, "draws_tokens": False, "has_values": False}
+    plain = {"processes": 2, "own_steps": False, "draws_tokens": False, "has_values": False}
     with pytest.raises(ValueError, match=match):
         backend.check_run(("transformer", "transformer_2"), **plain | run)
     backend.check_run(("transformer", "transformer_2"), **plain)

@@ -276,7 +276,7 @@ def test_two_processes_train_what_one_does(tmp_path):
 def test_sharded_training_is_refused(kind):
     backend = kind.__new__(kind)  # without a launcher; the check asks for nothing else
     with pytest.raises(ValueError, match="DeepSpeed and FSDP would not train"):
-        backend.check_run(("transformer",), own_steps=False, draws_tokens=False, has_values=True)
+        backend.check_run(("transformer",), processes=2, own_steps=False, draws_tokens=False, has_values=True)
 
 
 def test_the_first_weights_depend_on_the_seed_alone():

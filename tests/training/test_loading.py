@@ -15,7 +15,7 @@ from diffusion_grpo.distributed.failure import ProcessGroupMonitor
 from diffusion_grpo.policy.drivers import UnsupportedPipeline
 from diffusion_grpo.policy.token import TokenPolicy
 from diffusion_grpo.training.loading import check_policy, load_policy
-from diffusion_grpo.training.start import RunRewards, check_run, load_run_rewards
+from diffusion_grpo.training.start import check_run, load_run_rewards
 
 
 def load(folder, seed=0):
@@ -45,14 +45,9 @@ def test_a_lora_around_the_network_is_all_that_is_trained_and_starts_from_the_se
     assert torch.equal(drawn(0, "longer"), first) and not torch.equal(drawn(1, "other"), first)
 
 
-def test_rewards_and_settings_of_another_kind_of_policy_are_refused():
+def test_rewards_that_take_latents_are_refused_where_there_are_none():
     tokens = TokenPolicy.__new__(TokenPolicy)
     tokens.pipe = SimpleNamespace()
-    none = RunRewards([], [], [])
-    with pytest.raises(ValueError, match="noise_level=0.7 is for denoising steps"):
-        check_policy(make_config(noise_level=0.7), tokens, none)
-    with pytest.raises(ValueError, match="dppo' compares means of denoising steps, which tokens lack"):
-        check_policy(make_config(loss_type="diffusion_grpo.losses.dppo"), tokens, none)
     args = make_config()
     with pytest.raises(UnsupportedPipeline, match="A reward takes latents, but SimpleNamespace gives none"):
         check_policy(args, tokens, load_run_rewards([latent_mean], None, args))
