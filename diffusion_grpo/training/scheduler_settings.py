@@ -71,7 +71,7 @@ def check_sigmas(scheduler: SchedulerMixin) -> None:
     """
     name = type(scheduler).__name__
     if step_kind(scheduler) is not FlowSteps:
-        raise ValueError(f"sigmas: they are for flow matching, and the pipeline has a {name}; leave them out.")
+        raise ValueError(f"sigmas work with flow matching only; this pipeline's scheduler is {name}. Leave them out.")
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         raise ValueError(
             f"sigmas: {name} spaces its steps itself; give the pipeline a FlowMatchEulerDiscreteScheduler, or leave "

@@ -132,7 +132,7 @@ def test_the_trainer_refuses_before_weights_are_loaded(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        (diffusers.DDIMScheduler(**BETAS), "are for flow matching, and the pipeline has a DDIMScheduler"),
+        (diffusers.DDIMScheduler(**BETAS), "flow matching only; this pipeline's scheduler is DDIMScheduler"),
         (
             diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
             "UniPCMultistepScheduler spaces its steps itself; give the pipeline a FlowMatchEulerDiscreteScheduler",
@@ -156,7 +156,7 @@ def test_sigmas_are_refused_by_schedulers_that_space_their_steps(scheduler, mess
 def test_sigmas_are_refused_before_weights_are_loaded(tmp_path):
     steps = {"sigmas": [1.0, 0.6, 0.3], "num_inference_steps": 3, "eval_num_inference_steps": 3}
     for name, message in (
-        ("sdxl", "sigmas: they are for flow matching, and the pipeline has a EulerDiscreteScheduler"),
+        ("sdxl", "sigmas work with flow matching only; this pipeline's scheduler is EulerDiscreteScheduler"),
         ("wan", r"sigmas: \w+ spaces its steps itself"),
     ):
         build(name)[0].save_pretrained(tmp_path / name)
