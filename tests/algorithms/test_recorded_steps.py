@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DDIMScheduler, EDMEulerScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 from diffusion_grpo.algorithms.base import RatioError
 from diffusion_grpo.algorithms.batch import MicroBatch, Part
@@ -192,6 +192,33 @@ def test_how_much_steps_differ_as_the_page_says(process):
         factors.append(max(pulls) / min(pulls))
     assert factors[0] == pytest.approx(factor, rel=0.04)
     assert process != "cps" or factors[1] == pytest.approx(740, abs=5)
+
+
+SD_STEPS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "level", "spacing", "first_half", "largest"),
+    [
+        (FlowMatchEulerDiscreteScheduler(shift=3.0), 0.7, {"sigmas": np.linspace(1, 0.1, 10)}, (0.0013, 0.024), 0.38),
+        (EulerDiscreteScheduler(**SD_STEPS, timestep_spacing="leading"), 1.0, 20, (0.20, 0.36), 15),
+        (DDIMScheduler(**SD_STEPS, set_alpha_to_one=False, clip_sample=False), 1.0, 50, (0.071, 0.13), 5.4),
+        (EDMEulerScheduler(), 1.0, 20, (0.000016, 0.019), 5.0),
+    ],
+    ids=["flow", "sdxl", "sd15", "edm"],
+)
+def test_how_far_a_change_of_the_prediction_moves_a_step_as_the_page_says(
+    scheduler, level, spacing, first_half, largest
+):
+    """The factors on the page of dppo: KL_old by the mean squared change of the prediction."""
+    scheduler = stochastic_scheduler(scheduler)
+    scheduler.set_timesteps(**(spacing if isinstance(spacing, dict) else {"num_inference_steps": spacing}))
+    scheduler.first, factors, steps = 0, [], len(scheduler.timesteps) - 1
+    for scheduler.index in range(steps):
+        scale = scheduler.scale(scheduler.timesteps[scheduler.index], torch.zeros(1, 4), level)
+        factors.append(((scale.jacobian / scale.std) ** 2 / 2).item())
+    half = factors[: (steps + 1) // 2]
+    assert (min(half), max(half), max(factors)) == pytest.approx((*first_half, largest), rel=0.04)
 
 
 def test_a_step_drawn_from_the_window_has_its_weight_in_the_window():
