@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from diffusers import UniPCMultistepScheduler
 from tiny_runs import trainer_for
 
 from diffusion_grpo import DiffusionGRPOTrainer, tiny
@@ -19,6 +20,7 @@ from diffusion_grpo.config.parse import parse_train_arguments, read_yaml
 from diffusion_grpo.data.held_out import count_prompts
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.planning.plan import Batches, count_evaluations
+from diffusion_grpo.policy.schedulers import stochastic_scheduler
 from diffusion_grpo.rewards import REWARDS, load_rewards
 
 ROOT = Path(__file__).parent.parent
@@ -66,10 +68,20 @@ def test_fast_examples_say_what_they_save(name, tmp_path, monkeypatch):
         trained = (args.best_of_n or args.num_generations) / args.num_generations
         cost = passes["rollout"] + 3 * trained * passes["update, with gradient"]
         cost += passes.get("reference in the update", 0)
-        is_embedded = name in ("flux", "hunyuan_video")
+        is_embedded = name in ("flux", "flux_kontext", "hunyuan_video")
         scale = args.pipeline_kwargs.get("true_cfg_scale") if args.pipeline_kwargs else None
         is_guided = not is_embedded and (scale or args.guidance_scale) != 1
         assert cost * (2 if is_guided else 1) == pytest.approx(float(said), rel=0.05), file
+
+
+def test_the_fast_file_of_two_experts_trains_each_as_often():
+    """The pipeline hands steps from timestep 875 on to the first expert (`boundary_ratio` of Wan 2.2 A14B)."""
+    values = read_yaml(str(EXAMPLES / "fast" / "wan22_a14b.yaml"))
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, **values["scheduler_kwargs"]}
+    scheduler = stochastic_scheduler(UniPCMultistepScheduler(**flow), values["sde_type"])
+    scheduler.set_timesteps(values["num_inference_steps"])
+    trained = scheduler.timesteps[slice(*values["sde_window"])]
+    assert (trained >= 875).tolist() == [True] * 3 + [False] * 3 and values["sde_window_size"] == 1
 
 
 @pytest.mark.parametrize("file", FILES)
