@@ -30,6 +30,9 @@ class HalfSteps:
     def denoise(self, prediction, timestep, sample):
         return CleanEstimate(sample - self.drop_variance(prediction, sample), torch.ones(()), sample)
 
+    def clean_at_zero(self, prediction, timestep, sample):
+        return sample
+
     def scale(self, timestep, sample, noise_level, count=None):
         return StepScale(torch.full((len(sample),), STD), torch.ones(len(sample)), torch.ones(len(sample)))
 

@@ -22,6 +22,7 @@ import recipes
 from recipe_settings import LEARNING_RATES, RECIPES, Recipe
 
 from benchmarks import weight_sizes
+from diffusion_grpo.policy.trajectory import ROUNDING_OF_TWO
 from diffusion_grpo.run.records import write_json
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -331,6 +332,14 @@ def test_recipes_that_this_package_cannot_train_are_named(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recipes.py", "--recipes=mine", "--max-updates=1"])
     recipes.main()
     assert "mine: skipped, this package has no setting no_such\n" in capsys.readouterr().out
+
+
+def test_half_precision_is_compared_with_itself_on_re_noised_samples():
+    found = half_precision.measure_renoised("sd3", steps=4)
+    bound = ROUNDING_OF_TWO
+    assert found["alone"].max() < bound / 3 and found["alone"].any()
+    assert found["prompts"].max() > 3 * bound and found["dropout"].max() > bound
+    assert half_precision.make_renoised_row("sd3", steps=2).count("|") == 6
 
 
 def test_half_precision_is_compared_with_float32_and_with_batches_of_one():

@@ -178,7 +178,7 @@ class Algorithm(Protocol):
         shares_noise: whether re-noised samples of a prompt share noise and times.
         needs_old_errors: for an algorithm on finished samples: whether `loss` needs the denoising errors under the
             policy that made the rollout. If a rollout is trained on more than once, `Part.old_log_probs` then holds
-            minus these errors. Otherwise the errors of a single pass are measured, for `check`.
+            minus these errors. Otherwise the predictions of a single pass are recorded, for `check`.
         chooses_samples: whether the algorithm chooses samples by their advantages. Samples that no reward scored then
             have weight 0, to tell them from samples whose advantage is 0.
         old_decay: of an algorithm on finished samples: how much of itself the old policy keeps after rollout n; it

@@ -11,6 +11,7 @@ from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory, first_of_each
 
 Rows = list[dict[str, Any]]
+RecordedClean = dict[tuple[int, int], Tensor]
 
 
 @dataclasses.dataclass
@@ -31,6 +32,8 @@ class Part:
         groups: (batch,) int64, the same for samples of one prompt.
         group_size: trained samples of each prompt, here and in other parts.
         has_current_old: whether the old policy, whose predictions are in `trajectory`, is still equal to the policy.
+        recorded_clean: predictions of clean samples that were recorded between the rollout and its first update, by
+            initial seed and step; not of all samples and steps.
 
     Examples:
         >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
@@ -51,6 +54,7 @@ class Part:
     groups: Tensor | None = None
     group_size: int | None = None
     has_current_old: bool = False
+    recorded_clean: RecordedClean = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -110,6 +114,13 @@ class Part:
         found = self.trajectory.old_clean
         return None if found is None else found[self.trajectory.steps == step]
 
+    def first_clean(self, step: int) -> Tensor | None:
+        """Return the clean samples that were predicted at one step before the first update; None if not recorded."""
+        keys = [(seed, step) for seed in self.trajectory.initial_seeds.tolist()]
+        if not all(key in self.recorded_clean for key in keys):
+            return None
+        return torch.stack([self.recorded_clean[key] for key in keys])
+
     def advantage(self, step: int) -> Tensor:
         """Return (batch,) or (batch, rewards) advantages at one step, for samples that all train on it.
 
@@ -146,7 +157,7 @@ class MicroBatch:
         calls: indices of the samples that share a pipeline call, as in the rollout.
         advantages, old_log_probs, make_inputs, advantages_by_step, log_ratio, weights: as in [`Part`].
         is_on_policy: whether the policy is still the one that rolled the samples out.
-        groups, group_size, has_current_old: as in [`Part`].
+        groups, group_size, has_current_old, recorded_clean: as in [`Part`].
 
     Examples:
         >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
@@ -172,6 +183,7 @@ class MicroBatch:
     groups: Tensor | None = None
     group_size: int | None = None
     has_current_old: bool = False
+    recorded_clean: RecordedClean = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -201,6 +213,7 @@ class MicroBatch:
             None if self.groups is None else self.groups[indices],
             self.group_size,
             self.has_current_old,
+            self.recorded_clean,
         )
 
     def part_passes(self, take_turns: bool = False) -> list[list[tuple[Part, int]]]:

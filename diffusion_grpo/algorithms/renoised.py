@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..policy.trajectory import Denoised
+from ..policy.trajectory import ROUNDING_OF_TWO, Denoised
 from .base import Algorithm, DriftLimit, PassOutput, Reference, measure_gradient, summarise_samples
 from .batch import MicroBatch, Part
 
@@ -32,9 +32,9 @@ class Renoised(Algorithm):
         beta: weight of the mean squared distance of the prediction to the reference's.
         is_first_replay: whether each rollout is trained on once, so that the policy of an update is the rollout's.
         max_ratio_error: how far the first predictions after a rollout may be from those that were recorded, where they
-            are; None never stops.
-        is_half_precision: whether a network computes in bfloat16 or float16, where a difference is only warned of:
-            rounding moves predictions by a share of their size, in compiled graphs more than in others.
+            are, relative to the size of a sample's prediction; None never stops.
+        is_half_precision: whether a network computes in bfloat16 or float16, where a difference that rounding explains
+            is only warned of.
         take_turns: whether several networks share the steps.
         warns: whether this process is the one that warns.
 
@@ -67,7 +67,8 @@ class Renoised(Algorithm):
 
         What is logged is (batch,) too, and averaged over the samples that count; of what ends in `/min` or `/max` the
         smallest or the largest is taken. NaN stands for a sample of which there is nothing to measure. A single number
-        is logged as it is.
+        is logged as it is. What begins with `loss/` is a term of the losses, which `loss/policy` then does not
+        contain.
 
         Args:
             now: the clean samples that the policy predicts.
@@ -90,38 +91,57 @@ class Renoised(Algorithm):
         old = now.clean.detach() if recorded is None else recorded.to(now.clean)
         losses, measured = self.sample_losses(now, old, distant, part, step)
         weights = torch.ones_like(losses) if part.weights is None else part.weights.to(losses)
-        measured |= {"loss/policy": (weights * losses).mean(), "denoising_error": now.error()}
+        terms = {name: values for name, values in measured.items() if name.startswith("loss/")}
+        terms["loss/policy"] = losses - sum(terms.values())
+        measured |= {name: (weights * values).mean() for name, values in terms.items()}
+        measured["denoising_error"] = now.error()
         if distant is not None:
             distance = now.error(distant.clean)
             measured |= {"loss/kl": self.beta * (weights * distance).mean(), "kl": distance}
             measured["velocity/ratio_to_ref"] = now.norm() / distant.norm().clamp(min=1e-12)
             losses = losses + self.beta * distance
         metrics, counts = summarise_samples(measured, part.weights)
-        total, drift = (weights * losses).sum(), 0.0
-        if part.has_current_old and recorded is not None:
-            drift = float((now.clean.detach() - old).abs().max())
-        elif not self.is_first_replay:
-            drifts = (now.error().detach() + part.old_log_prob(step).to(total)).abs()
-            is_known = part.old_log_prob(step).isfinite() | now.error().detach().isnan()
-            drift = float(drifts[is_known].max()) if is_known.any() else 0.0
+        total = (weights * losses).sum()
         metrics |= measure_gradient(total, now.clean, now.share, step)
-        return PassOutput(total.to(now.clean.dtype), metrics, drift, counts)
+        return PassOutput(total.to(now.clean.dtype), metrics, self._measure_drift(part, step, now), counts)
+
+    def _measure_drift(self, part: Part, step: int, now: Denoised) -> float:
+        """Return how far predictions are from those recorded after the rollout, relative to their size; 0 if unknown.
+
+        Where only errors were recorded, this is the least that it can be.
+        """
+        recorded = part.old_clean(step) if part.has_current_old else part.first_clean(step)
+        if recorded is not None:
+            return float(now.difference(recorded).max())
+        if self.measures_errors:
+            return float(now.least_difference(-part.old_log_prob(step)).max())
+        return 0.0
+
+    @property
+    def measures_errors(self) -> bool:
+        """Whether the errors of all samples are measured right after the rollout."""
+        return self.needs_old_errors and not self.is_first_replay
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
         """Refuse a first prediction after a rollout that differs from the recorded one by more than `max_ratio_error`.
 
+        In half precision this warns once, and refuses only what rounding does not explain.
+
         Raises:
-            RatioError: such a prediction.
+            RatioError: such a prediction, or one that is not a number.
         """
-        is_measured = not self.is_first_replay and bool(batch.old_log_probs.isfinite().any())
-        if not batch.is_on_policy or not (is_measured or batch.has_current_old):
+        is_measured = batch.has_current_old or batch.recorded_clean or self.measures_errors
+        if not batch.is_on_policy or not is_measured:
             return {}
+        beyond = "this is more than half precision explains, and " if self.is_half_precision else ""
         self._limit.check(
             drift,
-            "The first predictions after a rollout are",
-            "the update does not see what was recorded. Look for dropout or randomness in the pipeline, or for inputs "
-            "that differ between the two.",
-            explanation="in half precision rounding may explain it." if self.is_half_precision else None,
+            "Relative to their size, the first predictions after a rollout are",
+            f"{beyond}the update does not see what was recorded. Look for dropout or randomness in the pipeline, or "
+            "for inputs that differ between the two.",
+            explanation="rounding in half precision explains it."
+            if self.is_half_precision and drift <= ROUNDING_OF_TWO
+            else None,
         )
         return {"prediction/max_error": drift}
 

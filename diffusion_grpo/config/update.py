@@ -140,8 +140,8 @@ class UpdateSettings:
         default=1e-4,
         metadata={
             "help": "Stop if a replay right after the rollout gives a ratio that differs from 1 by more than this. In "
-            "bf16 and fp16, the run only warns once if rounding explains the difference (on re-noised samples, "
-            "whenever the difference is finite). None never stops."
+            "bf16 and fp16, the run only warns once if rounding explains the difference. On re-noised samples, it is "
+            "the difference of first predictions, relative to their size. None never stops."
         },
     )
 

@@ -202,6 +202,15 @@ class StochasticScheduler:
         """Return the clean sample that the current step predicts, float32, with the gradient of `prediction`."""
         raise NotImplementedError
 
+    @torch.no_grad()
+    def clean_at_zero(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        """Return the clean sample that follows where each number of `prediction` is 0; float32."""
+        given, self.options = self.options, {}  # Cosmos hands over a clean sample, made from the network's output
+        try:
+            return self.denoise(torch.zeros_like(prediction), timestep, sample).clean
+        finally:
+            self.options = given
+
     def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         """Return the (batch,) log-probability of the latent that a step left, given mean and std."""
         return LOG_PROBS[self.log_prob_type](next_latents, mean, std)

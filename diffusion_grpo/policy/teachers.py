@@ -154,7 +154,7 @@ class Denoiser(Follower):
         seeds = [sample_seed("renoise", int(seed), index) for seed in samples.seeds]
         self.generators = make_generators(torch.tensor(seeds))
         self.handed: list[Tensor] = []
-        self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
         self.found: Denoised | None = None
 
     def hand_over(self, index: int, sample: Tensor, scheduler: StochasticScheduler | None = None) -> Tensor:
@@ -183,7 +183,8 @@ class Denoiser(Follower):
             return self.hand_over(index, sample, scheduler)
         sample, number = sample.detach(), len(self.parts)
         clean, share, origin, moves = scheduler.denoise(prediction, timestep, sample)
-        clean, origin, arrived, share = first_rows((clean, origin, sample, share), sample, self.count)
+        still = scheduler.clean_at_zero(prediction, timestep, sample)
+        clean, origin, arrived, share, still = first_rows((clean, origin, sample, share, still), sample, self.count)
         stays, seen = self.handed[number] == arrived, self.watch.seen[number]
         if seen is None:
             raise UnsupportedPipeline(
@@ -191,14 +192,14 @@ class Denoiser(Follower):
                 "what it holds fixed in them cannot be found; train it on recorded steps (loss_type=grpo)."
             )
         moves = stays & seen if moves is None else stays & seen & moves[: self.count]
-        self.parts.append((clean, share.expand(clean.shape), origin, moves))
+        self.parts.append((clean, share.expand(clean.shape), origin, moves, still))
         if sum(part[0][0].numel() for part in self.parts) >= self.latents[0].numel():
             self.found = self._collect(share)
             raise StepScored
         return sample  # another scheduler steps the other part
 
     def _collect(self, share: Tensor) -> Denoised:
-        clean, shares, origin, moves = (join_latents(list(parts)) for parts in zip(*self.parts, strict=True))
+        clean, shares, origin, moves, still = (join_latents(list(parts)) for parts in zip(*self.parts, strict=True))
         if not moves.flatten(1).any(1).all():
             raise UnsupportedPipeline(
                 "The pipeline changes all its latents between two steps, so that no step is handed a re-noised sample "
@@ -206,4 +207,4 @@ class Denoiser(Follower):
             )
         target = self.latents.to(clean).reshape(clean.shape)
         share = shares if len(self.parts) > 1 else share
-        return Denoised(clean, target, share, origin, None if moves.all() else moves)
+        return Denoised(clean, target, share, origin, None if moves.all() else moves, still)

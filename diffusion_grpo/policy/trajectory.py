@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 ROUNDING = 0.25  # by how much of its size half precision may change a prediction, guidance included
+# by how much of its size a prediction may differ between two passes in half precision of the same inputs, without
+# guidance: 8 times the epsilon of bfloat16; see docs/how_it_works.md
+ROUNDING_OF_TWO = 8 * 2.0**-7
 
 
 @dataclasses.dataclass
@@ -157,6 +160,8 @@ class Denoised:
             matching, v-prediction for variance-preserving schedules.
         moves: (batch, ...) bool, False for elements that the pipeline holds fixed (conditions, first frames, what lies
             outside an inpainting mask) and which are therefore no target; None where all count.
+        clean_at_zero: (batch, ...) float32, the clean sample that follows from a prediction of 0; None where that is
+            `origin`, as for flow matching.
 
     Examples:
         >>> ones = torch.ones(1, 4)
@@ -169,6 +174,7 @@ class Denoised:
     share: Tensor
     origin: Tensor
     moves: Tensor | None = None
+    clean_at_zero: Tensor | None = None
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the (batch,) mean of `values`, shaped like `clean`, over what moves; float64."""
@@ -185,6 +191,29 @@ class Denoised:
     def norm(self) -> Tensor:
         """Return the (batch,) root mean square of `v`; float64, without gradient."""
         return self.mean(((self.origin - self.clean.detach()) / self.share) ** 2).sqrt()
+
+    @torch.no_grad()
+    def size(self) -> Tensor:
+        """Return the (batch,) root mean square of the network's own prediction, in units of `v`; float64.
+
+        A change of the prediction by a share of its size changes `v` by that share of this one. It equals `norm` for
+        flow matching, and differs where `v` holds a part of the noised sample (noise prediction, EDM).
+        """
+        still = self.origin if self.clean_at_zero is None else self.clean_at_zero
+        return self.mean(((self.clean - still) / self.share) ** 2).sqrt().clamp(min=1e-12)
+
+    @torch.no_grad()
+    def difference(self, other: Tensor) -> Tensor:
+        """Return how far the prediction is from that of another clean sample, relative to its size, (batch,)."""
+        return self.error(other).sqrt() / self.size()
+
+    @torch.no_grad()
+    def least_difference(self, error: Tensor) -> Tensor:
+        """Return how far it is at least from a prediction of which only the `error` to the target is known, (batch,).
+
+        By the triangle inequality it is at least the difference of the roots of both errors.
+        """
+        return (self.error().sqrt() - error.to(self.size()).sqrt()).abs() / self.size()
 
 
 @dataclasses.dataclass

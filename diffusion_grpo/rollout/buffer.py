@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..algorithms.batch import MicroBatch, Rows
+from ..algorithms.batch import MicroBatch, RecordedClean, Rows
 from ..data.inputs import PipelineInputs
 from ..policy.token_process import TokenTrajectory
 from ..policy.trajectory import CleanSamples, Trajectory
@@ -44,6 +44,8 @@ class RolloutBuffer:
         old_log_probs: (samples, steps) float32, the denominator of the ratio; for re-noised samples float64, minus the
             denoising error under the policy that rolled out, once it was measured.
         has_current_old: whether the old policy of the samples' `old_clean` has not moved away from the policy yet.
+        recorded_clean: predictions on re-noised samples in the rollout's first pass, as in
+            [`~diffusion_grpo.algorithms.batch.Part`]; a checkpoint needs none, as it follows the update they are for.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class RolloutBuffer:
         self.advantages, self.targets, self.weights = advantages, targets, weights
         self.old_log_probs = torch.cat([sample.anchor() for sample in self.samples])
         self.has_current_old = False
+        self.recorded_clean: RecordedClean = {}
         self.micro_batch_size, self.seed, self.updates = micro_batch_size, seed, updates
         self.positions = torch.arange(len(rows)) if positions is None else positions
         self.on_policy_slots = self.micro_batches if on_policy_slots is None else on_policy_slots
@@ -94,10 +97,11 @@ class RolloutBuffer:
 
     def part(self, indices: slice, is_on_policy: bool = True) -> MicroBatch:
         """Return consecutive samples, by their indices, as a micro-batch."""
-        rows = self.rows[indices]
+        rows, samples = self.rows[indices], self.samples[indices]
+        seeds = {int(sample.initial_seeds) for sample in samples} if self.recorded_clean else set()
         return MicroBatch(
             rows,
-            self.samples[indices],
+            samples,
             self.inputs.parts(rows),
             self.advantages[indices],
             self.old_log_probs[indices],
@@ -108,6 +112,7 @@ class RolloutBuffer:
             groups=self.groups[indices],
             group_size=self.group_size,
             has_current_old=self.has_current_old,
+            recorded_clean={key: clean for key, clean in self.recorded_clean.items() if key[0] in seeds},
         )
 
     def chunks(self) -> list[slice]:
@@ -130,15 +135,23 @@ class RolloutBuffer:
             pairs = zip(self.samples, means, strict=True)
             self.samples = [dataclasses.replace(sample, means=mean) for sample, mean in pairs]
 
-    def anchor_one_pass(self, replay: Callable[[MicroBatch], Tensor]) -> None:
-        """Set `old_log_probs` of the rollout's first pass, before any update; the others are NaN.
+    def measure_errors(self, measure: Callable[[MicroBatch], tuple[Tensor, RecordedClean]]) -> None:
+        """Set `old_log_probs` to minus the errors of re-noised samples, and `recorded_clean`, before any update.
 
         Args:
-            replay: returns (batch, steps) of a micro-batch.
+            measure: returns (batch, steps) minus the errors of a micro-batch, and the predictions of its first pass.
         """
-        first, *_ = self.chunks()
-        self.old_log_probs = torch.full_like(self.old_log_probs, torch.nan)
-        self.old_log_probs[first] = replay(self.part(first)).to(self.old_log_probs)
+        found = [measure(self.part(chunk)) for chunk in self.chunks()]
+        self.old_log_probs = torch.cat([errors for errors, _ in found])
+        self.recorded_clean = found[0][1]
+
+    def record_first_pass(self, predict: Callable[[MicroBatch], RecordedClean]) -> None:
+        """Set `recorded_clean` from the rollout's first pass, before any update.
+
+        Args:
+            predict: returns the predictions of a micro-batch's first pass.
+        """
+        self.recorded_clean = predict(self.part(self.chunks()[0]))
 
     def record_old(self, predict: Callable[[MicroBatch], list[Tensor]], is_current: bool) -> None:
         """Store the old policy's prediction of each re-noised sample at each of its steps.

@@ -294,15 +294,17 @@ class RolloutGenerator:
             order.sizes.num_generations,
             order.sizes.trained_per_prompt,
         )
-        if self._anchors_on_replay:
+        if self._anchors_on_replay and self._keeps_clean:
+            self._run_passes(buffer.measure_errors, self._replays.measure_errors)
+        elif self._anchors_on_replay:
             anchor = functools.partial(self._replays.anchor, keeps_means=self._needs_old_mean)
-            self._run_passes(buffer.replay_anchor, self._replays.anchor_clean if self._keeps_clean else anchor)
+            self._run_passes(buffer.replay_anchor, anchor)
         if self._old_policy is not None:
             with self._show_old():
                 predict, is_current = self._replays.predict_clean, not self._old_policy.has_moved
                 self._run_passes(buffer.record_old, predict, is_current)
         if self._checks_one_pass and not self._anchors_on_replay and not buffer.has_current_old:
-            self._run_passes(buffer.anchor_one_pass, self._replays.anchor_one_pass)
+            self._run_passes(buffer.record_first_pass, self._replays.predict_first_pass)
         return buffer
 
     def _weigh_samples(self, found: Estimate, trained: Tensor, positions: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.base import Reference
-from ..algorithms.batch import MicroBatch, Part, Rows
+from ..algorithms.batch import MicroBatch, Part, RecordedClean, Rows
 from ..data.inputs import PipelineInputs
 from ..distributed.backend import DistributedBackend
 from ..policy.base import Policy
@@ -27,6 +27,8 @@ class Replays:
         inputs: of the pipeline's calls.
         backend: keeps processes in step.
         batch_size: number of samples in one pipeline call of a rollout.
+        note: takes the name, mean and number of samples of what `rollout_divergences` measures beside the divergence:
+            `velocity/ratio_to_ref`. None where passes with gradient log it.
 
     Attributes:
         batch_size: as given.
@@ -39,7 +41,9 @@ class Replays:
         inputs: PipelineInputs,
         backend: DistributedBackend,
         batch_size: int,
+        note: Callable[[str, float, int], None] | None = None,
     ):
+        self._note = note
         self._policy, self._reference, self._inputs = policy, reference, inputs
         self._backend, self.batch_size = backend, batch_size
 
@@ -60,16 +64,25 @@ class Replays:
             batch, lambda places, part, step: measure(self._policy.replay(**part.replay_arguments(step)), places)
         ), means
 
-    def anchor_clean(self, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
-        """Return (batch, steps) minus the denoising error of the re-noised samples, and no means."""
-        return self._measure(batch, lambda places, part, step: self._error(part, step)), []
+    def measure_errors(self, batch: MicroBatch) -> tuple[Tensor, RecordedClean]:
+        """Return (batch, steps) minus the denoising error of re-noised samples, and the first pass's predictions."""
+        return self._record_first(batch)
 
-    def anchor_one_pass(self, batch: MicroBatch) -> Tensor:
-        """Return (batch, steps) minus the denoising error where the first pass measures it, NaN elsewhere."""
-        return self._measure(batch, lambda places, part, step: self._error(part, step), passes=1)
+    def predict_first_pass(self, batch: MicroBatch) -> RecordedClean:
+        """Return the predictions of clean samples in the first pass, by initial seed and step; no other is made."""
+        return self._record_first(batch, passes=1)[1]
 
-    def _error(self, part: Part, step: int) -> Tensor:
-        return -self._policy.denoise(part.inputs, part.trajectory, step).error()
+    def _record_first(self, batch: MicroBatch, passes: int | None = None) -> tuple[Tensor, RecordedClean]:
+        first: RecordedClean = {}
+
+        def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:
+            now, samples = self._policy.denoise(part.inputs, part.trajectory, step), part.trajectory
+            if not first:
+                seeds = samples.initial_seeds.tolist()
+                first.update({(seed, step): clean.to(samples.latents) for seed, clean in zip(seeds, now.clean)})
+            return -now.error()
+
+        return self._measure(batch, measure, passes), first
 
     @torch.no_grad()
     def predict_clean(self, batch: MicroBatch) -> list[Tensor]:
@@ -93,18 +106,28 @@ class Replays:
         return batch.mean_over_steps(now - batch.old_log_probs.to(now))
 
     def divergences(self, batch: MicroBatch) -> Tensor:
-        """Return (batch, steps) KL divergence of the current policy from the reference."""
-        return self._measure(batch, lambda places, part, step: self._divergence(part, step))
+        """Return (batch, steps) KL divergence of the current policy from the reference, and note what goes with it."""
+        compared: dict[str, Tensor] = {}
+
+        def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:
+            arguments = part.replay_arguments(step)
+            now, reference = self._policy.replay(**arguments), self._reference.replay(**arguments)
+            for name, values in now.compare(reference).items():
+                found = compared.setdefault(name, torch.full_like(batch.old_log_probs, torch.nan))
+                for (index, column), value in zip(places, values.tolist(), strict=True):
+                    found[index, column] = value
+            return now.divergence(reference.mean)
+
+        divergences = self._measure(batch, measure)
+        for name, values in compared.items() if self._note is not None else ():
+            self._note(name, values.double().mean().item(), len(batch))
+        return divergences
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
         """Return (samples, steps) KL divergence from the reference, in the batches of the rollout."""
         advantages = torch.zeros(len(rows))
         buffer = RolloutBuffer(rows, samples, advantages, self._inputs, self.batch_size, seed=0)
         return torch.cat([self.divergences(buffer.part(chunk)) for chunk in buffer.chunks()])
-
-    def _divergence(self, part: Part, step: int) -> Tensor:
-        arguments = part.replay_arguments(step)
-        return self._policy.replay(**arguments).divergence(self._reference.replay(**arguments).mean)
 
     @torch.no_grad()
     def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor], passes: int | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from diffusion_grpo.algorithms.choose import check_loss_kwargs, load_algorithm
 from diffusion_grpo.algorithms.dgpo import DGPO, DPO
 from diffusion_grpo.algorithms.nft import NFT
 from diffusion_grpo.algorithms.renoised import Renoised, refuse_torn_groups, sum_over_group
+from diffusion_grpo.policy.trajectory import Denoised
 
 RENOISED = {name: cls for name, cls in ALGORITHMS.items() if getattr(cls, "needs", None) == "clean"}
 
@@ -156,55 +157,115 @@ def test_passes_train_each_sample_at_its_own_steps():
 # The first pass after a rollout
 
 
-def test_drift_is_how_far_the_prediction_is_from_the_recorded_one():
-    given = problem(has_old=True)
+class NoErrors(Plain):
+    """It asks for no errors of the rollout's policy, so that one pass is recorded."""
+
+    needs_old_errors = False
+
+
+def relative(given, other):
+    """(samples,) root mean square of what two predictions of v differ by, relative to that of the policy's."""
+    velocity = (given.origin - given.clean) / given.share
+    return (squares(given, given.clean, other) / mean(given, velocity**2)).sqrt().detach()
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_drift_is_the_largest_difference_from_the_old_prediction_relative_to_its_size(is_masked):
+    given = problem(has_old=True, is_masked=is_masked)
     part = changed(given, has_current_old=True)
     drift = Plain().loss(given.policy, None, part, 3).drift
-    assert drift == pytest.approx((given.clean - given.old).abs().max().item())
+    assert drift == pytest.approx(relative(given, given.old).max().item())
     assert Plain().loss(given.policy, None, given.part, 3).drift == 0.0  # the old policy has moved away
+
+
+def test_drift_from_the_predictions_of_a_recorded_pass():
+    given = problem()
+    other = given.clean.detach() + 0.1 * torch.randn_like(given.clean)
+    part = changed(given, recorded_clean={(seed, 3): other[seed] for seed in range(6)})
+    algorithm = NoErrors(is_first_replay=False)
+    drift = algorithm.loss(given.policy, None, part, 3).drift
+    assert drift == pytest.approx(relative(given, other).max().item()) and drift > 0.02
+    assert algorithm.loss(given.policy, None, part, 1).drift == 0.0  # another pass than the recorded one
+
+
+def test_of_recorded_errors_drift_is_the_least_difference_of_predictions():
+    """It is reached where the prediction moves straight away from the target."""
+    given = problem()
+    moved = given.target + 1.5 * (given.clean.detach() - given.target)
     recorded = torch.zeros(6, 2, dtype=torch.float64)
+    recorded[:, 1] = -squares(given, moved).detach()
+    algorithm, part = Plain(is_first_replay=False), changed(given, old_log_probs=recorded)
+    assert algorithm.loss(given.policy, None, part, 3).drift == pytest.approx(relative(given, moved).max().item())
+    moved = given.clean.detach() + 0.1 * torch.randn_like(given.clean)
+    recorded[:, 1] = -squares(given, moved).detach()
+    assert 0 < algorithm.loss(given.policy, None, part, 3).drift < relative(given, moved).max().item()
     recorded[:, 1] = -squares(given, given.clean).detach()
-    again = Plain(is_first_replay=False)
-    part = changed(given, old_log_probs=recorded)
-    assert again.loss(given.policy, None, part, 3).drift < 1e-14
-    recorded[2, 1] += 0.25
-    assert again.loss(given.policy, None, part, 3).drift == pytest.approx(0.25)
+    assert algorithm.loss(given.policy, None, part, 3).drift < 1e-14
+
+
+def test_the_size_of_a_prediction_is_that_of_the_networks_own_output():
+    """A tenth of a noise prediction is a drift of a tenth, however much of v the noised sample makes up."""
+    draw = torch.Generator().manual_seed(0)
+    clean, noise, wrong = torch.randn(3, 2, 5, generator=draw).double().unbind()
+    alpha = torch.tensor(0.01, dtype=torch.float64)
+    a, b = alpha.sqrt(), (1 - alpha).sqrt()
+    x = a * clean + b * noise
+
+    def denoised(prediction):
+        return Denoised((x - b * prediction) / a, clean, b, a * x, clean_at_zero=x / a)
+
+    now = denoised(wrong)
+    torch.testing.assert_close(now.difference(denoised(0.9 * wrong).clean), torch.full((2,), 0.1, dtype=torch.float64))
+    torch.testing.assert_close(now.size() * a, wrong.pow(2).mean(1).sqrt())
+    nothing = denoised(torch.zeros_like(wrong))
+    assert nothing.difference(nothing.clean).tolist() == [0.0, 0.0]  # a network whose last layer is still 0
 
 
 @pytest.mark.parametrize("drift", [1.1e-4, math.nan, math.inf])
 def test_a_first_prediction_that_is_off_stops_the_run(drift):
     algorithm = Plain(is_first_replay=False)
-    with pytest.raises(RatioError, match="first predictions after a rollout are off by .*max_ratio_error=1e-04"):
+    message = "Relative to their size, the first predictions after a rollout are off by .*max_ratio_error=1e-04: the "
+    with pytest.raises(RatioError, match=message):
         algorithm.check(batch_of(problem()), drift)
     assert algorithm.check(batch_of(problem()), 0.9e-4) == {"prediction/max_error": 0.9e-4}
     never = Plain(is_first_replay=False, max_ratio_error=None).check(batch_of(problem()), drift)
     assert never == pytest.approx({"prediction/max_error": drift}, nan_ok=True)
 
 
-def test_only_passes_that_were_measured_are_compared():
-    """Where one pass of a rollout is measured, the others have NaN."""
+def test_only_passes_that_were_recorded_are_compared():
     given = problem()
-    algorithm = Plain(is_first_replay=False)
-    own = -squares(given, given.clean).detach()
-    columns = torch.full_like(given.part.old_log_probs, torch.nan)
-    columns[:, STEPS.index(3)] = own
-    part = changed(given, old_log_probs=columns)
-    assert algorithm.loss(given.policy, given.reference, part, 3).drift < 1e-9
-    columns[1, STEPS.index(3)] += 0.25
-    assert algorithm.loss(given.policy, given.reference, part, 3).drift == pytest.approx(0.25)
-    unmeasured = changed(given, old_log_probs=torch.full_like(columns, torch.nan))
-    assert algorithm.loss(given.policy, given.reference, unmeasured, 3).drift == 0.0
-    batch = dataclasses.replace(batch_of(given), old_log_probs=unmeasured.old_log_probs)
+    algorithm = NoErrors(is_first_replay=False)
+    part = changed(given, recorded_clean={(seed, 3): given.clean.detach()[seed] for seed in range(6)})
+    batch = batch_of(given)
     assert algorithm.check(batch, 0.0) == {}
+    batch.recorded_clean = part.recorded_clean
+    assert algorithm.check(batch, 0.0) == {"prediction/max_error": 0.0}
+    assert batch.part([0, 1]).recorded_clean is part.recorded_clean
+    assert algorithm.loss(given.policy, None, part, 3).drift == 0.0
     given.clean.data[0] = torch.nan
-    assert math.isnan(algorithm.loss(given.policy, given.reference, part, 3).drift)
+    assert math.isnan(algorithm.loss(given.policy, None, part, 3).drift)
+
+
+def test_in_half_precision_what_rounding_explains_is_warned_of_and_more_stops(caplog):
+    algorithm, batch = Plain(is_half_precision=True), batch_of(problem(), has_current_old=True)
+    algorithm.check(batch, 0.9e-4)
+    assert not caplog.records
+    for _ in range(2):
+        assert algorithm.check(batch, 0.0624) == {"prediction/max_error": 0.0624}  # 8 / 128
+    assert len(caplog.records) == 1 and "rounding in half precision explains it" in caplog.text
+    for drift in (0.0626, math.nan, math.inf):
+        with pytest.raises(RatioError, match="than half precision explains, and the update does not see"):
+            algorithm.check(batch, drift)
+    assert Plain(is_half_precision=True, max_ratio_error=0.1).check(batch, 0.09)
+    with pytest.raises(RatioError, match="max_ratio_error=1e-04: the update does not see"):
+        Plain().check(batch, 0.0624)
 
 
 @pytest.mark.parametrize("warns", [True, False])
 @pytest.mark.parametrize("loss", ["nft", "grpo"])
 def test_drift_is_warned_of_by_one_process(caplog, loss, warns):
     algorithm = load_algorithm(loss, is_half_precision=True, is_first_replay=False, warns=warns)
-    batch = batch_of(problem())
+    batch = batch_of(problem(), has_current_old=True)
     for _ in range(2):
         algorithm.check(batch, 1e-3)
     assert len(caplog.records) == warns
@@ -214,6 +275,7 @@ def test_only_first_predictions_are_checked():
     given = problem()
     assert Plain(is_first_replay=False).check(batch_of(given, is_on_policy=False), 1.0) == {}
     assert Plain().check(batch_of(given), 1.0) == {}  # nothing was recorded that it could be compared with
+    assert NFT(is_first_replay=False).check(batch_of(given), 1.0) == {}  # nor here, in another batch than the first
     with pytest.raises(RatioError):
         Plain().check(batch_of(given, has_current_old=True), 1.0)
 

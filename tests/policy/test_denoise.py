@@ -252,3 +252,21 @@ def test_a_step_beyond_the_loop_is_named():
     _, clean = rollout(pipe, inputs, seeds=[1, 2], num_inference_steps=STEPS, keeps_clean=True)
     with pytest.raises(UnsupportedPipeline, match="there is no step 3 to train at"):
         denoise(pipe, inputs, clean, 3)
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd15", "sd2", "pixart", "cogvideox", "cosmos", "svd", "cascade_prior"])
+def test_a_change_is_measured_relative_to_what_the_network_puts_out(name, monkeypatch):
+    """Whatever it predicts: 10 % more of it is a difference of 10 %."""
+    policy, inputs, _, clean = clean_rollout(name)
+    real = policy.network.forward
+    with torch.no_grad():
+        now = denoise(policy, inputs, clean, 2)
+
+        def scaled(*args, **kwargs):
+            (output,) = real(*args, **kwargs | {"return_dict": False})[:1]
+            return (1.1 * output,)
+
+        monkeypatch.setattr(policy.network, "forward", scaled)
+        other = denoise(policy, inputs, clean, 2)
+    assert now.difference(other.clean).tolist() == pytest.approx([0.1] * 2, rel=1e-3)
+    assert now.difference(now.clean).tolist() == [0.0] * 2
