@@ -100,4 +100,7 @@ class AWM(RenoisedWithOldPolicy):
         losses = torch.maximum(-advantages * ratio, -advantages * clipped)
         distance = now.error(old)
         metrics = {"ratio/mean": ratio, "ratio/min": ratio, "ratio/max": ratio, "old/distance": distance}
-        return losses + self.ema_beta * distance, metrics
+        if self.ema_beta == 0:
+            return losses, metrics
+        pull = self.ema_beta * distance
+        return losses + pull, metrics | {"loss/ema": pull}

@@ -79,6 +79,19 @@ def test_the_average_pulls_the_policy_back():
     assert_close(found, 0.3 * 2 * (given.clean - given.old).detach() / 0.7**2 / 12)
 
 
+def test_the_pull_of_the_average_is_logged_apart_from_the_policy_gradient():
+    given = problem(has_old=True, has_weights=True)
+    out = AWM(ema_beta=0.3, beta=0.2).loss(given.policy, given.reference, given.part, 3)
+    pull = 0.3 * squares(given, given.clean, given.old)
+    policy = reference_loss(given, ema_beta=0.0)
+    assert out.metrics["loss/ema"] == pytest.approx((given.weights * pull).mean().item())
+    assert out.metrics["loss/policy"] == pytest.approx((given.weights * policy).mean().item())
+    terms = sum(out.metrics[f"loss/{name}"] for name in ("policy", "ema", "kl"))
+    assert terms == pytest.approx(out.loss.item() / len(given.part))
+    clipped = AWM(ema_beta=0.0, clip=0.1, is_first_replay=False).loss(given.policy, None, given.part, 3)
+    assert "loss/ema" not in clipped.metrics
+
+
 def test_ghuber_is_finite_with_its_gradient_at_a_perfect_prediction():
     given = problem(distance=0.0)
     out = AWM().loss(given.policy, None, given.part, 3)
