@@ -19,6 +19,7 @@ from diffusion_grpo.policy.rollout import replay
 from diffusion_grpo.policy.trajectory import Trajectory
 from diffusion_grpo.rewards import RewardError
 from diffusion_grpo.trainer import NonFiniteError, RatioError
+from diffusion_grpo.training.metrics import Metrics
 from diffusion_grpo.training.setup import make_sampling_plan
 
 
@@ -514,11 +515,12 @@ def test_a_wandering_window_moves_with_the_rollouts(tmp_path):
 def test_a_divergence_in_the_reward(tmp_path):
     """At first the policy is the reference; then what is logged is the divergence that replays measure."""
     trainer = trainer_for(tmp_path, kl_reward=0.5, learning_rate=0.01, scale_rewards="none")
-    divergences = []
+    divergences, ratios = [], []
     measure = trainer.replays.rollout_divergences
 
     def noted(rows, samples):
         divergences.append(measure(rows, samples))
+        ratios.append([])
         for column, step in enumerate((0, 1, 2)):  # the same by hand, in the rollout's batches
             for batch in (slice(0, 4), slice(4, 8)):
                 inputs, part = trainer.inputs(rows[batch]), Trajectory.cat(samples[batch])
@@ -528,18 +530,40 @@ def test_a_divergence_in_the_reward(tmp_path):
                         reference = replay(trainer.policy, inputs, part, step)
                 by_hand = ((now.mean - reference.mean) ** 2 / (2 * now.std**2)).mean((1, 2, 3))
                 torch.testing.assert_close(divergences[-1][batch, column], by_hand, rtol=1e-5, atol=0)
+                sizes = [step.prediction.double().flatten(1).norm(dim=1) for step in (now, reference)]
+                ratios[-1].append((sizes[0] / sizes[1]).mean().item())
         return divergences[-1]
 
     trainer.replays.rollout_divergences = noted
     trainer.train()
     assert divergences[0].eq(0).all() and divergences[1].gt(0).all()
     assert logged(trainer, "kl/rollout") == pytest.approx([0.0, divergences[1].mean().item()])
+    found = logged(trainer, "velocity/ratio_to_ref")
+    assert found == pytest.approx([sum(values) / 6 for values in ratios], rel=1e-6)
+    assert found[0] == 1.0 and abs(found[1] - 1) > 1e-4
     assert max(logged(trainer, "ratio/max_error")) == 0.0 and "kl" not in trainer.state.log_history[0]
     table = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000001.parquet").to_pydict()
     penalised = torch.tensor(table["brightness"]) - 0.5 * divergences[1].mean(1)
     expected = (penalised.view(2, 4) - penalised.view(2, 4).mean(1, keepdim=True)).flatten()
     assert table["advantage"] == pytest.approx(expected.tolist(), abs=1e-6)
     assert table["kl"] == pytest.approx(divergences[1].mean(1).tolist())
+
+
+@pytest.mark.parametrize(("settings", "count"), [({}, 2), ({"beta": 0.1}, 6)])
+def test_predictions_are_compared_with_the_references_in_the_rollout_or_else_in_the_update(
+    tmp_path, monkeypatch, settings, count
+):
+    """Once per micro-batch in the rollout or once per pass in the update, never both: the policies differ."""
+    weights, real = [], Metrics.add
+
+    def add(self, name, value, weight=1.0):
+        if name == "velocity/ratio_to_ref":
+            weights.append(weight)
+        real(self, name, value, weight)
+
+    monkeypatch.setattr(Metrics, "add", add)
+    trainer_for(tmp_path, kl_reward=0.5, max_steps=1, **settings).train()
+    assert weights == [4] * count
 
 
 def test_a_divergence_in_the_reward_of_full_training_has_a_reference_copy(tmp_path):

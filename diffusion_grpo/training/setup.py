@@ -275,7 +275,8 @@ class RunBuilder:
     def make_replays(self) -> Replays:
         """Make what measures recorded steps, in batches as large as those of the rollout."""
         batch_size = self._args.rollout_call_size
-        return Replays(self._policy, self._learner.reference, self._inputs, self._backend, batch_size)
+        note = self._metrics.add if self._args.beta == 0 else None
+        return Replays(self._policy, self._learner.reference, self._inputs, self._backend, batch_size, note)
 
     def make_generator(
         self, scorer: RewardScorer, replays: Replays, read_rows: Callable[[list[int]], Rows]
