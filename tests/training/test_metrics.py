@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tiny_runs import first_frame_brightness, trainer_for
@@ -163,3 +164,54 @@ def test_time_is_added_under_its_name():
     with metrics.time("time/update"):
         pass
     assert metrics.gather(Alone(), step=1)["time/update"] > 0
+
+
+ALWAYS = {"loss", "grad_norm", "learning_rate", "loss/policy", "reward", "reward_std", "frac_reward_zero_std"}
+ALWAYS |= {f"spread/{name}" for name in ("reward_min", "reward_max", "reward_std")}
+ALWAYS |= {f"spread/{name}" for name in ("advantage_mean", "advantage_min", "advantage_max", "advantage_std")}
+ALWAYS |= {"frac_advantage_zero", "frac_advantage_clipped"}
+ALWAYS |= {"rewards/brightness/mean", "rewards/brightness/std", "diversity", *TOTALS}
+ALWAYS |= {"samples_per_second", "memory/peak_gib"}
+WITH_REFERENCE = {"loss/kl", "kl", "velocity/ratio_to_ref"}  # with beta above 0
+RATIO, CLIPPED = {"ratio/mean", "ratio/min", "ratio/max"}, {f"clip_ratio/{x}_mean" for x in ("low", "high", "region")}
+RENOISED = {"denoising_error", "old/distance", "prediction/max_error"}
+OF_ALGORITHM = {
+    "grpo": RATIO | CLIPPED | {"ratio/max_error"},
+    "grpo_guard": RATIO | CLIPPED | {"ratio/max_error", "kl/old"},
+    "dppo": RATIO | CLIPPED | {"ratio/max_error", "kl/old"},
+    "nft": RENOISED,
+    "awm": RENOISED | RATIO | {"loss/ema"},
+    "dgpo": RENOISED | RATIO | {"dgpo/gate", "clip_ratio/region_mean"},
+    "dpo": {"denoising_error", "dpo/accuracy"},  # no old policy
+}
+
+
+@pytest.mark.parametrize("loss", OF_ALGORITHM)
+def test_what_every_algorithm_logs(tmp_path, loss):
+    """Neither more nor less than docs/metrics.md says, and the terms of the loss add up to it."""
+    settings = {"gradient_accumulation_steps": 1, "num_inference_steps": 4, "max_steps": 2, "learning_rate": 3e-3}
+    trainer = trainer_for(tmp_path, **settings, loss_type=loss, beta=0.5)
+    trainer.train()
+    first, second = trainer.state.log_history[:2]
+    steps = (0, 1, 2) if loss in ("grpo", "grpo_guard", "dppo") else (1, 2, 3)
+    sizes = {f"grad_size/step_{step:02d}" for step in steps}
+    expected = ALWAYS | WITH_REFERENCE | OF_ALGORITHM[loss] | sizes
+    assert first.keys() - {"step", "epoch"} == expected
+    assert expected - second.keys() <= {"prediction/max_error"}  # of an old policy that has moved
+    for entry in (first, second):
+        assert np.isfinite([entry[name] for name in expected & entry.keys()]).all()
+        terms = [value for name, value in entry.items() if name.startswith("loss/")]
+        assert entry["loss"] == pytest.approx(sum(terms), rel=1e-3, abs=2e-7)  # the log rounds the loss
+        assert min(entry[name] for name in sizes) > 0 < entry["memory/peak_gib"]
+        assert entry["spread/reward_min"] <= entry["reward"] <= entry["spread/reward_max"]
+        assert entry["spread/advantage_min"] < entry["spread/advantage_mean"] < entry["spread/advantage_max"]
+        assert min(entry["spread/reward_std"], entry["spread/advantage_std"]) > 0
+    assert (first["loss/kl"], first["kl"], first["velocity/ratio_to_ref"]) == (0.0, 0.0, 1.0)
+    assert second["loss/kl"] == pytest.approx(0.5 * second["kl"]) and second["kl"] > 0
+    assert second["velocity/ratio_to_ref"] != 1.0
+    if RATIO <= expected:
+        assert first["ratio/min"] == first["ratio/max"] == 1.0
+        assert second["ratio/min"] <= second["ratio/mean"] <= second["ratio/max"]
+    if loss == "awm":
+        assert first["loss/ema"] == 0.0 < second["loss/ema"]
+        assert second["loss/ema"] == pytest.approx(second["old/distance"])  # ema_beta is 1
