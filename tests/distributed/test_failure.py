@@ -167,26 +167,30 @@ def test_silence_is_death_and_any_sign_is_life(monkeypatch):
 
 
 def test_a_heartbeat_does_not_overwrite_a_newer_task(monkeypatch):
-    """The heartbeat thread describes a task, is held up, and only then writes; a new task begins meanwhile."""
-    store, is_held_up = distributed.HashStore(), threading.Event()
+    """The heartbeat's thread describes a task, is held up, and only then writes; a new task begins meanwhile."""
+    store, is_held_up, has_written = distributed.HashStore(), threading.Event(), threading.Event()
 
     class SlowInThreads:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
         def set(self, key, value):
-            if threading.current_thread() is not threading.main_thread() and not is_held_up.is_set():
+            is_late = threading.current_thread() is not threading.main_thread() and not is_held_up.is_set()
+            if is_late:
                 is_held_up.set()
                 time.sleep(0.5)
             store.set(key, value)
+            if is_late:
+                has_written.set()
 
     monkeypatch.setattr(failure.ProcessGroupMonitor, "_store", SlowInThreads())
     monitor = failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=2, process_index=1), 60.0, ())
-    monitor.set_task("rolls out")
-    monitor._current_turn = "1"
-    heartbeat = threading.Thread(target=monitor._give_sign, args=("1",))
-    heartbeat.start()
-    assert is_held_up.wait(10)
-    monitor.set_task("computes the reward fragile")
-    heartbeat.join()
-    assert json.loads(store.get("1/life/1"))["task"] == "computes the reward fragile"
+    store.add("1/arrived", 1)  # the other process is there already
+    with monitor.barrier_after("rolls out"):
+        assert is_held_up.wait(10)
+        monitor.set_task("computes the reward fragile")
+        assert has_written.wait(10)
+        assert json.loads(store.get("1/life/1"))["task"] == "computes the reward fragile"
 
 
 def test_the_store_bears_what_many_processes_ask(monkeypatch):
