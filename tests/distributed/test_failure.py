@@ -183,7 +183,8 @@ def test_a_heartbeat_does_not_overwrite_a_newer_task(monkeypatch):
             if is_late:
                 has_written.set()
 
-    monkeypatch.setattr(failure.ProcessGroupMonitor, "_store", SlowInThreads())
+    monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(distributed, "PrefixStore", lambda prefix, default: SlowInThreads())
     monitor = failure.ProcessGroupMonitor(types.SimpleNamespace(num_processes=2, process_index=1), 60.0, ())
     store.add("1/arrived", 1)  # the other process is there already
     with monitor.barrier_after("rolls out"):
