@@ -1,0 +1,169 @@
+"""Tiny runs of everything that trains recorded steps, on each kind of scheduler, network and training."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import (
+    brightness,
+    first_frame_brightness,
+    joined_trajectory,
+    logged,
+    policy_weights,
+    trained_weights,
+    trainer_for,
+)
+
+SHORT = {"gradient_accumulation_steps": 1, "num_inference_steps": 4}
+# two updates per rollout: losses that compare with the policy that rolled out differ from grpo's only in the second
+TWICE = {"num_iterations": 2, "max_steps": 3}
+# one of two steps, of two prompts
+WINDOW = {"sde_window": [1, 3], "sde_window_size": 1, "deterministic_outside_window": True}
+WINDOW |= {"gradient_accumulation_steps": 2}
+
+KINDS = {
+    "DDIM": {"name": "sd15"},
+    "EDM": {"name": "cosmos"},
+    "video": {"name": "wan"},
+    "two experts": {"name": "wan_experts", "num_inference_steps": 6},
+    "full": {"lora": False, "beta": 0.1, "learning_rate": 1e-4},
+}
+EVERY_STEP = {
+    "noise": {"step_weight": "noise"},
+    "guard's weight": {"step_weight": "guard"},
+    "dppo, velocity": {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity"} | TWICE,
+    "grpo_guard": {"loss_type": "grpo_guard"} | TWICE,
+    "precise": {"sde_type": "precise"},
+    "wan_sde": {"sde_type": "wan_sde"},
+}
+ONE_STEP = {
+    "per_prompt": {"sde_window_order": "per_prompt"},
+    "branches": {"branches": 2},
+    "sliding": {"sde_window_order": "sliding", "sde_window_interval": 1},
+}
+# what tests of sampling plans train anyway, with EDM only where slow tests run
+ELSEWHERE = {(kind, order) for kind in ("DDIM", "video") for order in ONE_STEP}
+# like a case beside them: the same weights or process with another network
+SLOW = {(kind, name) for kind in ("EDM", "video", "full") for name in ("noise", "guard's weight")}
+SLOW |= {("two experts", "guard's weight"), ("two experts", "wan_sde"), ("EDM", "branches"), ("full", "branches")}
+
+
+def cases(names):
+    """All that go together, as parameters."""
+    flow_only = {(kind, name) for kind in ("DDIM", "EDM") for name in ("precise", "wan_sde")}
+    pairs = [(kind, name) for kind in KINDS for name in names if (kind, name) not in flow_only | ELSEWHERE]
+    return [pytest.param(*pair, marks=pytest.mark.slow if pair in SLOW else (), id=", ".join(pair)) for pair in pairs]
+
+
+def train(folder, name="sd3", callback=lambda trainer: None, **settings):
+    """A trained run, after what holds for each: first ratios of exactly 1, and finite weights that have moved."""
+    rewards = first_frame_brightness if name in ("cosmos", "wan", "wan_experts") else brightness
+    trainer = trainer_for(folder, name, rewards=rewards, **SHORT | settings)
+    callback(trainer)
+    before = trained_weights(trainer)
+    trainer.train()
+    errors = logged(trainer, "ratio/max_error")
+    assert errors == [0.0] * len(errors) and len(errors) == 2  # one for each rollout
+    assert all(map(math.isfinite, logged(trainer, "loss") + logged(trainer, "grad_norm")))
+    after = trained_weights(trainer)
+    assert all(value.isfinite().all() for value in after.values())
+    moved = {key for key, value in after.items() if not torch.equal(value, before[key])}
+    if name == "wan_experts":
+        assert {key.split(".")[0] for key in moved} == {"transformer", "transformer_2"}
+    if "lora" in settings:
+        assert len(moved) > 0.9 * len(after)  # not only some layer
+        reference = trainer.learner.reference.weights.exact()
+        assert all(torch.equal(*pair) for pair in zip(reference, before.values(), strict=True))
+        assert logged(trainer, "kl")[0] == 0.0 < logged(trainer, "kl")[1]
+    assert len(moved) > 0
+    return trainer
+
+
+def spread(values):
+    """The largest by the smallest."""
+    return max(values) / min(values)
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(EVERY_STEP))
+def test_losses_weights_and_processes_on_every_kind(tmp_path, kind, name):
+    """The gradient of a step is as large as its weight times |J| / std, whatever the loss, as long as ratios are 1."""
+    settings, scales = KINDS[kind] | EVERY_STEP[name], {}
+
+    def watch(trainer):
+        real = trainer.policy.replay
+
+        def replay(inputs, trajectory, step, *rest, **options):
+            now = real(inputs, trajectory, step, *rest, **options)
+            scales.setdefault(step, now.scale)
+            return now
+
+        trainer.policy.replay = replay
+
+    trainer = train(tmp_path, callback=watch, **settings)
+    steps = sorted(scales)
+    std, jacobian = (torch.stack([getattr(scales[step], key)[0] for step in steps]) for key in ("std", "jacobian"))
+    assert steps == list(range(len(steps))) and len(steps) >= 3
+    sizes = torch.tensor([logged(trainer, f"grad_size/step_{step:02d}")[0] for step in steps])
+    guard, found = std / jacobian, joined_trajectory(trainer).step_weights
+    expected = {"noise": 2.25 * std, "guard": guard, "velocity": guard / guard.mean()}.get(settings.get("step_weight"))
+    if expected is None:
+        assert found is None
+        weights = guard if name == "grpo_guard" else torch.ones(len(steps))
+    else:
+        torch.testing.assert_close(found, expected.expand_as(found))
+        weights = expected
+    relative = (sizes * guard / weights).tolist()
+    assert spread(guard.tolist()) > 1.5 and spread(relative) < 1.1, relative  # the noises drawn are not as long
+    if "num_iterations" in settings:
+        distances, clipped = logged(trainer, "kl/old"), logged(trainer, "clip_ratio/region_mean")
+        assert distances[0] == distances[2] == 0.0 < distances[1]
+        assert clipped[0] == clipped[2] == 0.0 < clipped[1] or name != "dppo, velocity"
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(ONE_STEP))
+def test_windows_and_branches_on_every_kind(tmp_path, kind, name):
+    trainer = train(tmp_path, **WINDOW | KINDS[kind] | ONE_STEP[name])
+    samples = joined_trajectory(trainer)
+    steps, starts = samples.steps.view(2, 4), samples.initial_seeds.view(2, 4)
+    assert steps.shape == (2, 4) and (steps == steps[:, :1]).all() and set(steps.flatten().tolist()) <= {1, 2}
+    assert [len(group.unique()) for group in starts] == [2 if name == "branches" else 4] * 2
+    if name == "sliding":
+        trained = [step for step in range(6) if logged(trainer, f"grad_size/step_{step:02d}")]
+        assert trained == [1, 2] and (steps == 2).all()
+
+
+@pytest.mark.parametrize("process", ["precise", "wan_sde"])
+@pytest.mark.parametrize(("kind", "fits"), [("DDIM", "ddim"), ("EDM", "ancestral")])
+def test_processes_of_flow_matching_are_refused_elsewhere(tmp_path, kind, fits, process):
+    with pytest.raises(ValueError, match=f"sde_type='{process}' does not fit .*{fits}[.]"):
+        trainer_for(tmp_path, **KINDS[kind], sde_type=process)
+
+
+# Resuming: two micro-batches an update, two updates on each rollout, so that checkpoints lie within rollouts too
+RESUMED = {
+    "noise, wan_sde": {"step_weight": "noise", "sde_type": "wan_sde"},
+    "guard's weight, precise": {"step_weight": "guard", "sde_type": "precise"},
+    "dppo, velocity": EVERY_STEP["dppo, velocity"],
+    "grpo_guard, recorded means": EVERY_STEP["grpo_guard"] | {"old_log_prob": "rollout"},
+    "per_prompt": WINDOW | ONE_STEP["per_prompt"],
+    "branches": WINDOW | ONE_STEP["branches"],
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_bit_for_bit(tmp_path, name):
+    """Within the second rollout: its samples, weights and old means come from the checkpoint."""
+    settings = SHORT | RESUMED[name] | {"num_iterations": 2, "max_steps": 5}
+    settings |= {"num_inference_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    whole, again = (trainer_for(tmp_path / run, **settings) for run in ("whole", "again"))
+    whole.train()
+    kept = load_file(tmp_path / "whole" / "checkpoint-3" / "rollout-rank0.safetensors")
+    assert ("step_weights.0" in kept) == ("step_weight" in settings)
+    assert ("means.0" in kept) == (settings.get("loss_type") in ("dppo", "grpo_guard"))
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert again.state.global_step == 5
+    expected = policy_weights(whole)
+    assert all(torch.equal(value, expected[key]) for key, value in policy_weights(again).items())
+    for key in ("reward", "loss", "ratio/mean", "kl/old", "grad_norm"):
+        assert logged(again, key)[3:] == logged(whole, key)[3:], key
