@@ -14,7 +14,7 @@ import plain_attention
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
-from tiny_runs import SMOOTH, brightness, trained_weights, trainer_for
+from tiny_runs import SMOOTH, SMOOTH_VIDEOS, brightness, trained_weights, trainer_for
 from zero_run import deepspeed_config, use_deepspeed_on_a_cpu
 
 from diffusion_grpo.algorithms import grpo
@@ -107,7 +107,7 @@ def measured(images, log_extra):
 
 SEVERAL_REWARDS = {"trained": [Network(), ranked, spread], "evaluated": [measured]}
 WHOLE_GROUPS = [ranked, shared]
-SMOOTH_REWARDS = SMOOTH["rewards"]
+SMOOTH_REWARDS, SMOOTH_VIDEO_REWARDS = SMOOTH["rewards"], SMOOTH_VIDEOS["rewards"]
 
 
 def built(folder, settings, rewards=brightness):

@@ -23,14 +23,25 @@ AWM = NFT | {"loss_type": "awm", "permute_steps": True, "timestep_fraction": 0.5
 WHOLE = SETTINGS | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 DGPO = WHOLE | {"loss_type": "dgpo", "loss_kwargs": NFT["loss_kwargs"] | {"preference_beta": 10.0}}
 DPO = WHOLE | {"loss_type": "dpo", "loss_kwargs": {"preference_beta": 10.0}, "best_of_n": 2, "num_generations": 8}
+EXPERTS = NFT | {"name": "wan_experts", "num_inference_steps": 6, "num_iterations": 1, "max_steps": 2}
+BOTH = ("transformer", "transformer_2")
+ALL_WEIGHTS = {"lora": False, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2}
 
 WRAPPERS = {"ddp": "DistributedDataParallel"} | dict.fromkeys(("zero1", "zero2", "zero3"), "DeepSpeedEngine")
 WRAPPERS["fsdp2"] = "FSDPPeftModel"
+# each in every mode; with all weights in one that shards gradients alone and in one that shards everything
+RUNS = {("awm", mode): AWM for mode in ("zero1", "zero2", "zero3")}
+RUNS |= {("dgpo", mode): DGPO for mode in ("zero1", "zero2")}
+RUNS |= {("dpo", mode): DPO for mode in ("zero1", "zero2", "fsdp2")}
+RUNS |= {("nft, two experts", mode): EXPERTS for mode in ("ddp", "zero3", "fsdp2")}
+for _name, _settings in {"awm": AWM, "dgpo": DGPO, "dpo": DPO}.items():
+    RUNS |= {(f"{_name}, all weights", mode): _settings | ALL_WEIGHTS for mode in ("zero2", "zero3", "fsdp2")}
 
 
 def ran(folder, processes, settings, resume=None):
     """What a run said of itself, what it logged of each update, and the weights at its end."""
-    ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, "SMOOTH_REWARDS", resume)
+    rewards = "SMOOTH_VIDEO_REWARDS" if settings.get("name", "").startswith("wan") else "SMOOTH_REWARDS"
+    ranks_server.succeed(folder, processes, rank_runs.train, folder / "run", settings, rewards, resume)
     report = json.loads((folder / "run" / "result.json").read_text())
     log = [entry for entry in report["log"] if "denoising_error" in entry]
     return report["wrapper"], log, load_file(folder / "run" / "weights.safetensors")
@@ -51,14 +62,18 @@ def ran(folder, processes, settings, resume=None):
         pytest.param("fsdp2", NFT, marks=pytest.mark.distributed),
         pytest.param("fsdp2", AWM, marks=pytest.mark.distributed),
         pytest.param("fsdp2", DGPO, marks=pytest.mark.distributed),
+        *(pytest.param(mode, own, marks=pytest.mark.distributed) for (_, mode), own in RUNS.items()),
     ],
     ids=["nft", "dgpo", "awm", "dpo", "nft, all weights, ZeRO-2", "nft, ZeRO-1", "nft, ZeRO-3", "dgpo, ZeRO-3"]
-    + ["dpo, ZeRO-3", "nft, FSDP2", "awm, FSDP2", "dgpo, FSDP2"],
+    + ["dpo, ZeRO-3", "nft, FSDP2", "awm, FSDP2", "dgpo, FSDP2", *map(", ".join, RUNS)],
 )
 def test_two_processes_train_what_one_trains(tmp_path, mode, settings):
     _, alone, weights = ran(tmp_path / "one", 1, settings)
     wrapper, both, together = ran(tmp_path / "two", 2, settings | {"mode": mode})
-    assert wrapper == WRAPPERS[mode] and len(alone) == len(both) == settings["max_steps"]
+    is_sharded_whole = mode == "fsdp2" and "lora" in settings
+    expected = "FSDPSD3Transformer2DModel" if is_sharded_whole else WRAPPERS[mode]
+    assert wrapper == expected or (mode == "fsdp2" and settings is EXPERTS)  # each of which is wrapped by itself
+    assert len(alone) == len(both) == settings["max_steps"]
     assert alone[0]["reward"] == both[0]["reward"]
     for one, other in zip(alone, both, strict=True):
         for name in ("reward", "denoising_error", "kl", "velocity/ratio_to_ref", "old/distance"):
@@ -72,7 +87,10 @@ def test_two_processes_train_what_one_trains(tmp_path, mode, settings):
     print(f"largest difference: {difference:.1e}")
     assert weights.keys() == together.keys() and difference < 1e-6
     first = rank_runs.first_weights(settings | {"reward_weights": None})
-    assert max(float((weights[name] - first[name]).abs().max()) for name in weights) > 1e-4
+    moved = {name: float((weights[name] - first[name]).abs().max()) for name in weights}
+    assert max(moved.values()) > 1e-4
+    if settings is EXPERTS:
+        assert all(max(moved[name] for name in weights if name.startswith(f"{own}.")) > 1e-4 for own in BOTH)
 
 
 @pytest.mark.parametrize(
