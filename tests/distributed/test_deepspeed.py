@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO on two CPU processes: weights really in parts, the same training, and files that one process reads.
 
-What is compared with one process is trained with AdamW where it is a LoRA and with plain SGD where it is the whole
+What is compared with one process is mostly trained with AdamW where it is a LoRA, and with plain SGD where it is the whole
 network: AdamW divides each gradient by its own size, so where a gradient is 0 but for rounding (about 1e-10 here, at
 weights that cannot matter) the order of a sum decides the sign of a whole step.
 """
@@ -39,6 +39,10 @@ LORA |= {"validation_prompts": ["a house", "a ship"], "validation_steps": 2}
 EXPERTS = {"name": "wan_experts", "num_inference_steps": 6}
 # Each update trains one step, and so one expert; Adam's momentum would move the other
 TURNS = BASE | EXPERTS | {"sde_window": [0, 4], "sde_window_size": 1, "max_steps": 3}
+GUARDED = {"sde_type": "precise", "step_weight": "guard", "sde_window": [0, 2], "sde_window_size": 1}
+GUARDED |= {"sde_window_order": "sliding", "sde_window_interval": 1, "deterministic_outside_window": True}
+# the gradients of one step are so small that AdamW makes 1.5e-6 of their rounding
+GUARDED |= {"optim": "sgd", "learning_rate": 1.0}
 
 
 def on_two_processes(folder: Path, runs: dict[str, dict]) -> str:
@@ -85,19 +89,24 @@ def assert_trains_as_one(folder: Path, alone: Path, stage: int) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A LoRA with ZeRO-3, the same resumed in its middle, the whole network with ZeRO-2; and one process' runs."""
+    """A LoRA with ZeRO-3, the same resumed in its middle, another that trains a sliding window of weighted steps, and
+    the whole network with ZeRO-2; and one process' runs."""
     folder = tmp_path_factory.mktemp("zero")
     again = LORA | {"stage": 3, "resume": "lora3/checkpoint-1"}
     full = FULL | {"max_steps": 1}
-    together = {"lora3": LORA | {"stage": 3}, "again3": again, "full2": full | {"stage": 2}}
-    on_two_processes(folder, together | {"turns2": TURNS | {"stage": 2}})
-    for name, settings in {"lora": LORA, "full": full, "turns": TURNS}.items():
+    together = {"lora3": LORA | {"stage": 3}, "again3": again, "guarded3": BASE | GUARDED | {"stage": 3}}
+    on_two_processes(folder, together | {"full2": full | {"stage": 2}, "turns2": TURNS | {"stage": 2}})
+    for name, settings in {"lora": LORA, "guarded": BASE | GUARDED, "full": full, "turns": TURNS}.items():
         zero_run.run(folder, name, dict(settings))
     return folder
 
 
 def test_a_lora_with_zero3_trains_as_one_process_does(runs):
     assert_trains_as_one(runs / "lora3", runs / "lora", stage=3)
+
+
+def test_weighted_steps_in_a_sliding_window_with_zero3_train_as_in_one_process(runs):
+    assert_trains_as_one(runs / "guarded3", runs / "guarded", stage=3)
 
 
 def test_the_whole_network_with_zero2_trains_as_one_process_does(runs):
@@ -287,17 +296,40 @@ def test_rows_may_differ_in_how_often_they_pass_the_network(tmp_path, rows):
         assert_trains_as_one(tmp_path / name, tmp_path / "alone", stage["stage"])
 
 
+DPPO = {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity"}
+# several updates per rollout, whose old means are replayed before the first
+SEVERAL = {"num_iterations": 2, "steps_per_generation": 8, "beta": 0.05} | SAVED
+ONE_STEP = {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "deterministic_outside_window": True}
+ALGORITHMS = {
+    "dppo": BASE | SEVERAL | DPPO,
+    "grpo_guard": BASE | SEVERAL | {"loss_type": "grpo_guard"},
+    "dppo, full": FULL | SEVERAL | DPPO,
+    "grpo_guard, full": FULL | SEVERAL | {"loss_type": "grpo_guard"},
+    "guard's weight, precise, sliding": BASE | GUARDED,
+    "noise, wan_sde": BASE | {"step_weight": "noise", "sde_type": "wan_sde"},
+    "per_prompt": BASE | ONE_STEP | {"sde_window_order": "per_prompt"},
+    "branches": BASE | ONE_STEP | {"branches": 2},
+}
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("loss_type", ["dppo", "grpo_guard"])
-def test_losses_that_compare_with_the_old_policy(tmp_path, loss_type):
-    """Several updates per rollout, whose old means are replayed before the first; weighted steps for one of them."""
-    own = BASE | {"num_iterations": 2, "steps_per_generation": 8, "beta": 0.05, "loss_type": loss_type}
-    own |= {"step_weight": "velocity", "loss_kwargs": {"threshold": 1e-9}} if loss_type == "dppo" else {}
-    stages = {"zero1": {"stage": 1}, "zero2": {"stage": 2}, "zero3": {"stage": 3}}
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_stage_trains_recorded_steps_as_one_process_does(tmp_path, name):
+    """And goes on within a rollout bit for bit, where a rollout serves several updates."""
+    own = ALGORITHMS[name]
     zero_run.run(tmp_path, "alone", dict(own))
-    on_two_processes(tmp_path, {name: own | stage for name, stage in stages.items()})
-    for name, stage in stages.items():
-        assert_trains_as_one(tmp_path / name, tmp_path / "alone", stage["stage"])
+    runs = {f"zero{stage}": own | {"stage": stage} for stage in (1, 2, 3)}
+    if "save_steps" in own:
+        runs["again"] = own | {"stage": 3, "resume": "zero3/checkpoint-1"}
+    on_two_processes(tmp_path, runs)
+    found = {run: difference(tmp_path / run, tmp_path / "alone") for run in runs}
+    print(f"largest differences: {found}")
+    for stage in (1, 2, 3):
+        assert_trains_as_one(tmp_path / f"zero{stage}", tmp_path / "alone", stage)
+    if "again" in runs:
+        assert (tmp_path / "zero3" / "checkpoint-1" / "rollout-rank0.safetensors").is_file()
+        assert difference(tmp_path / "again", tmp_path / "zero3") == 0.0
+        assert min(reports(tmp_path / "again")[0]["grad_norm"]) > 0
 
 
 @pytest.mark.distributed
