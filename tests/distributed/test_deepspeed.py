@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO on two CPU processes: weights really in parts, the same training, and files that one process reads.
 
-What is compared with one process is mostly trained with AdamW where it is a LoRA, and with plain SGD where it is the whole
-network: AdamW divides each gradient by its own size, so where a gradient is 0 but for rounding (about 1e-10 here, at
-weights that cannot matter) the order of a sum decides the sign of a whole step.
+What is compared with one process is mostly trained with AdamW where it is a LoRA, and with plain SGD where it is the
+whole network: AdamW divides each gradient by its own size, so where a gradient is 0 but for rounding (about 1e-10
+here, at weights that cannot matter) the order of a sum decides the sign of a whole step.
 """
 
 import json

@@ -46,7 +46,12 @@ EXPERTS = {"name": "wan_experts", "num_inference_steps": 6, "beta": 0.1}
 # the first expert is idle: it has no gradient, and no optimizer state to be saved and read
 IDLE = EXPERTS | {"sde_window": [3, 5], "sde_window_size": 1, "deterministic_outside_window": True}
 CASES |= {"experts": SETTINGS | EXPERTS | SAVED}
+# the means of the policy that rolled out are replayed, and kept beside weighted steps
+DPPO = {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity", "beta": 0.1}
+SEVERAL = {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 3}
+GUARD = SEVERAL | {"loss_type": "grpo_guard", "beta": 0.1}
 TRAINED = CASES | {
+    "dppo": SETTINGS | DPPO | SEVERAL,
     "optional": SETTINGS | OPTIONAL | {"beta": 0.1},
     "context": SETTINGS | {"name": "wan", "context_parallel_size": 2, "gradient_checkpointing": True, "beta": 0.1},
 }
@@ -208,25 +213,36 @@ MATRIX = {
     "branches": SETTINGS
     | {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "deterministic_outside_window": True}
     | {"sde_window_order": "per_prompt", "branches": 2},
-    # the means of the policy that rolled out are replayed, and kept beside weighted steps
-    "dppo": SETTINGS
-    | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity", "beta": 0.1}
-    | {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 3},
-    "guard": SETTINGS | {"loss_type": "grpo_guard", "steps_per_generation": 4, "num_iterations": 2, "max_steps": 3},
     "synced": FULL | {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "offload_ref_model": True},
     "offloaded": FULL | SAVED | AVERAGED | {"offload": True},
     "bf16": SETTINGS | {"bf16": True, "beta": 0.1},
     "all weights": FULL | {"gradient_checkpointing": True},
     "guided": SETTINGS | GUIDED | {"beta": 0.1},
 }
+ONE_STEP = {"num_inference_steps": 5, "sde_window": [1, 4], "sde_window_size": 1, "deterministic_outside_window": True}
+ALGORITHMS = {
+    "guard": SETTINGS | GUARD,
+    "dppo, full": FULL | DPPO | SEVERAL,
+    "guard, full": FULL | GUARD,
+    "guard's weight, precise, sliding": SETTINGS
+    | ONE_STEP
+    | {"step_weight": "guard", "sde_type": "precise", "sde_window_order": "sliding", "sde_window_interval": 1}
+    | {"optim": "sgd", "learning_rate": 1.0},
+    "noise, wan_sde": SETTINGS | {"step_weight": "noise", "sde_type": "wan_sde"},
+    "per_prompt": SETTINGS | ONE_STEP | {"sde_window_order": "per_prompt"},
+}
 
 
 @pytest.mark.distributed
-def test_whatever_is_set_two_processes_train_what_one_trains(folder):
-    cases = MATRIX | {"edited_images": SETTINGS | edited_images(folder / "edited_images")}
+@pytest.mark.parametrize("kind", ["settings", "algorithms"])
+def test_whatever_is_set_two_processes_train_what_one_trains(folder, kind):
+    cases = ALGORITHMS
+    if kind == "settings":
+        cases = MATRIX | {"edited_images": SETTINGS | edited_images(folder / "edited_images")}
     one, two = results(folder / "one", 1, cases), results(folder / "two", 2, cases)
     for case in cases:
         (single, weights), (double, shared) = one[case], two[case]
+        print(f"largest difference of {case}: {difference(weights, shared):.1e}")
         assert double["sharded"] == double["parameters"], case
         assert single["rewards"] == pytest.approx(double["rewards"], abs=1e-6), case
         assert single["rewards"][0] == double["rewards"][0], case
@@ -234,6 +250,18 @@ def test_whatever_is_set_two_processes_train_what_one_trains(folder):
         assert difference(weights, shared) < 1e-6, case
         assert single["ratio"] == double["ratio"], case
         assert double["ratio"] == 0.0 or case == "permuted"  # whose replays have other batches than its rollout
+
+
+@pytest.mark.distributed
+def test_losses_that_compare_with_the_old_policy_resume_bit_for_bit(tmp_path):
+    """Within a rollout, whose means come from the checkpoint."""
+    cases = {"dppo": SETTINGS | DPPO | SEVERAL | SAVED, "guard": SETTINGS | GUARD | SAVED}
+    again = {f"{name}-again": own | {"resume": str(tmp_path / name / "checkpoint-1")} for name, own in cases.items()}
+    found = results(tmp_path, 2, cases | again)
+    for name in cases:
+        assert "means.0" in load_file(tmp_path / name / "checkpoint-1" / "rollout-rank0.safetensors")
+        assert difference(found[f"{name}-again"][1], found[name][1]) == 0.0
+        assert found[f"{name}-again"][0]["kl"] == found[name][0]["kl"]
 
 
 @pytest.mark.distributed
