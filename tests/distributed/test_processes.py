@@ -77,6 +77,8 @@ BRANCHED = SEVERAL | {"num_inference_steps": 5, "sde_window": [1, 4], "sde_windo
 BRANCHED |= {"sde_window_order": "per_prompt", "deterministic_outside_window": True}
 DPPO = SEVERAL | {"loss_type": "dppo", "loss_kwargs": {"threshold": 1e-9}, "step_weight": "velocity"}
 GUARD = SEVERAL | {"loss_type": "grpo_guard", "old_log_prob": "rollout"}
+PRECISE = SEVERAL | {"sde_type": "precise", "step_weight": "guard", "sde_window": [0, 2], "sde_window_size": 1}
+PRECISE |= {"sde_window_order": "sliding", "sde_window_interval": 2, "deterministic_outside_window": True}
 ROWS = {"prompt": ["a red cat", "the sea", "a red cat", "a blue dog", "a tree"], "height": [16, 32, 16, 16, 32]}
 SIZES = SEVERAL | {"rows": ROWS, "per_device_train_batch_size": 4, "steps_per_generation": 6, "max_steps": 4}
 
@@ -110,8 +112,20 @@ def samples(run):
         pytest.param(DPPO, marks=pytest.mark.distributed),
         pytest.param(GUARD, marks=pytest.mark.distributed),
         pytest.param(SEVERAL | {"step_weight": "noise", "sde_type": "wan_sde"}, marks=pytest.mark.distributed),
+        pytest.param(PRECISE, marks=pytest.mark.distributed),
     ],
-    ids=["a group on two", "branches", "full", "bf16", "best of n, own steps", "sizes", "dppo", "guard", "weighted"],
+    ids=[
+        "a group on two",
+        "branches",
+        "full",
+        "bf16",
+        "best of n, own steps",
+        "sizes",
+        "dppo",
+        "guard",
+        "weighted",
+        "precise, sliding",
+    ],
 )
 def test_samples_rewards_and_weights_of_any_number_of_processes(tmp_path, settings):
     (alone, weights, scored), (both, together, found) = (
