@@ -29,7 +29,7 @@ ALL_WEIGHTS = {"lora": False, "optim": "sgd", "learning_rate": 0.1, "max_steps":
 
 WRAPPERS = {"ddp": "DistributedDataParallel"} | dict.fromkeys(("zero1", "zero2", "zero3"), "DeepSpeedEngine")
 WRAPPERS["fsdp2"] = "FSDPPeftModel"
-# each in every mode; with all weights in one that shards gradients alone and in one that shards everything
+# what the cases written out below leave open; all weights wherever something of the training is sharded
 RUNS = {("awm", mode): AWM for mode in ("zero1", "zero2", "zero3")}
 RUNS |= {("dgpo", mode): DGPO for mode in ("zero1", "zero2")}
 RUNS |= {("dpo", mode): DPO for mode in ("zero1", "zero2", "fsdp2")}
