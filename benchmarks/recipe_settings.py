@@ -113,7 +113,6 @@ RECIPES = {
             "the first of 6 steps trained, 3 longer ones after it, one latent per prompt, two updates per rollout",
             COARSE,
         ),
-        Recipe("first_of_6_coarse_long", "first_of_6_coarse with ten times the budget", COARSE, LONG),
         Recipe(
             "first_of_8_twice",
             "the first of 8 steps trained, one latent per prompt, two updates per rollout",
