@@ -134,11 +134,12 @@ class Renoised(Algorithm):
         if not batch.is_on_policy or not is_measured:
             return {}
         beyond = "this is more than half precision explains, and " if self.is_half_precision else ""
+        way_out = " To go on all the same, set max_ratio_error to null." if self.is_half_precision else ""
         self._limit.check(
             drift,
             "Relative to their size, the first predictions after a rollout are",
             f"{beyond}the update does not see what was recorded. Look for dropout or randomness in the pipeline, or "
-            "for inputs that differ between the two.",
+            f"for inputs that differ between the two.{way_out}",
             explanation="rounding in half precision explains it."
             if self.is_half_precision and drift <= ROUNDING_OF_TWO
             else None,

@@ -319,7 +319,8 @@ class PipelineInputs:
             UntrainedStepError: there is such a network or step.
         """
         others = [name for name in policy.component if name not in policy.experts]  # such as a text encoder
-        experts = [name for name in policy.component if name in policy.experts]
+        is_trained = args is self.args  # and does not only sample with the settings of a run
+        experts = [name for name in policy.component if name in policy.experts] if is_trained else []
         if not (policy.frozen_experts or others or len(experts) > 1):
             return
         passing = policy.find_passing_steps(self.arguments([row], form.name), args.num_inference_steps)

@@ -1,7 +1,7 @@
 """How a checkpoint was written: by how many processes, and which of them kept what.
 
-A small file in a checkpoint's folder says so. A mode is a dict: `processes`, `zero_stage` (0 without DeepSpeed) and
-`fsdp` (0 or 1).
+A small file in a checkpoint's folder says so. A mode is a dict: `processes`, `zero_stage` (0 without DeepSpeed),
+`fsdp` (0 or 1), and `networks_apart`: 1 if DeepSpeed's optimizer has parameter groups for each of several networks.
 """
 
 import json
@@ -29,6 +29,7 @@ def describe_mode(mode: dict[str, int]) -> str:
     """Return a mode in words: `by 2 processes with ZeRO-3`."""
     number = "one process" if mode["processes"] == 1 else f"{mode['processes']} processes"
     engine = f"ZeRO-{mode['zero_stage']}" if mode["zero_stage"] else "FSDP2" if mode.get("fsdp") else None
+    engine = f"{engine} and an optimizer group per network" if mode.get("networks_apart") and engine else engine
     return f"by {number} with {engine}" if engine else f"by {number} with whole weights"
 
 

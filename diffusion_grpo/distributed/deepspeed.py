@@ -40,8 +40,8 @@ LAYERED_TOKENS = (
 )
 
 ONE_GROUP = (
-    "{networks} take turns, and the optimizer of the DeepSpeed configuration would move those that an update does not "
-    'train; leave "optimizer" out of the configuration, and set optim and learning_rate.'
+    "{networks} are trained together, and the optimizer of the DeepSpeed configuration would also move one that an "
+    'update does not train; leave "optimizer" out of the configuration, and set optim and learning_rate.'
 )
 
 
@@ -79,7 +79,8 @@ class DeepSpeedBackend(DistributedBackend):
 
     @property
     def mode(self) -> dict[str, int]:
-        return super().mode | {"zero_stage": self.stage}
+        apart = {"networks_apart": 1} if self._weights is not None and self._weights.take_turns else {}
+        return super().mode | {"zero_stage": self.stage} | apart
 
     def check_quantization(self, methods: Collection[str]) -> None:
         refusals.check_quantization("zero", methods)
@@ -94,11 +95,11 @@ class DeepSpeedBackend(DistributedBackend):
             raise ValueError(VALUES_BESIDE)
         if draws_tokens and self.stage == 3 and not self._gathers_whole:
             raise ValueError(LAYERED_TOKENS)
-        if len(component) > 1 and "optimizer" in self._plugin.hf_ds_config.config:
-            raise ValueError(ONE_GROUP.format(networks=", ".join(component)))
-        if len(component) == 1 or processes == 1:
+        if len(component) <= 1:
             return
-        if self.stage >= 2 and own_steps:
+        if "optimizer" in self._plugin.hf_ds_config.config:
+            raise ValueError(ONE_GROUP.format(networks=", ".join(component)))
+        if self.stage >= 2 and own_steps and processes > 1:
             reason, change = (
                 "with permute_steps or sde_window_order='per_prompt' processes would train different ones at once",
                 "set permute_steps=False and another sde_window_order",
@@ -224,6 +225,8 @@ class DeepSpeedBackend(DistributedBackend):
         return self.stage >= 2
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        if self._idle_networks is not None:  # Trainer makes the optimizer more than once
+            self._idle_networks.close()
         if self._weights.take_turns:
             self._idle_networks = IdleNetworks(model, optimizer, self.accelerator.device)
 
@@ -233,7 +236,9 @@ class DeepSpeedBackend(DistributedBackend):
         It does so only for the parameters that this pass reaches; those of another expert would be added to old ones.
         """
         if self._idle_networks is not None:
-            self._idle_networks.begin_update()
+            backup = getattr(self._engine.optimizer, "backup_optimizer", None)  # of what ZeRO-3 does not offload
+            stepped = [self._engine.basic_optimizer, backup]
+            self._idle_networks.begin_update([each for each in stepped if each is not None])
         if self.stage == 3:
             optimizer.optimizer.grad_partitions_flat_buffer.zero_()
 

@@ -1,10 +1,12 @@
 """Networks that take turns over the steps: an update leaves those that it did not train as they are."""
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 class IdleNetworks:
@@ -16,7 +18,8 @@ class IdleNetworks:
 
     Args:
         networks: the trained networks.
-        optimizer: of their weights, before the engine takes it.
+        optimizer: of their weights, before the engine takes it. The engine may step another one with the same groups:
+            accelerate makes a `DeepSpeedCPUAdam` of one that is offloaded.
         device: where processes tell each other which networks they have trained.
     """
 
@@ -25,28 +28,41 @@ class IdleNetworks:
         self._trained: Tensor | None = None  # 1 for each network that has got a gradient in this update
         self._is_agreed = False
         self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._watched: list[torch.optim.Optimizer] = []
+        self._handles: list[RemovableHandle] = []
         numbers: dict[int, int] = {}
         for number, network in enumerate(networks.values()):
             for parameter in network.parameters():
                 if parameter.requires_grad:
                     numbers[id(parameter)] = number
-                    parameter.register_hook(functools.partial(self._note, number))
+                    self._handles.append(parameter.register_hook(functools.partial(self._note, number)))
         _split_groups(optimizer, numbers)
-        optimizer.register_step_pre_hook(self._hold_back)
-        optimizer.register_step_post_hook(self._give_back)
 
-    def begin_update(self) -> None:
-        """Forget what the last update has trained."""
+    def begin_update(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
+        """Forget what the last update has trained.
+
+        Args:
+            optimizers: those that the engine steps.
+        """
         self._trained, self._is_agreed = torch.zeros(self._count, device=self._device), False
+        for optimizer in optimizers:
+            if not any(optimizer is watched for watched in self._watched):
+                self._watched.append(optimizer)
+                self._handles.append(optimizer.register_step_pre_hook(self._hold_back))
+                self._handles.append(optimizer.register_step_post_hook(self._give_back))
+
+    def close(self) -> None:
+        """Leave the networks and the optimizers alone from here on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._watched = [], []
 
     def _note(self, number: int, gradient: Tensor) -> None:
-        if self._trained is not None:
+        if self._trained is not None:  # a backward pass of an update
             self._trained[number] = torch.maximum(self._trained[number], gradient.any().to(self._trained))
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         """Take the gradients of idle networks away; the first step of an update is a collective."""
-        if self._trained is None:  # the engine tries the optimizer out before the first update
-            return
         if not self._is_agreed:
             if torch.distributed.is_initialized():
                 torch.distributed.all_reduce(self._trained, torch.distributed.ReduceOp.MAX)

@@ -135,13 +135,14 @@ class RolloutBuffer:
             pairs = zip(self.samples, means, strict=True)
             self.samples = [dataclasses.replace(sample, means=mean) for sample, mean in pairs]
 
-    def measure_errors(self, measure: Callable[[MicroBatch], tuple[Tensor, RecordedClean]]) -> None:
+    def measure_errors(self, measure: Callable[[MicroBatch, bool], tuple[Tensor, RecordedClean]]) -> None:
         """Set `old_log_probs` to minus the errors of re-noised samples, and `recorded_clean`, before any update.
 
         Args:
-            measure: returns (batch, steps) minus the errors of a micro-batch, and the predictions of its first pass.
+            measure: returns (batch, steps) minus the errors of a micro-batch, and the predictions of its first pass if
+                its second argument asks for them.
         """
-        found = [measure(self.part(chunk)) for chunk in self.chunks()]
+        found = [measure(self.part(chunk), number == 0) for number, chunk in enumerate(self.chunks())]
         self.old_log_probs = torch.cat([errors for errors, _ in found])
         self.recorded_clean = found[0][1]
 

@@ -64,20 +64,27 @@ class Replays:
             batch, lambda places, part, step: measure(self._policy.replay(**part.replay_arguments(step)), places)
         ), means
 
-    def measure_errors(self, batch: MicroBatch) -> tuple[Tensor, RecordedClean]:
-        """Return (batch, steps) minus the denoising error of re-noised samples, and the first pass's predictions."""
-        return self._record_first(batch)
+    def measure_errors(self, batch: MicroBatch, records_first: bool) -> tuple[Tensor, RecordedClean]:
+        """Return (batch, steps) minus the denoising error of re-noised samples, and the first pass's predictions.
+
+        Args:
+            batch: the micro-batch.
+            records_first: whether to return predictions at all.
+        """
+        return self._record_first(batch, records=records_first)
 
     def predict_first_pass(self, batch: MicroBatch) -> RecordedClean:
         """Return the predictions of clean samples in the first pass, by initial seed and step; no other is made."""
         return self._record_first(batch, passes=1)[1]
 
-    def _record_first(self, batch: MicroBatch, passes: int | None = None) -> tuple[Tensor, RecordedClean]:
+    def _record_first(
+        self, batch: MicroBatch, passes: int | None = None, records: bool = True
+    ) -> tuple[Tensor, RecordedClean]:
         first: RecordedClean = {}
 
         def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:
             now, samples = self._policy.denoise(part.inputs, part.trajectory, step), part.trajectory
-            if not first:
+            if records and not first:
                 seeds = samples.initial_seeds.tolist()
                 first.update({(seed, step): clean.to(samples.latents) for seed, clean in zip(seeds, now.clean)})
             return -now.error()
@@ -106,7 +113,11 @@ class Replays:
         return batch.mean_over_steps(now - batch.old_log_probs.to(now))
 
     def divergences(self, batch: MicroBatch) -> Tensor:
-        """Return (batch, steps) KL divergence of the current policy from the reference, and note what goes with it."""
+        """Return (batch, steps) KL divergence of the current policy from the reference."""
+        return self._compare(batch)[0]
+
+    def _compare(self, batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
+        """Return the divergences, and means of what else is measured beside them."""
         compared: dict[str, Tensor] = {}
 
         def measure(places: list[tuple[int, int]], part: Part, step: int) -> Tensor:
@@ -119,15 +130,19 @@ class Replays:
             return now.divergence(reference.mean)
 
         divergences = self._measure(batch, measure)
-        for name, values in compared.items() if self._note is not None else ():
-            self._note(name, values.double().mean().item(), len(batch))
-        return divergences
+        return divergences, {name: values.double().mean().item() for name, values in compared.items()}
 
     def rollout_divergences(self, rows: Rows, samples: list[Trajectory]) -> Tensor:
         """Return (samples, steps) KL divergence from the reference, in the batches of the rollout."""
         advantages = torch.zeros(len(rows))
         buffer = RolloutBuffer(rows, samples, advantages, self._inputs, self.batch_size, seed=0)
-        return torch.cat([self.divergences(buffer.part(chunk)) for chunk in buffer.chunks()])
+        found = []
+        for batch in map(buffer.part, buffer.chunks()):
+            divergences, compared = self._compare(batch)
+            found.append(divergences)
+            for name, value in compared.items() if self._note is not None else ():
+                self._note(name, value, len(batch))
+        return torch.cat(found)
 
     @torch.no_grad()
     def _measure(self, batch: MicroBatch, measure: Callable[..., Tensor], passes: int | None = None) -> Tensor:

@@ -177,7 +177,9 @@ def find_networks(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> 
     """
     if isinstance(model, DiffusionPipeline):
         return policy_component(model, args.train_component)
-    return choose_networks(list_components(_read_index(model, args)), args.train_component)
+    given = args.model_init_kwargs or {}
+    index = {name: entry for name, entry in _read_index(model, args).items() if given.get(name, entry) is not None}
+    return choose_networks(list_components(index), args.train_component)
 
 
 def check_guider(

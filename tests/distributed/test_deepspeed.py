@@ -205,7 +205,7 @@ def test_an_optimizer_of_the_deepspeed_configuration_is_refused_for_two_experts(
     config = deepspeed.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}})
     backend = DeepSpeedBackend(None, ContextGroups(), SimpleNamespace(zero_stage=1, hf_ds_config=config))
     run = {"own_steps": False, "draws_tokens": False, "has_values": False}
-    with pytest.raises(ValueError, match='transformer, transformer_2 take turns.*leave "optimizer" out'):
+    with pytest.raises(ValueError, match='transformer, transformer_2 are trained together.*leave "optimizer" out'):
         backend.check_run(("transformer", "transformer_2"), processes=processes, **run)
     deepspeed.hide_deepspeed()
 

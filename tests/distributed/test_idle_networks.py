@@ -22,11 +22,14 @@ def make_optimizer(networks):
     )
 
 
-def train(networks, optimizer, begin=lambda: None, fills_zeros=False):
-    """Let updates train the networks in turns; DeepSpeed fills in zeros for the gradients that are missing."""
+def train(networks, optimizer, begin=lambda optimizers: None, fills_zeros=False):
+    """Let updates train the networks in turns; DeepSpeed fills in zeros for the gradients that are missing.
+
+    `begin` is called before each update, with what is stepped.
+    """
     kept = []
     for turn, number in enumerate(TURNS):
-        begin()
+        begin([optimizer])
         network = list(networks.values())[number]
         network(torch.full((4, 3), 1.0 + turn)).square().sum().backward()
         for parameter in networks.parameters() if fills_zeros else ():
@@ -54,6 +57,28 @@ def test_zeros_move_no_idle_network():
     assert all(kept)  # the engine finds its gradients where it has put them
 
 
+def test_the_engine_may_step_another_optimizer_with_the_same_groups():
+    """As accelerate makes a DeepSpeedCPUAdam, from the groups of an optimizer that is offloaded."""
+    plain, ours = make_networks(), make_networks()
+    train(plain, make_optimizer(plain))
+    optimizer = make_optimizer(ours)
+    idle = IdleNetworks(ours, optimizer, torch.device("cpu"))
+    train(ours, torch.optim.AdamW(optimizer.param_groups, lr=0.1), idle.begin_update, fills_zeros=True)
+    assert largest_difference(ours, plain) == 0.0
+
+
+def test_once_closed_it_leaves_the_networks_alone():
+    """Trainer may make an optimizer more than once."""
+    zeros, ours = make_networks(), make_networks()
+    train(zeros, make_optimizer(zeros), fills_zeros=True)
+    optimizer = make_optimizer(ours)
+    idle = IdleNetworks(ours, optimizer, torch.device("cpu"))
+    idle.begin_update([optimizer])
+    idle.close()
+    train(ours, optimizer, fills_zeros=True)
+    assert largest_difference(ours, zeros) == 0.0
+
+
 def test_each_network_gets_groups_of_its_own():
     networks = make_networks()
     optimizer = make_optimizer(networks)
@@ -70,17 +95,6 @@ def test_each_network_gets_groups_of_its_own():
     assert all(len(found[key]) == 1 and found[key][0] is weight for key, weight in expected.items())
 
 
-def test_before_the_first_update_the_optimizer_steps_as_it_likes():
-    """DeepSpeed may try it out to make its state."""
-    networks = make_networks()
-    optimizer = make_optimizer(networks)
-    IdleNetworks(networks, optimizer, torch.device("cpu"))
-    for parameter in networks.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    assert all("exp_avg" in optimizer.state[parameter] for parameter in networks.parameters())
-
-
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_gradient_of_zero_is_no_training(passes):
     """Such as that of a group whose samples all have the same reward: Adam's momentum would move the weights."""
@@ -88,7 +102,7 @@ def test_a_gradient_of_zero_is_no_training(passes):
     optimizer = make_optimizer(networks)
     idle = IdleNetworks(networks, optimizer, torch.device("cpu"))
     before = [parameter.detach().clone() for parameter in networks.parameters()]
-    idle.begin_update()
+    idle.begin_update([optimizer])
     for _ in range(passes):
         (0.0 * networks["transformer"](torch.ones(1, 3))).sum().backward()
     optimizer.step()

@@ -166,6 +166,24 @@ def test_time_is_added_under_its_name():
     assert metrics.gather(Alone(), step=1)["time/update"] > 0
 
 
+def test_an_evaluation_adds_nothing_to_the_log_of_training(tmp_path):
+    """It compares the average with the reference, and the next update's log would show that as the policy's."""
+    settings = {
+        "gradient_accumulation_steps": 1,
+        "num_inference_steps": 3,
+        "max_steps": 3,
+        "ema_decay": 0.9,
+        "ema_update_interval": 1,
+    }
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1}
+    plain, watched = (trainer_for(tmp_path / str(n), **settings, **more) for n, more in enumerate(({}, evaluated)))
+    plain.train()
+    watched.train()
+    names = [[entry.keys() for entry in trainer.state.log_history if "loss" in entry] for trainer in (plain, watched)]
+    assert names[0] == names[1] and "velocity/ratio_to_ref" not in names[0][-1]
+    assert [entry["eval_kl"] for entry in watched.state.log_history if "eval_kl" in entry][-1] > 0
+
+
 ALWAYS = {"loss", "grad_norm", "learning_rate", "loss/policy", "reward", "reward_std", "frac_reward_zero_std"}
 ALWAYS |= {f"spread/{name}" for name in ("reward_min", "reward_max", "reward_std")}
 ALWAYS |= {f"spread/{name}" for name in ("advantage_mean", "advantage_min", "advantage_max", "advantage_std")}

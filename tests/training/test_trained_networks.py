@@ -49,6 +49,13 @@ def test_an_index_and_its_pipeline_train_the_same_networks(tmp_path, name):
     assert find_networks(str(tmp_path), args) == find_networks(pipe, args)
 
 
+def test_a_component_that_is_left_out_of_the_pipeline_is_not_trained(tmp_path):
+    index = {name: ["diffusers", "WanTransformer3DModel"] for name in ("transformer", "transformer_2")}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"} | index))
+    assert find_networks(str(tmp_path), make_config()) == ("transformer", "transformer_2")
+    assert find_networks(str(tmp_path), make_config(model_init_kwargs={"transformer_2": None})) == ("transformer",)
+
+
 @pytest.mark.parametrize(
     ("pipeline", "networks", "settings", "expected"),
     [
