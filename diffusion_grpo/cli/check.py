@@ -34,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..data.inputs import find_missing
     from ..policy.check import check_pipeline
-    from ..training.model import load_plain_pipeline, plain_pipeline_class
+    from ..training.model import load_plain_pipeline
+    from ..training.model_index import plain_pipeline_class
 
     pipeline = call_or_refuse(plain_pipeline_class, arguments.model)
     if pipeline is not None and (missing := find_missing(inspect.signature(pipeline.__call__).parameters, inputs)):

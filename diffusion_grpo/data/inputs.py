@@ -224,7 +224,8 @@ class PipelineInputs:
             policy: of the pipeline.
             rows: of the dataset, decoded.
             noise_level: of the policy's process; None for tokens.
-            args: sizes and steps of the run, where the constructor was given other settings.
+            args: sizes and steps of the run, where it is only sampled with, and the constructor was given other
+                settings.
             accelerator: of processes that must call the network together. All of them then try the same rows: for
                 each set of columns that is new to some process, the row of the first such process. A collective.
 
@@ -233,17 +234,22 @@ class PipelineInputs:
         """
         if policy.draws_tokens:  # these take a list of prompts
             return
-        args = args or self.args
+        is_trained, args = args is None, args or self.args
         asked: dict[frozenset[str], dict[str, Any]] = {}
         for row in rows:
             given = self._find_given(row)
             if given not in self.forms:
                 asked.setdefault(given, {name: row[name] for name in row if name in given})
         for given, row in (asked if accelerator is None else _gather_asked(asked, accelerator)).items():
-            self.forms[given] = self._find_form(policy, row, noise_level, args)
+            self.forms[given] = self._find_form(policy, row, noise_level, args, is_trained)
 
     def _find_form(
-        self, policy: Policy, row: dict[str, Any], noise_level: float | None, args: DiffusionGRPOConfig
+        self,
+        policy: Policy,
+        row: dict[str, Any],
+        noise_level: float | None,
+        args: DiffusionGRPOConfig,
+        is_trained: bool,
     ) -> Form:
         """Find out by calling the pipeline with one row; warn if it takes samples one by one."""
         count = args.rollout_call_size
@@ -270,7 +276,7 @@ class PipelineInputs:
             self._check_times(policy)
         if "strength" not in row:  # another row may take more steps
             self._check_window(policy, args)
-            self._check_networks(policy, row, form, args)
+            self._check_networks(policy, row, form, args, is_trained)
         if form.reason is not None and count > 1:
             logger.warning(
                 "%s does not take several samples in one call (%s); they are rolled out and replayed one by one.",
@@ -309,7 +315,9 @@ class PipelineInputs:
                 "one has no noise; set sde_window, or raise num_inference_steps."
             )
 
-    def _check_networks(self, policy: Policy, row: dict[str, Any], form: Form, args: DiffusionGRPOConfig) -> None:
+    def _check_networks(
+        self, policy: Policy, row: dict[str, Any], form: Form, args: DiffusionGRPOConfig, is_trained: bool
+    ) -> None:
         """Refuse networks that no step passes, and a window with a step of an expert that is not trained.
 
         A later rollout would draw such a step. Warn of an expert that is to be trained, but that no trained step
@@ -319,7 +327,6 @@ class PipelineInputs:
             UntrainedStepError: there is such a network or step.
         """
         others = [name for name in policy.component if name not in policy.experts]  # such as a text encoder
-        is_trained = args is self.args  # and does not only sample with the settings of a run
         experts = [name for name in policy.component if name in policy.experts] if is_trained else []
         if not (policy.frozen_experts or others or len(experts) > 1):
             return

@@ -92,5 +92,3 @@ def _split_groups(optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> 
                 group.update(params=own, network=number)
             else:
                 optimizer.add_param_group({**group, "params": own, "network": number})
-        if not parts:
-            group["network"] = 0

@@ -42,7 +42,8 @@ def switch_guidance_off(
     guider = getattr(pipe, "guider", None)
     refuse_guider(type(pipe).__name__, None if guider is None else type(guider).__name__)
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
-    used = refuse_unknown_scales(type(pipe), inputs)
+    refuse_unknown_scales(type(pipe), inputs)
+    used = _list_used(type(pipe), inputs)
     scales = OFF | ({"guidance_scale": 0.0} if _adds_guidance(pipe) else {})
     if any(_embeds_guidance(pipe, network) for network in networks):
         del scales["guidance_scale"]
@@ -84,29 +85,28 @@ def _embeds_guidance(pipe: DiffusionPipeline, network: nn.Module) -> bool:
     return hasattr(config, "get") and any(config.get(name) for name in names)
 
 
-def refuse_unknown_scales(pipeline: type[DiffusionPipeline], inputs: Mapping[str, Any]) -> list[str]:
+def _list_used(pipeline: type[DiffusionPipeline], inputs: Mapping[str, Any]) -> list[str]:
+    """Return the names of all arguments that have a value in a call; a scale without one follows the first scale."""
+    parameters = inspect.signature(inspect.unwrap(pipeline.__call__)).parameters
+    return [name for name in parameters if inputs.get(name, parameters[name].default) is not None]
+
+
+def refuse_unknown_scales(pipeline: type[DiffusionPipeline], inputs: Mapping[str, Any]) -> None:
     """Refuse a pipeline that guides by a scale of which no value is known that switches it off.
 
     Args:
         pipeline: its class.
         inputs: keyword arguments of its call, as far as they are known.
 
-    Returns:
-        the names of all arguments that have a value in the call.
-
     Raises:
         UnsupportedPipeline: there is such a scale.
     """
-    parameters = inspect.signature(inspect.unwrap(pipeline.__call__)).parameters
-    # a scale that is None unless given follows the first one
-    used = [name for name in parameters if inputs.get(name, parameters[name].default) is not None]
-    unknown = [name for name in used if SCALE.fullmatch(name) and name not in (*OFF, *STAYS)]
+    unknown = [name for name in _list_used(pipeline, inputs) if SCALE.fullmatch(name) and name not in (*OFF, *STAYS)]
     if unknown:
         raise UnsupportedPipeline(
             f"{pipeline.__name__} also guides by {', '.join(unknown)}, which no known value switches off, but "
             "losses on re-noised samples train the prediction without guidance; use loss_type='grpo'."
         )
-    return used
 
 
 def refuse_guider(pipeline: str, guider: str | None) -> None:

@@ -30,14 +30,8 @@ from ..run import records
 from ..run.adapters import load_lora
 from ..run.standard_error import measure_mean
 from ..run.weights import load_weights
-from ..training.model import (
-    check_packages,
-    load_pipeline,
-    load_plain_pipeline,
-    pipeline_class,
-    plain_pipeline_class,
-    plan_quantization,
-)
+from ..training.model import load_pipeline, load_plain_pipeline, plan_quantization
+from ..training.model_index import check_packages, pipeline_class, plain_pipeline_class
 from ..training.setup import make_sampling_plan
 from .settings import SampleSettings
 

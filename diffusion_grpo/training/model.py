@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from peft import PeftConfig
@@ -25,20 +24,16 @@ from ..distributed import late_weights
 from ..distributed.backend import DistributedBackend
 from ..pipelines import family_of
 from ..policy.base import POLICY_COMPONENTS, policy_component, split_component
-from ..policy.schedulers import stochastic_scheduler
-from ..policy.unguided import refuse_guider, refuse_unknown_scales
 from ..run import adapters
 from .block_swap import BlockSwap
 from .compiling import compile_blocks
 from .decoding import set_decoding
 from .lora_checks import check_peft_config
+from .model_index import hub_kwargs, read_index
 from .pipeline_checks import check_processors
 from .quantization import QuantizedLoading, check_quantized_training, plan_loading, refuse_given_pipeline
 from .scheduler_settings import change_scheduler, check_sigmas
 from .text_encoders import StandIn, is_part_of_encoding, make_stand_ins, wake_encoders
-from .trained_networks import choose_networks, list_components
-
-HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 
 
 def check_model(model: Any) -> None:
@@ -104,109 +99,6 @@ def name_model(model: str | DiffusionPipeline) -> str:
     return model if isinstance(model, str) else str(model.config.get("_name_or_path") or type(model).__name__)
 
 
-def pipeline_class(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> type[DiffusionPipeline] | None:
-    """Read the class of the pipeline from `model_index.json` alone; None for code from elsewhere."""
-    if isinstance(model, DiffusionPipeline):
-        return type(model)
-    if "custom_pipeline" in (args.model_init_kwargs or {}):
-        return None
-    return getattr(diffusers, str(_read_index(model, args).get("_class_name")), None)
-
-
-def _read_index(model: str, args: DiffusionGRPOConfig) -> dict[str, Any]:
-    """Return `model_index.json` of a named model: the class of each component."""
-    return DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model, **_hub_kwargs(args))
-
-
-def _hub_kwargs(args: DiffusionGRPOConfig) -> dict[str, Any]:
-    """Return what `model_init_kwargs` says about where files come from."""
-    given = args.model_init_kwargs or {}
-    return {name: given[name] for name in HUB_KWARGS if name in given}
-
-
-def check_scheduler(
-    model: str | DiffusionPipeline, pipeline: type[DiffusionPipeline] | None, args: DiffusionGRPOConfig
-) -> None:
-    """Refuse settings of a named model's scheduler and of its noise before weights are loaded.
-
-    Those of other models are refused by `load_pipeline` and `make_policy`.
-
-    Args:
-        model: as the user gave it.
-        pipeline: of [`pipeline_class`].
-
-    Raises:
-        ValueError: see [`~diffusion_grpo.training.scheduler_settings.change_scheduler`] and
-            [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
-        UnsupportedScheduler: see there.
-    """
-    if not isinstance(model, str) or pipeline is None or "scheduler" in (args.model_init_kwargs or {}):
-        return
-    index = _read_index(model, args)
-    cls = getattr(diffusers, str((index.get("scheduler") or [None, None])[1]), None)
-    if cls is None:
-        return
-    source = tiny.PATH if model == "tiny" else model
-    scheduler = cls.from_pretrained(source, subfolder="scheduler", **_hub_kwargs(args))
-    if args.scheduler_kwargs:
-        scheduler = change_scheduler(scheduler, args.scheduler_kwargs, pipeline)
-    if args.sigmas is not None:
-        check_sigmas(scheduler)
-    trained = () if args.train_component is None else split_component(args.train_component)
-    libraries = [(index.get(name) or [None])[0] for name in trained]
-    if "transformers" not in libraries:  # a language model draws tokens
-        stochastic_scheduler(scheduler, args.sde_type, args.log_prob_type)
-
-
-def check_packages(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> None:
-    """Refuse a named model that needs a package which is not installed, before weights are loaded.
-
-    Raises:
-        ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
-    """
-    given = args.model_init_kwargs or {}
-    if isinstance(model, str) and "custom_pipeline" not in given:
-        check_processors(_read_index(model, args), given)
-
-
-def find_networks(model: str | DiffusionPipeline, args: DiffusionGRPOConfig) -> tuple[str, ...]:
-    """Name the networks that are trained: of a pipeline, or of a named model that is not loaded yet.
-
-    Raises:
-        UnsupportedPipeline: the pipeline has no such network.
-    """
-    if isinstance(model, DiffusionPipeline):
-        return policy_component(model, args.train_component)
-    given = args.model_init_kwargs or {}
-    index = {name: entry for name, entry in _read_index(model, args).items() if given.get(name, entry) is not None}
-    return choose_networks(list_components(index), args.train_component)
-
-
-def check_guider(
-    model: str | DiffusionPipeline, pipeline: type[DiffusionPipeline] | None, args: DiffusionGRPOConfig
-) -> None:
-    """Refuse guidance that cannot be switched off for an algorithm that trains the prediction without it.
-
-    Args:
-        model: as the user gave it.
-        pipeline: of [`pipeline_class`].
-        args: of the run.
-
-    Raises:
-        UnsupportedPipeline: the pipeline guides by a component, or by a scale that is not known.
-    """
-    if not args.traits.is_renoised:
-        return
-    if pipeline is not None:
-        refuse_unknown_scales(pipeline, args.pipeline_kwargs or {})
-    if isinstance(model, DiffusionPipeline):
-        guider = getattr(model, "guider", None)
-        refuse_guider(type(model).__name__, None if guider is None else type(guider).__name__)
-    elif "custom_pipeline" not in (args.model_init_kwargs or {}):
-        index = _read_index(model, args)
-        refuse_guider(str(index.get("_class_name")), (index.get("guider") or [None, None])[1])
-
-
 def plan_quantization(
     model: str | DiffusionPipeline, args: DiffusionGRPOConfig, is_full_training: bool
 ) -> QuantizedLoading | None:
@@ -220,7 +112,7 @@ def plan_quantization(
         return None
     if isinstance(model, DiffusionPipeline):
         raise ValueError(refuse_given_pipeline(args))
-    loading = plan_loading(args, _read_index(model, args), args.train_component)
+    loading = plan_loading(args, read_index(model, args), args.train_component)
     loading.check(is_full_training)
     return loading
 
@@ -266,7 +158,7 @@ def _load_parts(
     if quantized is not None:
         dtype = dtype or torch.float32  # left open, torchao would take bfloat16 for its own part alone
         own = dataclasses.replace(quantized, specs={k: v for k, v in quantized.specs.items() if k not in parts})
-        kwargs |= own.keywords(source, dtype, _hub_kwargs(args))
+        kwargs |= own.keywords(source, dtype, hub_kwargs(args))
     if dtype is not None:
         if "dtype" not in kwargs:
             kwargs.pop("torch_dtype", None)  # diffusers' former name of it
@@ -305,7 +197,7 @@ def stand_in_for_encoders(model: str | DiffusionPipeline, args: DiffusionGRPOCon
     if not loads_encoders_late(model, args) or "custom_pipeline" in given:
         return {}
     dtype = choose_dtype(args, is_full_training=False)
-    found = make_stand_ins(tiny.PATH if model == "tiny" else model, dtype, **_hub_kwargs(args))
+    found = make_stand_ins(tiny.PATH if model == "tiny" else model, dtype, **hub_kwargs(args))
     return {name: part for name, part in found.items() if name not in given}
 
 
@@ -378,12 +270,6 @@ def name_networks(args: DiffusionGRPOConfig) -> tuple[str, ...]:
     if args.train_component:
         return split_component(args.train_component)
     return (*POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS))
-
-
-def plain_pipeline_class(model: str) -> type[DiffusionPipeline] | None:
-    """Return the class of a Hub id, a folder or `tiny`, before it is loaded; None if its code comes from elsewhere."""
-    index = DiffusionPipeline.load_config(tiny.PATH if model == "tiny" else model)
-    return getattr(diffusers, str(index.get("_class_name")), None)
 
 
 def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:

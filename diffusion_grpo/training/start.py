@@ -46,17 +46,13 @@ from .lora_checks import check_peft_config
 from .model import (
     check_args,
     check_gradient_range,
-    check_guider,
     check_model,
-    check_packages,
     check_reentrant,
-    check_scheduler,
-    find_networks,
     name_model,
     name_networks,
-    pipeline_class,
     plan_quantization,
 )
+from .model_index import check_guider, check_packages, check_scheduler, find_networks, pipeline_class
 from .pipeline_checks import check_given_parts
 from .quantization import QuantizedLoading, list_trained_methods
 from .trackers import check_trackers

@@ -576,3 +576,14 @@ def test_a_pipeline_with_times_of_its_own_is_refused(tmp_path):
     trainer = trainer_for(tmp_path, name="glm_image", **steps)
     with pytest.raises(UnsupportedPipeline, match="sigmas: GlmImagePipeline tells its network times of its own"):
         trainer.train()
+
+
+@pytest.mark.parametrize("only_samples", [False, True])
+def test_advice_on_training_is_not_for_sampling(tmp_path, caplog, only_samples):
+    """Who samples with the settings of a run trains no expert."""
+    pipe, given = tiny_pipelines.build("wan_experts")
+    fixed = {name: value for name, value in given.items() if name != "prompt"}
+    args = settings(tmp_path, num_inference_steps=6, sde_window=[0, 2], pipeline_kwargs=fixed)
+    inputs = PipelineInputs(pipe, args)
+    inputs.learn(DenoisingPolicy(pipe), [{"prompt": "a house"}], 0.7, args if only_samples else None)
+    assert ("transformer_2 will not be trained" in caplog.text) is not only_samples

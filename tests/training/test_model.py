@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import diffusers
 import pytest
 import tiny_pipelines
 import torch
@@ -20,7 +19,6 @@ from diffusion_grpo.training.model import (
     load_pipeline,
     load_plain_pipeline,
     name_model,
-    pipeline_class,
     prepare_model,
 )
 
@@ -180,16 +178,6 @@ def test_float16_needs_the_loss_scaling_of_fp16(dtype, tmp_path):
     named.fp16 = True
     check_gradient_range("no/such-model", named)
     check_gradient_range("no/such-model", make_config(model_init_kwargs={"torch_dtype": torch.bfloat16}))
-
-
-def test_the_class_of_a_pipeline_is_known_before_its_weights_are_loaded(tmp_path):
-    pipe = tiny_pipelines.build("sd3")[0]
-    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    assert pipeline_class(pipe, make_config()) is type(pipe)
-    assert pipeline_class(str(tmp_path), make_config()) is diffusers.FluxPipeline
-    assert pipeline_class("tiny", make_config()) is diffusers.StableDiffusion3Pipeline
-    elsewhere = make_config(model_init_kwargs={"custom_pipeline": "mine"})
-    assert pipeline_class(str(tmp_path), elsewhere) is None
 
 
 @pytest.mark.parametrize(
