@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recipe_settings import LEARNING_RATES, RECIPES, TUNE_SEEDS, find_phase
+from recipe_settings import LEARNING_RATES, LEFT_BEHIND, RECIPES, TUNE_SEEDS, find_phase
 
 Row = dict[str, Any]
 BASELINE = "flow_grpo"
@@ -56,26 +56,47 @@ def score(row: Row) -> float:
     return area / points[-1][0]
 
 
-def tune_scores(rows: list[Row], recipe: str) -> dict[float, list[float]]:
-    """Return the scores of a recipe's tuning by learning rate, one per seed."""
-    return {rate: [score(row) for row in found] for rate, found in tune_rows(rows, recipe).items()}
-
-
-def tune_rows(rows: list[Row], recipe: str) -> dict[float, list[Row]]:
-    """Return the rows of a recipe's tuning by learning rate."""
-    found = {rate: [] for rate in LEARNING_RATES}
+def tune_rows(rows: list[Row], recipe: str) -> dict[float, dict[int, Row]]:
+    """Return the rows of a recipe's tuning by learning rate and seed."""
+    found = {rate: {} for rate in LEARNING_RATES}
     for row in rows:
         if row["recipe"] == recipe and row["phase"] == "tune" and row["learning_rate"] in found:
-            found[row["learning_rate"]].append(row)
+            found[row["learning_rate"]][row["seed"]] = row
     return found
 
 
+def find_contenders(rows: list[Row], recipe: str) -> list[float]:
+    """Return the learning rates of a recipe that the first tuning seed leaves in the race.
+
+    These are all but those whose score is `LEFT_BEHIND` or more below the best. The list is empty until each rate has
+    run on this seed.
+    """
+    found = tune_rows(rows, recipe)
+    if any(TUNE_SEEDS[0] not in own for own in found.values()):
+        return []
+    first = {rate: score(own[TUNE_SEEDS[0]]) for rate, own in found.items()}
+    return [rate for rate, own in first.items() if own > max(first.values()) - LEFT_BEHIND]
+
+
+def shared_tune_seeds(rows: list[Row], recipe: str) -> list[int]:
+    """Return the tuning seeds on which all contenders of a recipe have run."""
+    found, contenders = tune_rows(rows, recipe), find_contenders(rows, recipe)
+    return [seed for seed in TUNE_SEEDS if contenders and all(seed in found[rate] for rate in contenders)]
+
+
+def is_tuned(rows: list[Row], recipe: str) -> bool:
+    """Tell whether all contenders of a recipe have run on all tuning seeds, or only one is left."""
+    return len(find_contenders(rows, recipe)) == 1 or len(shared_tune_seeds(rows, recipe)) == len(TUNE_SEEDS)
+
+
 def choose_learning_rate(rows: list[Row], recipe: str) -> float | None:
-    """Return the learning rate with the best mean score; None until each has all its tuning seeds."""
-    scores = tune_scores(rows, recipe)
-    if any(len(found) < len(TUNE_SEEDS) for found in scores.values()):
-        return None
-    return max(scores, key=lambda rate: statistics.mean(scores[rate]))
+    """Return the contender with the best mean score over the seeds that all contenders have; None without any."""
+    found, seeds = tune_rows(rows, recipe), shared_tune_seeds(rows, recipe)
+    return max(
+        find_contenders(rows, recipe),
+        key=lambda rate: statistics.mean(score(found[rate][seed]) for seed in seeds),
+        default=None,
+    )
 
 
 def timed_rows(rows: list[Row], recipe: str) -> list[Row]:
@@ -111,7 +132,7 @@ def _report_table(rows: list[Row]) -> list[str]:
     head += ["held-out reward at the end", "Tesseract"]
     head += [f"passes to {target:g}", "evaluated every", "of Flow-GRPO's", "CPU minutes"]
     lines = [_line(head), _line(["---"] * len(head))]
-    baseline = {row["seed"]: row for row in choose_shown(reported, BASELINE)}
+    baseline = {row["seed"]: row for row in choose_shown(rows, BASELINE)}
     for name, rate in dict.fromkeys((row["recipe"], row["learning_rate"]) for row in reported):
         own = [row for row in reported if (row["recipe"], row["learning_rate"]) == (name, rate)]
         cells = [f"`{name}`", f"{rate:g}", ", ".join(str(row["seed"]) for row in own)]
@@ -168,25 +189,36 @@ def format_share(row: Row, baseline: dict[int, Row]) -> str:
 
 
 def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
-    lines = [_line(["recipe", *(f"{rate:g}" for rate in LEARNING_RATES)]), _line(["---"] * (1 + len(LEARNING_RATES)))]
+    head = ["recipe", *(f"{rate:g}" for rate in LEARNING_RATES), "seeds"]
+    lines = [_line(head), _line(["---"] * len(head))]
     for name in names:
-        best, cells = choose_learning_rate(rows, name), []
+        best, contenders = choose_learning_rate(rows, name), find_contenders(rows, name)
+        seeds, cells = shared_tune_seeds(rows, name), []
         for rate, found in tune_rows(rows, name).items():
-            means = statistics.mean(map(score, found)) if found else None
-            ends = [row["evaluations"][-1]["reward"]["mean"] for row in found]
-            text = f"{means:.3f} ({statistics.mean(ends):.3f})" if found else "–"
-            cells.append(f"**{text}**" if rate == best else text)
-        lines.append(_line([f"`{name}`", *cells]))
-    best = [rate for name in names if (rate := choose_learning_rate(rows, name))]
+            if rate in contenders:
+                text = _format_tuned([found[seed] for seed in seeds])
+                cells.append(f"**{text}**" if rate == best else text)
+            else:
+                cells.append(f"*{_format_tuned([found[TUNE_SEEDS[0]]])}*" if TUNE_SEEDS[0] in found else "–")
+        lines.append(_line([f"`{name}`", *cells, ", ".join(map(str, seeds)) or "–"]))
+    tuned = [choose_learning_rate(rows, name) for name in names if is_tuned(rows, name)]
     return [
         *lines,
         "",
         "Each cell is the mean held-out reward over the budget's passes (the area under the curve), and in brackets",
-        "the held-out reward at its end. The best of a finished line is bold, and its learning rate is reported.",
-        f"Of the {len(best)} finished lines, {best.count(max(LEARNING_RATES))} are best at the highest rate and "
-        f"{best.count(min(LEARNING_RATES))} at the lowest. For these, the",
-        "best rate may lie outside the grid.",
+        "the held-out reward at its end, both averaged over the seeds in the last column. The best of a line is bold.",
+        f"Italic cells are of seed {TUNE_SEEDS[0]} alone: there, these learning rates are {LEFT_BEHIND:g} or more",
+        "below the best, and are not tried on other seeds. A recipe of which one rate is left is tuned by then.",
+        f"Of the {len(tuned)} recipes that are tuned, {tuned.count(max(LEARNING_RATES))} are best at the highest rate "
+        f"and {tuned.count(min(LEARNING_RATES))} at the lowest.",
+        "For these, the best rate may lie outside the grid.",
     ]
+
+
+def _format_tuned(rows: list[Row]) -> str:
+    """Write the mean score of rows and, in brackets, their mean reward at the end."""
+    end = statistics.mean(row["evaluations"][-1]["reward"]["mean"] for row in rows)
+    return f"{statistics.mean(map(score, rows)):.3f} ({end:.3f})"
 
 
 def _recipe_table(rows: list[Row], names: list[str]) -> list[str]:
@@ -306,12 +338,13 @@ def read_curves(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose_shown(rows: list[Row], recipe: str) -> list[Row]:
-    """Return the rows of a recipe that the plot shows: of the reported ones, else of all, those of the best rate.
+    """Return the rows of a recipe that the plot shows: of the reported ones, else of all, those of one learning rate.
 
-    The rate is one for all seeds, and the list is empty if the recipe has no row.
+    This is the rate that tuning chose, if there are rows of it. While the recipe is not tuned, it is the best of those
+    that have rows. The list is empty if the recipe has none.
     """
     own = [row for row in rows if row["recipe"] == recipe]
     own = [row for row in own if row["phase"] == "report"] or own
-    rates = dict.fromkeys(row["learning_rate"] for row in own)
-    found = [[row for row in own if row["learning_rate"] == rate] for rate in rates]
-    return max(found, key=lambda same: statistics.mean(map(score, same)), default=[])
+    found = {rate: [row for row in own if row["learning_rate"] == rate] for rate in [r["learning_rate"] for r in own]}
+    tuned = choose_learning_rate(rows, recipe) if is_tuned(rows, recipe) else None
+    return found.get(tuned) or max(found.values(), key=lambda same: statistics.mean(map(score, same)), default=[])

@@ -5,7 +5,8 @@ Each recipe trains the embedded model with the demo's LoRA, prompts, groups, rew
 up its budget of network passes: what papers publish 1480, which is 40 updates of Flow-GRPO, the others a tenth of it.
 Every (recipe, learning rate, seed) is one run in a process of its own and one JSON file; a file that is there is not
 made again, so the race can be stopped and started at any time. First each recipe is tuned over the same learning rates
-(seed 0), then its best one is reported (seeds 3 to 5).
+(seeds 0 to 2; a rate that is far behind on seed 0 is not tried on the others), then its best one is reported (seeds 3
+to 5).
 """
 
 import argparse
@@ -18,7 +19,9 @@ from typing import Any
 from recipe_results import (
     SUMMARIES,
     choose_learning_rate,
+    find_contenders,
     find_files,
+    is_tuned,
     read_rows,
     save_plot,
     write_summaries,
@@ -82,18 +85,25 @@ def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) 
     """
     problems = []
     for recipe in recipes:
-        rates = list(LEARNING_RATES)
-        if phase == "report":
+        for seed in [seed for seed in SEEDS[phase] if seed in arguments.seeds]:
             rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
-            best = choose_learning_rate(rows, recipe.name)
-            if best is None:
-                problems.append(f"{recipe.name}: not reported, its tuning is not finished (--phase tune)")
+            rates = choose_rates(rows, recipe.name, seed)
+            if rates is None:
+                problems.append(f"{recipe.name}, seed {seed}: not run, its tuning is not finished (--phase tune)")
                 continue
-            rates = [best]
-        for rate in rates:
-            for seed in [seed for seed in SEEDS[phase] if seed in arguments.seeds]:
+            for rate in rates:
                 problems += run_row(recipe, rate, seed, arguments)
     return problems
+
+
+def choose_rates(rows: list[dict[str, Any]], recipe: str, seed: int) -> list[float] | None:
+    """Return the learning rates to run on a seed; None while earlier rows are lacking."""
+    if seed == TUNE_SEEDS[0]:
+        return list(LEARNING_RATES)
+    contenders = find_contenders(rows, recipe)
+    if seed in TUNE_SEEDS:
+        return None if not contenders else contenders if len(contenders) > 1 else []
+    return [choose_learning_rate(rows, recipe)] if is_tuned(rows, recipe) else None
 
 
 def run_row(recipe: Recipe, rate: float, seed: int, arguments: argparse.Namespace) -> list[str]:

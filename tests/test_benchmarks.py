@@ -173,19 +173,67 @@ def test_passes_to_a_reward_are_interpolated_at_its_first_crossing():
     assert recipe_run.find_crossing(points, 0.5) == 0
 
 
-def test_the_learning_rate_with_the_largest_area_is_reported_once_tuning_is_whole(tmp_path):
-    rewards = dict(zip(LEARNING_RATES, ([0.7, 0.7, 0.9], [0.7, 0.9, 0.9], [0.7, 0.8, 0.9]), strict=True))
-    rows = [made_row("demo", rate, 0, rewards[rate]) for rate in LEARNING_RATES]
+def tuning_row(rate, seed, mean):
+    """A row of `demo` whose score is this mean."""
+    return made_row("demo", rate, seed, [mean, mean])
+
+
+def test_the_learning_rate_with_the_largest_area_over_the_tuning_seeds_is_reported():
+    low, middle, high = LEARNING_RATES
+    rows = [made_row("demo", low, 0, [0.7, 0.7, 0.9]), made_row("demo", middle, 0, [0.7, 0.9, 0.9])]
     assert recipe_results.score(rows[1]) == pytest.approx((0.8 + 0.9) / 2)
-    assert recipe_results.choose_learning_rate(rows, "demo") == LEARNING_RATES[1]
-    assert recipe_results.choose_learning_rate(rows[:-1], "demo") is None
     short = made_row("demo", 1.0, 0, [0.7, 0.9]) | {"max_passes": 200.0}  # what is left counts at the last reward
     assert recipe_results.score(short) == pytest.approx((0.8 + 0.9) / 2)
-    for row in rows[:-1]:
-        write_json(recipes.row_path(tmp_path, "demo", row["learning_rate"], row["seed"]), row)
-    given = recipes.parse([f"--out={tmp_path}", "--max-passes=100", "--phase=report", "--recipes=demo"])
-    (line,) = recipes.run_phase("report", [RECIPES["demo"]], given)
-    assert "tuning is not finished" in line
+
+    assert recipe_results.choose_learning_rate(rows, "demo") is None and not recipe_results.is_tuned(rows, "demo")
+    rows = [tuning_row(low, 0, 0.83), tuning_row(middle, 0, 0.85), tuning_row(high, 0, 0.80)]
+    assert recipe_results.find_contenders(rows, "demo") == [low, middle]  # the highest is left behind
+    assert recipe_results.choose_learning_rate(rows, "demo") == middle and not recipe_results.is_tuned(rows, "demo")
+    rows += [tuning_row(low, 1, 0.85), tuning_row(middle, 1, 0.80)]
+    assert recipe_results.choose_learning_rate(rows, "demo") == low
+    rows += [tuning_row(low, 2, 0.60)]  # counts once the other contender has run on this seed too
+    assert recipe_results.choose_learning_rate(rows, "demo") == low and not recipe_results.is_tuned(rows, "demo")
+    rows += [tuning_row(middle, 2, 0.66), tuning_row(high, 1, 0.99)]
+    assert recipe_results.choose_learning_rate(rows, "demo") == middle and recipe_results.is_tuned(rows, "demo")
+    alone = [tuning_row(rate, 0, mean) for rate, mean in zip(LEARNING_RATES, (0.9, 0.86, 0.7), strict=True)]
+    assert recipe_results.choose_learning_rate(alone, "demo") == low and recipe_results.is_tuned(alone, "demo")
+
+
+def test_tuning_runs_what_the_first_seed_left_in_the_race_and_reports_follow_it(tmp_path, monkeypatch):
+    low, middle, high = LEARNING_RATES
+    scores = {low: 0.83, middle: 0.85, high: 0.80}
+    made = []
+
+    def make(recipe, rate, seed, arguments):
+        made.append((rate, seed))
+        write_json(recipes.row_path(tmp_path, "demo", rate, seed), tuning_row(rate, seed, scores[rate]))
+        return []
+
+    monkeypatch.setattr(recipes, "run_row", make)
+    run = lambda phase, seeds: recipes.run_phase(  # noqa: E731
+        phase,
+        [RECIPES["demo"]],
+        recipes.parse([f"--out={tmp_path}", "--max-passes=100", f"--seeds={seeds}"]),
+    )
+    (line,) = run("tune", "1")
+    assert "demo, seed 1: not run, its tuning is not finished" in line and made == []
+    assert run("tune", "0,1") == [] and made == [*((rate, 0) for rate in LEARNING_RATES), (low, 1), (middle, 1)]
+    (line,) = run("report", "3")
+    assert "demo, seed 3: not run" in line
+    assert run("tune", "2") == run("report", "3") == [] and made[5:] == [(low, 2), (middle, 2), (middle, 3)]
+    # where one rate is left, there is nothing to decide on other seeds
+    write_json(recipes.row_path(tmp_path, "demo", low, 0), tuning_row(low, 0, 0.5))
+    assert run("tune", "1") == [] and len(made) == 8
+
+
+def test_the_tuning_table_says_on_which_seeds_its_numbers_rest(tmp_path):
+    low, middle, high = LEARNING_RATES
+    rows = [tuning_row(low, 0, 0.83), tuning_row(middle, 0, 0.85), tuning_row(high, 0, 0.80)]
+    rows += [tuning_row(low, 1, 0.87), tuning_row(middle, 1, 0.83), tuning_row(high, 1, 0.99), tuning_row(low, 2, 0.1)]
+    lines = recipe_results.format_tables(rows)
+    assert "| `demo` | **0.850 (0.850)** | 0.840 (0.840) | *0.800 (0.800)* | 0, 1 |" in lines
+    lines = recipe_results.format_tables(rows[:2])
+    assert "| `demo` | *0.830 (0.830)* | *0.850 (0.850)* | – | – |" in lines
 
 
 def test_rows_of_other_settings_and_files_that_are_being_written_are_left_out(tmp_path, capsys):
