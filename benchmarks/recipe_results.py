@@ -44,13 +44,18 @@ def find_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/lr-*.json"))
 
 
+def scored_reward(entry: dict[str, Any]) -> float:
+    """Return the held-out reward of an evaluation, with the recipe's guidance where it has some."""
+    return entry.get("guided", entry)["reward"]["mean"]
+
+
 def score(row: Row) -> float:
     """Return the mean held-out reward over the passes of the budget: it counts how soon and how far a run gets.
 
     The trapezoids between evaluations are added up; what is left of the budget after the last update counts at the
-    last evaluation's reward.
+    last evaluation's reward. A recipe that trains with guidance is scored with it.
     """
-    points = [(entry["passes"], entry["reward"]["mean"]) for entry in row["evaluations"]]
+    points = [(entry["passes"], scored_reward(entry)) for entry in row["evaluations"]]
     points.append((max(row["max_passes"], points[-1][0]), points[-1][1]))
     area = sum((b - a) * (low + high) / 2 for (a, low), (b, high) in zip(points, points[1:]))
     return area / points[-1][0]
@@ -207,6 +212,7 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
         "",
         "Each cell is the mean held-out reward over the budget's passes (the area under the curve), and in brackets",
         "the held-out reward at its end, both averaged over the seeds in the last column. The best of a line is bold.",
+        "Recipes with guidance are scored with it.",
         f"Italic cells are of seed {TUNE_SEEDS[0]} alone: there, these learning rates are {LEFT_BEHIND:g} or more",
         "below the best, and are not tried on other seeds. A recipe of which one rate is left is tuned by then.",
         f"Of the {len(tuned)} recipes that are tuned, {tuned.count(max(LEARNING_RATES))} are best at the highest rate "
@@ -217,7 +223,7 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
 
 def _format_tuned(rows: list[Row]) -> str:
     """Write the mean score of rows and, in brackets, their mean reward at the end."""
-    end = statistics.mean(row["evaluations"][-1]["reward"]["mean"] for row in rows)
+    end = statistics.mean(scored_reward(row["evaluations"][-1]) for row in rows)
     return f"{statistics.mean(map(score, rows)):.3f} ({end:.3f})"
 
 

@@ -199,6 +199,14 @@ def test_the_learning_rate_with_the_largest_area_over_the_tuning_seeds_is_report
     assert recipe_results.choose_learning_rate(alone, "demo") == low and recipe_results.is_tuned(alone, "demo")
 
 
+def test_recipes_with_guidance_are_scored_with_it():
+    row = made_row("dgpo", LEARNING_RATES[0], 0, [0.7, 0.7, 0.6])
+    for point, reward in zip(row["evaluations"], (0.9, 0.96, 0.94), strict=True):
+        point["guided"] = entry(point["passes"], reward)
+    assert recipe_results.score(row) == pytest.approx((0.93 + 0.95) / 2)
+    assert "| `dgpo` | *0.940 (0.940)* | – | – | – |" in recipe_results.format_tables([row])
+
+
 def test_tuning_runs_what_the_first_seed_left_in_the_race_and_reports_follow_it(tmp_path, monkeypatch):
     low, middle, high = LEARNING_RATES
     scores = {low: 0.83, middle: 0.85, high: 0.80}
