@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recipe_settings import LEARNING_RATES, LEFT_BEHIND, RECIPES, TUNE_SEEDS, find_phase
+from recipe_settings import LEARNING_RATES, LEFT_BEHIND, LOWER_RATE, RECIPES, TUNE_SEEDS, find_phase
 
 Row = dict[str, Any]
 BASELINE = "flow_grpo"
@@ -63,24 +63,38 @@ def score(row: Row) -> float:
 
 def tune_rows(rows: list[Row], recipe: str) -> dict[float, dict[int, Row]]:
     """Return the rows of a recipe's tuning by learning rate and seed."""
-    found = {rate: {} for rate in LEARNING_RATES}
+    found = {rate: {} for rate in (LOWER_RATE, *LEARNING_RATES)}
     for row in rows:
         if row["recipe"] == recipe and row["phase"] == "tune" and row["learning_rate"] in found:
             found[row["learning_rate"]][row["seed"]] = row
     return found
 
 
+def first_scores(rows: list[Row], recipe: str) -> dict[float, float]:
+    """Return the scores on the first tuning seed of the learning rates that have run on it."""
+    found = tune_rows(rows, recipe)
+    return {rate: score(own[TUNE_SEEDS[0]]) for rate, own in found.items() if TUNE_SEEDS[0] in own}
+
+
+def choose_grid(rows: list[Row], recipe: str) -> tuple[float, ...]:
+    """Return the learning rates to try on the first tuning seed, whether they have run or not."""
+    scores = first_scores(rows, recipe)
+    if not scores.keys() >= set(LEARNING_RATES) or max(LEARNING_RATES, key=scores.get) > min(LEARNING_RATES):
+        return LEARNING_RATES
+    return (LOWER_RATE, *LEARNING_RATES)
+
+
 def find_contenders(rows: list[Row], recipe: str) -> list[float]:
     """Return the learning rates of a recipe that the first tuning seed leaves in the race.
 
-    These are all but those whose score is `LEFT_BEHIND` or more below the best. The list is empty until each rate has
-    run on this seed.
+    These are all but those whose score is `LEFT_BEHIND` or more below the best. The list is empty until each of
+    `LEARNING_RATES` has run on this seed.
     """
-    found = tune_rows(rows, recipe)
-    if any(TUNE_SEEDS[0] not in own for own in found.values()):
+    scores = first_scores(rows, recipe)
+    if not scores.keys() >= set(LEARNING_RATES):
         return []
-    first = {rate: score(own[TUNE_SEEDS[0]]) for rate, own in found.items()}
-    return [rate for rate, own in first.items() if own > max(first.values()) - LEFT_BEHIND]
+    tried = {rate: scores[rate] for rate in choose_grid(rows, recipe) if rate in scores}
+    return [rate for rate, own in tried.items() if own > max(tried.values()) - LEFT_BEHIND]
 
 
 def shared_tune_seeds(rows: list[Row], recipe: str) -> list[int]:
@@ -91,6 +105,8 @@ def shared_tune_seeds(rows: list[Row], recipe: str) -> list[int]:
 
 def is_tuned(rows: list[Row], recipe: str) -> bool:
     """Tell whether all contenders of a recipe have run on all tuning seeds, or only one is left."""
+    if not first_scores(rows, recipe).keys() >= set(choose_grid(rows, recipe)):
+        return False
     return len(find_contenders(rows, recipe)) == 1 or len(shared_tune_seeds(rows, recipe)) == len(TUNE_SEEDS)
 
 
@@ -194,7 +210,7 @@ def format_share(row: Row, baseline: dict[int, Row]) -> str:
 
 
 def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
-    head = ["recipe", *(f"{rate:g}" for rate in LEARNING_RATES), "seeds"]
+    head = ["recipe", *(f"{rate:g}" for rate in (LOWER_RATE, *LEARNING_RATES)), "seeds"]
     lines = [_line(head), _line(["---"] * len(head))]
     for name in names:
         best, contenders = choose_learning_rate(rows, name), find_contenders(rows, name)
@@ -215,8 +231,9 @@ def _tune_table(rows: list[Row], names: list[str]) -> list[str]:
         "Recipes with guidance are scored with it.",
         f"Italic cells are of seed {TUNE_SEEDS[0]} alone: there, these learning rates are {LEFT_BEHIND:g} or more",
         "below the best, and are not tried on other seeds. A recipe of which one rate is left is tuned by then.",
+        f"{LOWER_RATE:g} is tried where {min(LEARNING_RATES):g} is the best of the other three there.",
         f"Of the {len(tuned)} recipes that are tuned, {tuned.count(max(LEARNING_RATES))} are best at the highest rate "
-        f"and {tuned.count(min(LEARNING_RATES))} at the lowest.",
+        f"and {tuned.count(LOWER_RATE)} at the lowest.",
         "For these, the best rate may lie outside the grid.",
     ]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from recipe_results import (
     SUMMARIES,
+    choose_grid,
     choose_learning_rate,
     find_contenders,
     find_files,
@@ -27,7 +28,7 @@ from recipe_results import (
     write_summaries,
     write_tables,
 )
-from recipe_settings import LEARNING_RATES, RECIPES, REPORT_SEEDS, TUNE_SEEDS, Recipe, find_unknown
+from recipe_settings import RECIPES, REPORT_SEEDS, TUNE_SEEDS, Recipe, find_unknown
 
 ROOT = Path(__file__).parent.parent
 SEEDS = {"tune": TUNE_SEEDS, "report": REPORT_SEEDS}
@@ -86,20 +87,28 @@ def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) 
     problems = []
     for recipe in recipes:
         for seed in [seed for seed in SEEDS[phase] if seed in arguments.seeds]:
-            rows = read_rows(arguments.out, arguments.max_passes, arguments.max_updates)
-            rates = choose_rates(rows, recipe.name, seed)
-            if rates is None:
-                problems.append(f"{recipe.name}, seed {seed}: not run, its tuning is not finished (--phase tune)")
-                continue
-            for rate in rates:
-                problems += run_row(recipe, rate, seed, arguments)
+            problems += run_seed(recipe, seed, arguments)
     return problems
 
 
+def run_seed(recipe: Recipe, seed: int, arguments: argparse.Namespace) -> list[str]:
+    """Make the rows of a recipe and a seed that are not there yet."""
+    problems, done = [], set()
+    while True:  # a row may show that another learning rate is to be tried
+        rates = choose_rates(read_rows(arguments.out, arguments.max_passes, arguments.max_updates), recipe.name, seed)
+        if rates is None:
+            return [f"{recipe.name}, seed {seed}: not run, its tuning is not finished (--phase tune)"]
+        if done.issuperset(rates):
+            return problems
+        for rate in [rate for rate in rates if rate not in done]:
+            problems += run_row(recipe, rate, seed, arguments)
+            done.add(rate)
+
+
 def choose_rates(rows: list[dict[str, Any]], recipe: str, seed: int) -> list[float] | None:
-    """Return the learning rates to run on a seed; None while earlier rows are lacking."""
+    """Return the learning rates to run on a seed; None while rows of earlier seeds are lacking."""
     if seed == TUNE_SEEDS[0]:
-        return list(LEARNING_RATES)
+        return list(choose_grid(rows, recipe))
     contenders = find_contenders(rows, recipe)
     if seed in TUNE_SEEDS:
         return None if not contenders else contenders if len(contenders) > 1 else []

@@ -19,7 +19,7 @@ import recipe_results
 import recipe_run
 import recipe_settings
 import recipes
-from recipe_settings import LEARNING_RATES, RECIPES, Recipe
+from recipe_settings import LEARNING_RATES, LOWER_RATE, RECIPES, Recipe
 
 from benchmarks import weight_sizes
 from diffusion_grpo.policy.trajectory import ROUNDING_OF_TWO
@@ -195,8 +195,21 @@ def test_the_learning_rate_with_the_largest_area_over_the_tuning_seeds_is_report
     assert recipe_results.choose_learning_rate(rows, "demo") == low and not recipe_results.is_tuned(rows, "demo")
     rows += [tuning_row(middle, 2, 0.66), tuning_row(high, 1, 0.99)]
     assert recipe_results.choose_learning_rate(rows, "demo") == middle and recipe_results.is_tuned(rows, "demo")
-    alone = [tuning_row(rate, 0, mean) for rate, mean in zip(LEARNING_RATES, (0.9, 0.86, 0.7), strict=True)]
-    assert recipe_results.choose_learning_rate(alone, "demo") == low and recipe_results.is_tuned(alone, "demo")
+    alone = [tuning_row(rate, 0, mean) for rate, mean in zip(LEARNING_RATES, (0.7, 0.85, 0.9), strict=True)]
+    assert recipe_results.find_contenders(alone, "demo") == [high] and recipe_results.is_tuned(alone, "demo")
+
+
+def test_a_recipe_that_does_best_at_the_lowest_rate_is_tried_at_a_lower_one():
+    rows = [tuning_row(rate, 0, mean) for rate, mean in zip(LEARNING_RATES, (0.9, 0.8, 0.7), strict=True)]
+    assert recipe_results.choose_learning_rate(rows, "demo") == LEARNING_RATES[0]
+    assert not recipe_results.is_tuned(rows, "demo")  # the lower one is lacking
+    better, worse = tuning_row(LOWER_RATE, 0, 0.95), tuning_row(LOWER_RATE, 0, 0.85)
+    assert recipe_results.choose_learning_rate([*rows, better], "demo") == LOWER_RATE
+    assert recipe_results.choose_learning_rate([*rows, worse], "demo") == LEARNING_RATES[0]
+    assert recipe_results.is_tuned([*rows, better], "demo") and recipe_results.is_tuned([*rows, worse], "demo")
+    assert recipe_results.choose_grid(rows[:2], "demo") == LEARNING_RATES
+    rows = [tuning_row(rate, 0, mean) for rate, mean in zip(LEARNING_RATES, (0.8, 0.9, 0.7), strict=True)]
+    assert recipe_results.choose_learning_rate([*rows, better], "demo") == LEARNING_RATES[1]  # not in its grid
 
 
 def test_recipes_with_guidance_are_scored_with_it():
@@ -204,7 +217,7 @@ def test_recipes_with_guidance_are_scored_with_it():
     for point, reward in zip(row["evaluations"], (0.9, 0.96, 0.94), strict=True):
         point["guided"] = entry(point["passes"], reward)
     assert recipe_results.score(row) == pytest.approx((0.93 + 0.95) / 2)
-    assert "| `dgpo` | *0.940 (0.940)* | – | – | – |" in recipe_results.format_tables([row])
+    assert "| `dgpo` | – | *0.940 (0.940)* | – | – | – |" in recipe_results.format_tables([row])
 
 
 def test_tuning_runs_what_the_first_seed_left_in_the_race_and_reports_follow_it(tmp_path, monkeypatch):
@@ -232,6 +245,10 @@ def test_tuning_runs_what_the_first_seed_left_in_the_race_and_reports_follow_it(
     # where one rate is left, there is nothing to decide on other seeds
     write_json(recipes.row_path(tmp_path, "demo", low, 0), tuning_row(low, 0, 0.5))
     assert run("tune", "1") == [] and len(made) == 8
+    # where the lowest is the best, a lower one is tried in the same call
+    shutil.rmtree(tmp_path / "demo")
+    scores |= {low: 0.87, LOWER_RATE: 0.86}
+    assert run("tune", "0") == [] and made[8:] == [*((rate, 0) for rate in LEARNING_RATES), (LOWER_RATE, 0)]
 
 
 def test_the_tuning_table_says_on_which_seeds_its_numbers_rest(tmp_path):
@@ -239,9 +256,9 @@ def test_the_tuning_table_says_on_which_seeds_its_numbers_rest(tmp_path):
     rows = [tuning_row(low, 0, 0.83), tuning_row(middle, 0, 0.85), tuning_row(high, 0, 0.80)]
     rows += [tuning_row(low, 1, 0.87), tuning_row(middle, 1, 0.83), tuning_row(high, 1, 0.99), tuning_row(low, 2, 0.1)]
     lines = recipe_results.format_tables(rows)
-    assert "| `demo` | **0.850 (0.850)** | 0.840 (0.840) | *0.800 (0.800)* | 0, 1 |" in lines
+    assert "| `demo` | – | **0.850 (0.850)** | 0.840 (0.840) | *0.800 (0.800)* | 0, 1 |" in lines
     lines = recipe_results.format_tables(rows[:2])
-    assert "| `demo` | *0.830 (0.830)* | *0.850 (0.850)* | – | – |" in lines
+    assert "| `demo` | – | *0.830 (0.830)* | *0.850 (0.850)* | – | – |" in lines
 
 
 def test_rows_of_other_settings_and_files_that_are_being_written_are_left_out(tmp_path, capsys):
