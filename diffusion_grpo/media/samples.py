@@ -15,9 +15,10 @@ from torch import Tensor
 
 
 def as_images(samples: list) -> list:
-    """Convert samples to PIL images, or to lists of PIL frames for videos; leave sound and embeddings as they are.
+    """Convert samples to PIL images, or to lists of PIL frames for videos.
 
-    Returns `samples` itself if there is nothing to convert.
+    Sound and embeddings keep their form; a tensor of these is moved to the CPU, where NumPy can read it. Returns
+    `samples` itself if there is nothing to convert.
 
     Args:
         samples: PIL images, arrays or tensors `(height, width, 1, 3 or 4)`, or sequences of these; arrays hold
@@ -32,7 +33,7 @@ def _convert(sample: Any) -> Any:
         return _to_image(sample)
     is_video = isinstance(sample, (list, tuple)) or getattr(sample, "ndim", 0) == 4
     if not is_video or not len(sample) or not all(_is_frame(frame) for frame in sample):
-        return sample
+        return _on_cpu(sample) if isinstance(sample, Tensor) else sample
     is_done = isinstance(sample, list) and all(isinstance(frame, Image.Image) for frame in sample)
     return sample if is_done else [_to_image(frame) for frame in sample]
 
@@ -43,10 +44,16 @@ def _is_frame(frame: Any) -> bool:
     return isinstance(frame, (np.ndarray, Tensor)) and frame.ndim == 3 and frame.shape[-1] in (1, 3, 4)
 
 
+def _on_cpu(sample: Tensor) -> Tensor:
+    """Return a sample in CPU memory, without a gradient, and in float32 if it has a precision that NumPy lacks."""
+    sample = sample.detach() if sample.requires_grad else sample
+    return sample.cpu().float() if sample.dtype == torch.bfloat16 else sample.cpu()
+
+
 def _to_image(frame: Any) -> Image.Image:
     if isinstance(frame, Image.Image):
         return frame
-    pixels = np.asarray(frame)
+    pixels = np.asarray(_on_cpu(frame) if isinstance(frame, Tensor) else frame)
     pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
     if pixels.dtype != np.uint8:
         pixels = (255 * pixels.astype(np.float64).clip(0, 1)).round().astype(np.uint8)

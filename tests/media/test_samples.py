@@ -3,10 +3,11 @@
 import threading
 
 import numpy as np
+import torch
 from PIL import Image
 
 from diffusion_grpo.media.files import VideoWithSound
-from diffusion_grpo.media.samples import copy_value
+from diffusion_grpo.media.samples import as_images, copy_value
 
 
 def make_image(shade: int, size: int = 8) -> Image.Image:
@@ -29,3 +30,25 @@ def test_copies_are_alike() -> None:
     assert copy_value([lock])[0] is lock  # which cannot be copied
     palette = make_image(7).convert("P")
     assert copy_value(palette).convert("RGB").tobytes() == palette.convert("RGB").tobytes()
+
+
+class OnGPU(torch.Tensor):
+    """A tensor as on a GPU: NumPy cannot read it, and `cpu` gives one that it can."""
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_rewards_get_tensors_that_numpy_can_read() -> None:
+    waveform, frames = torch.rand(2, 6), torch.rand(2, 8, 8, 3)
+    for samples in ([waveform.as_subclass(OnGPU)], [waveform.clone().requires_grad_()]):
+        assert (np.asarray(as_images(samples)[0]) == waveform.numpy()).all()
+    assert np.asarray(as_images([waveform.bfloat16()])[0]).dtype == np.float32
+    [plain] = as_images([frames.numpy()])
+    [moved] = as_images([[frame.as_subclass(OnGPU) for frame in frames]])
+    assert [image.tobytes() for image in moved] == [image.tobytes() for image in plain]
+    samples = [waveform]
+    assert as_images(samples) is samples  # nothing to move
