@@ -2,11 +2,11 @@
 Seconds of one full GRPO step beside the bare network, and peak memory: `make bench`.
 
 The second update of a real run records every call of a network (policy, decoder, text encoders) with its arguments;
-the first also asks what the pipeline can do. After each further update the same calls are made bare, in a loop, with a
-backward pass where the trainer made one, so that both sides see the same shapes and the same load of the machine. The
-overhead is (rollout + update) / bare, median over the rounds; the reward is timed by itself, since no network of ours
-works in it. Both sides are also measured in seconds of the processor, which other work on the machine moves less:
-`OMP_NUM_THREADS=1` gives the steadiest numbers.
+the first also asks what the pipeline can do. After each further update the same calls are made bare, in a loop, with
+autocast and a backward pass where the trainer made them so: both sides see the same shapes, the same precision and the
+same load of the machine. The overhead is (rollout + update) / bare, median over the rounds; the reward is timed by
+itself, since no network of ours works in it. Both sides are also measured in seconds of the processor, which other
+work on the machine moves less: `OMP_NUM_THREADS=1` gives the steadiest numbers.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, tiny
 from diffusion_grpo.cli.inputs import hide_loading_bars
 
 STAGES = ("rollout", "reward", "update")
-Call = tuple[Callable, tuple, dict, bool]
+Call = tuple[Callable, tuple, dict, bool, torch.dtype | None]  # with a backward pass or not, and autocast's dtype
 
 
 class BareLoop(TrainerCallback):
@@ -49,6 +49,8 @@ class BareLoop(TrainerCallback):
         self.policy_alone: list[float] = []
         self.peak = 0.0
         self.policy = getattr(pipe, network)
+        self._kind = self.policy.device.type
+        self._replaced: list[tuple[nn.Module, str, dict[str, Callable]]] = []
         self._start = self._processor_start = 0.0
         parts = [part for name, part in pipe.components.items() if isinstance(part, nn.Module) and name != "vae"]
         self._spied = [(pipe.vae, "decode"), *((part, "forward") for part in parts)]
@@ -57,9 +59,13 @@ class BareLoop(TrainerCallback):
         real = getattr(module, method)
 
         def record(*args, **kwargs):
-            self.calls.append((real, *_detached((args, kwargs)), torch.is_grad_enabled() and module is self.policy))
+            has_backward = torch.is_grad_enabled() and module is self.policy
+            half = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+            self.calls.append((real, *_detached((args, kwargs)), has_backward, half))
             return real(*args, **kwargs)
 
+        # in full training accelerate's own forward may be there
+        self._replaced.append((module, method, {k: v for k, v in module.__dict__.items() if k == method}))
         module.__dict__[method] = record
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -75,15 +81,16 @@ class BareLoop(TrainerCallback):
         if state.global_step == 1:  # warm-up
             return
         if state.global_step == 2:  # recorded
-            for module, method in self._spied:
+            for module, method, before in self._replaced:
                 del module.__dict__[method]
+                module.__dict__.update(before)
             self.peak = peak_memory()
         else:
             self.updates.append(elapsed)
         policy_calls = [call for call in self.calls if getattr(call[0], "__self__", None) is self.policy]
         others = [call for call in self.calls if getattr(call[0], "__self__", None) is not self.policy]
         processor_start = time.process_time()
-        policy_alone, rest = run_bare(policy_calls), run_bare(others)
+        policy_alone, rest = run_bare(policy_calls, self._kind), run_bare(others, self._kind)
         processor_bare = time.process_time() - processor_start
         kwargs["model"].zero_grad()
         if state.global_step > 2:
@@ -131,13 +138,14 @@ class Stages(TrainerCallback):
         self._stage = None
 
 
-def run_bare(calls: list[Call]) -> float:
-    """Seconds of the calls in a loop, each with its backward pass where it had one."""
+def run_bare(calls: list[Call], kind: str) -> float:
+    """Seconds of the calls in a loop on this kind of device, each with its autocast and its backward pass, if any."""
     _synchronize()
     start = time.perf_counter()
-    for function, args, kwargs, has_backward in calls:
+    for function, args, kwargs, has_backward, half in calls:
         with torch.set_grad_enabled(has_backward):
-            output = function(*args, **kwargs)
+            with torch.autocast(kind, half, enabled=half is not None):
+                output = function(*args, **kwargs)
             if has_backward:
                 output[0].float().square().mean().backward()
     _synchronize()

@@ -3,14 +3,17 @@
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import ranks_server
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks import gpu_cases, gpu_check, gpu_requirements, gpu_sizes
 from benchmarks.gpu_check import ROOT, Case, Check, Result
+from benchmarks.step import BareLoop
 
 GOOD = "import json, sys; json.dump({'found': 0.5}, open(sys.argv[1], 'w'))"
 CODE = {
@@ -149,6 +152,31 @@ def test_real_sizes_are_not_begun_without_a_gpu(tmp_path, monkeypatch):
     gpu_sizes.check_room(2**30)
     with pytest.raises(gpu_cases.NotRunError, match=r"planned are 2.0 GiB, and 1.0 of 2.0 are free"):
         gpu_sizes.check_room(2**31)
+
+
+class Noted(torch.nn.Linear):
+    """A network that notes in which precision it computed."""
+
+    device = torch.device("cpu")
+
+    def forward(self, x):
+        output = super().forward(x)
+        self.seen.append(output.dtype)
+        return (output,)
+
+
+def test_bare_calls_have_the_autocast_of_the_trainers_calls_and_leave_no_trace():
+    network, vae = Noted(4, 4), SimpleNamespace(decode=None)
+    network.seen, network.forward = [], network.forward  # as accelerate puts one of its own there
+    own = network.forward
+    bare = BareLoop(SimpleNamespace(transformer=network, vae=vae, components={"transformer": network}))
+    bare.on_step_begin(None, SimpleNamespace(global_step=1), None)
+    with torch.autocast("cpu", torch.bfloat16):
+        network(torch.ones(1, 4))
+    network(torch.ones(1, 4))
+    bare.on_step_end(None, SimpleNamespace(global_step=2), None, model=network)
+    assert network.seen == [torch.bfloat16, torch.float32] * 2
+    assert network.__dict__["forward"] == own and vars(vae) == {"decode": None}
 
 
 def test_the_demo_runs_short(tmp_path, monkeypatch):
