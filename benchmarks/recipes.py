@@ -5,8 +5,8 @@ Each recipe trains the embedded model with the demo's LoRA, prompts, groups, rew
 up its budget of network passes: what papers publish 1480, which is 40 updates of Flow-GRPO, the others a tenth of it.
 Every (recipe, learning rate, seed) is one run in a process of its own and one JSON file; a file that is there is not
 made again, so the race can be stopped and started at any time. First each recipe is tuned over the same learning rates
-(seeds 0 to 2; a rate that is far behind on seed 0 is not tried on the others), then its best one is reported (seeds 3
-to 5).
+(seeds 0 to 2; a rate that is far behind on seed 0 is not tried on the others, and a lower one is added where the
+lowest is best there), then its best one is reported (seeds 3 to 5).
 """
 
 import argparse
@@ -109,10 +109,12 @@ def choose_rates(rows: list[dict[str, Any]], recipe: str, seed: int) -> list[flo
     """Return the learning rates to run on a seed; None while rows of earlier seeds are lacking."""
     if seed == TUNE_SEEDS[0]:
         return list(choose_grid(rows, recipe))
+    if seed in REPORT_SEEDS:
+        return [choose_learning_rate(rows, recipe)] if is_tuned(rows, recipe) else None
     contenders = find_contenders(rows, recipe)
-    if seed in TUNE_SEEDS:
-        return None if not contenders else contenders if len(contenders) > 1 else []
-    return [choose_learning_rate(rows, recipe)] if is_tuned(rows, recipe) else None
+    if len(contenders) == 1:  # nothing is left to decide
+        return []
+    return contenders or None
 
 
 def run_row(recipe: Recipe, rate: float, seed: int, arguments: argparse.Namespace) -> list[str]:

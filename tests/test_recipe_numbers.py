@@ -31,9 +31,12 @@ def rewards_of(entry: dict) -> Iterator[float]:
 
 
 def threes(rows: list[dict]) -> set[tuple[str, ...]]:
-    """Return what three rows have in common, before the first update and at the end, with two and three digits."""
-    found = {tuple(zip(*(rewards_of(row["evaluations"][at]) for row in rows), strict=True)) for at in (0, -1)}
-    return {tuple(f"{x:.{digits}f}" for x in three) for three in {*found.pop(), *found.pop()} for digits in (2, 3)}
+    """Return each reward of three rows, before the first update and at the end, with two and three digits."""
+    found = set()
+    for at in (0, -1):
+        for three in zip(*(rewards_of(row["evaluations"][at]) for row in rows), strict=True):
+            found |= {tuple(f"{reward:.{digits}f}" for reward in three) for digits in (2, 3)}
+    return found
 
 
 def text_of(page: str) -> str:
