@@ -43,12 +43,14 @@ class Recipe:
         summary: what it does, in one line.
         settings: what it changes in `BASE` and in the demo's settings.
         max_passes: its budget: network passes per sample of an update, summed over updates.
+        tuned_as: the recipe whose learning rate it has; None if it is tuned itself.
     """
 
     name: str
     summary: str
     settings: dict[str, Any]
     max_passes: float = SHORT
+    tuned_as: str | None = None
 
 
 # Flow-GRPO (2505.05470) without guidance: every step but the last is stochastic and trained. Its scripts for SD3 also
@@ -84,6 +86,7 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("flow_grpo", "Flow-GRPO without guidance: 10 steps, 9 trained", FLOW_GRPO, LONG),
+        Recipe("flow_grpo_long", "Flow-GRPO without guidance, with twice the passes", FLOW_GRPO, 2 * LONG, "flow_grpo"),
         Recipe(
             "flow_grpo_guided",
             "Flow-GRPO at guidance 4.5: 10 steps, 9 trained",

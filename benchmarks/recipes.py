@@ -86,6 +86,8 @@ def run_phase(phase: str, recipes: list[Recipe], arguments: argparse.Namespace) 
     """
     problems = []
     for recipe in recipes:
+        if phase == "tune" and recipe.tuned_as:
+            continue
         for seed in [seed for seed in SEEDS[phase] if seed in arguments.seeds]:
             problems += run_seed(recipe, seed, arguments)
     return problems

@@ -311,12 +311,12 @@ def test_rows_of_another_budget_are_left_out(tmp_path):
 
 
 def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
-    rows = [made_row("flow_grpo", 1e-3, seed, [0.7, 0.87], 80.0) for seed in (3, 4)]
-    rows += [made_row("flow_grpo", 1e-3, 5, [0.7, 0.8])]
+    rows = [made_row(recipe_results.BASELINE, 1e-3, seed, [0.7, 0.87], 80.0) for seed in (3, 4)]
+    rows += [made_row(recipe_results.BASELINE, 1e-3, 5, [0.7, 0.8])]
     # another rate does not count: it is worse on the whole, though better on one seed
-    rows += [made_row("flow_grpo", 2e-3, seed, [0.7, end], 40.0) for seed, end in ((3, 0.88), (4, 0.3), (5, 0.3))]
+    rows += [made_row(recipe_results.BASELINE, 2e-3, seed, [0.7, end], 40.0) for seed, end in ((3, 0.88), (4, 0.3), (5, 0.3))]
     rows += [made_row("demo", 1e-3, seed, [0.7, 0.9], passes) for seed, passes in ((3, 8.0), (4, None), (5, 10.0))]
-    assert recipe_results.choose_shown(rows, "flow_grpo") == rows[:3]
+    assert recipe_results.choose_shown(rows, recipe_results.BASELINE) == rows[:3]
     assert recipe_results.choose_shown([made_row("demo", 1e-3, 0, [0.7, 0.99]), *rows], "demo") == rows[6:]
     rows[6] |= {"eval_passes": 18.5, "updates": 9, "passes_per_sample": 10.5, "passes": 94.5}
     page = tmp_path / "page.md"
@@ -328,6 +328,22 @@ def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
     assert "| 9 to 10.5 | 9 to 11 | 94 to 99 |" in line  # numbers of all seeds, not of the first
     assert recipe_results.choose_shown(rows, "nft") == []  # a table without the baseline has no shares
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+
+
+def test_a_recipe_that_is_tuned_as_another_has_its_learning_rate_and_no_tuning_of_its_own(monkeypatch):
+    low, middle, high = LEARNING_RATES
+    monkeypatch.setitem(RECIPES, "longer", Recipe("longer", "", {}, 200.0, tuned_as="demo"))
+    rows = [tuning_row(rate, 0, mean) for rate, mean in zip(LEARNING_RATES, (0.7, 0.9, 0.8), strict=True)]
+    assert recipe_results.is_tuned(rows, "longer") and recipes.choose_rates(rows, "longer", 3) == [middle]
+    reported = [made_row("longer", rate, 3, [0.7, end]) for rate, end in ((middle, 0.8), (high, 0.9))]
+    assert recipe_results.choose_shown([*rows, *reported], "longer") == reported[:1]
+    monkeypatch.setattr(recipes, "run_seed", lambda recipe, seed, arguments: [f"{recipe.name} {seed}"])
+    chosen, arguments = [RECIPES["longer"], RECIPES["demo"]], recipes.parse(["--seeds=0,3"])
+    assert recipes.run_phase("tune", chosen, arguments) == ["demo 0"]
+    assert recipes.run_phase("report", chosen, arguments) == ["longer 3", "demo 3"]
+    tables = recipe_results.format_tables([*rows, *reported])
+    first = [line.split(" | ")[0] for line in tables[tables.index("## Tuning") :]]
+    assert first.count("| `longer`") == 1 and first.count("| `demo`") == 2  # one each in the table of recipes
 
 
 def test_what_a_pass_costs_is_of_one_machine_and_of_rows_without_a_preloaded_library(tmp_path):
