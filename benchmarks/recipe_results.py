@@ -138,7 +138,16 @@ def format_tables(rows: list[Row]) -> list[str]:
     """Return Markdown: the reported seeds, the tuning over the grid, and what each recipe is."""
     names = list(dict.fromkeys(row["recipe"] for row in rows))
     lines = ["## Reported seeds", "", *_report_table(rows)]
-    lines += ["", "## Tuning", "", *_tune_table(rows, [name for name in names if not RECIPES[name].tuned_as]), "", "## Recipes", "", *_recipe_table(rows, names)]
+    lines += [
+        "",
+        "## Tuning",
+        "",
+        *_tune_table(rows, [name for name in names if not RECIPES[name].tuned_as]),
+        "",
+        "## Recipes",
+        "",
+        *_recipe_table(rows, names),
+    ]
     for key, title in (("machine", "Machines"), ("commit", "Commits")):
         lines += ["", f"{title}: " + ", ".join(sorted({row[key] for row in rows})) + "."]
     versions = sorted({f"{package} {version}" for row in rows for package, version in row["versions"].items()})
@@ -312,8 +321,8 @@ def save_plot(path: Path, rows: list[Row]) -> None:
     """Draw held-out reward against passes and against CPU minutes, a line per recipe: the mean over its seeds.
 
     A band goes from the lowest to the highest seed. Recipes of each budget have two pictures beside each other, and a
-    legend in the order of their ends. A recipe that is tuned as another is left out. The reported seeds are drawn; of a recipe without any, the tuning seeds; of
-    several learning rates the best.
+    legend in the order of their ends; one that is tuned as another is left out. The reported seeds are drawn; of a
+    recipe without any, the tuning seeds; of several learning rates the best.
     """
     from matplotlib import colormaps, rc_context
     from matplotlib.figure import Figure

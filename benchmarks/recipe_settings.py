@@ -86,7 +86,9 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("flow_grpo", "Flow-GRPO without guidance: 10 steps, 9 trained", FLOW_GRPO, LONG),
-        Recipe("flow_grpo_long", "Flow-GRPO without guidance, with twice the passes", FLOW_GRPO, 2 * LONG, "flow_grpo"),
+        Recipe(
+            "flow_grpo_long", "Flow-GRPO without guidance, with twice the passes", FLOW_GRPO, 2 * LONG, "flow_grpo"
+        ),
         Recipe(
             "flow_grpo_guided",
             "Flow-GRPO at guidance 4.5: 10 steps, 9 trained",

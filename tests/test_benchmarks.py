@@ -314,7 +314,10 @@ def test_tables_compare_each_seed_with_flow_grpo(tmp_path):
     rows = [made_row(recipe_results.BASELINE, 1e-3, seed, [0.7, 0.87], 80.0) for seed in (3, 4)]
     rows += [made_row(recipe_results.BASELINE, 1e-3, 5, [0.7, 0.8])]
     # another rate does not count: it is worse on the whole, though better on one seed
-    rows += [made_row(recipe_results.BASELINE, 2e-3, seed, [0.7, end], 40.0) for seed, end in ((3, 0.88), (4, 0.3), (5, 0.3))]
+    rows += [
+        made_row(recipe_results.BASELINE, 2e-3, seed, [0.7, end], 40.0)
+        for seed, end in ((3, 0.88), (4, 0.3), (5, 0.3))
+    ]
     rows += [made_row("demo", 1e-3, seed, [0.7, 0.9], passes) for seed, passes in ((3, 8.0), (4, None), (5, 10.0))]
     assert recipe_results.choose_shown(rows, recipe_results.BASELINE) == rows[:3]
     assert recipe_results.choose_shown([made_row("demo", 1e-3, 0, [0.7, 0.99]), *rows], "demo") == rows[6:]

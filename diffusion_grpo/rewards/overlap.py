@@ -33,6 +33,7 @@ from .event_loop import run_in_loop
 LOOK = 1.0  # seconds between two looks at which reward the run is waiting for
 logger = logging.getLogger(__name__)
 Begin = Callable[[list[Reward], list[int], list[Any] | None, list[Tensor] | None], Scoring]
+Part = tuple[list[int], list[int], Scoring]  # indices of samples, numbers of rewards, and their calls
 
 
 class Overlap:
@@ -185,8 +186,8 @@ class RolloutScoring:
         self.rewards, self.groups, self.begin, self.overlap = rewards, groups, begin, overlap
         self.arrivals = Arrivals(groups)
         self.early = [number for number, reward in enumerate(rewards) if not waits_for_all(reward)]
-        self.parts: list[tuple[list[int], list[int], Scoring]] = []
-        self.done: list[tuple[tuple, Future]] = []
+        self.parts: list[Part] = []
+        self.done: list[tuple[Part, Future]] = []
         self.waited = 0.0
 
     def __enter__(self) -> RolloutScoring:
@@ -248,21 +249,33 @@ class RolloutScoring:
         Raises:
             RewardError: see `score`; of several failures, the first in the order of the scoring.
         """
-        values = torch.full((len(self.groups), len(self.rewards)), float("nan"), dtype=torch.float32)
-        extras: dict[str, list] = {}
-        for indices, numbers, scoring in self.parts:
+        return collect_values(self.parts, (len(self.groups), len(self.rewards)), failure_dir, log_metric, log_extra)
 
-            def add_extra(name: str, column: list, indices: list[int] = indices) -> None:
-                whole = extras.setdefault(name, [None] * len(self.groups))
-                for index, value in zip(indices, column, strict=True):
-                    whole[index] = value
 
-            values[torch.tensor(indices)[:, None], torch.tensor(numbers)] = scoring.values(
-                failure_dir, log_metric, add_extra
-            )
-        for name, column in extras.items():
-            log_extra(name, column)
-        return values
+def collect_values(
+    parts: list[Part], shape: tuple[int, int], failure_dir: Path | None, log_metric: Callable, log_extra: Callable
+) -> Tensor:
+    """Return the rewards of all parts, `(samples, functions)` float32, once they have their answers; see `score`.
+
+    Args:
+        parts: together they have each reward of each sample.
+        shape: number of samples and of functions.
+        failure_dir, log_metric, log_extra: as in `score`.
+    """
+    values, extras = torch.full(shape, float("nan"), dtype=torch.float32), {}
+    for indices, numbers, scoring in parts:
+
+        def add_extra(name: str, column: list, indices: list[int] = indices) -> None:
+            whole = extras.setdefault(name, [None] * len(values))
+            for index, value in zip(indices, column, strict=True):
+                whole[index] = value
+
+        values[torch.tensor(indices)[:, None], torch.tensor(numbers)] = scoring.values(
+            failure_dir, log_metric, add_extra
+        )
+    for name, column in extras.items():
+        log_extra(name, column)
+    return values
 
 
 def wait_for(done: Future, scoring: Scoring, announce: Callable[[str | None], None] | None = None) -> None:

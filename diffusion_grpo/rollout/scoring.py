@@ -1,8 +1,9 @@
 """Calling the rewards, in rollouts and in evaluations, with everything that a reward may ask for.
 
-Rollouts are scored while they are made, evaluations in one go; rewards get the same keywords in both.
+Rollouts are scored while they are made, evaluations afterwards; rewards get the same keywords in both.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ..rewards import Reward
 from ..rewards.answers import Batch
 from ..rewards.calls import Scoring
 from ..rewards.contract import is_marked
-from ..rewards.overlap import Overlap, RolloutScoring
+from ..rewards.overlap import Overlap, RolloutScoring, collect_values, waits_for_all
 from ..rewards.reward_processes import Assignment, SampleChannel, SubsetScoring, exchange_samples
 from ..run.records import check_extra_column
 from .order import RolloutOrder
@@ -143,20 +144,36 @@ class RewardScorer:
         samples: list,
         rows: Rows,
         groups: list[int],
+        batch_size: int,
         log_metric: Callable[[str, float], None],
         extra: dict[str, list],
         latents: list[Tensor] | None = None,
     ) -> Tensor:
-        """Score samples in one go; return (samples, functions) float32 rewards, with NaN for None.
+        """Score samples; return (samples, functions) float32 rewards, with NaN for None.
+
+        As in a rollout, a reward is called for some groups at a time, so that its own network needs no more memory
+        there. Rewards that compare all samples are called once, and so are those whose network is moved for each call.
 
         Args:
             funcs: rewards to call.
             samples, rows, groups, latents: one value per sample; latents if a reward takes them.
+            batch_size: samples of one call, at least a whole group.
             log_metric, extra: as in [`RewardScorer.finish_rollout`].
         """
-        scoring = self._scoring(funcs, samples, rows, groups, latents)
-        self._overlap.score([scoring], self._announce)
-        return self._values(scoring.values, log_metric, extra, len(samples))
+        whole = [number for number, reward in enumerate(funcs) if waits_for_all(reward)]
+        split = [number for number in range(len(funcs)) if number not in whole]
+        chosen = [(split, indices) for indices in batch_groups(groups, batch_size) if split]
+        chosen += [(whole, list(range(len(samples))))] if whole else []
+        parts = []
+        for numbers, indices in chosen:
+            own = ([part[index] for index in indices] for part in (samples, rows, groups))
+            some = None if latents is None else [latents[index] for index in indices]
+            scoring = self._scoring([funcs[number] for number in numbers], *own, some, indices)
+            scoring.taken |= {reward.name for reward in funcs}
+            parts.append((indices, numbers, scoring))
+        self._overlap.score([scoring for *_, scoring in parts], self._announce)
+        values = functools.partial(collect_values, parts, (len(samples), len(funcs)))
+        return self._values(values, log_metric, extra, len(samples))
 
     def exchange(
         self, made: list[list[int]], group_size: int, samples: list, latents: list[Tensor] | None
@@ -254,3 +271,22 @@ def gather_by_position(backend: DistributedBackend, local: Tensor | None, order:
         return None
     every = backend.gather(local.to(backend.accelerator.device))
     return every.cpu()[order.rank_of_position()]
+
+
+def batch_groups(groups: list[int], batch_size: int) -> list[list[int]]:
+    """Return batches of indices, each with whole groups: at most `batch_size` samples, or one group if it is larger.
+
+    Examples:
+        >>> batch_groups([0, 0, 1, 1, 2, 2], batch_size=5)
+        [[0, 1, 2, 3], [4, 5]]
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    batches: list[list[int]] = []
+    for own in members.values():
+        if batches and len(batches[-1]) + len(own) <= batch_size:
+            batches[-1] += own
+        else:
+            batches.append(list(own))
+    return batches

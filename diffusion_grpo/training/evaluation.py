@@ -74,6 +74,7 @@ class EvaluationSettings:
         num_generations: samples of each prompt.
         num_inference_steps: of an evaluation.
         batch_size: samples of one pipeline call.
+        reward_batch_size: samples of one call of a reward, or those of one prompt if they are more.
         watched: names of rewards that are only looked at (`watch_rewards`).
         shown: how many images of the main evaluation are kept.
         aggregation: how several rewards become one number.
@@ -86,6 +87,7 @@ class EvaluationSettings:
     num_generations: int
     num_inference_steps: int
     batch_size: int
+    reward_batch_size: int
     watched: list[str] | None
     shown: int
     aggregation: str
@@ -271,7 +273,8 @@ class Evaluator:
                 looked_at = funcs + self._load_watched(kind)
                 scored_rows = rows if positions == mine else self._inputs.rows(dataset, groups)
                 log_metric = lambda name, value: own_metrics[name].append(value)  # noqa: E731
-                local = self._scorer.score(looked_at, scored, scored_rows, groups, log_metric, extra, latents)
+                size = self._settings.reward_batch_size
+                local = self._scorer.score(looked_at, scored, scored_rows, groups, size, log_metric, extra, latents)
                 _check_extra(extra, funcs)
                 points = _points(funcs, scored) if count > 1 and kind is not None else {}
         kind, *_ = self._backend.gather_json(kind)  # the first process has samples

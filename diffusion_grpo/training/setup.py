@@ -140,6 +140,7 @@ def make_evaluation_settings(args: DiffusionGRPOConfig, fps: float, sampling_rat
         num_generations=args.num_generations_eval,
         num_inference_steps=args.eval_num_inference_steps or args.num_inference_steps,
         batch_size=args.eval_batch_size,
+        reward_batch_size=max(args.eval_batch_size, args.num_generations),  # a rollout's calls have whole groups too
         watched=args.watch_rewards,
         shown=args.num_completions_to_log,
         aggregation=args.multi_objective_aggregation,

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.data.prompts import load_prompts
 from diffusion_grpo.policy.rollout import rollout
+from diffusion_grpo.rewards import batchwise
 from diffusion_grpo.run.folder import read_run
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
@@ -109,6 +110,35 @@ def test_rewards_add_columns(tmp_path):
     assert table["length"] == [len(prompt) for prompt in table["prompt"]]
     samples = pyarrow.parquet.read_table(tmp_path / "samples" / "step-000000.parquet").to_pydict()
     assert samples["length"] == [len(prompt) for prompt in samples["prompt"]]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rewards_score_an_evaluation_in_calls_no_larger_than_in_a_rollout(overlap, tmp_path):
+    """Except for one that compares all samples; what they return and log is put back in the order of the prompts."""
+    calls = {"number": [], "ranked": []}
+
+    def number(images, prompts, log_extra, log_metric, **columns):
+        calls["number"].append(list(prompts))
+        log_extra("doubled", [2.0 * int(prompt) for prompt in prompts])
+        log_metric("size", len(prompts))
+        return [float(prompt) for prompt in prompts]
+
+    @batchwise
+    def ranked(images, prompts, **columns):
+        calls["ranked"].append(list(prompts))
+        return [sorted(prompts).index(prompt) / len(prompts) for prompt in prompts]
+
+    settings = {"num_generations_eval": 2, "per_device_eval_batch_size": 2, "overlap_rewards": overlap}
+    trainer = trainer_for(tmp_path, rewards=[number, ranked], **EVALUATED, **settings)
+    assert trainer.args.num_generations == 4  # so many samples a reward gets in a rollout
+    trainer.eval_dataset = Dataset.from_dict({"prompt": list("53142")})
+    metrics = trainer.evaluate()
+    assert calls["number"] == [list("5533"), list("1144"), list("22")]
+    assert calls["ranked"] == [list("5533114422")]
+    assert metrics["eval_rewards/number/mean"] == 3.0 and metrics["eval_size"] == pytest.approx(10 / 3)
+    table = table_of(tmp_path)
+    assert table["number"] == [5, 5, 3, 3, 1, 1, 4, 4, 2, 2] == [value / 2 for value in table["doubled"]]
+    assert table["ranked"] == pytest.approx([0.8, 0.8, 0.4, 0.4, 0.0, 0.0, 0.6, 0.6, 0.2, 0.2])
 
 
 def test_a_column_of_another_length_names_the_reward(tmp_path):
