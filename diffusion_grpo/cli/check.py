@@ -29,6 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     call_or_refuse(check_model_name, arguments.model)
     if arguments.sde_type not in (known := ["auto", *process_names()]):
         raise Refusal(f"--sde_type {arguments.sde_type} is unknown; choose one of {', '.join(known)}.")
+    import torch
+    from diffusers import ModelMixin
     from rich.console import Console
     from rich.table import Table
 
@@ -44,17 +46,26 @@ def run(arguments: argparse.Namespace) -> int:
             f"check_pipeline(pipe, {{..., {missing[0]!r}: ...}})."
         )
     hide_loading_bars(arguments.model)
-    pipe = call_or_refuse(load_plain_pipeline, arguments.model, arguments.dtype, arguments.device)
     steps = inputs.pop("num_inference_steps")
-    replay = call_or_refuse(
-        check_pipeline,
-        pipe,
-        inputs,
-        num_inference_steps=steps,
-        sde_type=arguments.sde_type,
-        noise_level=arguments.noise_level,
-        seed=arguments.seed or 0,
-    )
+    try:
+        pipe = call_or_refuse(load_plain_pipeline, arguments.model, arguments.dtype, arguments.device)
+        for part in pipe.components.values():  # as in training, the replays keep few activations
+            if isinstance(part, ModelMixin) and part._supports_gradient_checkpointing:
+                part.enable_gradient_checkpointing()
+        replay = call_or_refuse(
+            check_pipeline,
+            pipe,
+            inputs,
+            num_inference_steps=steps,
+            sde_type=arguments.sde_type,
+            noise_level=arguments.noise_level,
+            seed=arguments.seed or 0,
+        )
+    except torch.OutOfMemoryError as error:
+        raise Refusal(
+            f"{arguments.model} and one replay do not fit into the accelerator's memory, which says nothing about the "
+            "model; give a smaller --height and --width, --dtype bfloat16, or --device cpu."
+        ) from error
     table = Table(show_header=False, title=f"{arguments.model}: {'trains' if replay.trains else 'does not train'}")
     for field in fields(replay):
         value = getattr(replay, field.name)

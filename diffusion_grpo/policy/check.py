@@ -79,6 +79,7 @@ def check_pipeline(
 
     Raises:
         ValueError: fewer than 2 steps, or a noise level that is not above 0.
+        torch.OutOfMemoryError: the call, or its gradient, does not fit; this says nothing about the pipeline.
 
     Examples:
         >>> report = check_pipeline(pipe, inputs)
@@ -99,13 +100,15 @@ def check_pipeline(
         differences, squares = _replay_steps(policy, inputs, num_inference_steps, noise_level, seed)
     except (UnsupportedScheduler, UnsupportedPipeline) as error:
         return dataclasses.replace(report, reason=str(error))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
         return dataclasses.replace(report, reason=_inner_error(error))
     report.steps = len(differences)
     report.grad_norm = float(torch.stack(squares).sum().sqrt())
     report.max_log_prob_error = float(torch.stack(differences).abs().max())
     report.max_ratio_error = float(torch.stack(differences).expm1().abs().max())
-    report.reason = _why_not(report)
+    report.reason = _why_not(report, policy)
     report.trains = report.reason is None
     return report
 
@@ -123,14 +126,31 @@ def _replay_steps(
         for column, step in enumerate(trajectory.steps[0].tolist()):
             with torch.enable_grad():
                 log_prob = replay(policy, inputs, trajectory, step).log_prob
-            if not log_prob.requires_grad:
-                squares.append(torch.tensor(float("nan")))
-            else:
-                gradients = torch.autograd.grad(log_prob.sum(), parameters, allow_unused=True)
-                found = [gradient.float().square().sum().cpu() for gradient in gradients if gradient is not None]
-                squares.append(torch.stack(found).sum() if found else torch.tensor(float("nan")))
+            squares.append(_square_gradients(log_prob.sum(), parameters))
             differences.append((log_prob.detach().cpu() - trajectory.log_probs[:, column]).double())
     return differences, squares
+
+
+def _square_gradients(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
+    """Return the sum of the squared gradients of `value`; NaN where none reaches the parameters.
+
+    Each gradient is dropped as soon as it has been added: all of them together take as much memory as the weights.
+    """
+    if not value.requires_grad:
+        return torch.tensor(float("nan"))
+    found: list[Tensor] = []
+
+    def take(parameter: nn.Parameter) -> None:
+        found.append(parameter.grad.float().square().sum().cpu())
+        parameter.grad = None
+
+    hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in parameters]
+    try:
+        value.backward(inputs=parameters)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found).sum() if found else torch.tensor(float("nan"))
 
 
 def _inner_error(error: Exception) -> str:
@@ -153,13 +173,15 @@ def _count(inputs: dict[str, Any]) -> int:
     return count * max(inputs.get("num_images_per_prompt") or 1, inputs.get("num_videos_per_prompt") or 1)
 
 
-def _why_not(report: ReplayReport) -> str | None:
+def _why_not(report: ReplayReport, policy: DenoisingPolicy) -> str | None:
     if math.isnan(report.max_ratio_error):
         return "The log-probabilities are not finite: something in the pipeline's weights or inputs is not, either."
     if not report.max_ratio_error <= MAX_RATIO_ERROR:
+        precise = all(network.dtype in (torch.float32, torch.float64) for network in policy.networks)
+        rounding = "" if precise else " Rounding in half precision may do that too; check it in float32."
         return (
             f"The replay does not reproduce the rollout: the ratio is off by {report.max_ratio_error:.1e}, more than "
-            f"{MAX_RATIO_ERROR:.0e}; something in the pipeline is random or stateful between two calls."
+            f"{MAX_RATIO_ERROR:.0e}; something in the pipeline is random or stateful between two calls.{rounding}"
         )
     if not 0 < report.grad_norm < float("inf"):
         return f"In some step no finite gradient reaches {report.policy} (norm {report.grad_norm})."
@@ -174,11 +196,13 @@ def _left_untouched(policy: DenoisingPolicy) -> Iterator[list[nn.Parameter]]:
     modes = [module.training for module in modules]
     parameters = [p for network in policy.networks for p in network.parameters() if p.is_floating_point()]
     frozen = [not parameter.requires_grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     attributes = dict(pipe.__dict__)  # a call leaves its guidance scale and the like behind
     for module in modules:
         module.training = False
     for parameter in parameters:
         parameter.requires_grad_(True)
+        parameter.grad = None
     try:
         yield parameters
     finally:
@@ -186,5 +210,6 @@ def _left_untouched(policy: DenoisingPolicy) -> Iterator[list[nn.Parameter]]:
         pipe.__dict__.update(attributes)
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
-        for parameter, was_frozen in zip(parameters, frozen, strict=True):
+        for parameter, was_frozen, gradient in zip(parameters, frozen, gradients, strict=True):
             parameter.requires_grad_(not was_frozen)
+            parameter.grad = gradient

@@ -26,7 +26,8 @@ QUERY_VALUE = re.compile(r"([?&;#][^=?&;#\s]+=)[^&;#\s]+")
 WINDOWS_PATH = re.compile(r"""([A-Za-z]:[\\/]|\\\\[\w.-]+\\[\w.$' -]+\\)[^<>:"|?*\n]+""")
 HOMES = ("home", "Users")  # folders of people, also on another machine
 LICENSE_FIELDS = ("license", "license_name", "license_link")
-UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*"]  # in every push
+# In every push. diffusers takes any file of the last name in a repository for its LoRA, so only the average has it
+UNPUBLISHED = ["_*", "checkpoint-*", "tmp-*", "policy/*pytorch_lora_weights.safetensors"]
 # in one without push_samples: weights, what diffusers needs beside them, the card and the images that it shows, and
 # run.json, which says what network a LoRA belongs to
 PUBLISHED = ["README.md", "curve.png", "grid.png", "*.safetensors", "*.safetensors.index.json", "*config.json"]

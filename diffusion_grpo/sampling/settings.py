@@ -60,7 +60,7 @@ class SampleSettings:
     eval_reward_funcs: Any = None
     reward_weights: list[float] | None = None
     num_generations: int = 1
-    batch_size: int = 16
+    batch_size: int = 4
     num_inference_steps: int | None = None
     sde_type: str = "auto"
     noise_level: float | None = 0.0
@@ -137,7 +137,9 @@ def add_call_options(command: argparse.ArgumentParser, steps_default: int | None
     command.add_argument("--num_frames", type=int, help="frames of a video")
     command.add_argument("--pipeline_kwargs", help="further arguments of the pipeline's call, as JSON")
     command.add_argument("--seed", type=int, help="default: 0")
-    command.add_argument("--dtype", help="torch dtype of the weights; default: float32")
+    command.add_argument(
+        "--dtype", help="torch dtype of the weights; default: bfloat16 on an accelerator, float32 on a CPU"
+    )
     command.add_argument("--device", help="torch device; default: an accelerator where there is one")
 
 
@@ -162,7 +164,7 @@ def add_sample_options(command: argparse.ArgumentParser) -> None:
         help="noise in the steps, as in training; default: 0 (the pipeline's own scheduler), or the YAML file's",
     )
     command.add_argument("--sde_type", help="stochastic process of that noise; default: auto, or the YAML file's")
-    command.add_argument("--batch_size", type=int, help="samples per pipeline call; default: 16, or the YAML file's")
+    command.add_argument("--batch_size", type=int, help="samples per pipeline call; default: 4, or the YAML file's")
     command.add_argument("--fps", type=float, help="frames per second of videos; default: the pipeline's, or 16")
     command.add_argument("--output_dir", default="samples", help="default: %(default)s")
     add_call_options(command, steps_default=None)
@@ -232,7 +234,6 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
         "model": os.path.expanduser(arguments.source),
         "split": "test",
         "max_prompts": 16,
-        "dtype": "float32",
     } | given
     return SampleSettings(**given)
 

@@ -273,14 +273,19 @@ def name_networks(args: DiffusionGRPOConfig) -> tuple[str, ...]:
 
 
 def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None = None) -> DiffusionPipeline:
-    """Load a Hub id, a folder or `tiny` unchanged, by default in float32 and on the accelerator if there is one.
+    """Load a Hub id, a folder or `tiny` unchanged, on the accelerator if there is one.
+
+    Args:
+        model: what to load.
+        dtype: name of the weights' dtype; by default bfloat16 on an accelerator, where float32 often does not fit, and
+            float32 on a CPU.
+        device: where to put it; by default the accelerator if there is one.
 
     Raises:
         ValueError: torch has no such dtype, or no such device.
         ImportError: see [`~diffusion_grpo.training.pipeline_checks.check_processors`].
     """
-    dtype = dtype or "float32"
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"--dtype {dtype} is no dtype of torch; use float32, bfloat16 or float16.")
     if device is None:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
@@ -290,6 +295,7 @@ def load_plain_pipeline(model: str, dtype: str | None = None, device: str | None
         raise ValueError(f"--device {device} is no device of torch; use cpu, cuda, cuda:1 and the like.") from error
     source = tiny.PATH if model == "tiny" else model
     check_processors(DiffusionPipeline.load_config(source))
+    dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
     return DiffusionPipeline.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
 
 

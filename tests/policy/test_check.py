@@ -12,6 +12,7 @@ from diffusers import AmusedScheduler, LCMScheduler
 from tiny_runs import PROMPTS, SETTINGS, brightness
 
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, check_pipeline
+from diffusion_grpo.policy.rollout import DenoisingPolicy, replay, rollout, sample_seed
 
 
 @pytest.mark.parametrize("name", list(tiny_pipelines.PIPELINES))
@@ -32,6 +33,45 @@ def test_it_leaves_the_pipeline_as_it_was():
     assert pipe.__dict__ == attributes
     assert {id(module): dict(module.__dict__) for module in pipe.transformer.modules()} == before
     assert not any(p.requires_grad or p.grad is not None for p in pipe.transformer.parameters())
+
+
+def test_it_measures_the_gradient_of_all_weights_and_keeps_those_that_are_there():
+    pipe, inputs = tiny_pipelines.build("sd3")
+    weights = list(pipe.transformer.parameters())
+    kept = [torch.full_like(weight, 2.0) for weight in weights]
+    for weight, gradient in zip(weights, kept, strict=True):
+        weight.grad = gradient
+    report = check_pipeline(pipe, inputs, num_inference_steps=2)
+    assert all(weight.grad is gradient for weight, gradient in zip(weights, kept, strict=True))
+    assert all((gradient == 2.0).all() for gradient in kept)
+
+    policy = DenoisingPolicy(pipe)
+    seeds = [sample_seed(0, row) for row in range(len(inputs["prompt"]))]
+    _, trajectory = rollout(policy, inputs, seeds=seeds, num_inference_steps=2)
+    value = replay(policy, inputs, trajectory, 0).log_prob.sum()
+    gradients = torch.autograd.grad(value, weights, allow_unused=True)
+    squares = sum(gradient.double().square().sum() for gradient in gradients if gradient is not None)
+    assert report.grad_norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
+
+
+def test_memory_that_does_not_suffice_says_nothing_about_the_pipeline(monkeypatch):
+    pipe, inputs = tiny_pipelines.build("sd3")
+
+    def run_out(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(pipe.transformer, "forward", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_pipeline(pipe, inputs, num_inference_steps=2)
+
+
+def test_half_precision_is_named_where_a_replay_differs():
+    for dtype, is_named in ((torch.float32, False), (torch.bfloat16, True)):
+        pipe, inputs = tiny_pipelines.build("sd3")
+        block = pipe.transformer.transformer_blocks[0].ff
+        block.register_forward_hook(lambda module, args, output: output + 0.1 * torch.randn_like(output))
+        report = check_pipeline(pipe.to(dtype), inputs)
+        assert "ratio is off" in report.reason and ("check it in float32" in report.reason) == is_named
 
 
 def test_it_leaves_no_trace_after_an_error_either():

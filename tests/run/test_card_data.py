@@ -26,7 +26,7 @@ FILES = [
     "run.json",
     "adapter_config.json",
     "pytorch_lora_weights.safetensors",
-    "ema/adapter_model.safetensors",
+    "policy/adapter_model.safetensors",
     "model_index.json",
     "transformer/config.json",
     "tokenizer/vocab.json",
@@ -43,6 +43,7 @@ PRIVATE = [
     "images/photo.png",
 ]
 NEVER = ["checkpoint-2/pytorch_lora_weights.safetensors", "tmp-checkpoint-3/config.json"]
+NEVER += ["policy/pytorch_lora_weights.safetensors", "policy/transformer_2/pytorch_lora_weights.safetensors"]
 
 
 @pytest.mark.parametrize("push_samples", [False, True])

@@ -3,11 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel, WanTransformer3DModel
+from diffusers.loaders import lora_base
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
@@ -337,7 +339,7 @@ def test_a_run_of_a_local_model_publishes_no_folder_and_goes_on(tmp_path):
     assert list(filter_repo_objects(files, **list_upload_patterns(trainer.pipe.components, push_samples=True))) == []
 
 
-def test_what_was_measured_is_what_is_published(tmp_path):
+def test_what_was_measured_is_what_is_published(tmp_path, monkeypatch):
     """Top of the folder, `trainer.pipe` and card have the average's weights; the policy's own are in a subfolder."""
     trainer = trainer_for(tmp_path, ema_decay=0.5, ema_update_interval=1, learning_rate=0.05, max_steps=3)
     trainer.train()
@@ -355,6 +357,14 @@ def test_what_was_measured_is_what_is_published(tmp_path):
         assert torch.allclose(draw_sample(policy, inputs), draw_sample(trainer.pipe, inputs), atol=1e-5)
     card = (tmp_path / "README.md").read_text()
     assert "moving average of the policy (`ema_decay` 0.5)" in card and "`policy` holds the policy itself" in card
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    for push_samples in (False, True):
+        pushed = filter_repo_objects(files, **list_upload_patterns(trainer.pipe.components, push_samples))
+        siblings = [SimpleNamespace(rfilename=file) for file in sorted(pushed)]
+        assert "policy/adapter_model.safetensors" in [file.rfilename for file in siblings]
+        monkeypatch.setattr(lora_base, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(lora_base, "model_info", lambda name, found=siblings: SimpleNamespace(siblings=found))
+        assert lora_base._best_guess_weight_name("me/run") == "pytorch_lora_weights.safetensors"  # of two, the first
 
 
 @pytest.mark.parametrize("push_samples", [False, True])

@@ -26,7 +26,7 @@ def read(*words: str) -> SampleSettings:
 def test_a_model_with_options():
     settings = read("owner/name", "--prompts", "x.txt", "--height", "64", "--reward_funcs", "text", "color")
     assert (settings.model, settings.prompts, settings.height, settings.width) == ("owner/name", "x.txt", 64, None)
-    assert (settings.split, settings.max_prompts, settings.noise_level, settings.dtype) == ("test", 16, 0.0, "float32")
+    assert (settings.split, settings.max_prompts, settings.noise_level, settings.dtype) == ("test", 16, 0.0, None)
     assert settings.reward_funcs == ["text", "color"] and settings.output_dir == Path("samples")
 
 

@@ -218,3 +218,8 @@ def test_dtypes_and_devices_that_torch_does_not_have():
         load_plain_pipeline("tiny", "float33")
     with pytest.raises(ValueError, match="--device cdua is no device of torch"):
         load_plain_pipeline("tiny", "float32", "cdua")
+
+
+def test_weights_that_are_only_sampled_or_checked_are_in_half_precision_on_an_accelerator():
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.bfloat16)):
+        assert load_plain_pipeline("tiny", device=device).transformer.dtype == dtype
