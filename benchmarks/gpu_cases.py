@@ -5,6 +5,7 @@ Each case trains as a user would: settings as in a YAML file, a trainer, `train(
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import re
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +72,7 @@ ATTENTION = {  # torch's back ends of scaled_dot_product_attention
     "sdpa-cudnn": "CUDNN_ATTENTION",
     "sdpa-math": "MATH",
 }
-NEEDS_GPU = (
-    "nf4 int8 nf4-compile nf4-group-offload float32-tf32 fp16 fp16-compile bf16-sdpa-cudnn bf16-sdpa-efficient"
-).split()
+NEEDS_GPU = ("nf4 int8 nf4-compile float32-tf32 fp16 fp16-compile bf16-sdpa-cudnn bf16-sdpa-efficient").split()
 
 
 class NotRunError(Exception):
@@ -173,18 +173,40 @@ def write_ratio_model(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
 def measure_ratio(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:
     """Train two updates in one precision and variant."""
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if name in NEEDS_GPU and not torch.cuda.is_available():
         raise NotRunError("needs a GPU")
     settings, attention = split_name(name)
     model = {"model": str(work / "model")}
-    with contextlib.nullcontext() if attention is None else sdpa_kernel(getattr(SDPBackend, attention)):
+    with contextlib.nullcontext() if attention is None else use_attention(attention):
         trainer = train(LORA | RATIO | (SMALL_RATIO if is_tiny else {}) | model | settings, work)
     found = collect_ratio(trainer)
     if torch.cuda.is_available():
         found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
     return found
+
+
+@contextlib.contextmanager
+def use_attention(name: str) -> Iterator[None]:
+    """Have the trained network use one of torch's attention kernels, also where blocks are computed again.
+
+    Text encoders choose their own: T5 has a mask and sizes that most kernels refuse.
+    """
+    from diffusers.models.attention_processor import JointAttnProcessor2_0
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    call = JointAttnProcessor2_0.__call__
+
+    @functools.wraps(call)
+    def call_with_kernel(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return call(*args, **kwargs)
+
+    JointAttnProcessor2_0.__call__ = call_with_kernel
+    try:
+        yield
+    finally:
+        JointAttnProcessor2_0.__call__ = call
 
 
 def measure_mode(name: str, work: Path, is_tiny: bool) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Result:
 RATIO = (
     "bf16 float32 fp16 bf16-compile nf4 int8 bf16-rollout-1 bf16-sdpa-flash bf16-sdpa-efficient bf16-sdpa-cudnn "
     "bf16-sdpa-math bf16-checkpointing bf16-group-offload bf16-offload-frozen float32-compile fp16-compile "
-    "torchao-int8 nf4-compile float32-rollout-1 float32-tf32 bf16-leaf-offload nf4-group-offload"
+    "torchao-int8 nf4-compile float32-rollout-1 float32-tf32 bf16-leaf-offload"
 ).split()
 MODES = ("DDP", "ZeRO-2", "ZeRO-3", "FSDP2")
 SIZES = (  # seconds on an H100, guessed from the networks' arithmetic

@@ -177,9 +177,9 @@ def _report_table(rows: list[Row]) -> list[str]:
         "",
         "Numbers separated by commas belong to the seeds, in this order. Where *to* stands between two, they are the",
         "smallest and the largest of the seeds. The more passes lie between evaluations (*evaluated every*), the more",
-        f"*passes to {target:g}* are overstated. *Of `{BASELINE}`* is their share of those of `{BASELINE}` on the same",
-        f"seed, at its better learning rate. Where that does not reach {target:g}, it is a bound from all of its passes.",
-        "A star marks CPU minutes that rest on a single row.",
+        f"*passes to {target:g}* are overstated. *Of `{BASELINE}`* is their share of those of `{BASELINE}`",
+        f"on the same seed, at its better learning rate. Where that does not reach {target:g}, it is a bound from",
+        "all of its passes. A star marks CPU minutes that rest on a single row.",
     ]
 
 

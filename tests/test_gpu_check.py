@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import ranks_server
 import torch
+from diffusers.models.attention_processor import JointAttnProcessor2_0
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -95,6 +96,18 @@ def test_variants_run_small_on_a_cpu(name, work):
     found = gpu_cases.run(f"a/{name}", work, True)
     assert 0 <= found["max error"] <= (0.0 if name == "float32" else 0.1)
     assert found["gradient"] > 0
+
+
+def test_the_attention_of_a_case_is_that_of_the_trained_network_alone(monkeypatch):
+    """T5, whose attention has a mask, finds its own kernel."""
+    allowed = lambda *args: (torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())  # noqa: E731
+    monkeypatch.setattr(JointAttnProcessor2_0, "__call__", allowed)
+    network, both = JointAttnProcessor2_0(), (True, True)
+    with gpu_cases.use_attention("MATH"):
+        assert network() == (True, False) and allowed() == both
+    with gpu_cases.use_attention("FLASH_ATTENTION"):
+        assert network() == (False, True) and allowed() == both
+    assert network() == both
 
 
 def test_each_case_of_the_first_section_is_a_precision_and_a_variant(tmp_path):

@@ -55,6 +55,7 @@ def check_settings(args: Sizes) -> None:
     _check_steps(args)
     _check_context(args)
     _check_batches(args)
+    _check_compile_mode(args)
     _check_group_offload(args)
     check_quantization(args)
     _check_prompt_embeds(args)
@@ -526,6 +527,18 @@ def _check_batches(args: Sizes) -> None:
         )
     if args.batch_sizes.prompts_per_rollout * generations // args.num_batches_per_step < 2:
         raise ValueError("A batch of one sample leaves nothing to compare with; lower num_batches_per_step.")
+
+
+def _check_compile_mode(args: Sizes) -> None:
+    """Refuse the modes of `torch.compile` that record CUDA graphs: each block is compiled by itself.
+
+    torch frees what one recorded block returns when the next begins, which reads it (pytorch issue 152887).
+    """
+    if args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
+        raise ValueError(
+            f"torch_compile_mode={args.torch_compile_mode!r} records CUDA graphs, which do not work for blocks "
+            "that are compiled one by one; use 'max-autotune-no-cudagraphs', or leave it out."
+        )
 
 
 def _check_group_offload(args: Sizes) -> None:

@@ -423,7 +423,9 @@ class ShardedWeights(TrainedWeights):
     def join(self, shares: list[Tensor]) -> Iterator[Tensor]:
         """Yield whole values from the shares of all processes; every process must ask for all of them."""
         for parameter, share in zip(self.parameters, shares, strict=True):
-            yield as_dtensor(share, parameter).full_tensor() if isinstance(parameter, DTensor) else share
+            if isinstance(parameter, DTensor):  # NCCL gathers nothing from CPU memory, where shares may wait
+                share = as_dtensor(share.to(parameter.device_mesh.device_type), parameter).full_tensor()
+            yield share
 
     @contextlib.contextmanager
     def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:

@@ -22,11 +22,20 @@ from .answers import Batch, Call, Failure, RewardError, check_answer
 from .contract import TAKEN, Reward, is_marked, reward_name
 from .event_loop import run_in_loop
 
+
+def read_matmul_precision() -> str | None:
+    """Return torch's precision of float32 products; None where it was set by its newer names, as `tf32: true` does."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to mix its two ways
+        return None
+
+
 SETTINGS = (  # of torch, process-wide: functions that read and write each
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (read_matmul_precision, torch.set_float32_matmul_precision),
 )
 
 
@@ -271,9 +280,9 @@ def preserve_settings() -> Iterator[None]:
 
 
 def restore_settings(settings: list[Any]) -> None:
-    """Write back those of torch's settings that have changed."""
+    """Write back those of torch's settings that have changed and could be read."""
     for value, (read, write) in zip(settings, SETTINGS, strict=True):
-        if read() != value:
+        if value is not None and read() != value:
             write(value)
 
 

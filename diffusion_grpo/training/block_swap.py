@@ -52,6 +52,7 @@ class BlockSwap:
         self._last: dict[str, tuple[Group, ...]] = {}  # of each direction: what worked last in this pass
         self._next: dict[tuple[str, tuple[Group, ...]], tuple[Group, ...]] = {}  # what came after it
         self._recomputed: tuple[Group, ...] = ()
+        self._used: torch.Event | None = None  # what the groups that have left were used for has been computed
         self._is_ending = False
 
     def install(self, network: nn.Module) -> None:
@@ -133,7 +134,7 @@ class BlockSwap:
             yield
         finally:
             if leaves and group not in self._recomputed:
-                group.leave()
+                self._leave([group])
 
     def _bring(self, direction: str, groups: tuple["Group", ...]) -> None:
         """Fetch groups, and begin to fetch those that came after them the last time."""
@@ -141,15 +142,29 @@ class BlockSwap:
         if last is not None and last != groups:
             self._next[direction, last] = groups
         self._last[direction] = groups
-        for group in groups:
-            group.fetch()
+        self._fetch(groups)
         for group in groups:
             group.wait()
-        for group in self._next.get((direction, groups), ()) if self._prefetches else ():
+        if self._prefetches:
+            self._fetch(self._next.get((direction, groups), ()))
+
+    def _fetch(self, groups: tuple["Group", ...]) -> None:
+        """Begin to fetch groups, once the memory of those that have left is free.
+
+        The host runs ahead of the accelerator. What has left stays in memory until the computation that reads it is
+        done, so that without this wait a whole pass of groups could be there at once.
+        """
+        if all(group.is_present for group in groups):
+            return
+        if self._used is not None:
+            self._used.synchronize()
+            self._used = None
+        for group in groups:
             group.fetch()
 
-    @staticmethod
-    def _leave(groups: list["Group"]) -> None:
+    def _leave(self, groups: list["Group"]) -> None:
+        if any(group.is_present for group in groups):
+            self._used = record_event(self._device) if self._prefetches else None
         for group in groups:
             group.leave()
 
@@ -302,6 +317,15 @@ class PassHook(ModelHook):
         """Run the network."""
         with self._watch():
             return self.fn_ref.original_forward(*args, **kwargs)
+
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """Return an event that occurs once the device has computed all that it was asked to; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
 
 
 def check_network(network: nn.Module, level: str) -> None:

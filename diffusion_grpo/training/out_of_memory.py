@@ -20,12 +20,16 @@ from .progress import UpdateProgress
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+# What has no room beside torch's own allocator: handles of libraries, pinned memory, buffers of collectives
+OTHER_WORDS = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 PLACES = {"rollout": "in the rollout", "rewards": "in the rewards", "training": "in the update"}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the accelerator, or the host, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+    if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OTHER_WORDS)
 
 
 def weigh_run(model: nn.Module, pipe: DiffusionPipeline, optimizer: Any, feed: RolloutFeed) -> dict[str, int]:

@@ -88,6 +88,8 @@ REFUSED = [
         "fetches blocks one by one; leave group_offload_blocks=2 out",
     ),
     ({"group_offload": "leaf_level", "torch_compile": True}, "compiles whole blocks.*use 'block_level'"),
+    ({"torch_compile_mode": "reduce-overhead"}, "records CUDA graphs.*use 'max-autotune-no-cudagraphs'"),
+    ({"torch_compile": True, "torch_compile_mode": "max-autotune"}, "torch_compile_mode='max-autotune' records CUDA"),
     (
         {"group_offload": "leaf_level", "activation_checkpointing_kwargs": {"use_reentrant": True}},
         "leave use_reentrant out",

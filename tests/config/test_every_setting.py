@@ -393,7 +393,9 @@ SETTINGS: dict[str, Turned | Refused | Elsewhere] = {
     "seed": Turned(5, "prompts@1 seeds@1 initial_seeds@1 samples@1", "steps@1 sizes"),
     "torch_compile": Turned(True, "compiled", "samples@1 weights@2"),
     "torch_compile_backend": Turned("aot_eager", "compiled", "samples@1 weights@2", {"torch_compile": True}),
-    "torch_compile_mode": Turned("reduce-overhead", "compiled", "samples@1 weights@2", {"torch_compile": True}),
+    "torch_compile_mode": Turned(
+        "max-autotune-no-cudagraphs", "compiled", "samples@1 weights@2", {"torch_compile": True}
+    ),
     "use_cpu": Turned(True, "pinned", "weights@1 samples@1", {"use_cpu": False, "dataloader_pin_memory": True}),
     # Others of TrainingArguments that recipes are written with
     "eval_on_start": Turned(True, "evaluation files", "weights@2 samples@2", EVALUATED),

@@ -153,6 +153,27 @@ def test_few_groups_are_present_at_once(moves, checkpoints, prefetches, most):
     assert len(moves) == 2 * (passes * 3 + again)
 
 
+@pytest.mark.parametrize("level", ["block_level", "leaf_level"])
+def test_nothing_is_fetched_before_the_memory_of_what_left_is_free(moves, level, monkeypatch):
+    """A device computes later than it is asked to, and keeps weights until then."""
+
+    class Event:
+        def synchronize(self):
+            moves.append(("computed", self))
+
+    monkeypatch.setattr("diffusion_grpo.training.block_swap.record_event", lambda device: Event())
+    policy, inputs = adapted("sd3")
+    install(policy, checkpoints=1.0, prefetches=True, level=level)
+    moves.clear()
+    step(policy, inputs)
+    step(policy, inputs)
+    is_free, waits = True, 0
+    for what, _ in moves:
+        assert what != "on" or is_free
+        is_free, waits = what == "computed" or (is_free and what == "on"), waits + (what == "computed")
+    assert waits > 10
+
+
 def test_blocks_are_fetched_ahead_in_both_directions(moves):
     policy, inputs = adapted("flux")
     swap = install(policy, checkpoints=1.0, prefetches=True)

@@ -8,10 +8,20 @@ from transformers import TrainerState
 from diffusion_grpo.config.checks import check_settings
 from diffusion_grpo.config.early_checks import EarlySettings
 from diffusion_grpo.training.memory import format_size
-from diffusion_grpo.training.out_of_memory import count_updates, smallest_divisor, weigh_run
+from diffusion_grpo.training.out_of_memory import count_updates, is_out_of_memory, smallest_divisor, weigh_run
 
 RUN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 2}
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def test_memory_may_run_out_outside_of_torchs_allocator():
+    for words in (
+        "CUDA error: out of memory\nCUDA kernel errors",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
+    ):
+        assert is_out_of_memory(RuntimeError(words))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(ValueError("CUDA error: out of memory"))
 
 
 def run_out(trainer, largest, begin=0):
