@@ -41,16 +41,18 @@ def test_it_measures_the_gradient_of_all_weights_and_keeps_those_that_are_there(
     kept = [torch.full_like(weight, 2.0) for weight in weights]
     for weight, gradient in zip(weights, kept, strict=True):
         weight.grad = gradient
-    report = check_pipeline(pipe, inputs, num_inference_steps=2)
+    report = check_pipeline(pipe, inputs, num_inference_steps=3)
     assert all(weight.grad is gradient for weight, gradient in zip(weights, kept, strict=True))
     assert all((gradient == 2.0).all() for gradient in kept)
 
     policy = DenoisingPolicy(pipe)
     seeds = [sample_seed(0, row) for row in range(len(inputs["prompt"]))]
-    _, trajectory = rollout(policy, inputs, seeds=seeds, num_inference_steps=2)
-    value = replay(policy, inputs, trajectory, 0).log_prob.sum()
-    gradients = torch.autograd.grad(value, weights, allow_unused=True)
-    squares = sum(gradient.double().square().sum() for gradient in gradients if gradient is not None)
+    _, trajectory = rollout(policy, inputs, seeds=seeds, num_inference_steps=3)
+    squares = torch.zeros((), dtype=torch.float64)
+    for step in (0, 1):
+        value = replay(policy, inputs, trajectory, step).log_prob.sum()
+        gradients = torch.autograd.grad(value, weights, allow_unused=True)
+        squares += sum(gradient.double().square().sum() for gradient in gradients if gradient is not None)
     assert report.grad_norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
 
 
