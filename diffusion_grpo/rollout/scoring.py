@@ -169,7 +169,6 @@ class RewardScorer:
             own = ([part[index] for index in indices] for part in (samples, rows, groups))
             some = None if latents is None else [latents[index] for index in indices]
             scoring = self._scoring([funcs[number] for number in numbers], *own, some, indices)
-            scoring.taken |= {reward.name for reward in funcs}
             parts.append((indices, numbers, scoring))
         self._overlap.score([scoring for *_, scoring in parts], self._announce)
         values = functools.partial(collect_values, parts, (len(samples), len(funcs)))
