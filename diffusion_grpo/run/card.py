@@ -9,13 +9,13 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from ..data.held_out import describe_prompts
-from ..policy.base import split_component
 from . import markdown
-from .card_details import CardDetails, is_repo_id
+from .card_details import CardDetails
 from .card_samples import CardPair, draw_table, make_widget, write_card_samples
+from .card_usage import names_hub_model, write_usage
 from .folder import Run, format_updates, name_method, read_run
 from .reproduce import describe_reproduction
-from .weights import LORA_WEIGHTS, POLICY_FOLDER
+from .weights import POLICY_FOLDER
 
 logger = logging.getLogger(__name__)
 OWN_TAG = "diffusion-grpo"  # by which a card is known to be this program's
@@ -63,7 +63,7 @@ def write_model_card(
         *details.describe_datasets(),
         "## Use",
         *([] if repository else [_local_note(source)]),
-        f"```python\n{_usage(run, source, lora, is_on_hub=repository is not None)}\n```",
+        f"```python\n{write_usage(run, source, pairs[0].prompt if pairs else None, repository is not None)}\n```",
         *_describe_weights(run, best, last),
         "## Rewards",
         _reward_table(run, history),
@@ -129,53 +129,14 @@ def _show_samples(results: Run | None, pairs: list[CardPair]) -> list[str]:
 
 def _base_model(model: str, lora: bool) -> dict[str, str]:
     """Return the Hub's link to the base model, for models that came from the Hub."""
-    if model.count("/") != 1 or not is_repo_id(model):
+    if not names_hub_model(model):
         return {}
     return {"base_model": model, "base_model_relation": "adapter" if lora else "finetune"}
-
-
-def _usage(run: dict[str, Any], source: str, lora: bool, is_on_hub: bool) -> str:
-    is_embedded = lora and run["model"] == "tiny"  # it has no name on the Hub
-    base = "tiny.PATH" if is_embedded else json.dumps(run["model"] if lora else source)
-    dtype = _find_half(run)
-    lines = ["import torch"] if dtype else []
-    lines += ["from diffusers import DiffusionPipeline"]
-    lines += ["from diffusion_grpo import tiny"] if is_embedded else []
-    way = run.get("loads_by", "load_lora_weights")
-    lines += ["from peft import PeftModel"] if lora and way == "peft" else []
-    is_local = lora and not is_embedded and not _base_model(run["model"], lora)
-    note = "  # a folder on the machine that trained it" if is_local else ""
-    how = f", dtype=torch.{dtype}" if dtype else ""
-    lines += ["", f"pipe = DiffusionPipeline.from_pretrained({base}{how}){note}"]
-    names = split_component(run["component"])
-    for name in names if lora else []:
-        into = f", load_into_{name}=True" if name.endswith("_2") else ""  # of two experts the second
-        place = json.dumps(source)
-        if name != names[0]:
-            place = f'{place}, subfolder="{name}"' if is_on_hub else json.dumps(f"{source}/{name}")
-        if way == "load_lora_weights":
-            lines.append(f"pipe.load_lora_weights({place}{into})")
-        elif way == "load_lora_adapter":
-            arguments = f'{place}, prefix=None, weight_name="{LORA_WEIGHTS}"'
-            lines.append(f"pipe.{name}.load_lora_adapter({arguments})")
-        else:
-            lines.append(f"PeftModel.from_pretrained(pipe.{name}, {place})  # changes the pipeline itself")
-    return "\n".join(lines)
 
 
 def _cite(papers: dict[str, str]) -> list[str]:
     links = [f"[{name}](https://huggingface.co/papers/{paper})" for name, paper in papers.items()]
     return [f"The method: {', '.join(links)}."] if links else []
-
-
-def _find_half(run: dict[str, Any]) -> str | None:
-    """Name the half-precision dtype to load the pipeline in; None where it was float32.
-
-    Without it diffusers loads its own networks in float32, but transformers loads text encoders as they are stored.
-    """
-    settings = run["settings"]
-    given = "bfloat16" if settings.get("bf16") else "float16" if settings.get("fp16") else None
-    return run.get("dtype", given)
 
 
 def _average_note(settings: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """From the settings to the objects that the trainer holds; packages below this one are given values, not `args`."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ..algorithms.advantage_fn import load_advantage_fn
 from ..algorithms.base import Algorithm
 from ..algorithms.batch import Rows
 from ..config.settings import DiffusionGRPOConfig
+from ..data.columns import list_given
 from ..data.held_out import count_prompts, name_prompts
 from ..data.inputs import PipelineInputs
 from ..data.sampler import GroupSampler
@@ -33,7 +35,7 @@ from ..rollout.sampling_plan import SamplingPlan
 from ..rollout.scoring import RewardScorer
 from ..rollout.value_model import ValueCallback, ValueModel
 from ..run.adapters import list_kept_adapters
-from ..run.card_data import pipeline_tag
+from ..run.card_data import pipeline_tag, strip_folders, strip_secrets
 from ..run.sample_writer import KeptSamples, SampleWriter
 from ..run.weights import PolicyFiles, lora_loader, name_half_dtype
 from .callbacks import (
@@ -187,11 +189,32 @@ def describe_model(
         "prompts": count_prompts(train_dataset, eval_dataset),
         "loads_by": lora_loader(pipe, component[0]),
         "pipeline_tag": pipeline_tag(type(pipe), given),
+        "evaluation_call": describe_call(inputs, train_dataset),
     }
     found |= {"dtype": dtype} if (dtype := name_half_dtype(pipe)) else {}
     found |= {"quantized": methods} if (methods := describe_quantization(pipe)) else {}
     kept = list_kept_adapters(pipe, model, component)
     return found | ({"kept_adapters": kept} if kept else {})
+
+
+def describe_call(inputs: PipelineInputs, dataset: Dataset | None) -> dict[str, Any]:
+    """Return how evaluations call the pipeline: names of `inputs` that differ, and `arguments` that stay.
+
+    An argument that is no plain value, such as an image for all samples, is named among the inputs.
+    """
+    taken = [name for name in ([] if dataset is None else list_given(dataset)) if name in inputs.accepted]
+    steps = inputs.args.eval_num_inference_steps or inputs.args.num_inference_steps
+    arguments = {"num_inference_steps": steps}
+    for name, value in inputs.fixed.items():
+        if name in taken:
+            continue
+        try:
+            json.dumps(value)
+        except TypeError:
+            taken.append(name)
+        else:
+            arguments[name] = strip_folders(strip_secrets(value))
+    return {"inputs": taken, "arguments": arguments}
 
 
 class RunBuilder:

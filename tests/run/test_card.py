@@ -2,7 +2,6 @@
 
 import pytest
 import tiny_pipelines
-import torch
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from peft import LoraConfig
@@ -12,7 +11,6 @@ from tiny_runs import LORA, SETTINGS, brightness, trainer_for
 from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from diffusion_grpo.run.card import write_model_card
 from diffusion_grpo.run.card_details import CardDetails
-from diffusion_grpo.run.weights import name_half_dtype
 
 
 @pytest.mark.plots
@@ -91,58 +89,6 @@ def test_a_readme_that_somebody_wrote_stays(tmp_path, caplog, text):
     assert (tmp_path / "README.md").read_text() == written
 
 
-def run_usage(folder, monkeypatch):
-    """Run the code lines of a run's card beside its folder; the pipeline that they load."""
-    monkeypatch.chdir(folder.parent)
-    code = (folder / "README.md").read_text().split("```python\n")[1].split("\n```")[0]
-    exec(code, names := {})
-    names["pipe"].set_progress_bar_config(disable=True)
-    return names["pipe"], code
-
-
-def save_half_base(folder):
-    """Save a tiny pipeline in bfloat16, and return the inputs of its call."""
-    pipe, inputs = tiny_pipelines.build("sd3")
-    pipe.to(torch.bfloat16).save_pretrained(folder)
-    return inputs
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_the_code_of_a_half_precision_run_loads_a_pipeline_that_can_be_called(tmp_path, monkeypatch, lora):
-    inputs = save_half_base(tmp_path / "base") | {"prompt": "a cat"}
-    sizes = {name: inputs[name] for name in ("height", "width")}
-    trainer = DiffusionGRPOTrainer(
-        model=str(tmp_path / "base"),
-        reward_funcs=brightness,
-        args=DiffusionGRPOConfig(
-            str(tmp_path / "run"),
-            **SETTINGS | sizes | {"max_steps": 1, "bf16": True, "pipeline_kwargs": {"max_sequence_length": 8}},
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
-        peft_config=LoraConfig(**LORA) if lora else None,
-    )
-    assert name_half_dtype(trainer.pipe) == "bfloat16"
-    trainer.train()
-    trainer.save_model()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert len(trainer.pipe(**inputs, num_inference_steps=1).images) == 1
-    pipe, code = run_usage(tmp_path / "run", monkeypatch)
-    assert f'from_pretrained("{"base" if lora else "run"}", dtype=torch.bfloat16)' in code
-    assert len(pipe(**inputs, num_inference_steps=1).images) == 1
-
-
-def test_the_dtype_in_which_the_code_loads(tmp_path):
-    def read(**changes):
-        write_model_card(tmp_path, RUN | {"model": "a/b", **changes}, [], updates=3)
-        return (tmp_path / "README.md").read_text()
-
-    assert "torch_dtype" not in read() and "dtype=" not in read() and "import torch" not in read()
-    assert 'from_pretrained("a/b", dtype=torch.float16)' in read(settings={"fp16": True})
-    assert 'from_pretrained("a/b", dtype=torch.bfloat16)' in read(dtype="bfloat16")  # where bf16 is the default
-    assert "dtype=" not in read(dtype=None)
-    assert name_half_dtype(tiny_pipelines.build("sd3")[0]) is None
-
-
 EVIL = "a|b](javascript:x) <script>*"
 RUN = {
     "model": "/home/me/base `model`\n---\n# not a heading",
@@ -173,13 +119,6 @@ def test_what_others_named_stands_for_itself_in_the_card(tmp_path):
     assert 'pipe.load_lora_weights("run \\"x\\"")' in lines
     code = text.split("```python\n")[1].split("\n```")[0]
     compile(code, "card", "exec")
-
-
-def test_the_card_puts_the_lora_of_a_second_expert_into_it(tmp_path):
-    for component, expected in (("transformer", ""), ("transformer_2", ", load_into_transformer_2=True")):
-        write_model_card(tmp_path, RUN | {"model": "a/b", "component": component}, [], updates=3)
-        (line,) = (line for line in (tmp_path / "README.md").read_text().splitlines() if "load_lora" in line)
-        assert line.endswith(f'"{expected})') and line.startswith("pipe.load_lora_weights(")
 
 
 @pytest.mark.parametrize("model", ["../away", "a b/c", "x/y: z"])

@@ -3,8 +3,11 @@
 import pytest
 import torch
 from command_line import make_config
+from datasets import Dataset
+from diffusers import StableDiffusion3Pipeline
 
-from diffusion_grpo.training.setup import make_sampling_plan
+from diffusion_grpo.data.inputs import PipelineInputs
+from diffusion_grpo.training.setup import describe_call, make_sampling_plan
 
 
 def test_a_smaller_window_wanders_within_the_larger_one():
@@ -38,3 +41,18 @@ def test_weights_are_normalised_over_the_steps_that_some_rollout_trains(settings
     drawn = [make_sampling_plan(args).draw(generation, torch.arange(8)).steps for generation in range(60)]
     assert {step for rows in drawn for row in rows for step in row} == set(range(first, last + 1))
     assert args.trainable_steps == range(first, last + 1)
+
+
+def test_the_call_of_evaluations_has_plain_arguments_and_names_inputs():
+    args = make_config(num_inference_steps=8, eval_num_inference_steps=20, guidance_scale=4.5, height=16)
+    args.pipeline_kwargs = {"negative_prompt": "grey", "ip_adapter_image": torch.zeros(2), "max_sequence_length": 8}
+    dataset = Dataset.from_dict({"prompt": ["a"], "height": [32], "answer": ["b"]})
+    assert describe_call(PipelineInputs(StableDiffusion3Pipeline, args), dataset) == {
+        "inputs": ["prompt", "height", "ip_adapter_image"],
+        "arguments": {
+            "num_inference_steps": 20,
+            "guidance_scale": 4.5,
+            "negative_prompt": "grey",
+            "max_sequence_length": 8,
+        },
+    }

@@ -1,0 +1,107 @@
+"""The code on a model card: it loads the weights, and makes a sample as the run's evaluations did."""
+
+import json
+from typing import Any
+
+from ..policy.base import split_component
+from .card_details import is_repo_id
+from .weights import LORA_WEIGHTS
+
+WIDEST = 119  # characters of a line; a longer call has a line for each argument
+
+
+def write_usage(run: dict[str, Any], source: str, prompt: str | None, is_on_hub: bool) -> str:
+    """Return Python code.
+
+    Args:
+        run: contents of `run.json`.
+        source: a repository on the Hub, or the name of the run's folder.
+        prompt: an example; None where no sample was kept.
+        is_on_hub: whether `source` is a repository.
+    """
+    dtype = _find_half(run)
+    lines = ["import torch"] if dtype else []
+    lines += ["from diffusers import DiffusionPipeline"]
+    how = f", dtype=torch.{dtype}" if dtype else ""
+    if run["trains_by"] == "full":
+        lines += ["", f"pipe = DiffusionPipeline.from_pretrained({json.dumps(source)}{how})"]
+    else:
+        lines += _load_base(run, how)
+        lines += _load_lora(run, source, is_on_hub)
+        lines += _set_scheduler(run["settings"].get("scheduler_kwargs"))
+    return "\n".join([*lines, *_call(run.get("evaluation_call"), prompt)])
+
+
+def names_hub_model(model: str) -> bool:
+    """Tell whether a base model has an id on the Hub, `owner/name`."""
+    return model.count("/") == 1 and is_repo_id(model)
+
+
+def _load_base(run: dict[str, Any], how: str) -> list[str]:
+    """Return the lines that load the base model of a LoRA, after the imports that they need."""
+    is_embedded = run["model"] == "tiny"  # it has no name on the Hub
+    base = "tiny.PATH" if is_embedded else json.dumps(run["model"])
+    lines = ["from diffusion_grpo import tiny"] if is_embedded else []
+    lines += ["from peft import PeftModel"] if run.get("loads_by") == "peft" else []
+    is_local = not is_embedded and not names_hub_model(run["model"])
+    note = "  # a folder on the machine that trained it" if is_local else ""
+    return [*lines, "", f"pipe = DiffusionPipeline.from_pretrained({base}{how}){note}"]
+
+
+def _load_lora(run: dict[str, Any], source: str, is_on_hub: bool) -> list[str]:
+    """Return a line for the LoRA of each trained network."""
+    way, lines = run.get("loads_by", "load_lora_weights"), []
+    names = split_component(run["component"])
+    for name in names:
+        into = f", load_into_{name}=True" if name.endswith("_2") else ""  # of two experts the second
+        place = json.dumps(source)
+        if name != names[0]:
+            place = f'{place}, subfolder="{name}"' if is_on_hub else json.dumps(f"{source}/{name}")
+        if way == "load_lora_weights":
+            lines.append(f"pipe.load_lora_weights({place}{into})")
+        elif way == "load_lora_adapter":
+            arguments = f'{place}, prefix=None, weight_name="{LORA_WEIGHTS}"'
+            lines.append(f"pipe.{name}.load_lora_adapter({arguments})")
+        else:
+            lines.append(f"PeftModel.from_pretrained(pipe.{name}, {place})  # changes the pipeline itself")
+    return lines
+
+
+def _set_scheduler(settings: dict[str, Any] | None) -> list[str]:
+    """Return the line that gives a base model's scheduler the settings of the run; none where it has its own."""
+    if not settings:
+        return []
+    changes = _join(settings)
+    return [f"pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {changes})  # as in training"]
+
+
+def _call(call: dict[str, Any] | None, prompt: str | None) -> list[str]:
+    """Return the lines that make a sample; none for a run of a version that did not note how.
+
+    What only a dataset has, such as images to edit, stands as `...`.
+    """
+    if call is None:
+        return []
+    inputs = [f"{name}=..." for name in call["inputs"] if name != "prompt"]
+    if "prompt" in call["inputs"]:
+        inputs.insert(0, json.dumps(prompt or "a prompt", ensure_ascii=False))
+    arguments = [*inputs, *(f"{name}={value!r}" for name, value in call["arguments"].items())]
+    note = "# as in the evaluations" + ("; put your own inputs in place of ..." if "=..." in "".join(inputs) else "")
+    line = f"sample = pipe({', '.join(arguments)})[0][0]"
+    if len(line) > WIDEST:
+        line = "\n".join(["sample = pipe(", *(f"    {argument}," for argument in arguments), ")[0][0]"])
+    return ["", note, line]
+
+
+def _join(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _find_half(run: dict[str, Any]) -> str | None:
+    """Name the half-precision dtype to load the pipeline in; None where it was float32.
+
+    Without it diffusers loads its own networks in float32, but transformers loads text encoders as they are stored.
+    """
+    settings = run["settings"]
+    given = "bfloat16" if settings.get("bf16") else "float16" if settings.get("fp16") else None
+    return run.get("dtype", given)

@@ -1,0 +1,115 @@
+"""The code on a model card: it loads the weights, and calls the pipeline as evaluations did."""
+
+import pytest
+import tiny_pipelines
+import torch
+from datasets import Dataset
+from diffusers import DiffusionPipeline
+from peft import LoraConfig
+from PIL import Image
+from tiny_runs import LORA, SETTINGS, brightness
+
+from diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
+from diffusion_grpo.run.card_usage import write_usage
+from diffusion_grpo.run.weights import name_half_dtype
+
+RUN = {
+    "model": "a/b",
+    "trains_by": "LoRA rank 4",
+    "component": "transformer",
+    "settings": {},
+    "evaluation_call": {"inputs": ["prompt"], "arguments": {"num_inference_steps": 4}},
+}
+
+
+def run_usage(folder, monkeypatch):
+    """Run the code of a run's card beside its folder; return what it named, and the code."""
+    monkeypatch.chdir(folder.parent)
+    load = DiffusionPipeline.from_pretrained
+
+    def load_quietly(*args, **kwargs):
+        pipe = load(*args, **kwargs)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", load_quietly)
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("\n```")[0]
+    exec(code, names := {})
+    return names, code
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_code_of_a_half_precision_run_loads_it_and_samples_as_the_evaluations_did(tmp_path, monkeypatch, lora):
+    base, inputs = tiny_pipelines.build("sd3")
+    base.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    sizes = {"height": 2 * inputs["height"], "width": inputs["width"]}  # another height than the pipeline's own
+    own = {"max_steps": 1, "bf16": True, "eval_num_inference_steps": 3, "scheduler_kwargs": {"shift": 5.0}}
+    own |= {"guidance_scale": 1.5, "pipeline_kwargs": {"max_sequence_length": 8}}
+    trainer = DiffusionGRPOTrainer(
+        model=str(tmp_path / "base"),
+        reward_funcs=brightness,
+        args=DiffusionGRPOConfig(str(tmp_path / "run"), **SETTINGS | sizes | own),
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b"], "hint": ["for the reward", "too"]}),
+        peft_config=LoraConfig(**LORA) if lora else None,
+    )
+    assert name_half_dtype(trainer.pipe) == "bfloat16"
+    trainer.train()
+    trainer.save_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(trainer.pipe(**inputs | {"prompt": "a cat"}, num_inference_steps=1).images) == 1
+    names, code = run_usage(tmp_path / "run", monkeypatch)
+    assert f'from_pretrained("{"base" if lora else "run"}", dtype=torch.bfloat16)' in code
+    pipe, sample = names["pipe"], names["sample"]
+    assert pipe.scheduler.config.shift == 5.0 and base.scheduler.config.shift != 5.0
+    assert isinstance(sample, Image.Image) and sample.size == (sizes["width"], sizes["height"])
+    assert len(pipe.scheduler.timesteps) == 3 and pipe.guidance_scale == 1.5
+
+
+def test_what_a_dataset_gives_beside_prompts_stands_as_dots():
+    call = {"inputs": ["image", "prompt"], "arguments": {"num_inference_steps": 4, "negative_prompt": 'a "x"'}}
+    lines = write_usage(RUN | {"evaluation_call": call}, "me/run", "ein Löwe", is_on_hub=True).splitlines()
+    assert lines[-2] == "# as in the evaluations; put your own inputs in place of ..."
+    assert lines[-1] == (
+        'sample = pipe("ein Löwe", image=..., num_inference_steps=4, negative_prompt=\'a "x"\')[0][0]'
+    )
+    call["arguments"] |= {"negative_prompt": "long " * 30}
+    assert write_usage(RUN | {"evaluation_call": call}, "me/run", None, is_on_hub=True).splitlines()[-6:-3] == [
+        "sample = pipe(",
+        '    "a prompt",',
+        "    image=...,",
+    ]
+
+
+def test_a_run_that_did_not_note_its_calls_has_code_that_loads_it():
+    run = {name: value for name, value in RUN.items() if name != "evaluation_call"}
+    assert write_usage(run, "me/run", "a", is_on_hub=True).splitlines() == [
+        "from diffusers import DiffusionPipeline",
+        "",
+        'pipe = DiffusionPipeline.from_pretrained("a/b")',
+        'pipe.load_lora_weights("me/run")',
+    ]
+
+
+def test_a_scheduler_is_changed_for_a_lora_only():
+    settings = {"settings": {"scheduler_kwargs": {"shift": 3.0, "use_dynamic_shifting": False}}}
+    code = write_usage(RUN | settings, "me/run", "a", is_on_hub=True)
+    line = "pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, shift=3.0, use_dynamic_shifting=False)"
+    assert f"{line}  # as in training\n" in code
+    assert "scheduler" not in write_usage(RUN | settings | {"trains_by": "full"}, "me/run", "a", is_on_hub=True)
+
+
+def test_the_dtype_in_which_the_code_loads():
+    def write(**changes):
+        return write_usage(RUN | changes, "me/run", None, is_on_hub=True)
+
+    assert "dtype=" not in write() and "import torch" not in write()
+    assert 'from_pretrained("a/b", dtype=torch.float16)' in write(settings={"fp16": True})
+    assert 'from_pretrained("a/b", dtype=torch.bfloat16)' in write(dtype="bfloat16")  # where bf16 is the default
+    assert "dtype=" not in write(dtype=None)
+    assert name_half_dtype(tiny_pipelines.build("sd3")[0]) is None
+
+
+def test_the_lora_of_a_second_expert_is_put_into_it():
+    for component, expected in (("transformer", ""), ("transformer_2", ", load_into_transformer_2=True")):
+        code = write_usage(RUN | {"component": component}, "me/run", None, is_on_hub=True)
+        assert f'pipe.load_lora_weights("me/run"{expected})' in code.splitlines()
