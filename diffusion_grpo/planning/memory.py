@@ -151,7 +151,8 @@ def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> 
     ]
     if args.group_offload is not None:
         present = own + sum(measure_groups(network, args) for network in parts.networks.values())
-        found[0] = Memory("parameters", min(present, whole), parts.frozen, "the blocks that work, and what is trained")
+        waiting = _weigh_pinned(parts) if args.group_offload_stream else parts.frozen
+        found[0] = Memory("parameters", min(present, whole), waiting, "the blocks that work, and what is trained")
     if sharding.copies_gradients:
         found.append(Memory("gradient buckets", grads, basis="DDP's copies for the all-reduce"))
     if sharding.parameters and sharding.processes > 1:
@@ -360,6 +361,15 @@ def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
     ]
     outside = _count_frozen(network) - sum(map(_count_frozen, lists))
     return outside + turns * max(groups, default=0)
+
+
+def _weigh_pinned(parts: Parts) -> int:
+    """Return the bytes of page-locked memory for frozen weights: torch rounds each tensor up to a power of two.
+
+    See `CachingHostAllocator` in https://github.com/pytorch/pytorch/issues/150517.
+    """
+    sizes = [p.nbytes for network in parts.networks.values() for p in network.parameters() if not p.requires_grad]
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
 def _count_frozen(module: nn.Module) -> int:
