@@ -71,7 +71,7 @@ def _set_scheduler(settings: dict[str, Any] | None) -> list[str]:
     """Return the line that gives a base model's scheduler the settings of the run; none where it has its own."""
     if not settings:
         return []
-    changes = _join(settings)
+    changes = ", ".join(f"{name}={_write(value)}" for name, value in settings.items())
     return [f"pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {changes})  # as in training"]
 
 
@@ -84,8 +84,8 @@ def _call(call: dict[str, Any] | None, prompt: str | None) -> list[str]:
         return []
     inputs = [f"{name}=..." for name in call["inputs"] if name != "prompt"]
     if "prompt" in call["inputs"]:
-        inputs.insert(0, json.dumps(prompt or "a prompt", ensure_ascii=False))
-    arguments = [*inputs, *(f"{name}={value!r}" for name, value in call["arguments"].items())]
+        inputs.insert(0, _write(prompt or "a prompt"))
+    arguments = [*inputs, *(f"{name}={_write(value)}" for name, value in call["arguments"].items())]
     note = "# as in the evaluations" + ("; put your own inputs in place of ..." if "=..." in "".join(inputs) else "")
     line = f"sample = pipe({', '.join(arguments)})[0][0]"
     if len(line) > WIDEST:
@@ -93,8 +93,10 @@ def _call(call: dict[str, Any] | None, prompt: str | None) -> list[str]:
     return ["", note, line]
 
 
-def _join(arguments: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+def _write(value: Any) -> str:
+    """Return a value as Python code, texts in double quotes where they contain none."""
+    is_plain = isinstance(value, str) and '"' not in value
+    return json.dumps(value, ensure_ascii=False) if is_plain else repr(value)
 
 
 def _find_half(run: dict[str, Any]) -> str | None:

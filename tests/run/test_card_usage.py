@@ -73,10 +73,13 @@ def test_what_a_dataset_gives_beside_prompts_stands_as_dots():
         'sample = pipe("ein Löwe", image=..., num_inference_steps=4, negative_prompt=\'a "x"\')[0][0]'
     )
     call["arguments"] |= {"negative_prompt": "long " * 30}
-    assert write_usage(RUN | {"evaluation_call": call}, "me/run", None, is_on_hub=True).splitlines()[-6:-3] == [
+    assert write_usage(RUN | {"evaluation_call": call}, "me/run", 'a "x"', is_on_hub=True).splitlines()[-6:] == [
         "sample = pipe(",
-        '    "a prompt",',
+        "    'a \"x\"',",
         "    image=...,",
+        "    num_inference_steps=4,",
+        f'    negative_prompt="{"long " * 30}",',
+        ")[0][0]",
     ]
 
 
