@@ -106,7 +106,7 @@ class TransformersDetector(ModelReward):
         config = tf.AutoConfig.from_pretrained(self.model, revision=self.revision)
         self.family, self.scores_tokens = self._family(config), "grounding-dino" in config.model_type
         loader = tf.AutoProcessor if self.family == "zero-shot" else tf.AutoImageProcessor
-        self.processor = loader.from_pretrained(self.model, revision=self.revision)
+        self.processor = loader.from_pretrained(self.model, revision=self.revision, backend="pil")
         cls = {
             "zero-shot": tf.AutoModelForZeroShotObjectDetection,
             "segmenter": tf.AutoModelForUniversalSegmentation,
@@ -206,7 +206,8 @@ class ClipColors(ModelReward):
     def load(self) -> nn.Module:
         from transformers import CLIPModel, CLIPProcessor
 
-        self.processor = CLIPProcessor.from_pretrained(self.model, revision=self.revision)
+        # GenEval resizes with Pillow; torchvision, which would be used where it is installed, rounds differently
+        self.processor = CLIPProcessor.from_pretrained(self.model, revision=self.revision, backend="pil")
         return CLIPModel.from_pretrained(self.model, revision=self.revision, dtype=self.torch_dtype)
 
     def __call__(self, image: Image.Image, objects: list[Detection], label: str) -> list[str]:
@@ -234,16 +235,21 @@ def _check_scipy() -> None:
 
 
 def _outputs(network: nn.Module, inputs: Any) -> Any:
-    """Call the network, and return its outputs in float32 for boxes and masks."""
+    """Call the network, and return its outputs in float32 on the CPU.
+
+    There, because transformers' post-processing indexes maps on the CPU with the masks.
+    """
     for name, value in inputs.items():
         kind = network.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
         inputs[name] = value.to(network.device, kind) if isinstance(value, torch.Tensor) else value
     outputs = network(**inputs)
     for name, value in outputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            outputs[name] = value.float()
+            outputs[name] = value.float().cpu()
         elif isinstance(value, (list, tuple)):
-            outputs[name] = type(value)(each.float() if isinstance(each, torch.Tensor) else each for each in value)
+            outputs[name] = type(value)(
+                each.float().cpu() if isinstance(each, torch.Tensor) else each for each in value
+            )
     return outputs
 
 

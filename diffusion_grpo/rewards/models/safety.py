@@ -37,7 +37,7 @@ class NsfwFilter(ModelReward):
         network = AutoModelForImageClassification.from_pretrained(
             self.model, revision=self.revision, dtype=self.torch_dtype
         )
-        labels = network.config.label2id
+        labels = list(network.config.id2label.values())
         unknown = [label for label in self.unsafe_labels if label not in labels]
         if unknown or not self.unsafe_labels:
             raise ValueError(
@@ -56,5 +56,6 @@ class NsfwFilter(ModelReward):
     def _scores(self, network: nn.Module, images: list) -> Tensor:
         pixels = self.processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
         logits = network(pixels["pixel_values"].to(network.device, network.dtype)).logits.float()
-        unsafe = [network.config.label2id[label] for label in self.unsafe_labels]
+        # not label2id, whose numbers are strings in many published models
+        unsafe = [number for number, label in network.config.id2label.items() if label in self.unsafe_labels]
         return 1 - torch.softmax(logits, -1)[:, unsafe].sum(-1)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5.0
 LONGEST_WAIT = 10.0  # longest Retry-After, in seconds, that is respected
 MAX_ANSWER = 2**22  # bytes; scores need far less
+SCORED = "x-scored"  # header of a refusal because of a full queue: how many requests were scored so far
 
 
 class FailedRequest(Exception):

@@ -22,6 +22,7 @@ from ..contract import PROVIDED
 from ..models.pixels import open_image
 from ..needs import check_package
 from .http import (
+    SCORED,
     Answer,
     FailedRequest,
     Slots,
@@ -47,12 +48,17 @@ class _Broken(Exception):
     """A server did not give a usable answer."""
 
 
+class _TooLarge(Exception):
+    """A server takes fewer samples in a request."""
+
+
 @dataclasses.dataclass
 class _Server:
     url: str
     is_alive: bool = True
     reason: str = ""
     served: dict[str, Any] | None = None  # what /health says of each reward, once it was asked
+    most: int | None = None  # samples of a request, once a larger one was refused
 
 
 class RemoteReward:
@@ -65,9 +71,10 @@ class RemoteReward:
         reward: name of the reward at the server; may be left out if the server has only one.
         columns: dataset columns to send too, with images or JSON values; none by default. Paths are sent as images
             where the served reward says that it needs images.
-        batch_size: samples per request.
+        batch_size: samples per request; fewer for a server that refuses so many as too large.
         concurrency: concurrent requests per server.
-        timeout: seconds for one request, and for a server with a full queue to accept it.
+        timeout: seconds for one request, its wait in the server's queue included. A server whose queue is full is
+            given up if it scores nothing for that long.
         retries: how often a failed request is sent again to the same server before that is taken out.
         backoff: seconds before the first retry; doubled for each further one.
         wait: seconds to wait for a server to come back when all are gone; 0 stops the run.
@@ -174,7 +181,7 @@ class RemoteReward:
         size = len(completions) if self.is_groupwise else self.batch_size
         pending = [range(start, min(start + size, len(completions))) for start in range(0, len(completions), size)]
         pending.reverse()  # workers take batches from the end
-        left, gone = len(pending), None  # since when no server has scored anything
+        left, gone = len(completions), None  # since when no server has scored anything
         scores: list[float | None] = [None] * len(completions)
 
         def body(rows: range, images: list[str]) -> bytes:
@@ -191,8 +198,9 @@ class RemoteReward:
                 alive = [server for server in self.servers if server.is_alive]
                 if not alive:
                     # a server with a good /health may fail every batch, so only a scored batch restarts the wait
-                    gone = time.monotonic() if gone is None or len(pending) < left else gone
-                    left = len(pending)
+                    unscored = sum(map(len, pending))
+                    gone = time.monotonic() if gone is None or unscored < left else gone
+                    left = unscored
                     await self._wait_for_any(client, gone + self.wait)
                     alive = [server for server in self.servers if server.is_alive]
                 workers = [self._work(client, server, pending, body, scores) for server in alive * self.concurrency]
@@ -215,6 +223,9 @@ class RemoteReward:
         """Take batches for one server until none is left or the server fails."""
         while pending and server.is_alive:
             rows = pending.pop()
+            if server.most is not None and len(rows) > server.most:
+                pending.append(rows[server.most :])
+                rows = rows[: server.most]
             try:
                 async with self._slots(server.url):
                     images = self._find_image_columns(await self._describe(client, server), server.url)
@@ -223,6 +234,9 @@ class RemoteReward:
             except _Broken as error:
                 pending.append(rows)
                 self._take_out(server, str(error))
+            except _TooLarge as error:
+                pending.append(rows)
+                self._send_fewer(server, len(rows), str(error))
             else:
                 for row, value in zip(rows, answer, strict=True):
                     scores[row] = value
@@ -232,11 +246,22 @@ class RemoteReward:
             server.is_alive, server.reason = False, reason.rstrip(".")
             warnings.warn(f"The reward server {server.url} is taken out: {reason.rstrip('.')}.", stacklevel=2)
 
+    def _send_fewer(self, server: _Server, count: int, reason: str) -> None:
+        """Send a server at most half as many samples in a request as it refused."""
+        if server.most is None or count // 2 < server.most:
+            server.most = count // 2
+            text = f"The reward server {server.url} refused {count} samples in one request"
+            warnings.warn(f"{text}; it gets at most {server.most} from now on. Its reason: {reason}", stacklevel=2)
+
     async def score_batch(
         self, client: httpx2.AsyncClient, server: _Server, body: bytes, count: int
     ) -> list[float | None]:
-        """Score one batch, with retries; raise `_Broken` to give up the server."""
-        attempt, patience = 0, time.monotonic() + self.timeout
+        """Score one batch, with retries; raise `_Broken` to give up the server, `_TooLarge` to send it fewer samples.
+
+        A server whose queue is full is given up only if it scores nothing for `timeout` seconds: other processes may
+        take each place that becomes free.
+        """
+        attempt, patience, scored = 0, time.monotonic() + self.timeout, None
         while True:
             try:
                 name = self.reward or await self._only_reward(client, server)
@@ -244,10 +269,14 @@ class RemoteReward:
                     client, "POST", f"{server.url}/score/{quote(name, safe='')}", self.timeout, content=body
                 )
                 if answer.status in BUSY:
+                    if (count_now := answer.headers.get(SCORED)) != scored:
+                        scored, patience = count_now, time.monotonic() + self.timeout
                     if time.monotonic() > patience:
                         raise _Broken(f"its queue was full for {self.timeout:g} seconds")
                     await asyncio.sleep(seconds_to_wait(answer.headers.get("retry-after"), self.backoff))
                     continue
+                if answer.status == 413 and count > 1 and not self.is_groupwise:
+                    raise _TooLarge(read_error(answer))
                 return _scores(answer, count, server.url)
             except (FailedRequest, *transport_errors()) as error:
                 reason = str(error) or type(error).__name__
@@ -294,7 +323,8 @@ class RemoteReward:
             answer = await ask(client, "GET", f"{server.url}/health", HEALTH_SECONDS)
         except (FailedRequest, *transport_errors()):
             return
-        server.is_alive, server.served = answer.status == 200, None  # it may serve something else now
+        # it may be another one now
+        server.is_alive, server.served, server.most = answer.status == 200, None, None
 
     async def _wait_for_any(self, client: httpx2.AsyncClient, end: float) -> None:
         """Wait until a server is back, for at least one poll; raise RewardError if none is at `end`."""

@@ -29,6 +29,7 @@ from PIL import Image
 from ..answers import RewardError
 from ..calls import score
 from ..contract import Reward, is_marked, list_image_columns
+from .http import SCORED
 from .remote import RemoteReward
 from .wire import CONTENT_TYPES, MAX_PIXELS, WireError, read_request
 
@@ -87,7 +88,8 @@ def create_app(
         if name not in served:
             return _refusal(404, f"There is no reward {name!r} here; there is {', '.join(served)}.")
         if not queue.enter():
-            return _refusal(503, f"{max_waiting} requests wait already.", {"Retry-After": "1"})
+            headers = {"Retry-After": "1", SCORED: str(queue.scored)}
+            return _refusal(503, f"{max_waiting} requests wait already.", headers)
         try:
             async with asyncio.timeout(body_seconds):
                 body = await _body(request, max_bytes)
@@ -98,9 +100,11 @@ def create_app(
             async with _turn(request, one_at_a_time) as is_awaited:
                 if not is_awaited:
                     return _refusal(408, "The client went away.")  # which nobody reads
-                return await loop.run_in_executor(
+                answer = await loop.run_in_executor(
                     scorer, _answer_request, served[name], body, max_pixels, is_safetensors
                 )
+                queue.scored += 1
+                return answer
         except TimeoutError:
             return _refusal(408, f"The request's body did not come within {body_seconds:g} seconds.")
         finally:
@@ -110,10 +114,10 @@ def create_app(
 
 
 class _Queue:
-    """A counter of the requests that wait or are scored, with a limit."""
+    """A counter of the requests that wait or are being scored, with a limit, and of those that were scored."""
 
     def __init__(self, limit: int):
-        self.limit, self.waiting, self.lock = limit, 0, threading.Lock()
+        self.limit, self.waiting, self.scored, self.lock = limit, 0, 0, threading.Lock()
 
     def enter(self) -> bool:
         with self.lock:

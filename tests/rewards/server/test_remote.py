@@ -30,6 +30,7 @@ from diffusion_grpo.rewards import (
     load_rewards,
     score,
 )
+from diffusion_grpo.rewards.server.wire import write_request
 
 IMAGES = [Image.new("RGB", (8, 8), (shade,) * 3) for shade in range(0, 250, 25)]
 PROMPTS = [f"prompt {index}" for index in range(len(IMAGES))]
@@ -209,6 +210,71 @@ def test_a_full_queue_is_tried_again_and_is_no_failure(serve) -> None:
         warnings.simplefilter("error")
         assert scores_of(remote) == [0.5] * 10
     assert len(inside) == 10
+
+
+@pytest.fixture
+def busy():
+    """Starts a server whose queue is full `times` times, and that says what `count_scored` makes of the number."""
+    running = []
+
+    def start(times: int, count_scored) -> str:
+        asked = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                asked.append(1)
+                self.rfile.read(int(self.headers["Content-Length"]))
+                is_full = len(asked) <= times
+                content = b'{"error": "full"}' if is_full else b'{"scores": [0.5, 0.5, 0.5, 0.5, 0.5]}'
+                self.send_response(503 if is_full else 200)
+                for name, value in {"Retry-After": "0.1", "X-Scored": count_scored(len(asked))}.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *args):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        running.append(server)
+        return f"http://127.0.0.1:{server.server_address[1]}"
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_that_scores_for_others_is_waited_for_longer_than_one_that_scores_nothing(busy) -> None:
+    options = {"batch_size": 5, "concurrency": 1, "retries": 0, "timeout": 0.5}
+    assert scores_of(RemoteReward(busy(15, str), "x", **options)) == [0.5] * 10
+    with pytest.warns(UserWarning, match="queue was full for 0.5 s"), pytest.raises(RewardError, match="no server"):
+        scores_of(RemoteReward(busy(15, lambda number: "3"), "x", **options))
+
+
+def test_a_server_gets_as_few_samples_at_a_time_as_it_takes(serve) -> None:
+    body = len(write_request(IMAGES[:3], PROMPTS[:3], {}, None, None))
+    sizes = []
+
+    def shade(images):
+        sizes.append(len(images))
+        return [image.getpixel((0, 0))[0] / 255 for image in images]
+
+    small, large = serve(shade, max_bytes=body), serve("brightness")
+    remote = RemoteReward(small, concurrency=2, **FAST)
+    with pytest.warns(
+        UserWarning, match="refused 5 samples in one request; it gets at most 2 from now on. .* larger than"
+    ):
+        assert scores_of(remote) == pytest.approx(SHADES)
+    assert max(sizes) == 2 and sum(sizes) == 10
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert scores_of(remote) == pytest.approx(SHADES)  # it remembers
+    pixels = serve(shade, max_pixels=64 * 5)
+    with pytest.warns(UserWarning, match="at most 5"):
+        assert scores_of(RemoteReward([pixels, large], batch_size=10, concurrency=1, **FAST)) == pytest.approx(SHADES)
 
 
 # what does not

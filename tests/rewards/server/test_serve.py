@@ -84,9 +84,11 @@ def test_a_body_that_does_not_come_gives_up_its_place(serve) -> None:
 
 
 def test_too_large_and_unknown_are_refused(serve) -> None:
+    with pytest.raises(RewardError, match="413.*larger than 100 bytes"):
+        scores_of(RemoteReward(serve("brightness", max_bytes=100), "brightness", batch_size=1, **FAST))
     url = serve("brightness", max_bytes=1000)
-    with pytest.raises(RewardError, match="413.*larger than 1000 bytes"):
-        scores_of(RemoteReward(url, "brightness", **FAST))
+    with pytest.raises(RewardError, match="413.*larger than 1000 bytes"):  # groups stay whole
+        scores_of(RemoteReward(url, "brightness", groupwise=True, **FAST), groups=[0] * len(IMAGES))
     assert scores_of(RemoteReward(url, "brightness", batch_size=1)) == pytest.approx(SHADES)
     with pytest.raises(RewardError, match="404.*no reward 'text' here; there is brightness"):
         scores_of(RemoteReward(url, "text", batch_size=1, **FAST))
