@@ -51,7 +51,7 @@ class ContextGroups:
         return self.process % self.size == 0
 
     def first_of_each(self, gathered: Tensor) -> Tensor:
-        """Select the rows of the first process of each group from the (processes x rows, ...) rows of all."""
+        """Return the rows of the first process of each group from `gathered`, (processes x rows, ...)."""
         if self.size == 1:
             return gathered
         return gathered.unflatten(0, (self.processes, -1))[:: self.size].flatten(0, 1)
