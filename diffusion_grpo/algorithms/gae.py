@@ -44,7 +44,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
         values: `(batch, steps)` values under the current model, with gradient.
         old_values: `(batch, steps)` values at the rollout.
         returns: `(batch, steps)` targets; NaN is ignored.
-        clip: in the units of the values; `None` does not clip.
+        clip: largest change of a value before it is clipped; `None` does not clip.
     """
     is_known, returns = ~returns.isnan(), returns.nan_to_num()
     error = (values - returns) ** 2

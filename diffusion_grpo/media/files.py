@@ -30,7 +30,7 @@ class VideoWithSound(list):
 
     Attributes:
         sound: (channels, time) float32 in [-1, 1].
-        sampling_rate: in hertz.
+        sampling_rate: sampling rate in hertz.
     """
 
     def __init__(self, frames: list[Image.Image], sound: np.ndarray, sampling_rate: int):
@@ -148,7 +148,7 @@ def write_video(
     """Write an MP4 (H.264, and AAC for the sound of a [`VideoWithSound`]) that any browser plays.
 
     Args:
-        frames: at least one, all of the same size.
+        frames: one or more frames, all of the same size.
         target: a path that ends in `.mp4`, or an open file.
         fps: frames per second.
         quality: x264's constant rate factor; 18 is visually lossless, and each increase of 6 halves the file size.
@@ -261,7 +261,7 @@ def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Pa
     Args:
         samples: (channels, time) or (time,) floats in [-1, 1]; values outside are clipped.
         path: ends in `.wav`.
-        sampling_rate: in hertz.
+        sampling_rate: sampling rate in hertz.
     """
     waveform = np.atleast_2d(np.asarray(samples, dtype=np.float64)).clip(-1, 1)
     with wave.open(str(path), "wb") as file:

@@ -83,8 +83,8 @@ def as_tensor(samples: list) -> Tensor:
 def copy_value(value: Any) -> Any:
     """Copy `value` so that writing to the copy leaves the original unchanged.
 
-    Lists, tuples and mappings are copied with their contents, a video with its sound. Other objects are deep-copied,
-    except for those that cannot be copied, such as open files, which are returned as they are.
+    Lists, tuples and mappings are copied with their contents, a video with its sound. Other objects are deep-copied;
+    objects that cannot be copied, such as open files, are returned as they are.
 
     Example:
         >>> copy_value(["a", {"count": 2}])

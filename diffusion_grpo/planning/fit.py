@@ -1,4 +1,4 @@
-"""Search for settings that make a run fit into accelerator memory of a given size, those that cost least time first.
+"""Search for settings that make a run fit into accelerator memory of a given size, the fastest ones first.
 
 Each candidate is planned like any run, so settings that contradict each other drop out by themselves. Nothing is
 written: the settings that are found are printed for the user to paste.

@@ -139,7 +139,7 @@ def count_repeats(runs: list[Run], live: LiveBytes) -> Iterator[None]:
     """Count the memory that the blocks that were left out would keep.
 
     Args:
-        runs: from [`shorten`].
+        runs: runs of blocks from [`shorten`].
         live: watches the passes.
 
     Raises:

@@ -29,8 +29,8 @@ class Sampling:
     Attributes:
         temperature: number above 0 that logits are divided by.
         top_k: only this many of the most probable ids may be drawn; 0 for no limit.
-        top_p: of these ids, only the most probable ones that together reach this probability, the nucleus
-            (https://huggingface.co/papers/1904.09751), may be drawn; 1 for all.
+        top_p: only the most probable of these ids that together reach this probability may be drawn: the nucleus
+            (https://huggingface.co/papers/1904.09751); 1 for all.
     """
 
     temperature: float = 1.0

@@ -76,7 +76,7 @@ def make_prompt(word: str, color: str) -> str:
     """Return the sentence the model was trained on, for example `the word "RAINS" in red`.
 
     Args:
-        word: in capitals; see [`words`].
+        word: word in capitals; see [`words`].
         color: a key of `COLORS`.
 
     Examples:
