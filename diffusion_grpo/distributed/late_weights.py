@@ -69,14 +69,15 @@ def read_late(names: Collection[str]) -> Iterator[None]:
 
 
 def find_dtype(state_dict: dict[str, Tensor] | None, files: Iterable[str | Path]) -> torch.dtype | None:
-    """Return the narrowest dtype that holds all weights of a network's files exactly.
+    """Return the narrowest dtype that holds all floating-point weights of a network's files exactly.
 
     Args:
         state_dict: the weights, if they are in one file.
         files: the files, if there are several.
 
     Returns:
-        float32, bfloat16 or float16; None if weights have another dtype, or a file is not a safetensors file.
+        float32, bfloat16 or float16; None if a floating-point weight, or any tensor in `files`, has another dtype, or
+        if a file is not a safetensors file.
     """
     if isinstance(state_dict, dict):
         found = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
