@@ -12,7 +12,7 @@ AdvantageFunction = Callable[..., Tensor]
 
 
 def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction | None:
-    """Import an advantage function, and check that it can be called as one.
+    """Import an advantage function, and check that it takes the arguments of one.
 
     It is called as `advantage_fn(rewards, groups, weights=weights, batches=batches)`, once per rollout:
 
@@ -25,11 +25,12 @@ def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction
         penalty is subtracted from each.
     groups: (samples,) int64, the index of each sample's group: samples of one prompt share it.
     weights: (functions,) float64, `reward_weights`.
-    batches: (samples,) int64, the index of each sample's batch (`num_batches_per_step`), whole groups each.
+    batches: (samples,) int64, the index of each sample's batch (`num_batches_per_step`); each batch holds whole
+    groups.
 
     It returns (samples,) finite numbers, which are clamped to `advantage_clip`. Every process calls it with the same
-    values and must get the same result, so it may not draw random numbers of its own. A sample that no function scored
-    has the advantage 0, whatever is returned for it.
+    values and must get the same result, so it must not draw random numbers of its own. A sample that no function
+    scored has the advantage 0, whatever is returned for it.
 
     Args:
         path: dotted path such as `my_package.my_advantages`, a function, or None.
@@ -55,7 +56,7 @@ def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction
         raise ValueError(f"advantage_fn={path!r} is a {type(found).__name__}; give the path of a function.")
     try:
         signature = inspect.signature(found)
-    except ValueError:  # of a function that is not written in Python, which will tell by itself
+    except ValueError:  # a function that is not written in Python; it reports wrong arguments itself
         return found
     try:
         signature.bind(None, None, weights=None, batches=None)
@@ -71,13 +72,13 @@ def load_advantage_fn(path: str | AdvantageFunction | None) -> AdvantageFunction
 def apply_advantage_fn(
     function: AdvantageFunction, rewards: Tensor, groups: Tensor, weights: Tensor, batches: Tensor
 ) -> Tensor:
-    """Call the function; see [`load_advantage_fn`].
+    """Call an advantage function; see [`load_advantage_fn`].
 
     Returns:
         (samples,) float64 advantages, 0 for samples that no function scored.
 
     Raises:
-        ValueError: what it returned is not one finite number per sample.
+        ValueError: the function did not return one finite number per sample.
     """
     name = getattr(function, "__name__", type(function).__name__)
     is_scored = ~rewards.isnan().all(1)

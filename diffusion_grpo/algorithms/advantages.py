@@ -21,7 +21,7 @@ AGGREGATIONS = [
 ONE_BY_ONE = ("normalize_then_sum", "loss_per_reward")  # these normalise each reward; the others, their combination
 EPS = 1e-8
 # Rewards of a group that differ by less than this, relative to the largest, count as equal: such differences are
-# rounding of float32 (0.7 and 1 - 0.3), and a z-score would blow them up to full size.
+# rounding errors of float32 (0.7 and 1 - 0.3), which a z-score would scale up to full size.
 EQUAL = 4 * torch.finfo(torch.float32).eps
 
 
@@ -30,15 +30,16 @@ class Advantages:
     """The samples' advantages, and what they were computed from.
 
     Attributes:
-        advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"` the weighted sum before the clip, by
+        advantages: `(samples,)` float32, never NaN. With `"loss_per_reward"`, the weighted sum before the clip, by
             which `best_of_n` chooses.
-        rewards: `(samples,)` float32, weighted sum (minimum, product) of the functions; NaN where none scored it.
-        group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or in its batch, if it
-            is compared with that, or if no group has a second sample), 0 where all are equal.
+        rewards: `(samples,)` float32, weighted sum (or minimum, or product) of the functions; NaN if none of them
+            scored the sample.
+        group_std: `(samples,)` float32, standard deviation of `rewards` in the sample's group (or in its batch, if
+            rewards are compared within the batch or no group has a second sample); 0 if all rewards there are equal.
         frac_reward_zero_std: share of the samples whose `group_std` is 0.
-        is_dropped: `(samples,)` bool, in a group below `reward_threshold`.
-        by_reward: `(samples, functions)` float32, the advantage of each reward by itself, clipped, without its weight;
-            only with `"loss_per_reward"`.
+        is_dropped: `(samples,)` bool, True for samples of a group below `reward_threshold`.
+        by_reward: `(samples, functions)` float32, the clipped and unweighted advantage for each reward alone; only
+            with `"loss_per_reward"`.
 
     Examples:
         >>> rewards = torch.tensor([[1.0], [1.0], [3.0], [5.0]])  # two prompts with two samples each, one reward
@@ -76,8 +77,8 @@ def compute_advantages(
             part in that function's statistics and gets 0 from it; a sample left out by all has the advantage 0.
         groups: `(samples,)` int64, the group of each sample; any numbers, in any order, at least two samples per
             group.
-        weights: `(functions,)`.
-        batches: `(samples,)` int64, the batch of each sample, whole groups each; by default all are one batch.
+        weights: `(functions,)`, weight of each function.
+        batches: `(samples,)` int64, the batch of each sample; a batch holds whole groups. By default there is one.
         penalty: `(samples,)`, subtracted from the weighted reward before it is normalised, or from each reward where
             these are normalised one by one.
         scale_rewards: what the distance to the mean is divided by: the unbiased standard deviation of the `"group"`,
@@ -92,8 +93,8 @@ def compute_advantages(
             the sum (`combine`).
         advantage_clip: advantages are clamped to plus and minus this, at the very end.
         reward_threshold: a group whose mean weighted reward is below this gets the advantage 0.
-        advantage_fn: computes the advantages in place of the normalisation, which the three options above it would
-            choose; clip, threshold and penalty stay. See
+        advantage_fn: computes the advantages in place of the normalisation that `scale_rewards`, `reward_baseline` and
+            `multi_objective_aggregation` choose; clip, threshold and penalty still apply. See
             [`~diffusion_grpo.algorithms.advantage_fn.load_advantage_fn`].
 
     Raises:
@@ -106,7 +107,7 @@ def compute_advantages(
         >>> [round(value, 3) for value in found.advantages.tolist()]
         [-1.0, 0.0, 1.0]
     """
-    baseline = reward_baseline if advantage_fn is None else "batch"  # its groups may have a single sample
+    baseline = reward_baseline if advantage_fn is None else "batch"  # groups may then have a single sample
     check_inputs(rewards, groups, weights, scale_rewards, baseline, multi_objective_aggregation)
     if advantage_fn is not None and multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(
@@ -144,7 +145,7 @@ def compute_advantages(
 
 
 def _number(names: torch.Tensor) -> torch.Tensor:
-    """Replace any numbers by consecutive ones from 0, on the CPU."""
+    """Replace arbitrary numbers by consecutive ones from 0, on the CPU."""
     return torch.unique(names.cpu(), return_inverse=True)[1]
 
 
@@ -180,13 +181,13 @@ def check_inputs(
 
 
 def combine(columns: torch.Tensor, weights: torch.Tensor, aggregation: str) -> torch.Tensor:
-    """Combine several functions into one number per sample; those that left it out (NaN) do not count.
+    """Combine the rewards of several functions into one number per sample; NaN does not count.
 
     Args:
         columns: `(samples, functions)`.
-        weights: `(functions,)`.
-        aggregation: the weighted sum, the least of the weighted values (`"min_then_normalize"`), or the product of the
-            values, each to the power of its weight (`"product_then_normalize"`).
+        weights: `(functions,)`, weight of each function.
+        aggregation: the weighted sum, the smallest of the weighted values (`"min_then_normalize"`), or the product of
+            the values, each to the power of its weight (`"product_then_normalize"`).
 
     Returns:
         `(samples,)`, NaN where every function is NaN.
@@ -216,10 +217,10 @@ def sum_weighted(columns: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and unbiased standard deviation of each sample's group, both `(samples,)`; NaNs do not count.
+    """Return mean and unbiased standard deviation of each sample's group, both `(samples,)`; NaN does not count.
 
-    The standard deviation is exactly 0 for a group of equal rewards and for one with fewer than two; the mean is NaN
-    for a group without any.
+    The standard deviation is exactly 0 for a group with equal rewards or with fewer than two of them; the mean is NaN
+    for a group without rewards.
     """
     mean, std = torch.full_like(rewards, torch.nan), torch.zeros_like(rewards)
     for group in range(int(index.max()) + 1):
@@ -232,11 +233,13 @@ def group_statistics(rewards: torch.Tensor, index: torch.Tensor) -> tuple[torch.
 
 
 def normalize(rewards: torch.Tensor, compared: torch.Tensor, scaled: torch.Tensor | None) -> torch.Tensor:
-    """Return the scaled distance of `(samples,)` rewards to a mean; exactly 0 for NaN and where all are equal.
+    """Return the scaled distance of rewards to their mean; exactly 0 for NaN and where all rewards are equal.
 
     Args:
-        compared: `(samples,)` int64, whose mean it is: samples of one number share it.
-        scaled: `(samples,)` int64, whose standard deviation it is divided by; `None` does not divide.
+        rewards: `(samples,)`.
+        compared: `(samples,)` int64; samples with equal numbers share the mean that is subtracted.
+        scaled: `(samples,)` int64; samples with equal numbers share the standard deviation that the distance is
+            divided by. `None` does not divide.
     """
     mean, std = group_statistics(rewards, compared)
     scale = torch.ones_like(std) if scaled is None else group_statistics(rewards, scaled)[1] + EPS
@@ -250,7 +253,7 @@ def best_of_n(advantages: torch.Tensor, groups: torch.Tensor, n: int, generator:
         advantages: `(samples,)`.
         groups: `(samples,)` int64, the group of each sample.
         n: even, at least 2, at most the size of the smallest group.
-        generator: on the CPU; shuffles what is kept.
+        generator: CPU generator that shuffles the kept samples.
 
     Returns:
         `(n * number of groups,)` int64: indices of the kept samples, on the device of `advantages`.

@@ -17,20 +17,22 @@ WEIGHTS = ("ghuber", "uniform", "t", "t2")
 class AWM(RenoisedWithOldPolicy):
     """A policy gradient whose log-probability is minus the weighted denoising error of the finished sample.
 
-    `ratio = exp(log_prob - old_log_prob)` with `log_prob = -w(d, t)`, d the mean squared error of the prediction `v`
-    and t the share of noise; the loss is the clipped one of PPO, plus `ema_beta` times the squared distance to the
-    prediction of a moving average. Never drop both the clip and that term.
+    `ratio = exp(log_prob - old_log_prob)` with `log_prob = -w(d, t)`, where d is the mean squared error of the
+    prediction `v` and t the share of noise. The loss is PPO's clipped loss plus `ema_beta` times the squared distance
+    to the prediction of a moving average. Never turn off both the clip and this term.
 
     Args:
         weight: w: "ghuber" for `t / p ((d + 1e-10)^p - 1e-10^p)`, "uniform" for d, "t" for `t d`, "t2" for `t^2 d`.
         power: p of ghuber.
-        clip: the ratio is clipped to 1 +- this; 1 or more is off.
-        ema_beta: weight of the distance to the average's prediction.
+        clip: the ratio is clipped to 1 +- this; 1 or more turns the clip off.
+        ema_beta: weight of the distance to the prediction of the moving average.
         advantage_range: advantages are divided by this.
-        decay_rate, decay_start, decay_max: of the average.
+        decay_rate, decay_start, decay_max: decay of the moving average, as for the old policy of
+            [`~diffusion_grpo.algorithms.renoised.RenoisedWithOldPolicy`].
 
     Raises:
-        ValueError: a setting is out of range or has no effect, or neither the clip nor the average limits the move.
+        ValueError: a setting is out of range or has no effect, or neither the clip nor the moving average limits the
+            update.
 
     Examples:
         >>> weighted = AWM(weight="uniform").weigh(torch.tensor([0.5]), torch.tensor([0.9]))
@@ -60,7 +62,7 @@ class AWM(RenoisedWithOldPolicy):
             )
         if self.ema_beta == 0:
             self._refuse_decay()
-            self.old_decay = None  # nothing asks for the average
+            self.old_decay = None  # nothing uses the average
         is_clipped = self.clip < 1 and not self.is_first_replay  # the ratio of the first replay is 1
         if not is_clipped and self.old_decay is None:
             kept = f"decay_max={self.decay_max} keeps the average equal to the policy"
@@ -82,8 +84,8 @@ class AWM(RenoisedWithOldPolicy):
         """Return the (batch,) weighted error w(d, t).
 
         Args:
-            error: (batch,) d.
-            time: (batch,) t.
+            error: (batch,) the error d.
+            time: (batch,) the share of noise t.
         """
         if self.weight == "ghuber":
             return time / self.power * ((error + 1e-10) ** self.power - 1e-10**self.power)

@@ -1,4 +1,4 @@
-"""The seam behind which algorithms stand: what each needs, which passes it makes, and what one pass computes."""
+"""The interface of algorithms: which data each one needs, which passes it makes, and what one pass computes."""
 
 import dataclasses
 import logging
@@ -14,7 +14,7 @@ from ..policy.trajectory import CleanSamples, Denoised, StepDistribution, Trajec
 from .batch import MicroBatch, Part
 
 if TYPE_CHECKING:
-    from ..policy.base import Policy  # and with it diffusers, which checking the settings does not need
+    from ..policy.base import Policy  # imports diffusers, which is not needed to check settings
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class Reference(Protocol):
     """The frozen policy that an algorithm compares with.
 
     Examples:
-        Anything with these methods is one. The embedded model before training, for recorded steps:
+        Any object with these methods is a reference. Here it is the embedded model before training, for recorded
+        steps:
 
         >>> class Untrained:
         ...     def replay(self, inputs, trajectory, step, sources=None):
@@ -61,7 +62,7 @@ class DriftLimit:
     """Stops a run whose first pass after a rollout does not reproduce it.
 
     Args:
-        limit: largest drift that is let through; None lets everything through.
+        limit: largest drift that is accepted; None accepts any drift.
         warns: whether this process is the one that warns.
     """
 
@@ -69,16 +70,16 @@ class DriftLimit:
         self._limit, self._has_warned = limit, not warns
 
     def check(self, drift: float, what: str, remedy: str, explanation: str | None = None) -> None:
-        """Refuse a drift above the limit; warn of it once where there is an explanation.
+        """Refuse a drift above the limit, or only warn about it, once, if there is an explanation.
 
         Args:
-            drift: NaN is above every limit, and is never explained.
+            drift: distance from what the rollout recorded. NaN is above every limit and is never explained.
             what: subject and verb of the message: "The first ratio after a rollout is".
             remedy: what is wrong, and where to look.
-            explanation: why such a drift may stand; None refuses it.
+            explanation: why the drift is acceptable; None refuses it.
 
         Raises:
-            RatioError: such a drift.
+            RatioError: the drift is above the limit and is not explained.
         """
         if self._limit is None or drift <= self._limit:
             return
@@ -91,14 +92,14 @@ class DriftLimit:
 
 
 def measure_gradient(loss: Tensor, output: Tensor, factor: Tensor, step: int) -> dict[str, float]:
-    """Return how large the gradient is that a step's loss hands to the network: `grad_size/step_{index}`.
+    """Return the size of the gradient that a step's loss passes to the network, as `grad_size/step_{index}`.
 
-    It is the norm of d loss / d prediction of each sample's own loss, averaged over the samples. No network is passed
-    for it.
+    It is the norm of d loss / d prediction of each sample's own loss, averaged over the samples. It takes no backward
+    pass through a network.
 
     Args:
-        loss: of one pass.
-        output: (batch, ...) what the loss is made of, linear in the prediction.
+        loss: loss of one pass.
+        output: (batch, ...) what the loss is computed from, linear in the prediction.
         factor: |d output / d prediction|, broadcastable to `output`.
         step: index of the step.
     """
@@ -113,16 +114,17 @@ def measure_gradient(loss: Tensor, output: Tensor, factor: Tensor, step: int) ->
 def summarise_samples(
     measured: Mapping[str, Tensor], weights: Tensor | None
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Turn what was measured of each sample into numbers of those that count.
+    """Reduce measurements of each sample to one number per metric, over the samples that count.
 
     Args:
-        measured: (batch,) values by the key under which they are logged, NaN for samples of which there is nothing to
-            measure; a number that is one already stays as it is.
-        weights: (batch,) of the samples, of which those of weight 0 do not count; None where all count.
+        measured: (batch,) values by the name of the metric, NaN for samples without a measurement. A value that is a
+            single number stays as it is.
+        weights: (batch,) weights of the samples; samples of weight 0 do not count. None if all count.
 
     Returns:
-        the means, the smallest of what ends in `/min` and the largest of what ends in `/max`; and of how many samples
-        each is, where that is not all that count. What no sample measures is left out.
+        the metrics: the mean, or the smallest value for names that end in `/min` and the largest for `/max`; and the
+        number of samples that a metric covers, where some that count have no measurement. Metrics without any
+        measurement are left out.
     """
     metrics, counts = {}, {}
     for name, values in measured.items():
@@ -145,9 +147,9 @@ class PassOutput:
 
     Attributes:
         loss: scalar with gradient, summed over the samples of the part.
-        metrics: numbers by the key under which they are logged.
+        metrics: numbers to log, by name.
         drift: how far the pass is from what the rollout recorded, for `Algorithm.check`.
-        counts: of how many samples a metric is the mean, where that is not all that count.
+        counts: number of samples that a metric covers, where these are not all samples that count.
 
     Examples:
         >>> PassOutput(torch.zeros(()), {"loss/policy": 0.0}).drift
@@ -163,16 +165,16 @@ class PassOutput:
 class Algorithm(Protocol):
     """An algorithm: which data it needs, which passes it makes, and what one of them computes.
 
-    A class of your own comes in by dotted path as `loss_type`. Let it inherit from this one and define `passes` and
-    `loss`. Its constructor gets `loss_kwargs`, and of the keyword arguments of
-    [`~diffusion_grpo.algorithms.grpo.GRPO`] (`beta`, `epsilon`, `take_turns`, ...) those that it names.
+    To use a class of your own, set `loss_type` to its dotted path. It must inherit from this class and define `passes`
+    and `loss`. Its constructor gets `loss_kwargs`, and those keyword arguments of
+    [`~diffusion_grpo.algorithms.grpo.GRPO`] (`beta`, `epsilon`, `take_turns`, ...) that it names.
 
     Attributes:
         needs: "trajectory" for recorded steps (GRPO and its relatives), "clean" for finished samples, which are
             noised again (DiffusionNFT and its relatives; [`~diffusion_grpo.algorithms.renoised.Renoised`] is a base
             for them, [`~diffusion_grpo.algorithms.renoised.RenoisedWithOldPolicy`] for those with an old policy).
-        needs_old_mean: whether trajectories hold the means of the policy that rolled out, in `Trajectory.means`, where
-            a rollout is trained on more than once.
+        needs_old_mean: whether `loss` needs the means under the policy that made the rollout. They are kept in
+            `Trajectory.means` if a rollout is trained on more than once.
         compares: whether `loss` needs the reference even with `beta=0`.
         whole_groups: whether a part must hold all samples of each of its prompts.
         shares_noise: whether re-noised samples of a prompt share noise and times.
@@ -181,8 +183,9 @@ class Algorithm(Protocol):
             minus these errors. Otherwise the predictions of a single pass are recorded, for `check`.
         chooses_samples: whether the algorithm chooses samples by their advantages. Samples that no reward scored then
             have weight 0, to tell them from samples whose advantage is 0.
-        old_decay: of an algorithm on finished samples: how much of itself the old policy keeps after rollout n; it
-            takes the rest from the policy. Its predictions are in the parts. None for no old policy.
+        old_decay: for an algorithm on finished samples: a function of n that returns the share of itself that the old
+            policy keeps after rollout n; it takes the rest from the policy. Parts hold its predictions. None if there
+            is no old policy.
         rolls_out_old: for an algorithm with an old policy: whether the old policy makes the rollouts.
 
     Examples:
@@ -209,14 +212,14 @@ class Algorithm(Protocol):
     old_decay: Callable[[int], float] | None = None
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
-        """Return the parts and steps to train on, in order; processes keep step within each inner list."""
+        """Return the parts and steps to train on, in order; processes stay in step within each inner list."""
 
     def loss(self, policy: "Policy", reference: Reference | None, part: Part, step: int) -> PassOutput:
         """Compute one pass; every sample of `part` trains on `step`.
 
         Args:
             policy: replays the step with gradient.
-            reference: replays it without; None in full training with `beta=0`.
+            reference: replays the step without gradient; None in full training with `beta=0`.
             part: the samples.
             step: index of the step in the pipeline's loop.
         """
@@ -224,11 +227,11 @@ class Algorithm(Protocol):
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
         """Check the algorithm's invariant once the passes of a micro-batch are made, before the weights move.
 
-        By default there is none.
+        By default there is nothing to check.
 
         Args:
             batch: the micro-batch whose passes have been made.
-            drift: the largest of its passes.
+            drift: the largest drift of these passes.
 
         Returns:
             metrics to log.

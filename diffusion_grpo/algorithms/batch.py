@@ -20,20 +20,20 @@ class Part:
 
     Attributes:
         rows: one dataset row per sample.
-        trajectory: of these samples.
+        trajectory: what the rollout recorded of these samples.
         advantages: (batch,); (batch, rewards) for a loss that is summed over rewards; (batch, steps) with a value
             model.
-        old_log_probs: (batch, steps) the ratio's denominator; of tokens (batch, 1, tokens).
+        old_log_probs: (batch, steps) denominators of the ratio; (batch, 1, tokens) for tokens.
         make_inputs: turns rows into keyword arguments of the pipeline's call.
         advantages_by_step: whether advantages differ from step to step.
-        log_ratio: (batch,) mean log-ratio over a sample's trained steps, for a loss that takes that one; of tokens
-            (batch, 1).
-        weights: (batch,) of each sample's loss; None where all are 1.
-        groups: (batch,) int64, the same for samples of one prompt.
-        group_size: trained samples of each prompt, here and in other parts.
+        log_ratio: (batch,) mean log-ratio over a sample's trained steps, for a loss that uses it; (batch, 1) for
+            tokens.
+        weights: (batch,) weights of the samples' losses; None if all are 1.
+        groups: (batch,) int64, equal for samples of the same prompt.
+        group_size: number of trained samples per prompt, including those in other parts.
         has_current_old: whether the old policy, whose predictions are in `trajectory`, is still equal to the policy.
         recorded_clean: predictions of clean samples that were recorded between the rollout and its first update, by
-            initial seed and step; not of all samples and steps.
+            initial seed and step. Some samples and steps may be missing.
 
     Examples:
         >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
@@ -65,7 +65,7 @@ class Part:
         return self.make_inputs(self.rows)
 
     def at_step(self, step: int) -> "Part":
-        """Return the samples that train on `step`; where all do, in the geometry of the rollout."""
+        """Return the samples that train on `step`; if all do, the part itself, which has the shape of the rollout."""
         kept = (self.trajectory.steps == step).any(1)
         if kept.all():
             return self
@@ -87,8 +87,8 @@ class Part:
     def replay_arguments(self, step: int) -> dict[str, Any]:
         """Return the arguments of `policy.replay` for samples that all train on a step.
 
-        Those that shared the step's network call in the rollout share it again: one forward and one backward pass
-        serve them all.
+        Samples that shared the network call of this step in the rollout share it again, in one forward and one
+        backward pass.
         """
         sources = self._share_calls(step)
         rows = self.rows if sources is None else [self.rows[row] for row in first_of_each(sources).tolist()]
@@ -96,11 +96,11 @@ class Part:
         return found if sources is None else found | {"sources": sources}
 
     def _share_calls(self, step: int) -> Tensor | None:
-        """Return (batch,) the call that each sample takes part in, counted from 0; None where each has its own."""
+        """Return the (batch,) index of each sample's call, from 0; None if every sample has its own call."""
         if self.trajectory.shared_steps is None:
             return None
         seeds, shared = self.trajectory.initial_seeds.tolist(), (self.trajectory.shared_steps == step).tolist()
-        # a seed is a number, so no row stands for the same call as a seed
+        # strings for rows, so that none equals a seed
         callers = [seed if is_shared else f"row {row}" for row, (seed, is_shared) in enumerate(zip(seeds, shared))]
         numbers = {caller: number for number, caller in enumerate(dict.fromkeys(callers))}
         return None if len(numbers) == len(self) else torch.tensor([numbers[caller] for caller in callers])
@@ -137,7 +137,7 @@ class Part:
         """Return the (batch, ...) mean of one step under the policy that rolled out.
 
         Raises:
-            ValueError: it was not kept.
+            ValueError: the mean was not kept.
         """
         if self.trajectory.means is None:
             raise ValueError(
@@ -149,7 +149,7 @@ class Part:
 
 @dataclasses.dataclass
 class MicroBatch:
-    """Samples that are trained together, one forward and backward pass for each part and trained step.
+    """Samples that are trained together, with one forward and backward pass per part and trained step.
 
     Attributes:
         rows: one dataset row per sample.
@@ -217,16 +217,16 @@ class MicroBatch:
         )
 
     def part_passes(self, take_turns: bool = False) -> list[list[tuple[Part, int]]]:
-        """Return every part at every step on which one of its samples trains, in lists as `passes` does."""
+        """Return every part at every step on which one of its samples trains, in lists like those of `passes`."""
         parts = self.parts
         return [[(parts[number].at_step(step), step) for number, step in turn] for turn in self.passes(take_turns)]
 
     def passes(self, take_turns: bool = False) -> list[list[tuple[int, int]]]:
-        """Return index of the call and step of each pass, in lists within which processes keep step.
+        """Return the call index and the step of each pass, in lists within which processes stay in step.
 
         Args:
-            take_turns: whether several networks share the steps. Each step is a list of its own then, or one process
-                would repeat a pass of one network while another passes the other.
+            take_turns: whether several networks share the steps. Each step is then a list of its own; otherwise one
+                process could repeat a pass of one network while another process runs the other network.
         """
         every = [
             (number, step)

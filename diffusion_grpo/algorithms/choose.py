@@ -22,8 +22,8 @@ def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] |
             as in [`~diffusion_grpo.algorithms.base.Algorithm`], or a function from `LossInputs` to `LossOutput`.
 
     Raises:
-        ValueError: the name is unknown, nothing can be imported from the dotted path, or what is found there is no
-            algorithm and no function, or an algorithm on recorded steps with an old policy.
+        ValueError: the name is unknown, nothing can be imported from the dotted path, or it leads to something that is
+            neither an algorithm nor a function, or to an algorithm on recorded steps with an old policy.
     """
     found = _import_algorithm(loss_type) if isinstance(loss_type, str) else loss_type
     if not callable(found):
@@ -39,7 +39,7 @@ def find_algorithm(loss_type: str | Loss | type[Algorithm]) -> type[Algorithm] |
 
 
 def _refuse_old_policy(loss_type: str | Loss | type[Algorithm], found: Algorithm | type[Algorithm]) -> None:
-    """Refuse an old policy of an algorithm on recorded steps."""
+    """Refuse an algorithm on recorded steps that has an old policy."""
     if found.needs != "clean" and found.old_decay is not None:
         raise ValueError(
             f"{loss_type} sets old_decay, but the predictions of an old policy are kept of re-noised samples alone; "
@@ -67,7 +67,7 @@ def _import_algorithm(name: str) -> Any:
 def check_loss_kwargs(
     loss_type: str | Loss | type[Algorithm], loss_kwargs: dict[str, Any] | None, is_first_replay: bool = True
 ) -> None:
-    """Refuse settings that the algorithm or loss does not have, and ask for those it cannot do without.
+    """Refuse settings that the algorithm or loss does not have, and require those that it needs.
 
     Args:
         loss_type: as in [`find_algorithm`].
@@ -75,15 +75,15 @@ def check_loss_kwargs(
         is_first_replay: whether each rollout is trained on once.
 
     Raises:
-        ValueError: an unknown or missing key, one that is a setting by itself, or for an algorithm of this library a
-            value out of range or without effect; or as in [`find_algorithm`].
+        ValueError: a key is unknown, missing or a setting of its own; for an algorithm of this library also if a value
+            is out of range or has no effect; or as in [`find_algorithm`].
     """
     given, own = loss_kwargs or {}, _own_parameters(find_algorithm(loss_type))
     known = [name for name, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD]
     for name in given:
         if name in _run_settings() and name not in known:
             raise ValueError(f"loss_kwargs: {name} comes from the run's own settings; leave it out here.")
-        if name not in known and len(known) == len(own):  # or it takes any
+        if name not in known and len(known) == len(own):  # otherwise it takes any name
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             listed = f"it has {', '.join(known)}" if known else "it has none, so leave loss_kwargs out"
@@ -96,14 +96,14 @@ def check_loss_kwargs(
     if inspect.isclass(ALGORITHMS[loss_type]):
         algorithm = ALGORITHMS[loss_type]
         named = inspect.signature(algorithm).parameters.keys() & {"is_first_replay"}
-        algorithm(**given, **dict.fromkeys(named, is_first_replay))  # which refuses what it cannot use
+        algorithm(**given, **dict.fromkeys(named, is_first_replay))  # its constructor refuses invalid values
         return
-    for name, value in given.items():  # ranges that limit a step
+    for name, value in given.items():  # the settings of losses are limits
         check_number(name, value, lambda x: x > 0, "above 0")
 
 
 def check_run_settings(loss_type: str | Loss | type[Algorithm], beta: float, is_loss_per_reward: bool) -> None:
-    """Refuse settings of the run that a class of the user's own does not take, and would silently do without.
+    """Refuse settings of the run that a class of the user's own does not take and would silently ignore.
 
     Args:
         loss_type: as in [`find_algorithm`].
@@ -111,7 +111,7 @@ def check_run_settings(loss_type: str | Loss | type[Algorithm], beta: float, is_
         is_loss_per_reward: whether the advantages have a column per reward.
 
     Raises:
-        ValueError: such a setting.
+        ValueError: there is such a setting.
     """
     found = find_algorithm(loss_type)
     if not inspect.isclass(found):
@@ -132,8 +132,8 @@ def load_algorithm(
 
     Args:
         loss_type: as in [`find_algorithm`].
-        loss_kwargs: keyword arguments of the class, or of the function beside its `LossInputs`.
-        run: the keyword arguments of `GRPO`. Another class gets those that its constructor names.
+        loss_kwargs: keyword arguments of the class, or those of the function in addition to its `LossInputs`.
+        run: keyword arguments of `GRPO`. Another class gets those that its constructor names.
 
     Raises:
         ValueError: as in [`check_loss_kwargs`].
@@ -149,12 +149,12 @@ def load_algorithm(
 
 
 def _run_settings() -> set[str]:
-    """Return the names of what every algorithm may ask for; they follow from other settings."""
+    """Return the names of the arguments that any algorithm may ask for; their values follow from other settings."""
     return {name for name, each in inspect.signature(GRPO).parameters.items() if each.kind is each.KEYWORD_ONLY}
 
 
 def _own_parameters(found: Callable) -> dict[str, inspect.Parameter]:
-    """Return what `loss_kwargs` may set: of a class without the run's settings, of a function without its input."""
+    """Return what `loss_kwargs` may set: a class's parameters but for the run's, or a function's but for its input."""
     parameters = list(inspect.signature(found).parameters.values())
     parameters = parameters if inspect.isclass(found) else parameters[1:]
     left_out = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)

@@ -15,16 +15,17 @@ from .renoised import Renoised, RenoisedWithOldPolicy, check_number, refuse_torn
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class DGPO(RenoisedWithOldPolicy):
-    """Direct group preference optimisation: the group's better samples against its worse ones, as one comparison.
+    """Direct group preference optimisation: one comparison of a group's better samples with its worse ones.
 
-    All samples of a group share noise and time. With d the mean squared error of the prediction `v`,
+    All samples of a group share noise and time. With d as the mean squared error of the prediction `v`,
     `S = preference_beta / G * sum(A (d - d_ref))` over the group and `gate = sigmoid(S)` without gradient, the loss of
     a sample is `gate * A * d`; d has no gradient where `exp(d_old - d)` has left `1 +- clip` in the direction of A.
 
     Args:
-        preference_beta: the sharpness of the comparison.
-        clip: of that ratio; the authors' scripts use 1e-2, their default is 5e-2.
-        decay_rate, decay_start, decay_max: of the old policy.
+        preference_beta: sharpness of the comparison.
+        clip: range of the ratio `exp(d_old - d)`; the authors' scripts use 1e-2, their default is 5e-2.
+        decay_rate, decay_start, decay_max: decay of the old policy; see
+            [`~diffusion_grpo.algorithms.renoised.RenoisedWithOldPolicy`].
 
     Raises:
         ValueError: a setting is out of range.
@@ -67,12 +68,12 @@ class DPO(Renoised):
     """Online Diffusion-DPO: the best sample of each group against its worst.
 
     Both share noise and time. The loss of a pair is `-log sigmoid(-preference_beta / 2 (D_best - D_worst))` with
-    `D = d - d_ref`; it counts once per group, whatever its size. A group of equal advantages counts 0,
+    `D = d - d_ref`; it counts once per group, whatever its size. A group with equal advantages adds nothing,
     and a sample that no reward scored is in no pair. With `best_of_n=2` only the best and the worst are trained on,
     which saves the passes of the others.
 
     Args:
-        preference_beta: the sharpness of the comparison.
+        preference_beta: sharpness of the comparison.
 
     Raises:
         ValueError: a setting is out of range.
@@ -100,7 +101,7 @@ class DPO(Renoised):
         refuse_torn_groups(part, "dpo")
         excess = now.error() - distant.error()
         advantages = part.advantage(step).to(excess)
-        losses, accuracy = torch.zeros_like(excess), torch.full_like(excess, torch.nan)  # of the best of each pair
+        losses, accuracy = torch.zeros_like(excess), torch.full_like(excess, torch.nan)  # at the best of each pair
         for group in part.groups.unique().tolist():
             members = (part.groups == group).nonzero().flatten().tolist()
             size = len(members)
@@ -112,9 +113,9 @@ class DPO(Renoised):
             difference = excess[best] - excess[worst]
             if not advantages[best] > advantages[worst]:
                 continue
-            accuracy[best] = (1 - difference.detach().sign()) / 2  # a half where both moved alike
+            accuracy[best] = (1 - difference.detach().sign()) / 2  # 1/2 if both moved equally
             share = torch.zeros_like(excess)
             share[best] = size
             losses = losses + share * softplus(self.preference_beta / 2 * difference)
-        losses = losses + 0.0 * excess  # with a gradient where all groups are of equal advantages too
+        losses = losses + 0.0 * excess  # for a gradient in any case
         return losses, {"dpo/accuracy": accuracy}

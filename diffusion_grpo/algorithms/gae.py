@@ -5,16 +5,16 @@ from torch import Tensor
 
 
 def estimate_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """Generalized advantage estimation (arXiv 1506.02438) over the trained steps; nothing comes after the last.
+    """Estimate advantages by GAE (arXiv 1506.02438) over the trained steps; the value after the last step is 0.
 
-    `A_t = delta_t + gamma * lam * A_(t+1)` with `delta_t = r_t + gamma * V_(t+1) - V_t`. With `gamma = lam = 1` it is
-    the sum of the rewards from here on minus the value.
+    `A_t = delta_t + gamma * lam * A_(t+1)` with `delta_t = r_t + gamma * V_(t+1) - V_t`. With `gamma = lam = 1`, `A_t`
+    is the sum of the rewards from step t on, minus the value.
 
     Args:
         rewards: `(samples, steps)`, received after each step.
         values: `(samples, steps)`, of the state before each step.
         gamma: discount per step, in [0, 1].
-        lam: 0 trusts the next value, 1 the reward alone.
+        lam: 0 relies on the next value, 1 on the rewards alone.
 
     Returns:
         `(samples, steps)` float64.
@@ -35,16 +35,16 @@ def estimate_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: floa
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """PPO's clipped value loss: half the mean squared error, of the value or of the clipped value, the larger one.
+    """Compute PPO's clipped value loss: half the mean of the larger squared error, with or without the clip.
 
-    As in the code of PPO's authors (arXiv 1707.06347 leaves it out): a value that moved further than `clip` in the
+    As in the code of PPO's authors (arXiv 1707.06347 leaves it out), a value that moved further than `clip` in the
     right direction gets no gradient.
 
     Args:
-        values: `(batch, steps)` under the model as it is now, with gradient.
-        old_values: `(batch, steps)` at the rollout.
-        returns: `(batch, steps)` to learn; NaN has no part.
-        clip: in the units of the values; `None` does not clip.
+        values: `(batch, steps)` values under the current model, with gradient.
+        old_values: `(batch, steps)` values at the rollout.
+        returns: `(batch, steps)` targets; NaN is ignored.
+        clip: largest change of a value before it is clipped; `None` does not clip.
     """
     is_known, returns = ~returns.isnan(), returns.nan_to_num()
     error = (values - returns) ** 2

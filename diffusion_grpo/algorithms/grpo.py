@@ -20,21 +20,21 @@ class GRPO(Algorithm):
     """Replays each recorded step and compares its log-probability with the rollout's.
 
     Args:
-        loss: of one step; see [`~diffusion_grpo.algorithms.losses`].
+        loss: loss of one step; see [`~diffusion_grpo.algorithms.losses`].
         epsilon: the ratio is clipped below 1 - epsilon.
         epsilon_high: the ratio is clipped above 1 + epsilon_high.
-        beta: weight of the KL divergence to the reference; 0 asks for no reference.
+        beta: weight of the KL divergence to the reference; 0 needs no reference.
         anchors_on_replay: whether the ratio's denominator comes from the first replay instead of the rollout.
-        is_first_replay: whether each rollout is trained on once, so that the replay of an update is the first.
-        max_ratio_error: how far a replay right after the rollout may be from it, as a ratio's distance from 1; None
-            never stops.
+        is_first_replay: whether each rollout is trained on only once, so that the replay of an update is the first.
+        max_ratio_error: how far the ratio of a replay right after the rollout may be from 1; None never stops the run.
         is_half_precision: whether a network computes in bfloat16 or float16, where rounding moves ratios further.
         take_turns: whether several networks share the steps.
         warns: whether this process is the one that warns.
-        reward_weights: for a clipped loss per reward (DanceGRPO), one per reward; None for one advantage per sample.
+        reward_weights: weights of the rewards, for a clipped loss per reward (DanceGRPO); None for one advantage per
+            sample.
 
     Attributes:
-        needs_old_mean: whether the loss uses the means of the policy that rolled out.
+        needs_old_mean: whether the loss uses the means under the policy that made the rollout.
 
     Examples:
         >>> GRPO(epsilon=1e-4, beta=0.01).epsilon_high
@@ -63,7 +63,7 @@ class GRPO(Algorithm):
         self.epsilon, self.epsilon_high, self.beta = epsilon, epsilon if epsilon_high is None else epsilon_high, beta
         self.anchors_on_replay, self.is_first_replay = anchors_on_replay, is_first_replay
         self.is_half_precision, self.take_turns = is_half_precision, take_turns
-        self.needs_old_mean: bool = getattr(getattr(loss, "func", loss), "needs_old_mean", False)  # or it is a partial
+        self.needs_old_mean: bool = getattr(getattr(loss, "func", loss), "needs_old_mean", False)  # may be a partial
         self._limit = DriftLimit(max_ratio_error, warns)
         self._explained = 0.0  # largest drift since the last check, as a share of what half precision explains
 
@@ -97,10 +97,10 @@ class GRPO(Algorithm):
         return PassOutput(output.loss, metrics, self._measure_drift(part, step, now))
 
     def _anchor(self, part: Part, step: int, now: StepDistribution | TokenDistribution) -> dict[str, Tensor]:
-        """Return what the loss compares the policy with: the one that rolled out."""
+        """Return the inputs of the loss that come from the policy that made the rollout."""
         is_first = self.anchors_on_replay and self.is_first_replay
         old = now.log_prob.detach() if is_first else part.old_log_prob(step).to(now.log_prob)
-        if part.log_ratio is not None:  # GSPO: that value, with the gradient of this step
+        if part.log_ratio is not None:  # GSPO: the value of that ratio, with the gradient of this step
             old = now.log_prob.detach() - part.log_ratio.to(now.log_prob)
         if not self.needs_old_mean:
             return {"old_log_prob": old}
@@ -115,12 +115,12 @@ class GRPO(Algorithm):
         return float(drift.max())
 
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
-        """Refuse a replay right after the rollout that is further from it than `max_ratio_error`.
+        """Refuse a replay right after the rollout whose ratio is further from 1 than `max_ratio_error`.
 
-        In half precision this warns once, and refuses only what rounding does not explain.
+        In half precision, warn once instead if rounding explains the difference.
 
         Raises:
-            RatioError: such a replay, or one that is not a number.
+            RatioError: there is such a ratio, or one that is NaN.
         """
         explained, self._explained = self._explained, 0.0
         if not batch.is_on_policy:

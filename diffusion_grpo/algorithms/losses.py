@@ -1,7 +1,7 @@
 """Losses of one denoising step: pure functions from `LossInputs` to `LossOutput(loss, metrics)`.
 
-Most algorithms of the GRPO family differ in nothing else. A loss of your own comes in by dotted path as `loss_type`;
-keyword arguments that it takes beside its `LossInputs` are given as `loss_kwargs`. A loss is the mean over one
+Most algorithms of the GRPO family differ in nothing else. To use a loss of your own, set `loss_type` to its dotted
+path, and give its keyword arguments, besides its `LossInputs`, as `loss_kwargs`. A loss is the mean over one
 micro-batch at one step: the caller divides by the number of trained steps.
 """
 
@@ -28,28 +28,28 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class LossInputs:
-    """What a loss may look at: one denoising step of one micro-batch.
+    """The inputs of a loss: one denoising step of one micro-batch.
 
     Attributes:
-        log_prob: `(batch,)`, log-probability of the recorded step under the policy as it is now, with gradient.
-        old_log_prob: `(batch,)`, the same under the policy that rolled out, without gradient.
+        log_prob: `(batch,)`, log-probability of the recorded step under the current policy, with gradient.
+        old_log_prob: `(batch,)`, the same under the policy that made the rollout, without gradient.
         advantages: `(batch,)`, one per sample: the same at all its steps unless a value model estimates them.
             `loss_per_reward` gets one column per reward.
         mean: `(batch, ...)`, mean of the next latent under the policy, with gradient.
         std: standard deviation of the next latent, broadcastable to `mean`, greater than 0.
-        ref_mean: `(batch, ...)`, mean of the next latent under the reference, or `None` where there is no reference.
-        mask: `(batch, tokens)` where the policy writes tokens, True for those that count. `log_prob` and
+        ref_mean: `(batch, ...)`, mean of the next latent under the reference; `None` if there is no reference.
+        mask: `(batch, tokens)` if the policy writes tokens: True for those that count. `log_prob` and
             `old_log_prob` are then `(batch, tokens)` too, and `mean`, `std` and `ref_mean` are None.
-        ref_log_prob: of tokens, `(batch, tokens)` under the reference, or `None` where there is no reference.
+        ref_log_prob: for tokens, `(batch, tokens)` log-probabilities under the reference; `None` without a reference.
         epsilon: the ratio is clipped below at `1 - epsilon`.
         epsilon_high: the ratio is clipped above at `1 + epsilon_high`.
         beta: weight of the KL divergence to the reference; without a reference it has no effect.
-        noise: `(batch,)`, `std` averaged over the numbers that the step moves.
+        noise: `(batch,)`, `std` averaged over the elements that the step moves.
         jacobian: `(batch,)`, |d mean / d prediction| of the step.
-        moving: `(batch,)`, how many numbers the step moves: what a pipeline holds fixed does not count in averages.
-            `None`: all of them.
-        old_divergence: `(batch,)`, KL divergence from the policy that rolled out, with gradient; only for a loss that
-            is marked with [`needs_old_mean`].
+        moving: `(batch,)`, number of elements that the step moves. Elements that a pipeline holds fixed do not count
+            in averages. `None` if all move.
+        old_divergence: `(batch,)`, KL divergence from the policy that made the rollout, with gradient; only for a loss
+            that is marked with [`needs_old_mean`].
 
     Examples:
         >>> log_prob = torch.tensor([-0.5, -0.5], requires_grad=True)
@@ -86,7 +86,7 @@ class LossOutput:
 
     Attributes:
         loss: scalar with gradient.
-        metrics: detached scalars by the key under which they are logged.
+        metrics: detached scalars to log, by name.
 
     Examples:
         >>> LossOutput(torch.zeros(()), {"loss/policy": torch.zeros(())}).loss.item()
@@ -101,10 +101,10 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def needs_old_mean(loss: Loss) -> Loss:
-    """Mark a loss that uses `old_divergence`: the means of the policy that rolled out are kept for it.
+    """Mark a loss that uses `old_divergence`, so that the means under the policy that made the rollout are kept.
 
     Args:
-        loss: of one denoising step; it is returned as it is, with the mark.
+        loss: loss of one denoising step; the same function is returned, with the mark.
 
     Examples:
         >>> @needs_old_mean
@@ -121,7 +121,7 @@ def needs_old_mean(loss: Loss) -> Loss:
 def kl_divergence(
     mean: torch.Tensor, ref_mean: torch.Tensor, std: torch.Tensor, moving: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the KL divergence of two Gaussians with one standard deviation, averaged over the dimensions that move.
+    """Return the KL divergence of two Gaussians with equal standard deviations, averaged over the elements that move.
 
     See arXiv 2505.05470.
 
@@ -129,7 +129,7 @@ def kl_divergence(
         mean: `(batch, ...)`, mean under the policy.
         ref_mean: `(batch, ...)`, mean under the reference.
         std: broadcastable to `mean`, greater than 0.
-        moving: `(batch,)`, how many numbers move; at the others both means are equal. `None`: all of them.
+        moving: `(batch,)`, number of elements that move; at the others both means are equal. `None` if all move.
 
     Returns:
         `(batch,)`, `mean((mean - ref_mean)**2 / (2 * std**2))` over all but the batch dimension, with gradient.
@@ -149,8 +149,8 @@ def token_kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> t
     See http://joschu.net/blog/kl-approx.html.
 
     Args:
-        log_prob: `(batch, tokens)` under the policy, with gradient.
-        ref_log_prob: `(batch, tokens)` under the reference.
+        log_prob: `(batch, tokens)` log-probabilities under the policy, with gradient.
+        ref_log_prob: `(batch, tokens)` log-probabilities under the reference.
 
     Returns:
         `(batch, tokens)`, `exp(d) - d - 1` with `d = ref_log_prob - log_prob`; never negative, 0 where both agree.
@@ -164,17 +164,17 @@ def token_kl_divergence(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> t
 
 
 def grpo(inputs: LossInputs) -> LossOutput:
-    """GRPO's clipped objective and the KL to the reference (arXiv 2402.03300, for flows arXiv 2505.05470).
+    """Compute GRPO's clipped objective and the KL to the reference (arXiv 2402.03300, for flows arXiv 2505.05470).
 
     `mean(max(-A * ratio, -A * clip(ratio, 1 - epsilon, 1 + epsilon_high))) + beta * mean(KL)` with
     `ratio = exp(log_prob - old_log_prob)`. Log-probabilities are averages over the dimensions of a latent, so that
     ratios stay within some 1e-4 of 1 and `epsilon` has to be as small.
 
-    For tokens, means are taken over those of each sample that count and then over samples, the KL is
-    [`token_kl_divergence`], and `epsilon` is on the order of 0.2: their log-probabilities are not averages.
+    For tokens, the mean is taken over the tokens of each sample that count and then over samples, and the KL is
+    [`token_kl_divergence`]. Their log-probabilities are not averages, so `epsilon` is on the order of 0.2.
 
     Args:
-        inputs: of one denoising step, or of tokens.
+        inputs: the inputs for one denoising step, or for tokens.
 
     Returns:
         Metrics `loss/policy` and `loss/kl`, the two terms; `ratio/mean`, `ratio/min`, `ratio/max`, and the shares of
@@ -193,22 +193,23 @@ def grpo(inputs: LossInputs) -> LossOutput:
 
 @needs_old_mean
 def grpo_guard(inputs: LossInputs, *, clip_range: float = 4e-6) -> LossOutput:
-    """GRPO-Guard's regulated clip (https://huggingface.co/papers/2510.22319).
+    """Compute GRPO-Guard's loss with its regulated clip (https://huggingface.co/papers/2510.22319).
 
     The log-ratio has a negative mean, and its mean and spread differ from step to step, so one clip range acts on only
     some of the steps. Here `ratio = exp((log_prob - old_log_prob + KL_old) * std)`. Adding the KL divergence from the
-    policy that rolled out centres the log-ratio, and multiplying by std gives it the same spread at all steps. The
-    loss is divided by |d mean / d prediction|. Both are computed per sample. The authors' code averages the KL over
-    the batch, and divides by the time step, which is close to this derivative for `flow_sde` but not for other
+    policy that made the rollout centres the log-ratio, and multiplying by std gives it the same spread at all steps.
+    The loss is divided by |d mean / d prediction|. Both are computed per sample. The authors' code averages the KL
+    over the batch, and divides by the time step, which is close to this derivative for `flow_sde` but not for other
     processes.
 
     Args:
-        inputs: of Gaussian steps.
+        inputs: the inputs for a Gaussian step.
         clip_range: the ratio is clipped to `1 - clip_range` and `1 + clip_range`; `epsilon` has no effect. Published
-            are 2e-6 (text in images) and 4e-6 (PickScore), with two updates per rollout, learning rate 1e-4, beta 0.
+            values are 2e-6 (text in images) and 4e-6 (PickScore), with two updates per rollout, learning rate 1e-4,
+            beta 0.
 
     Returns:
-        Metrics as of [`grpo`], and `kl/old`, the mean KL divergence from the policy that rolled out.
+        Metrics as in [`grpo`], and `kl/old`, the mean KL divergence from the policy that made the rollout.
 
     Examples:
         >>> output = grpo_guard(step)  # a `LossInputs`
@@ -224,18 +225,19 @@ def grpo_guard(inputs: LossInputs, *, clip_range: float = 4e-6) -> LossOutput:
 
 @needs_old_mean
 def dppo(inputs: LossInputs, *, threshold: float = 1e-5) -> LossOutput:
-    """Flow-DPPO's mask in place of the clip (https://huggingface.co/papers/2606.11025).
+    """Compute Flow-DPPO's loss, with a mask in place of the clip (https://huggingface.co/papers/2606.11025).
 
-    `-A * ratio` where the KL divergence from the policy that rolled out is below `threshold`, or where the step pulls
-    the ratio back towards 1. A sample that is further away and would move on (ratio above 1 and A > 0, or below 1 and
-    A < 0) gives no gradient.
+    The loss of a sample is `-A * ratio` where the KL divergence from the policy that made the rollout is below
+    `threshold`, or where the step pulls the ratio back towards 1. A sample that is further away and would move on
+    (ratio above 1 and A > 0, or below 1 and A < 0) gives no gradient.
 
     Args:
-        inputs: of Gaussian steps.
-        threshold: of the KL divergence, averaged over dimensions; published are 1e-6 to 1e-5. `epsilon` has no effect.
+        inputs: the inputs for a Gaussian step.
+        threshold: limit of the KL divergence, averaged over dimensions; published values are 1e-6 to 1e-5. `epsilon`
+            has no effect.
 
     Returns:
-        Metrics as of [`grpo`], where `clip_ratio/*` are the shares of masked samples, and `kl/old` as in
+        Metrics as in [`grpo`], where `clip_ratio/*` are the shares of masked samples, and `kl/old` as in
         [`grpo_guard`].
 
     Examples:
@@ -265,14 +267,14 @@ def _clip_ratio(
 
 
 def _spread_advantages(inputs: LossInputs, ratio: torch.Tensor) -> torch.Tensor:
-    """Return advantages that go with the ratio: one per sample for all its tokens."""
+    """Return advantages in a shape that fits the ratio: all tokens of a sample share one advantage."""
     return inputs.advantages if inputs.advantages.ndim == ratio.ndim else inputs.advantages[:, None]
 
 
 def _finish(
     inputs: LossInputs, loss: torch.Tensor, ratio: torch.Tensor, is_low: torch.Tensor, is_high: torch.Tensor
 ) -> LossOutput:
-    """Add the KL to the policy term of each sample (or token), and measure."""
+    """Add the KL to the policy term of each sample (or token), and compute the metrics."""
     policy = _mean(loss, inputs.mask)
     metrics = {
         "loss/policy": policy.detach(),
@@ -291,12 +293,12 @@ def _finish(
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Average over samples; of tokens over each sample first, so that a long one counts as much as a short one."""
+    """Average over samples; average tokens within each sample first, so that long and short samples count the same."""
     return (values if mask is None else masked_mean(values, mask)).mean()
 
 
 def _select_counted(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the values without gradient; of tokens only those that count, and 1 where none does."""
+    """Return the values without gradient; for tokens, only those that count, or a single 1 if none does."""
     if mask is None:
         return values.detach()
     return values.detach()[mask.bool()] if mask.any() else values.new_ones(1)
@@ -312,7 +314,7 @@ def _kl(inputs: LossInputs) -> torch.Tensor | None:
 
 
 def loss_per_reward(loss: Loss, weights: Sequence[float]) -> Loss:
-    """Sum a loss over rewards that each have their own advantage, as DanceGRPO trains video (arXiv 2505.07818).
+    """Sum a loss over rewards that each have their own advantage, as DanceGRPO does for video (arXiv 2505.07818).
 
     `sum_i |w_i| * loss(sign(w_i) * A_i, beta = 0) + loss(A = 0, beta)`: the clip acts on each reward by itself. Once a
     ratio has left the clip range, rewards that would move it further out have no gradient, and rewards that would move

@@ -22,9 +22,10 @@ class NFT(RenoisedWithOldPolicy):
     Args:
         strength: b, the paper's beta. The gain of the loss is `C / b`, so `beta` (the setting, the weight of the
             distance to the reference; 1e-4 in the paper's scripts) does not transfer between strengths.
-        advantage_range: C.
-        decay_rate, decay_start, decay_max: of the old policy. The scripts' type 1 is the default; their type 2 (OCR)
-            is 0.0075, 75, 0.999.
+        advantage_range: C; advantages are clipped to -C and C.
+        decay_rate, decay_start, decay_max: decay of the old policy; see
+            [`~diffusion_grpo.algorithms.renoised.RenoisedWithOldPolicy`]. The defaults are type 1 of the paper's
+            scripts; type 2 (OCR) is 0.0075, 75, 0.999.
 
     Raises:
         ValueError: a setting is out of range.

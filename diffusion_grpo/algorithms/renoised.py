@@ -1,9 +1,10 @@
 """What algorithms on re-noised samples share: passes, the distance to the reference, the check of the first pass.
 
-A rollout keeps only the finished samples. Each pass noises them again to the level of one of the rollout's own
-steps, predicts clean samples, and compares these with them, weighted by their advantages. No noise is needed in the
-rollout, so any solver can sample. All of these algorithms have the same first-order gradient, advantage times that of
-the denoising error, up to a weight by time; they differ in how they limit the move.
+A rollout keeps only the finished samples. Each pass adds noise to them again, to the level of one of the rollout's own
+steps, predicts clean samples, and compares the predictions with the finished samples, weighted by their advantages.
+The rollout needs no noise, so any solver can sample. To first order, all of these algorithms have the same gradient,
+the advantage times the gradient of the denoising error, up to a weight that depends on time. They differ in how they
+limit the update.
 """
 
 import dataclasses
@@ -26,15 +27,16 @@ if TYPE_CHECKING:
 class Renoised(Algorithm):
     """An algorithm on re-noised samples; a subclass says what the loss of each sample is.
 
-    Settings are the fields of a dataclass. A subclass with settings of its own is a dataclass too.
+    Settings are the fields of a dataclass. A subclass with settings of its own must be a dataclass too.
 
     Args:
         beta: weight of the mean squared distance of the prediction to the reference's.
-        is_first_replay: whether each rollout is trained on once, so that the policy of an update is the rollout's.
-        max_ratio_error: how far the first predictions after a rollout may be from those that were recorded, where they
-            are, relative to the size of a sample's prediction; None never stops.
-        is_half_precision: whether a network computes in bfloat16 or float16, where a difference that rounding explains
-            is only warned of.
+        is_first_replay: whether each rollout is trained on only once, so that the policy of an update is the
+            rollout's.
+        max_ratio_error: how far the first predictions after a rollout may be from recorded ones, relative to the size
+            of a sample's prediction; None never stops the run.
+        is_half_precision: whether a network computes in bfloat16 or float16. A difference that rounding explains then
+            only causes a warning.
         take_turns: whether several networks share the steps.
         warns: whether this process is the one that warns.
 
@@ -63,23 +65,24 @@ class Renoised(Algorithm):
     def sample_losses(
         self, now: Denoised, old: Tensor, distant: Denoised | None, part: Part, step: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the (batch,) losses of the samples, float64 with gradient, and what to log.
+        """Return the (batch,) losses of the samples, float64 with gradient, and the metrics to log.
 
-        What is logged is (batch,) too, and averaged over the samples that count; of what ends in `/min` or `/max` the
-        smallest or the largest is taken. NaN stands for a sample of which there is nothing to measure. A single number
-        is logged as it is. What begins with `loss/` is a term of the losses, which `loss/policy` then does not
-        contain.
+        Metrics are (batch,) too and are averaged over the samples that count; if the name ends in `/min` or `/max`,
+        the smallest or largest value is logged instead. NaN marks samples without a measurement. A single number is
+        logged as it is. A metric whose name begins with `loss/` is a term of the losses, and is left out of
+        `loss/policy`.
 
         Args:
             now: the clean samples that the policy predicts.
-            old: (batch, ...) those that the old policy predicts; `now` without gradient where there is no old policy.
-            distant: those that the reference predicts; None where none is asked for.
+            old: (batch, ...) the clean samples that the old policy predicts; without one, those in `now` without
+                gradient.
+            distant: the clean samples that the reference predicts; None if the reference is not needed.
             part: the samples.
             step: index of the step in the pipeline's loop.
         """
 
     def passes(self, batch: MicroBatch) -> list[list[tuple[Part, int]]]:
-        """Return every part at every step at which one of its samples trains."""
+        """Return every part at every step on which one of its samples trains."""
         return batch.part_passes(self.take_turns)
 
     def loss(self, policy: "Policy", reference: Reference | None, part: Part, step: int) -> PassOutput:
@@ -108,7 +111,7 @@ class Renoised(Algorithm):
     def _measure_drift(self, part: Part, step: int, now: Denoised) -> float:
         """Return how far predictions are from those recorded after the rollout, relative to their size; 0 if unknown.
 
-        Where only errors were recorded, this is the least that it can be.
+        If only errors were recorded, this is a lower bound.
         """
         recorded = part.old_clean(step) if part.has_current_old else part.first_clean(step)
         if recorded is not None:
@@ -125,10 +128,10 @@ class Renoised(Algorithm):
     def check(self, batch: MicroBatch, drift: float) -> dict[str, float]:
         """Refuse a first prediction after a rollout that differs from the recorded one by more than `max_ratio_error`.
 
-        In half precision this warns once, and refuses only what rounding does not explain.
+        In half precision, warn once instead if rounding explains the difference.
 
         Raises:
-            RatioError: such a prediction, or one that is not a number.
+            RatioError: there is such a prediction, or one that is NaN.
         """
         is_measured = batch.has_current_old or batch.recorded_clean or self.measures_errors
         if not batch.is_on_policy or not is_measured:
@@ -157,7 +160,7 @@ class RenoisedWithOldPolicy(Renoised):
             is always 0, the old policy is the policy as it is when each rollout begins.
 
     Attributes:
-        old_decay: that function of n; None where every update would find the old policy equal to the policy.
+        old_decay: the share that is kept, as a function of n; None if the old policy would always equal the policy.
 
     Raises:
         ValueError: a setting is out of range.
@@ -182,10 +185,10 @@ class RenoisedWithOldPolicy(Renoised):
 
 
 def check_number(name: str, value: Any, is_within: Callable[[float], bool], limits: str) -> None:
-    """Refuse a setting in `loss_kwargs` that is no number, such as YAML's `1e-3`, or that is out of range.
+    """Refuse a setting in `loss_kwargs` that is out of range or not a number, like `1e-3` in YAML 1.1.
 
     Raises:
-        ValueError: such a setting.
+        ValueError: there is such a setting.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not is_within(value):
         raise ValueError(f"loss_kwargs: {name} must be a number {limits}, got {value!r}.")
@@ -203,7 +206,7 @@ def refuse_torn_groups(part: Part, loss_type: str) -> None:
     """Refuse a part that holds only some samples of a group.
 
     Raises:
-        ValueError: such a part.
+        ValueError: the part is incomplete.
     """
     counts = part.groups.unique(return_counts=True)[1]
     if bool((counts != part.group_size).any()):

@@ -1,8 +1,8 @@
 """Leave samples whose advantage is 0 out of an update, by weighting the samples' losses.
 
 Flow-GRPO's code drops these samples before it cuts micro-batches, so that its means are taken over the others. Here
-they stay where they were rolled out, since a replay beside other samples differs in the last bits; what changes is
-whose loss counts, and by how much.
+they stay in the calls in which they were rolled out, since a replay with other samples differs in the last bits. Only
+the weights of the losses change.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ def sample_weights(advantages: Tensor, trained: Tensor) -> Tensor:
     """Return the weight of each sample's loss: 0 where all its advantages are 0, trained / kept for the others.
 
     Args:
-        advantages: `(samples, ...)` of all samples of all processes.
-        trained: `(trained,)` int64, which of them are trained on.
+        advantages: `(samples, ...)` advantages of all samples of all processes.
+        trained: `(trained,)` int64, indices of the samples that are trained on.
 
     Returns:
-        `(samples,)` float32; all 0 where nothing is kept.
+        `(samples,)` float32; all 0 if no sample is kept.
     """
     is_kept = (advantages != 0).flatten(1).any(1) if advantages.ndim > 1 else advantages != 0
     kept = int(is_kept[trained].sum())
@@ -32,14 +32,14 @@ def sum_loss(loss: Loss, inputs: LossInputs, weights: Tensor | None) -> LossOutp
     """Turn a loss that is a mean over samples into their weighted sum.
 
     Args:
-        loss: as in [`~diffusion_grpo.algorithms.losses`].
-        inputs: of one micro-batch at one step.
-        weights: `(batch,)` as from [`sample_weights`]: those above 0 are equal. None: all are 1.
+        loss: a loss as in [`~diffusion_grpo.algorithms.losses`].
+        inputs: the inputs for one micro-batch at one step.
+        weights: `(batch,)` weights from [`sample_weights`], of which those above 0 are equal. None if all are 1.
 
     Returns:
-        Metrics are those of the samples that count, but `loss/...`, the terms of the loss, are weighted like the loss
-        and divided by the number of all samples. Where no sample counts, the loss is 0 with a gradient of zeros, and
-        these terms are the only metrics.
+        The weighted sum and the metrics of the samples that count. The terms of the loss, `loss/...`, are weighted
+        like the loss and divided by the number of all samples. If no sample counts, the loss is 0 with a gradient of
+        zeros, and these terms are the only metrics.
     """
     if weights is None:
         output = _call(loss, inputs)
@@ -58,10 +58,10 @@ def _terms(output: LossOutput) -> dict[str, Tensor]:
 
 
 def _call(loss: Loss, inputs: LossInputs) -> LossOutput:
-    """Call a loss, and refuse what one of the user's own must not return.
+    """Call a loss, and check what it returns, since it may be the user's own.
 
     Raises:
-        TypeError: that is no `LossOutput`, or its loss is no mean over samples or has no gradient.
+        TypeError: the result is not a `LossOutput`, or its loss is not a scalar or has no gradient.
     """
     output, name = loss(inputs), getattr(getattr(loss, "func", loss), "__name__", loss)
     if not isinstance(output, LossOutput):

@@ -21,9 +21,9 @@ def main(argv: list[str] | None = None) -> int:
         argv: the arguments; `sys.argv[1:]` by default.
 
     Returns:
-        0 on success. 1 if a check fails, because a pipeline cannot be trained, a score differs from the published one
-        or nothing fits, or if a run fails. 2 if input is refused. 130 after Ctrl-C. An error that does not explain
-        itself is raised, and ends the process with 1.
+        0 on success; 1 if a run fails, or a check does because a pipeline cannot be trained, a score differs from the
+        published one or nothing fits; 2 if input is refused or no score could be compared; 130 after Ctrl-C. An error
+        that does not explain itself is raised, and ends the process with 1.
     """
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:
@@ -58,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def is_output_closed() -> bool:
-    """Whether nobody reads the output any more, as after `| head`. If so, discard what is left of it."""
+    """Return whether nobody reads the output any more, as after `| head`. If so, discard the rest of it."""
     try:
-        print(flush=True)  # a flush alone has nothing to write where the failed write was dropped
+        print(flush=True)  # writes too: a flush alone may find nothing to write
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     steps = inputs.pop("num_inference_steps")
     try:
         pipe = call_or_refuse(load_plain_pipeline, arguments.model, arguments.dtype, arguments.device)
-        for part in pipe.components.values():  # as in training, the replays keep few activations
+        for part in pipe.components.values():  # replays then keep few activations, as in training
             if isinstance(part, ModelMixin) and part._supports_gradient_checkpointing:
                 part.enable_gradient_checkpointing()
         replay = call_or_refuse(

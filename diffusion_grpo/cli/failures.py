@@ -6,7 +6,7 @@ from types import TracebackType
 
 
 def is_explained(error: RuntimeError) -> bool:
-    """Whether the message of an error says what happened in the run; the library's frames add nothing to it."""
+    """Return whether the message of an error explains it, so that the library's own traceback adds nothing."""
     from ..algorithms.base import RatioError
     from ..distributed.failure import RankError
     from ..rewards.answers import RewardError
@@ -18,7 +18,7 @@ def is_explained(error: RuntimeError) -> bool:
 def print_failure(error: RuntimeError) -> None:
     """Print an error of a run on stderr.
 
-    Where a reward raised it, the traceback comes first, from the reward's own code on: its author needs it.
+    If a reward raised it, the traceback comes first, starting at the reward's own code: its author needs it.
     """
     if (cause := error.__cause__) is not None:
         traceback.print_exception(cause.with_traceback(skip_own_frames(cause)))

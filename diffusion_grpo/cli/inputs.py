@@ -1,4 +1,4 @@
-"""How commands check and load user input, and refuse it with a one-sentence message before a model is loaded."""
+"""Check and load user input, and refuse it with a message of one sentence before a model is loaded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def call_or_refuse(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def load_checked(source: str, split: str, name: str) -> "Dataset":
-    """Load and check the prompts of a file, folder, Hub id or `tiny`.
+    """Load and check the prompts of a file, a folder, a Hub id or `tiny`.
 
     Raises:
         ValueError: the prompts cannot be used; the message names the setting `name`.
@@ -41,7 +41,7 @@ def check_model_name(model: str) -> None:
     """Check that `model`, if it is a local folder, holds a pipeline.
 
     Raises:
-        ValueError: there is no such folder, it is a file, or it holds no pipeline.
+        ValueError: `model` is a folder that does not exist, a file, or a folder without a pipeline.
     """
     folder = Path(model).expanduser()
     if model == "tiny":

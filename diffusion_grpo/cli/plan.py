@@ -89,7 +89,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of a size such as 24GiB, 80GB or 500MiB.
 
     Raises:
-        ValueError: it is written in another way.
+        ValueError: the size is written in another way.
     """
     from accelerate.utils.modeling import convert_file_size_to_int
 
@@ -100,7 +100,7 @@ def parse_size(text: str) -> int:
 
 
 def describe_memory(made: "Plan", size: int | None) -> list[str]:
-    """Say in sentences whether the run fits, and what the processes of one machine take together."""
+    """Describe in sentences whether the run fits, and how much memory the processes of one machine take together."""
     from ..planning.fit import count_usable
     from ..training.memory import format_size
 
@@ -123,7 +123,7 @@ def describe_memory(made: "Plan", size: int | None) -> list[str]:
 
 
 def print_fit(arguments: argparse.Namespace, overrides: list[str], launch: "LaunchArguments") -> int:
-    """Print what makes the run fit; return 1 if nothing does."""
+    """Print the settings that make the run fit; return 1 if there are none."""
     from ..planning.fit import fit
     from ..training.memory import format_size
 

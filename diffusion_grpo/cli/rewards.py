@@ -74,7 +74,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print scores beside the published ones, then scores of images drawn here. Return the exit code."""
+    """Print scores next to the published ones, then scores of images drawn here. Return the exit code."""
     name, options = _read_reward(arguments.reward)
     from ..rewards import REWARDS
     from ..rewards.verify import PUBLISHED, compare, score_drawings
@@ -99,7 +99,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         for key in sorted(PUBLISHED[name].options.keys() - options.keys()) if compared else ():
             default = inspect.signature(REWARDS[name]).parameters[key].default
             print(f"These are not the reward's own weights: {key}: {default}, its default, was not compared.")
-    same = PUBLISHED[name].options if compared else {}  # weights that have already been downloaded
+    same = PUBLISHED[name].options if compared else {}  # use the weights that have just been downloaded
     drawn = _score_or_refuse(score_drawings, name, {**same, **options})
     print(f"Images drawn here{', scored by the same weights' if compared else ''}:")
     for line in drawn:
@@ -119,7 +119,7 @@ def _read_reward(written: str) -> tuple[str, dict]:
 
 
 def _score_or_refuse(function: Callable, *arguments: Any) -> list["Line"]:
-    """Call a function that scores images, and turn the failure of a reward into a `Refusal` too."""
+    """Call a function that scores images, and turn failures of a reward into a `Refusal` too."""
     from ..rewards import RewardError
 
     try:

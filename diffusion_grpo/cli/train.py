@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     processes, overrides = call_or_refuse(parse_launch_arguments, arguments.config, arguments.overrides)
     is_launcher = (
         not processes.is_empty and "LOCAL_RANK" not in os.environ
-    )  # otherwise a launcher started this process
+    )  # otherwise a launcher has started this process
     values = call_or_refuse(read_values, arguments.config, arguments.overrides)
     call_or_refuse(check_before_imports, values, processes.num_processes if is_launcher else processes_here())
     if arguments.config and Path(arguments.config).name == "train.yaml" and values.get("output_dir"):
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_launcher:
         return start_processes(processes, arguments, overrides, str(values.get("use_cpu", False)).lower() == "true")
     script, lora, config = call_or_refuse(parse_train_arguments, arguments.config, overrides)
-    if str(config.resume_from_checkpoint).lower() == "false":  # transformers reads it as a folder's name
+    if str(config.resume_from_checkpoint).lower() == "false":  # transformers would take it for the name of a folder
         config.resume_from_checkpoint = None
     trainer = build_trainer(script, lora, config)
     if trainer.is_world_process_zero():
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def save_command(run_dir: Path, config_file: str | None, overrides: list[str], world_size: int) -> None:
-    """Write the settings of this run into its folder, so that its model card can name the command."""
+    """Write the settings of this run to its folder, so that the model card can name the command."""
     from ..config.arguments import LaunchArguments
     from ..config.parse import resolve_values
     from ..run.reproduce import read_launch, save_settings
@@ -115,7 +115,7 @@ def save_command(run_dir: Path, config_file: str | None, overrides: list[str], w
 
 
 def check_before_imports(values: dict[str, Any], world_size: int | None) -> None:
-    """Check names and numbers that need no torch, so that mistakes show before its slow import.
+    """Check names and numbers without torch, so that mistakes are reported before its slow import.
 
     Raises:
         ValueError: a name or a value cannot be used; see [`~diffusion_grpo.config.early_checks`].
@@ -183,8 +183,8 @@ def find_baseline_argument(trainer: "DiffusionGRPOTrainer", guidance_scales: lis
     """Return the argument of the pipeline's call that `baseline_guidance_scales` sets.
 
     Raises:
-        UnsupportedPipeline: there is none.
-        ValueError: it is `true_cfg_scale`, which has no effect without a negative prompt, and there is none.
+        UnsupportedPipeline: there is no such argument.
+        ValueError: it is `true_cfg_scale`, which has no effect without a negative prompt, but none is given.
     """
     from ..policy.unguided import find_guidance_argument
 
@@ -209,10 +209,10 @@ def measure_baselines(
 
     Args:
         evaluate: the trainer's `evaluate`. Every process calls it.
-        state: the trainer's state, which tells the first process from the others.
+        state: the trainer's state, which says whether this is the first process.
         guidance_scales: scales to evaluate at.
         path: JSON file to write.
-        argument: of the pipeline's call, which sets its guidance.
+        argument: argument of the pipeline's call that sets its guidance.
     """
     from ..run.folder import format_measured
     from ..run.records import write_json
@@ -254,5 +254,5 @@ def finish_run(run_dir: Path, experiment: str | None) -> None:
         ("Evaluations", run_dir / "evaluations"),
         ("Samples", run_dir / "samples"),
     ):
-        if where.exists():  # some need an eval_dataset or log_completions
+        if where.exists():  # some files need an eval_dataset or log_completions
             print(f"{what}: {where}")

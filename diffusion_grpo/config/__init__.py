@@ -1,1 +1,1 @@
-"""`DiffusionGRPOConfig`: its fields by theme, its validation, and how the command line reads it."""
+"""`DiffusionGRPOConfig`: its fields, grouped by theme, its validation, and how the command line reads it."""

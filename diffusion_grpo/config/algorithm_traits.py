@@ -1,4 +1,4 @@
-"""What the settings must know of an algorithm before torch is loaded; the classes say the same of themselves."""
+"""What the settings must know about an algorithm before torch is loaded; the classes declare the same."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ class AlgorithmTraits:
     """What an algorithm asks of a run.
 
     Attributes:
-        is_renoised: whether it trains on finished samples that are noised again, and not on recorded steps.
+        is_renoised: whether it trains on finished samples that are noised again, instead of on recorded steps.
         compares: whether it needs the reference even with `beta=0`.
         whole_groups: whether all samples of a prompt must be in one micro-batch.
         shares_noise: whether the re-noised samples of a prompt share noise and times.
@@ -32,8 +32,8 @@ def find_traits(loss_type: str, found: object = None) -> AlgorithmTraits:
     """Return the traits of an algorithm.
 
     Args:
-        loss_type: a name; one that is not in `TRAITS` works on recorded steps.
-        found: what a dotted path leads to, if it was imported; a class says by its attributes what it asks for.
+        loss_type: name of the algorithm; names that are not in `TRAITS` work on recorded steps.
+        found: what a dotted path leads to, if it was imported. The traits of a class are read from its attributes.
     """
     if loss_type in TRAITS or not isinstance(found, type):
         return TRAITS.get(loss_type, AlgorithmTraits())

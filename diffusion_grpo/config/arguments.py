@@ -1,4 +1,4 @@
-"""What only the command line takes beside `DiffusionGRPOConfig`: model, data and rewards, LoRA, and processes."""
+"""Settings that only the command line takes: model, data and rewards, LoRA, and processes."""
 
 import json
 import re
@@ -85,16 +85,16 @@ def read_experiment(path: str | Path) -> dict[str, Any]:
     return found
 
 
-NAME = re.compile(r"[\w.]+")  # of a layer, and not an expression or `all-linear`
+NAME = re.compile(r"[\w.]+")  # a name of a layer, not an expression or `all-linear`
 LORA_INITS = {"kaiming": True, "gaussian": "gaussian"}  # PEFT's init_lora_weights
 
 
 @dataclass
 class LoraArguments:
-    """LoRA under TRL's names; without `use_peft` every weight of the policy is trained.
+    """Settings of a LoRA, under TRL's names; without `use_peft` every weight of the policy is trained.
 
-    TRL's own `ModelConfig` and `get_peft_config` are not used: they carry settings of language models (quantization,
-    attention, task type), default to dropout, and cannot choose how a LoRA starts.
+    TRL's own `ModelConfig` and `get_peft_config` are not used: they include settings of language models (quantization,
+    attention, task type), use dropout by default, and cannot choose how a LoRA is initialised.
     """
 
     use_peft: bool = field(default=False, metadata={"help": "Train a LoRA instead of all weights."})
@@ -129,10 +129,10 @@ class LoraArguments:
             raise ValueError(f"lora_r is {self.lora_r}; use at least 1.")
 
     def peft_config(self, lora_path: str | None = None) -> "LoraConfig | None":
-        """Return the configuration of a new LoRA; None for full training, or to train the LoRA at `lora_path` further.
+        """Return the configuration of a new LoRA; None for full training, or if the LoRA at `lora_path` is trained on.
 
         Raises:
-            ValueError: there is a LoRA to train further, but also settings of a new one.
+            ValueError: `lora_path` is given, but also settings of a new LoRA.
         """
         if lora_path is not None:
             others = [f.name for f in fields(self) if f.name != "use_peft" and getattr(self, f.name) != f.default]

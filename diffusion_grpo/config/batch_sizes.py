@@ -11,8 +11,8 @@ class BatchSizes:
     counted over all passes over a rollout, is its slot.
 
     Attributes:
-        num_generations: samples per prompt: the group.
-        best_of_n: how many of a group are trained on; None for all.
+        num_generations: samples per prompt, which form a group.
+        best_of_n: number of samples per group that are trained on; None for all.
         micro_batch: samples of one process in one forward and backward pass (`per_device_train_batch_size`).
         accumulation: micro-batches in one update.
         steps_per_generation: micro-batches in one rollout.
@@ -62,7 +62,7 @@ class BatchSizes:
 
     @property
     def consecutive_samples(self) -> int:
-        """Consecutive samples that one process makes: all, or with several processes its share of an update."""
+        """Consecutive samples that one process makes: all, or with several processes its share of each update."""
         if self.data_processes == 1:
             return self.rollout_share
         return self.update_share * self.num_generations // self.trained_per_prompt

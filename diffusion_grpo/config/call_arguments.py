@@ -1,11 +1,11 @@
-"""Which arguments of a pipeline's call are not the user's to give."""
+"""Which arguments of a pipeline's call the user must not give."""
 
 from typing import Any
 
-# arguments of a pipeline's call that are the rollout's own
+# arguments of a pipeline's call that the rollout sets
 RESERVED = {"num_inference_steps", "generator", "output_type", "return_dict", "latents", "timesteps", "sigmas"}
 SAMPLE_COUNTS = {"num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt"}
-# and what sets them in their place
+# the settings to use instead of them
 SETTINGS = {"num_inference_steps": "num_inference_steps, eval_num_inference_steps", "sigmas": "the setting sigmas"}
 
 
@@ -21,7 +21,7 @@ def check_pipeline_kwargs(given: dict[str, Any] | None) -> None:
 
 
 def explain_reserved(name: str) -> str | None:
-    """Return why an argument of the pipeline's call is not the user's to give, or None if it is."""
+    """Return why the user must not give an argument of the pipeline's call, or None if it is allowed."""
     if name in SAMPLE_COUNTS:
         return f"{name} would hide samples from the groups, whose size is num_generations"
     own = f" ({SETTINGS[name]})" if name in SETTINGS else ""

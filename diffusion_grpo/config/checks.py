@@ -1,6 +1,6 @@
 """Refuse settings that are out of range, unknown, or contradict each other.
 
-These are the messages that a user reads first. None needs a model, and nothing heavy is imported for them.
+These are the messages that a user reads first. The checks need no model and import nothing heavy.
 """
 
 import difflib
@@ -27,11 +27,11 @@ from .source import (
 
 logger = logging.getLogger(__name__)
 
-LIST_TYPE = re.compile(r"list\[\w+\]( \| None)?")  # of settings that are a list, and nothing else
+LIST_TYPE = re.compile(r"list\[\w+\]( \| None)?")  # the type of settings that can only be lists
 
-TYPES = {"bool": bool, "int": numbers.Integral, "float": numbers.Real}  # settings of one of these -> what they may be
+TYPES = {"bool": bool, "int": numbers.Integral, "float": numbers.Real}  # annotation -> accepted type
 
-OWN_CLIPS = {"grpo_guard": "clip_range", "dppo": "threshold"}  # losses with another limit than epsilon -> its name
+OWN_CLIPS = {"grpo_guard": "clip_range", "dppo": "threshold"}  # losses with a limit of their own -> its name
 
 
 def check_settings(args: Sizes) -> None:
@@ -62,7 +62,7 @@ def check_settings(args: Sizes) -> None:
 
 
 def check_types(args: Sizes) -> None:
-    """Refuse numbers and switches of another type; `"False"` would count as true.
+    """Refuse numbers and switches of the wrong type; the string `"False"` would count as true.
 
     Raises:
         ValueError: the message names the setting, its value and the type.
@@ -79,11 +79,11 @@ def check_folder(name: str, path: str | Path) -> None:
     """Refuse a path that cannot become a folder, because it, or a part of it, is a file.
 
     Args:
-        name: of the setting, for the message.
-        path: of the folder, which need not exist.
+        name: name of the setting, for the message.
+        path: path of the folder, which need not exist.
 
     Raises:
-        ValueError: such a path.
+        ValueError: the path leads to or through a file.
     """
     folder = Path(path).expanduser()
     for part in (folder, *folder.parents):
@@ -114,7 +114,7 @@ def _check_prompt_embeds(args: Sizes) -> None:
 
 
 def _check_choices(args: Sizes) -> None:
-    """Refuse names that are not in their lists."""
+    """Refuse names that are not among the known ones."""
     choices = {
         "sde_type": ["auto", *process_names()],
         "log_prob_type": log_prob_names(),
@@ -137,13 +137,13 @@ def _check_choices(args: Sizes) -> None:
             near = difflib.get_close_matches(str(value), known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}.{hint}")
-    if args.sde_type != "auto":  # which is known once the pipeline is
+    if args.sde_type != "auto":  # "auto" is resolved once the pipeline is known
         check_log_prob(args.log_prob_type, args.sde_type, log_prob_names())
     _check_loss(args.loss_type)
 
 
 def _check_combinations(args: Sizes) -> None:
-    """Refuse settings that contradict another one, or have no effect beside it."""
+    """Refuse settings that contradict another setting, or that have no effect because of it."""
     if args.loss_type in OWN_CLIPS:
         _check_own_clip(args)
     _check_advantage_fn(args)
@@ -220,7 +220,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_own_clip(args: Sizes) -> None:
-    """Refuse what has no effect, or no meaning, beside the losses that limit a step in another way than by epsilon."""
+    """Refuse settings without effect or meaning for losses that limit a step by something other than epsilon."""
     name, loss, usual = OWN_CLIPS[args.loss_type], args.loss_type, config_fields()["epsilon"].default
     if args.epsilon != usual or args.upper_epsilon != usual:
         raise ValueError(
@@ -242,7 +242,7 @@ def _check_own_clip(args: Sizes) -> None:
 
 
 def _check_advantage_fn(args: Sizes) -> None:
-    """Refuse settings whose place the user's own function takes; the function itself is checked when imported."""
+    """Refuse settings that the user's own function replaces; the function itself is checked when imported."""
     path = args.advantage_fn
     if path is None:
         return
@@ -259,7 +259,7 @@ def _check_advantage_fn(args: Sizes) -> None:
 
 
 def _takes_single_samples(args: Sizes) -> bool:
-    """Tell whether a prompt may have one sample, because rewards are not compared within a group."""
+    """Return whether a prompt may have a single sample, because rewards are not compared within a group."""
     compares = args.reward_baseline == "group" and args.advantage_estimator == "group"
     return not compares or args.advantage_fn is not None
 
@@ -395,7 +395,7 @@ def _check_branches(args: Sizes) -> None:
 
 
 def _check_renoised(args: Sizes) -> None:
-    """Refuse settings of recorded steps for an algorithm that trains on finished samples, noised again."""
+    """Refuse settings of recorded steps for an algorithm that noises finished samples again."""
     fields = config_fields()
     recorded = ["sde_type", "noise_level", "deterministic_outside_window", "noise_in_last_step", "log_prob_type"]
     recorded += ["epsilon", "epsilon_high", "old_log_prob", "step_weight", "importance_sampling_level", "kl_reward"]
@@ -439,7 +439,7 @@ def _check_renoised(args: Sizes) -> None:
 
 
 def _check_sigmas(args: Sizes) -> None:
-    """Refuse noise levels that are no schedule of the rollout's steps."""
+    """Refuse noise levels that do not form a schedule of the rollout's steps."""
     if args.sigmas is None:
         return
     is_list = isinstance(args.sigmas, (list, tuple)) and all(isinstance(level, numbers.Real) for level in args.sigmas)
@@ -532,7 +532,7 @@ def _check_batches(args: Sizes) -> None:
 def _check_compile_mode(args: Sizes) -> None:
     """Refuse the modes of `torch.compile` that record CUDA graphs: each block is compiled by itself.
 
-    torch frees what one recorded block returns when the next begins, which reads it (pytorch issue 152887).
+    torch frees the output of one recorded block when the next block, which reads it, begins (pytorch issue 152887).
     """
     if args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
         raise ValueError(

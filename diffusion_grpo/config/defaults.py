@@ -1,4 +1,4 @@
-"""What follows from the settings: defaults taken from other settings, and the sizes of a rollout and an update.
+"""Values derived from the settings: defaults taken from other settings, and the sizes of a rollout and an update.
 
 Nothing heavy is imported, so settings can be checked before torch is loaded.
 """
@@ -12,7 +12,7 @@ DICTIONARIES = ("pipeline_kwargs", "scheduler_kwargs", "model_init_kwargs", "los
 
 
 class Sizes:
-    """A base of `DiffusionGRPOConfig`, and of `EarlySettings`, which the command line checks before importing it."""
+    """A base of `DiffusionGRPOConfig`, and of `EarlySettings`, which the command line checks before that import."""
 
     def fill_in(self) -> None:
         """Apply TRL's names, read dictionaries written as JSON, and fill in defaults taken from other settings.
@@ -20,7 +20,7 @@ class Sizes:
         Raises:
             ValueError: a dictionary is not valid JSON.
         """
-        if self.gradient_checkpointing is not None:  # the name that TRL's users know
+        if self.gradient_checkpointing is not None:  # the name that users of TRL know
             self.activation_checkpointing = self.gradient_checkpointing
             self.gradient_checkpointing = None
         for name in DICTIONARIES:
@@ -39,7 +39,7 @@ class Sizes:
 
     @property
     def data_processes(self) -> int:
-        """Number of processes with samples of their own; a context-parallel group shares them and counts as one."""
+        """Number of processes with samples of their own; a context-parallel group shares samples and counts as one."""
         return self.world_size // self.context_parallel_size
 
     @property
@@ -71,8 +71,8 @@ class Sizes:
     def trains_any_step(self) -> bool:
         """Whether all steps may be trained unless `sde_window` says otherwise.
 
-        That is so where another setting chooses among the steps or asks for noise in all of them, where a value model
-        looks at a whole trajectory, and on re-noised samples. Otherwise one early step is trained.
+        This is the case if another setting selects steps or adds noise to all of them, if a value model reads whole
+        trajectories, and for re-noised samples. Otherwise one early step is trained.
         """
         is_chosen = self.permute_steps or self.timestep_fraction < 1
         return is_chosen or self.noise_in_last_step or self.advantage_estimator == "gae" or self.traits.is_renoised
@@ -83,7 +83,7 @@ class Sizes:
         if self.sde_window:
             start, stop = self.sde_window
             return start, stop
-        if self.traits.is_renoised:  # the step before hands over the sample, and the last step can be trained as well
+        if self.traits.is_renoised:  # step 0 cannot be handed a sample; the last step can be trained
             return 1, self.num_inference_steps
         return 0, self.num_inference_steps - 1 if self.trains_any_step else max(1, self.num_inference_steps // 2)
 
@@ -97,7 +97,7 @@ class Sizes:
 
     @property
     def trainable_steps(self) -> range:
-        """The steps that may be trained: without `permute_steps` only the first ones of each part of the window."""
+        """The steps that may be trained; without `permute_steps`, only the first steps in each part of the window."""
         start, stop = self.window
         left_out = (
             0 if self.permute_steps else self.window_size - max(1, round(self.timestep_fraction * self.window_size))
@@ -106,14 +106,14 @@ class Sizes:
 
     @property
     def silent_outside_window(self) -> bool:
-        """Whether steps that are outside the part of the window that is trained draw no noise."""
+        """Whether steps outside the trained part of the window draw no noise."""
         if self.deterministic_outside_window is not None:
             return self.deterministic_outside_window
         return not (self.noise_in_last_step or self.traits.is_renoised)
 
     @property
     def shares_initial_noise(self) -> bool:
-        """Whether all samples of a prompt start from one initial latent."""
+        """Whether all samples of a prompt start from the same initial latent."""
         if self.same_initial_noise is not None:
             return self.same_initial_noise
         return not (self.branches or self.advantage_estimator == "gae" or self.traits.is_renoised)
@@ -125,27 +125,28 @@ class Sizes:
 
     @property
     def latent_sharing(self) -> int:
-        """How many samples start from one initial latent."""
+        """How many samples start from the same initial latent."""
         return self.num_generations if self.shares_initial_noise else self.branches or 1
 
     @property
     def trained_sharing(self) -> float:
-        """How many samples that are trained start from one initial latent, at least on average."""
+        """A lower bound on the average number of trained samples that start from the same initial latent."""
         trained = self.best_of_n or self.num_generations
         return trained / min(trained, self.num_generations // self.latent_sharing)
 
     @property
     def shares_calls(self) -> bool:
-        """Whether samples of one initial latent share the network calls up to their first noise.
+        """Whether samples with the same initial latent share the network calls up to their first noise.
 
-        A value model reads the conditions of each sample's calls, and re-noised samples draw no noise on the way.
+        They do not with a value model, which reads the conditions of each sample's calls, or on re-noised samples,
+        which draw no noise in their steps.
         """
         is_recorded = not self.traits.is_renoised and self.advantage_estimator != "gae"
         return self.latent_sharing > 1 and is_recorded
 
     @property
     def trained_share(self) -> float:
-        """How often the step whose call samples of one initial latent share is trained, from 0 to 1."""
+        """How often the step with the last shared network call is trained, from 0 to 1."""
         start, stop = self.window
         places = stop - start - self.window_size + 1
         is_trained = 1.0 if self.silent_outside_window else 1 / places if start == 0 else 0.0
@@ -153,12 +154,12 @@ class Sizes:
 
     @property
     def trains_shared_step_alone(self) -> bool:
-        """Whether each sample trains one step, the one whose call samples of one initial latent share."""
+        """Whether each sample trains only one step, the one with the last shared network call."""
         return self.trained_share == 1 and self.window_size == 1
 
     @property
     def shared_calls(self) -> float:
-        """How many network calls samples of one initial latent share in a rollout, on average over the windows."""
+        """How many network calls of a rollout samples with the same initial latent share, averaged over windows."""
         if not self.shares_calls:
             return 0.0
         start, stop = self.window

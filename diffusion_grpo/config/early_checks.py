@@ -1,7 +1,7 @@
 """Refuse typing errors before torch is imported: unknown keys, wrong types, contradictions, names that do not exist.
 
-Each is a ValueError of one sentence. What needs more than names, types and numbers (options of rewards, rows of a
-dataset, the model) is checked later.
+Each check raises a ValueError of one sentence. Everything that takes more than names, types and numbers (options of
+rewards, rows of a dataset, the model) is checked later.
 """
 
 import difflib
@@ -17,15 +17,15 @@ from .defaults import Sizes
 from .names import refuse_unknown
 from .source import Setting, config_fields, reward_names
 
-TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # words of transformers' parser
-# Settings that transformers declares as strings: True means the newest checkpoint, and FSDP as in `fsdp_config`
+TRUE, FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")  # as in transformers' parser
+# Settings that transformers declares as strings. True means the newest checkpoint, or FSDP as in `fsdp_config`.
 TAKE_BOOL = ("resume_from_checkpoint", "fsdp")
 FILES = (".txt", ".jsonl", ".json", ".parquet", ".csv")
 MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # launchers that accelerate knows
 
 
 class EarlySettings(Sizes):
-    """The settings of a `DiffusionGRPOConfig` that is not built yet: defaults and given values as attributes."""
+    """The settings of a `DiffusionGRPOConfig` before it is built: defaults and given values as attributes."""
 
     def __init__(self, values: dict[str, Any], world_size: int):
         for name, setting in config_fields().items():
@@ -51,8 +51,8 @@ def check_values(values: dict[str, Any], world_size: int | None, extra: dict[str
     """Refuse settings by their names, types and values.
 
     Args:
-        values: from the file and the command line; the latter are words.
-        world_size: number of processes; None if it is not known, and then nothing that depends on it is checked.
+        values: settings from the file and the command line; the latter are strings.
+        world_size: number of processes. If it is None, because unknown, nothing that depends on it is checked.
         extra: settings of the user's own subclass.
 
     Raises:
@@ -66,7 +66,7 @@ def check_values(values: dict[str, Any], world_size: int | None, extra: dict[str
         raise ValueError(f"the following arguments are required: {', '.join(f'`{name}`' for name in missing)}.")
     for cls in (ScriptArguments, LoraArguments, LaunchArguments):
         cls(**{f.name: read[f.name] for f in fields(cls) if f.name in read})
-    # what a loss of the user's own asks for is known once it is imported; all is checked again then
+    # the needs of a user's own loss are known only once it is imported; everything is checked again then
     if world_size is not None and "." not in str(read.get("loss_type", "")):
         check_settings(EarlySettings({name: read[name] for name in config_fields().keys() & read.keys()}, world_size))
 
@@ -84,7 +84,7 @@ def check_names(values: dict[str, Any]) -> None:
 
 
 def check_reward_names(rewards: Any) -> None:
-    """Refuse a name without a dot that is no built-in reward; anything but names is checked later."""
+    """Refuse a name without a dot that is not a built-in reward; anything but names is checked later."""
     known = reward_names()
     entries = rewards if isinstance(rewards, list) else [rewards]
     for name in (name for entry in entries for name in (entry if isinstance(entry, dict) else [entry])):

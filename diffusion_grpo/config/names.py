@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 RENAMED = {"warmup_ratio": "write it as `warmup_steps`, below 1 a share of all updates"}
-LONGEST = 150  # bytes; a file name has at most 255, and more than this name goes into it
+LONGEST = 150  # bytes; a file name has at most 255 and holds more than this name
 
 
 def check_name(name: Any, what: str, remedy: str) -> None:
@@ -16,7 +16,7 @@ def check_name(name: Any, what: str, remedy: str) -> None:
         remedy: what to change, for the message.
 
     Raises:
-        ValueError: it is empty or too long, or holds a path separator or characters that cannot be printed.
+        ValueError: the name is empty or too long, or holds a path separator or characters that cannot be printed.
     """
     wrong = None
     if not isinstance(name, str):

@@ -1,9 +1,9 @@
-"""Optimizers with compressed states, by transformers' names: what they need."""
+"""What optimizers with compressed states need, under transformers' names."""
 
 import importlib.util
 
 TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
-# with 32 or 8 bits per value; paged ones move states between GPU and CPU memory
+# 8 or 32 bits per value; paged optimizers move states between GPU and CPU memory
 BITSANDBYTES = (
     *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
     *("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"),
@@ -13,15 +13,15 @@ BITSANDBYTES = (
 
 
 def check_optimizer(name: str, has_gpu: bool) -> None:
-    """Refuse an optimizer whose package or GPU is missing; transformers would only say so once a model is loaded.
+    """Refuse an optimizer whose package or GPU is missing; transformers would notice only once a model is loaded.
 
     Args:
         name: the setting `optim`.
-        has_gpu: whether there is one.
+        has_gpu: whether there is a GPU.
 
     Raises:
-        ValueError: it is paged, and there is no GPU.
-        ImportError: its package is not installed.
+        ValueError: the optimizer is paged, and there is no GPU.
+        ImportError: the package of the optimizer is not installed.
     """
     package = "torchao" if name in TORCHAO else "bitsandbytes" if name in BITSANDBYTES else None
     if package is not None and importlib.util.find_spec(package) is None:

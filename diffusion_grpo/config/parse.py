@@ -1,8 +1,8 @@
 """Read a YAML file of settings and `--key value` overrides into dataclasses.
 
-Typing errors are refused in one sentence before torch or a model is loaded; a mistyped key is answered with the
-nearest known one. From TRL's `TrlParser` only the handling of defaults fits: its own reading of files follows YAML
-1.1, names no nearest key, and would import transformers before the first typing error.
+Typing errors are refused in one sentence before torch or a model is loaded; for a mistyped key the message names the
+nearest known one. Only the handling of defaults is taken from TRL's `TrlParser`: its own reading of files follows YAML
+1.1, suggests no key, and would import transformers before the first typing error is found.
 """
 
 import os
@@ -29,18 +29,18 @@ SEVERAL_WORDS = re.compile(
     r"(str \| |typing\.Optional\[)?list\["
 )  # types for which transformers' parser reads several
 TEXT_TYPES = ("str", "str | None", "list[str]", "list[str] | None")
-REWARDS = ("reward_funcs", "eval_reward_funcs")  # names, mappings, or lists of both
+REWARDS = ("reward_funcs", "eval_reward_funcs")  # settings whose values are names, mappings, or lists of both
 PATHS = ("model", "dataset", "eval_dataset")
 
 
 class Yaml12Loader(yaml.SafeLoader):
-    """Read YAML 1.2, not 1.1 as PyYAML: `no` is a word, 1e-3 and 010 are numbers, and a key stands only once."""
+    """Read YAML 1.2, not 1.1 like PyYAML: `no` is a word, 1e-3 and 010 are numbers, and keys must not repeat."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """Read a mapping.
 
         Raises:
-            yaml.YAMLError: a key stands twice.
+            yaml.YAMLError: a key is repeated.
         """
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
@@ -86,7 +86,7 @@ def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tup
         file.
 
     Raises:
-        ValueError: a value of the wrong type.
+        ValueError: a value has the wrong type.
     """
     hints = get_type_hints(LaunchArguments)
     in_file = {key: value for key, value in (read_yaml(config_file) if config_file else {}).items() if key in hints}
@@ -100,14 +100,14 @@ def parse_launch_arguments(config_file: str | None, overrides: list[str]) -> tup
 def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
     """Read a YAML file and `--key value` overrides, which win, without converting any value.
 
-    A single value of a setting that is a list becomes a list, and `~` in a path the home folder.
+    If a setting is a list, a single value becomes a list. In paths, `~` becomes the home folder.
 
     Raises:
-        ValueError: the file is missing or is not a mapping, or a word follows no key.
+        ValueError: the file is missing or is not a mapping, or a word does not belong to a key.
     """
     values = read_yaml(config_file) if config_file else {}
     experiment = values.get("report_experiment")
-    if isinstance(experiment, str):  # it lies beside the file that names it
+    if isinstance(experiment, str):  # its path is relative to the file that names it
         values["report_experiment"] = str(Path(config_file).parent / experiment)
     values |= read_overrides(overrides)
     for key, value in values.items():
@@ -125,7 +125,7 @@ def read_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]
 
 
 def resolve_values(config_file: str | None, overrides: list[str]) -> dict[str, Any]:
-    """Read a YAML file and overrides like [`read_values`], and convert the words of the latter to their types."""
+    """Read a YAML file and overrides like [`read_values`], and convert values to the types of their settings."""
     known = script_fields() | config_fields()
     values = read_values(config_file, overrides)
     return {key: read_value(key, value, known[key].type) if key in known else value for key, value in values.items()}
@@ -139,11 +139,11 @@ def parse_train_arguments(
     Args:
         config_file: the file, or None.
         overrides: the words of the command line.
-        config_class: instead of `DiffusionGRPOConfig`, a class that inherits from it.
+        config_class: a class that inherits from `DiffusionGRPOConfig`, to use instead of it.
 
     Raises:
-        ValueError: an unknown key (with the nearest known one), a value of the wrong type, a missing key, or settings
-            that contradict each other.
+        ValueError: a key is unknown (the message names the nearest known one) or missing, a value has the wrong type,
+            or settings contradict each other.
     """
     values = read_values(config_file, overrides)
     own = {} if config_class is None else {f.name: Setting(type_name(f.type), f.default) for f in fields(config_class)}
@@ -165,7 +165,7 @@ def parse_train_arguments(
 
 
 def _as_flags(values: dict[str, Any], parser: "TrlParser", known: dict[str, Setting]) -> list[str]:
-    """Return flags where argparse can check the type; set defaults where it has no spelling (null, mappings)."""
+    """Return flags for values that argparse can check; set the others (null, mappings) as defaults."""
     flags = []
     for key, value in values.items():
         is_rewards = key in REWARDS and _holds_mapping(value)  # `load_rewards` checks it
@@ -213,7 +213,7 @@ def read_overrides(overrides: list[str]) -> dict[str, Any]:
     """Turn `["--beta", "0.1", "--names", "a", "b"]` into `{"beta": "0.1", "names": ["a", "b"]}`.
 
     Raises:
-        ValueError: a word follows no key, or a value that starts with `{` or `[` is neither YAML nor a text.
+        ValueError: a word does not belong to a key, or a value that starts with `{` or `[` is neither YAML nor text.
     """
     values = {}
     for key, (flag, *tokens) in _group_by_key(overrides):

@@ -1,4 +1,4 @@
-"""Settings of a quantised base model: a base of `DiffusionGRPOConfig`, and what they ask for, read without torch."""
+"""Settings of a quantised base model: a base of `DiffusionGRPOConfig`, and how they are read, without torch."""
 
 import dataclasses
 import difflib
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# diffusers' names of the backends: package, what its weights are by default
+# diffusers' names of the backends, and the package that each one needs
 BACKENDS = {
     "bitsandbytes_4bit": "bitsandbytes",
     "bitsandbytes_8bit": "bitsandbytes",
@@ -15,10 +15,10 @@ BACKENDS = {
     "gguf": "gguf",
     "quanto": "optimum.quanto",
 }
-PACKAGES = {"optimum.quanto": "optimum-quanto"}  # import name: name in the registry, where they differ
-# torchao's whose layers have a gradient for their input: rounded activations have none, and PEFT no LoRA for int4
+PACKAGES = {"optimum.quanto": "optimum-quanto"}  # import name: name on PyPI, where they differ
+# torchao types whose layers pass on gradients: rounded activations block them, and PEFT has no LoRA for int4
 TORCHAO_TRAINABLE = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
-COMPANIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")  # of load_in_4bit alone
+COMPANIONS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")  # only used with load_in_4bit
 
 
 @dataclass
@@ -70,7 +70,7 @@ class QuantizationSpec:
 
     Attributes:
         backend: a key of `BACKENDS`.
-        options: of the backend's configuration class, under diffusers' names.
+        options: arguments of the backend's configuration class, under diffusers' names.
         source: the setting that asked for it, for messages.
     """
 
@@ -80,7 +80,7 @@ class QuantizationSpec:
 
     @property
     def package(self) -> str:
-        """Import name of the package that does it."""
+        """Import name of the backend's package."""
         return BACKENDS[self.backend]
 
 
@@ -88,7 +88,7 @@ def check_quantization(args: Any) -> None:
     """Refuse settings that contradict each other, unknown backends and packages that are not installed.
 
     Args:
-        args: with the attributes of `QuantizationSettings`.
+        args: object with the attributes of `QuantizationSettings`.
 
     Raises:
         ValueError: in one sentence, what was found and what to change.
@@ -112,7 +112,7 @@ def check_quantization(args: Any) -> None:
 
 
 def _check_storage(args: Any) -> None:
-    """Refuse a storage dtype that an engine would cast to another one, and so change the bits."""
+    """Refuse a storage dtype that an engine would cast to another one, which would change the weights."""
     own = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     storage = str(args.bnb_4bit_quant_storage).removeprefix("torch.")
     if args.bnb_4bit_quant_storage is not None and args.bf16 is not None and storage not in ("uint8", own):
@@ -131,16 +131,16 @@ def read_spec(component: str, given: Any) -> QuantizationSpec | None:
     """Read one entry of `quantization`.
 
     Args:
-        component: its key.
-        given: name of a backend; a mapping with `backend` and its options; a configuration object of diffusers or
-            transformers; or None.
+        component: key of the entry.
+        given: value of the entry: name of a backend; a mapping with `backend` and its options; a configuration object
+            of diffusers or transformers; or None.
 
     Returns:
         the specification; None for a component that stays as it is, and for a configuration object, which is passed
         on as it is.
 
     Raises:
-        ValueError: no such backend, or options that it lacks or needs.
+        ValueError: there is no such backend, or an option is unknown or missing.
     """
     if given is None or hasattr(given, "quant_method"):
         return None
@@ -188,10 +188,10 @@ def _check_options(component: str, backend: str, options: Mapping[str, Any]) -> 
 
 
 def choose_specs(args: Any, components: Mapping[str, tuple[str, str]], trained: tuple[str, ...]) -> dict[str, Any]:
-    """Say how each component is quantised, as far as settings ask for it.
+    """Choose how each component is quantised, as far as settings ask for it.
 
     Args:
-        args: with the attributes of `QuantizationSettings`.
+        args: object with the attributes of `QuantizationSettings`.
         components: library and class of each part of the pipeline, as in its `model_index.json`.
         trained: names of the trained networks.
 
@@ -232,7 +232,7 @@ def _read_bnb_options(args: Any) -> dict[str, Any]:
 
 
 def is_large_encoder(name: str, library: str, kind: str) -> bool:
-    """Whether a component is a text encoder worth quantising: a T5, or a language model, but no CLIP."""
+    """Whether a component is a text encoder worth quantising: a T5 or a language model, but not a CLIP."""
     return name.startswith("text_encoder") and library == "transformers" and not kind.startswith("CLIP")
 
 
@@ -246,11 +246,11 @@ def check_specs(specs: Mapping[str, Any], components: Mapping[str, tuple[str, st
     """Refuse what the backends cannot do, and packages that are missing.
 
     Args:
-        specs: of `choose_specs`.
-        components, trained: as there.
+        specs: what `choose_specs` returned.
+        components, trained: as in `choose_specs`.
 
     Raises:
-        ValueError: one sentence with what to change.
+        ValueError: in one sentence, what to change.
         ImportError: the package of a backend is not installed.
     """
     for name, spec in specs.items():
@@ -274,7 +274,7 @@ def check_package(spec: QuantizationSpec) -> None:
     """Refuse a backend whose package is not installed.
 
     Raises:
-        ImportError: one sentence with how to install it.
+        ImportError: in one sentence, how to install the package.
     """
     package, _, part = spec.package.partition(".")
     if importlib.util.find_spec(package) is None or (part and importlib.util.find_spec(spec.package) is None):

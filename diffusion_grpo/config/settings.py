@@ -26,11 +26,11 @@ from .run import RunSettings
 from .sampling import SamplingSettings
 from .update import UpdateSettings
 
-WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # learning rates that follow the evaluations
+WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on evaluations
 
 
 def computes_in_bf16() -> bool:
-    """Tell whether there is a GPU with bfloat16 of its own; older ones emulate it, slowly."""
+    """Return whether there is a GPU that supports bfloat16 natively; older ones emulate it, slowly."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -38,17 +38,17 @@ def computes_in_bf16() -> bool:
 class DiffusionGRPOConfig(
     Sizes, RunSettings, QuantizationSettings, UpdateSettings, SamplingSettings, TrainingArguments
 ):
-    r"""Settings of [`DiffusionGRPOTrainer`], beside everything in [`~transformers.TrainingArguments`].
+    r"""Settings of [`DiffusionGRPOTrainer`], in addition to [`~transformers.TrainingArguments`].
 
-    The fields that this library adds are in the base classes, one theme each; fields with only another default are in
-    the class body. Each field explains itself in its `help`. By default one early step of each rollout is trained, and
+    The fields that this library adds are in the base classes, one theme each; fields that only change a default are in
+    the class body. Each field is described in its `help`. By default one early step of each rollout is trained, and
     the samples of a prompt share their initial latent (docs/algorithms/fast.md); the rest is Flow-GRPO's recipe for
     LoRA on SD3.5-M (https://huggingface.co/papers/2505.05470) with smaller batches. No large model has been trained
     with these defaults yet.
 
     Raises:
         ValueError: a setting is out of range, unknown, or contradicts another one.
-        TypeError: there is no such setting; the message names the nearest one.
+        TypeError: a name is not a setting; the message names the nearest one.
 
     Examples:
         >>> settings = DiffusionGRPOConfig(folder, num_generations=8, per_device_train_batch_size=8, max_steps=10)
@@ -129,10 +129,10 @@ class DiffusionGRPOConfig(
             self.given = find_changed(self)
         check_types(self)
         self.fill_in()
-        if self.max_steps == 0:  # transformers takes it for "all epochs"
+        if self.max_steps == 0:  # transformers would run all epochs
             self.num_train_epochs = 0.0
         if count_launched_processes() > 1 and not torch.accelerator.is_available():
-            self.use_cpu = True  # or each process would be a run of its own
+            self.use_cpu = True  # otherwise each process would be a run of its own
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and computes_in_bf16()
         watches = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type) in WATCHING_SCHEDULES
@@ -155,14 +155,14 @@ class DiffusionGRPOConfig(
         backend, mode = self.torch_compile_backend or ("inductor" if compiles else None), self.torch_compile_mode
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         super().__post_init__()
-        self.gradient_checkpointing = None  # or a copy with another activation_checkpointing would keep this one
+        self.gradient_checkpointing = None  # or a copy would keep it and ignore another activation_checkpointing
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = compiles, backend, mode
         check_launched(count_launched_processes(), self.world_size)
         self.lr_scheduler_type = add_warmup(self.lr_scheduler_type, self.warmup_steps)
         check_settings(self)
         self.check_machine()
         is_first_replay = self.batch_sizes.updates_per_rollout == 1
-        check_loss_kwargs(self.loss_type, self.loss_kwargs, is_first_replay)  # a loss of the user's own is imported
+        check_loss_kwargs(self.loss_type, self.loss_kwargs, is_first_replay)  # imports a loss of the user's own
         check_run_settings(self.loss_type, self.beta, self.multi_objective_aggregation == "loss_per_reward")
         load_advantage_fn(self.advantage_fn)
 
@@ -173,14 +173,14 @@ class DiffusionGRPOConfig(
 
     @property
     def traits(self) -> AlgorithmTraits:
-        """What the algorithm asks of the run; one of the user's own is imported."""
+        """What the algorithm asks of the run; an algorithm of the user's own is imported for this."""
         return find_traits(self.loss_type, find_algorithm(self.loss_type) if "." in str(self.loss_type) else None)
 
     def check_machine(self) -> None:
-        """Refuse what this machine would silently do in another way.
+        """Refuse settings that would silently have no effect on this machine.
 
         Raises:
-            ValueError: `fp16` without a GPU, which accelerate notes down and does not use.
+            ValueError: `fp16` is set without a GPU; accelerate would record the setting but not use it.
         """
         if self.fp16 and not torch.accelerator.is_available():
             raise ValueError(
@@ -192,7 +192,7 @@ class DiffusionGRPOConfig(
         """Set defaults for settings that were not given, before anything has used them.
 
         Raises:
-            ValueError: they contradict settings that were given.
+            ValueError: the defaults contradict settings that were given.
         """
         for name, value in defaults.items():
             if name not in self.given:
@@ -200,7 +200,7 @@ class DiffusionGRPOConfig(
         check_settings(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Like `TrainingArguments.to_dict`, but tensors and images among the settings become their type and size."""
+        """As `TrainingArguments.to_dict`, but replace tensors and images among the settings by their type and size."""
         return {name: describe(value) for name, value in super().to_dict().items()}
 
 
@@ -220,10 +220,10 @@ def count_launched_processes() -> int:
 
 
 def check_launched(launched: int, world_size: int) -> None:
-    """Refuse processes that do not know of each other and would all write into one folder.
+    """Refuse processes that do not know of each other and would all write to the same folder.
 
     Raises:
-        ValueError: several were started, but each would train on its own.
+        ValueError: several processes were started, but each would train on its own.
     """
     if launched > 1 and world_size == 1:
         raise ValueError(
@@ -236,7 +236,7 @@ def add_warmup(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
     """Return the schedule with a warm-up if there are `warmup_steps`; `get_scheduler` would drop them silently.
 
     Raises:
-        ValueError: the schedule follows the evaluations and never warms up.
+        ValueError: the schedule depends on evaluations and cannot warm up.
     """
     if not warmup_steps:
         return schedule
@@ -250,7 +250,7 @@ def add_warmup(schedule: SchedulerType, warmup_steps: float) -> SchedulerType:
 
 
 def describe(value: Any) -> Any:
-    """Make a setting fit for JSON: a tensor or an image becomes its type and size."""
+    """Convert a setting for JSON: a tensor or an image becomes a text with its type and size."""
     if isinstance(value, dict):
         return {str(name): describe(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -270,8 +270,8 @@ def _suggest_names(init):
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
                 hint = RENAMED.get(name, f"did you mean {near!r}?")
                 raise TypeError(f"DiffusionGRPOConfig has no setting {name!r}; {hint}")
-        if not set(known) <= kwargs.keys():  # a parser or `dataclasses.replace` passes all, chosen or not
-            self.given = frozenset(kwargs)  # by name, to tell a choice from a default
+        if not set(known) <= kwargs.keys():  # parsers and `dataclasses.replace` pass all of them
+            self.given = frozenset(kwargs)  # the settings that the user chose
         init(self, *args, **kwargs)
 
     return check_and_init

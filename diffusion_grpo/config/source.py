@@ -92,7 +92,7 @@ PROCESSES = PACKAGE / "policy" / "processes.py"
 
 
 def process_names() -> list[str]:
-    """Return the keys of `processes.PROCESSES`, and once that module is imported also those added to it."""
+    """Return the keys of `processes.PROCESSES`, including added ones once that module is imported."""
     imported = sys.modules.get("diffusion_grpo.policy.processes")
     return read_names(PROCESSES, "PROCESSES") if imported is None else list(imported.PROCESSES)
 
@@ -103,7 +103,7 @@ def log_prob_names() -> list[str]:
 
 
 def silent_last_step() -> list[str]:
-    """Return the names of the processes whose last step has no noise; also of added ones, as in `process_names`."""
+    """Return the names of the processes without noise in their last step, including added ones."""
     if imported := sys.modules.get("diffusion_grpo.policy.processes"):
         return [name for name, process in imported.PROCESSES.items() if process.is_silent_at_end]
     (table,) = (

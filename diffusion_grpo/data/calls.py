@@ -9,21 +9,21 @@ from PIL import Image
 
 from .embeddings import find_replaced_texts
 
-NUMBERS_OF_SAMPLES = ("class_labels",)  # one per sample, as prompts are; other numbers are one per call
+NUMBERS_OF_SAMPLES = ("class_labels",)  # one per sample, like prompts; other numbers are one per call
 
 
 def build_arguments(rows: list[dict[str, Any]], accepted: set[str], is_bare: bool = False) -> dict[str, Any]:
     """Build the keyword arguments of one pipeline call from the dataset rows of its samples.
 
     Args:
-        rows: one dict per sample, all with the same columns; as grouped by [`group_by_shape`].
+        rows: one dict per sample, all with the same columns, as grouped by [`group_by_shape`].
         accepted: names of the parameters of the pipeline's `__call__`.
         is_bare: whether the values of a single row are passed as they are, not in lists.
 
     Returns:
-        a value for each accepted column: a scalar for numbers (`height`, `guidance_scale`), which a pipeline takes
-        once per call (all but `class_labels`); one tensor (batch, ...) for tensors or arrays; else a list with one
-        value per sample (`prompt`, `image`). A column that is None in all rows is left out.
+        a value for each accepted column: a scalar for numbers (`height`, `guidance_scale`; not `class_labels`), which
+        a pipeline takes once per call; one tensor (batch, ...) for tensors or arrays; otherwise a list with one value
+        per sample (`prompt`, `image`). Columns that are None in all rows are left out.
 
     Raises:
         ValueError: the numbers of one call differ, or a column is None in some rows only.
@@ -60,10 +60,10 @@ def group_by_shape(
     accepted: set[str],
     describe_prompt: Callable[[dict[str, Any]], Any] | None = None,
 ) -> list[list[int]]:
-    """Return the indices of rows that may share a pipeline call, group by group, in their order.
+    """Return groups of indices of rows that may share a pipeline call, in the order of the rows.
 
-    They agree in every accepted column: numbers and None by value, images by size and mode, videos also by length,
-    tensors and arrays by shape. Text counts by what `describe_prompt` returns for a row, if it is given.
+    The rows of a group agree in every accepted column: numbers and None by value, images by size and mode, videos also
+    by length, tensors and arrays by shape. If `describe_prompt` is given, its results for the rows must be equal too.
     """
     groups: dict[tuple, list[int]] = {}
     for index, row in enumerate(rows):

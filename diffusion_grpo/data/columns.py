@@ -1,7 +1,7 @@
 """Dataset columns that hold images, videos or sound, and how they are decoded.
 
 The pipeline and the rewards get the same objects, decoded once for all samples of a prompt. The type of a column says
-what it holds; a column of strings is read as files where the pipeline's parameter of that name does not take text.
+what it holds; a column of strings is read as files if the pipeline's parameter of that name does not take text.
 Missing files and network addresses are refused before a model is loaded.
 """
 
@@ -26,30 +26,30 @@ Media = datasets.Image | datasets.Video | datasets.Audio
 KINDS = {"image": datasets.Image(mode="RGB"), "video": datasets.Video(), "audio": datasets.Audio()}
 VIDEOS = {".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg"}
 SOUNDS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"}
-BY_EXTENSION = "by extension"  # how files are read whose column has no type
-ARRAYS = ("numpy", "torch", "tensorflow", "jax")  # formats of a dataset that make arrays of lists
-NOT_TEXT = ("Image", "Tensor", "ndarray", "Any")  # a parameter whose annotation names one of these takes files
+BY_EXTENSION = "by extension"  # how to read the files of a column without a media type
+ARRAYS = ("numpy", "torch", "tensorflow", "jax")  # dataset formats that turn lists into arrays
+NOT_TEXT = ("Image", "Tensor", "ndarray", "Any")  # parameters annotated with one of these take files
 
 
 class Columns:
     """Reads the rows of one dataset, with images, videos and sound decoded.
 
-    Images come as PIL images, videos as lists of them, sound as float32 tensors (channels, time). The types are those
-    of `datasets`: `Image`, `Video`, `Audio` and lists of them; `{"bytes", "path"}` without a type is an image. Strings
-    are read by the file's extension, and their images converted to RGB. Embeddings of prompts and their masks, which
-    are lists of numbers, come as tensors.
+    Images become PIL images, videos lists of PIL images, and sound float32 tensors (channels, time). The column types
+    are those of `datasets`: `Image`, `Video`, `Audio` and lists of them; `{"bytes", "path"}` without a type is an
+    image. Strings are read by the file's extension, and images from such files are converted to RGB. Embeddings of
+    prompts and their masks, which are stored as lists of numbers, become tensors.
 
     Args:
-        dataset: the user's. With a transform (`set_transform`) a row is what that returns. With a format
-            (`set_format`) of arrays, such as "torch", lists of numbers come as such arrays; everything else comes as
-            without a format.
-        parameters: those of the pipeline's `__call__` that it may be given, by name.
+        dataset: the user's dataset. With a transform (`set_transform`), a row is what the transform returns. With a
+            format (`set_format`) of arrays, such as "torch", lists of numbers become such arrays; everything else is
+            read as without a format.
+        parameters: the parameters of the pipeline's `__call__` that the user may set, by name.
     """
 
     def __init__(self, dataset: datasets.Dataset, parameters: Mapping[str, inspect.Parameter]):
         self.files = {}
         self.tensors: list[str] = []
-        self.arrays: datasets.Dataset | None = None  # the columns that the format makes arrays of
+        self.arrays: datasets.Dataset | None = None  # the columns that the format turns into arrays
         if not has_transform(dataset):
             features = dataset.features
             self.tensors = [name for name in parameters.keys() & features.keys() if _is_tensor(name, features[name])]
@@ -73,7 +73,7 @@ class Columns:
             name: the argument that the user passed the dataset as, for the message.
 
         Raises:
-            ValueError: a file does not exist, is a network address, or is of no known kind; the message says where.
+            ValueError: a file does not exist, is a network address, or is of an unknown kind; the message says where.
         """
         for column, feature in self.files.items():
             for row, path in self._paths(column):
@@ -105,7 +105,7 @@ class Columns:
         for name, feature in self.files.items():
             try:
                 row[name] = _read(row[name], feature)
-            except Exception as error:  # any that the decoding library may raise
+            except Exception as error:  # decoding libraries may raise any error
                 raise ValueError(f"Row {index} (the first is row 0), column '{name}': {error}") from error
         return row
 
@@ -122,25 +122,25 @@ class Columns:
 
 
 def has_transform(dataset: datasets.Dataset) -> bool:
-    """Return whether the rows of a dataset come from a function of the user's (`set_transform`)."""
+    """Return whether the rows of a dataset come from a function of the user (`set_transform`)."""
     return dataset.format["type"] == "custom"
 
 
 def list_given(dataset: datasets.Dataset) -> list[str]:
-    """Return the columns that the rows of a dataset have; those of a transform may be others than are stored."""
+    """Return the columns that the rows of a dataset have; with a transform they may differ from the stored ones."""
     return list(dataset[0]) if has_transform(dataset) else dataset.column_names
 
 
 def drop_format(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return the dataset with rows of plain Python values, whatever its format ("torch", "pandas", ...) says.
 
-    A transform stays.
+    A transform is kept.
     """
     return dataset if has_transform(dataset) else dataset.with_format(None)
 
 
 def make_paths_absolute(dataset: datasets.Dataset, folder: Path) -> datasets.Dataset:
-    """Return the dataset with its paths, which are relative to `folder`, made absolute, also in lists.
+    """Return the dataset with paths relative to `folder` made absolute, also within lists.
 
     A column holds paths if each of its strings has the extension of an image, video or sound file; `prompt` never
     does.
@@ -181,7 +181,7 @@ def _flatten(value: Any) -> Iterator[Any]:
 
 
 def _move(value: Any, folder: Path) -> Any:
-    """Return a path, or each in a list, made absolute; addresses and None stay."""
+    """Make a path, or each path in a list, absolute; addresses and None are returned as they are."""
     if isinstance(value, list):
         return [_move(item, folder) for item in value]
     return value if value is None or "://" in value else str(folder / value)
@@ -220,7 +220,7 @@ def _media_type(feature: Any) -> Media | None:
 
 
 def _file_type(feature: Any, parameter: inspect.Parameter) -> Media | str | None:
-    """Return how a column without a media type is read for a parameter: strings by extension; None: as it is."""
+    """Return how to read a column without a media type for a parameter; None to leave it as it is."""
     if isinstance(feature, datasets.List):
         return _file_type(feature.feature, parameter)
     if isinstance(feature, dict) and set(feature) == {"bytes", "path"}:
@@ -232,7 +232,7 @@ def _file_type(feature: Any, parameter: inspect.Parameter) -> Media | str | None
 
 
 def _skip_decoding(feature: Any) -> Any:
-    """Return the column's type with its files left as they are."""
+    """Return the column's type with decoding switched off."""
     if isinstance(feature, (datasets.List, datasets.LargeList)):
         return dataclasses.replace(feature, feature=_skip_decoding(feature.feature))
     return dataclasses.replace(feature, decode=False)
@@ -261,14 +261,14 @@ def _find_problem(path: str, feature: Media | str) -> str | None:
 
 
 def _kind(path: str) -> str | None:
-    """Return image, video or audio, by the extension of a file; None for others."""
+    """Return image, video or audio, by the extension of a file; None for other extensions."""
     extension = Path(path).suffix.lower()
     kind = "video" if extension in VIDEOS else "audio" if extension in SOUNDS else None
     return kind or ("image" if extension in Image.registered_extensions() else None)
 
 
 def _read(value: Any, feature: Media | str) -> Any:
-    """Decode a stored value, also in lists; None stays None."""
+    """Decode a stored value, or each one in a list; None stays None."""
     if isinstance(value, list):
         return [_read(item, feature) for item in value]
     if value is None:

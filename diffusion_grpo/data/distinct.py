@@ -1,4 +1,4 @@
-"""The rows of a dataset that differ in what a pipeline encodes: texts, and the numbers that may change how."""
+"""The rows of a dataset that a pipeline encodes differently: by their texts, and numbers that may affect these."""
 
 from typing import Any
 
@@ -13,17 +13,18 @@ Key = tuple[tuple[str, Any], ...]
 
 
 def find_distinct(dataset: Dataset, inputs: PipelineInputs) -> dict[Key, int]:
-    """Return the first row of each kind: equal ones have equal texts and numbers, and files in the same columns.
+    """Return the index of the first row of each kind, by the key of the kind.
 
-    Rows with embeddings of prompts are all different.
+    Rows are of the same kind if they have equal texts and numbers, and files in the same columns. Every row with
+    embeddings of prompts is a kind of its own.
 
     Args:
-        dataset: the user's.
-        inputs: of the pipeline's calls, which knows the columns it takes.
+        dataset: the user's dataset.
+        inputs: the inputs of the pipeline, which know the columns that it takes.
     """
     columns = inputs.columns(dataset)
     names = [name for name in dataset.column_names if name in inputs.accepted]
-    if has_transform(dataset):  # it decides what a row holds
+    if has_transform(dataset):  # the transform decides what a row holds
         rows = (columns.rows([index])[0] for index in range(len(dataset)))
         keys = [tuple((name, _reduce(row[name], index)) for name in names) for index, row in enumerate(rows)]
     else:
@@ -36,7 +37,7 @@ def find_distinct(dataset: Dataset, inputs: PipelineInputs) -> dict[Key, int]:
 
 
 def _read_column(columns: Columns, name: str) -> list[Any]:
-    """Return what counts of each row's value: a text or number itself, of anything else whether it is there."""
+    """Return what identifies each row's value: a text or number itself; for other values, whether there is one."""
     table = columns.dataset.select_columns([name]).with_format("arrow")
     values: list[Any] = []
     for batch in table.iter(1000):
@@ -61,5 +62,5 @@ def _reduce(value: Any, index: int) -> Any:
 
 
 def describe_text(row: dict[str, Any], accepted: set[str]) -> Key:
-    """Return what a row says in words and numbers; equal rows have equal prompts."""
+    """Return the texts and numbers of a row; rows with equal ones have equal prompts."""
     return tuple((k, v) for k, v in row.items() if k in accepted and isinstance(v, str | int | float | bool))

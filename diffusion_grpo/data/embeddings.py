@@ -1,4 +1,4 @@
-"""Dataset columns with embeddings of prompts, which a pipeline takes in place of text: what belongs together.
+"""Dataset columns with embeddings of prompts, which a pipeline takes in place of text, and which belong together.
 
 Names are those of the pipeline's own parameters: `prompt_embeds` with `pooled_prompt_embeds` (SD3, SDXL, FLUX),
 `prompt_attention_mask` (PixArt, Sana, LTX) or `prompt_embeds_mask` (Qwen-Image), and the same with `negative_`.
@@ -11,7 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
-EMBEDDED = "prompt_embeds"  # what most pipelines call prompts that are already encoded
+EMBEDDED = "prompt_embeds"  # name in most pipelines for encoded prompts
 WORDS = re.compile(r"(pooled_)?prompt_embeds(_(?!mask|scale|pooled)\w+)?|prompt_embeds_pooled")
 MASKS = re.compile(r"prompt_attention_mask(_2)?|prompt_embeds_mask(_2)?|(encoder_)?attention_mask")
 TEXTS = ("prompt", "prompt_2", "prompt_3", "prompt_4")
@@ -36,7 +36,7 @@ def find_replaced_texts(row: dict[str, Any], accepted: set[str]) -> set[str]:
 
 
 def _list_group(accepted: set[str], prefix: str) -> list[str]:
-    """Return the names of embeddings, without masks, that stand for the prompt, or for the negative one."""
+    """Return the names of embeddings, without masks, that replace the prompt, or the negative prompt."""
     return sorted(
         name
         for name in accepted
@@ -45,25 +45,26 @@ def _list_group(accepted: set[str], prefix: str) -> list[str]:
 
 
 def list_companions(accepted: set[str], prefix: str) -> list[str]:
-    """Return all that must be given together for the prompt, or for the negative one.
+    """Return the columns that must be given together for the prompt, or for the negative prompt.
 
-    A mask of Qwen-Image's kind may be left out: every token then counts.
+    A mask like Qwen-Image's may be left out: every token then counts.
     """
     masks = [f"{prefix}prompt_attention_mask", f"{prefix}prompt_attention_mask_2"]
     return _list_group(accepted, prefix) + [name for name in masks if name in accepted]
 
 
 def check_embeddings(dataset: datasets.Dataset, accepted: set[str], name: str, pipeline: str) -> None:
-    """Refuse embeddings that are incomplete, or of other shapes than those of single samples.
+    """Refuse embeddings that are incomplete, or that do not have the shape of a single sample.
 
     Args:
-        dataset: the user's.
+        dataset: the user's dataset.
         accepted: names of the parameters of the pipeline's `__call__`.
         name: the argument that the dataset was passed as, for the message.
-        pipeline: name of its class, for the message.
+        pipeline: name of the pipeline's class, for the message.
 
     Raises:
-        ValueError: a companion is missing, a row has only some of them, or a shape does not fit.
+        ValueError: one of several embeddings that belong together is missing in the dataset or in a row, or a shape
+            does not fit.
     """
     columns = [column for column in dataset.column_names if column in accepted and is_embedding(column)]
     is_stored = dataset.format["type"] != "custom"  # a transform (set_transform) decides what a row holds
@@ -83,7 +84,7 @@ def check_embeddings(dataset: datasets.Dataset, accepted: set[str], name: str, p
 
 
 def _check_rows(dataset: datasets.Dataset, together: list[str], name: str) -> None:
-    """Refuse rows that have some of the embeddings that belong together."""
+    """Refuse rows that have only some of the embeddings that belong together."""
     valid = {column: _read(dataset, column).is_valid() for column in together}
     for column in together[1:]:
         differs = pc.xor(valid[together[0]], valid[column])
@@ -135,7 +136,7 @@ def _check_shapes(dataset: datasets.Dataset, columns: list[str], name: str) -> N
 
 
 def _check_tokens(tokens: dict[str, pa.Array], name: str) -> None:
-    """Refuse masks that are longer or shorter than the embeddings of their row."""
+    """Refuse masks that differ in length from the embeddings of their row."""
     for mask in tokens:
         prefix, end = ("negative_" if mask.startswith("negative_") else ""), ("_2" if mask.endswith("_2") else "")
         column = f"{prefix}prompt_embeds{end}"

@@ -1,4 +1,4 @@
-"""Whether evaluation prompts are also trained on, and how reports may call them."""
+"""Find out whether evaluation prompts are also trained on, and what reports may call them."""
 
 import logging
 from typing import Any
@@ -14,8 +14,8 @@ def count_prompts(train: Dataset | None, evaluation: Dataset | dict[str, Dataset
     """Count the prompts for `run.json`.
 
     Returns:
-        `train` and `eval`: rows of each; `eval_in_train`: rows of the evaluation whose prompt is also trained on,
-        ignoring white space at its ends, or None where a dataset has no prompts to compare.
+        `train` and `eval`, the numbers of rows; and `eval_in_train`, the number of evaluation rows whose prompt is
+        also trained on, ignoring white space at its ends. None where a dataset has no prompts to compare.
     """
     evaluations = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
     parts = [part for part in evaluations if part is not None]
@@ -32,7 +32,7 @@ def _strip(prompt: Any) -> Any:
 
 
 def warn_of_trained_prompts(counts: dict[str, int | None]) -> None:
-    """Warn at the start of a run that evaluations are not on new prompts."""
+    """Warn at the start of a run if evaluation prompts are also trained on."""
     if counts["eval_in_train"]:
         logger.warning(
             "%d of the %d prompts of eval_dataset are in train_dataset too, so evaluations will not say how well the "

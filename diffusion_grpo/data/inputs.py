@@ -1,8 +1,8 @@
-"""From dataset rows to the calls of a pipeline: which samples share one, and its keyword arguments.
+"""From dataset rows to pipeline calls: which samples share a call, and its keyword arguments.
 
 Equal rows give equal arguments in rollout, replay and evaluation. The signature of the pipeline says which columns it
-takes; a trial call shows whether it takes several samples at once (`policy/batching.py`). Samples of different shapes
-never share a call.
+takes, and a trial call shows whether it takes several samples at once (`policy/batching.py`). Samples of different
+shapes never share a call.
 """
 
 import inspect
@@ -29,8 +29,8 @@ from .embeddings import check_embeddings, find_replaced_texts, is_embedding
 
 FROM_CONFIG = ("guidance_scale", "height", "width", "num_frames")
 logger = logging.getLogger(__name__)
-RATES = ("frame_rate", "fps")  # what diffusers' pipelines call the frames per second that they make
-FPS = 16.0  # of the others
+RATES = ("frame_rate", "fps")  # names in diffusers for the frames per second of the videos
+FPS = 16.0  # of pipelines without such a parameter
 
 
 class PipelineInputs:
@@ -38,16 +38,16 @@ class PipelineInputs:
 
     Args:
         pipe: the pipeline, or its class.
-        args: of the run; `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into every call,
-            `sigmas` into those of training.
-        asked: columns that rewards name.
+        args: settings of the run; `guidance_scale`, `height`, `width`, `num_frames` and `pipeline_kwargs` go into
+            every call, `sigmas` into those of training.
+        asked: names of the columns that rewards read.
 
     Attributes:
         fps: frames per second of videos.
 
     Raises:
-        ValueError: the pipeline's `__call__` does not take a setting; the message lists what it takes. Or it makes
-            videos of other frames per second than the settings say.
+        ValueError: the pipeline's `__call__` does not take a setting (the message lists what it takes), or `fps`
+            contradicts the frame rate with which the pipeline makes videos.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class PipelineInputs:
             )
         self.fps = self._find_fps()
         self._columns: dict[int, tuple[Dataset, Columns]] = {}
-        self.forms: dict[frozenset[str], Form] = {}  # by the columns that a row has
+        self.forms: dict[frozenset[str], Form] = {}  # by the names of the columns that a row has
         self.draws_globally = False  # whether the trial calls drew from torch's global generator
-        self.describe_prompt: Callable[[dict[str, Any]], Any] | None = None  # what prompts of a call have in common
+        self.describe_prompt: Callable[[dict[str, Any]], Any] | None = None  # what prompts of a call share
 
     def _find_fps(self) -> float:
-        """Return the frames per second, which some pipelines take as well: for sound, or as a condition."""
+        """Return the frames per second; some pipelines also take them as an argument, for sound or as a condition."""
         given = self.args.fps
         for name in RATES:
             if name in self.parameters:
@@ -111,15 +111,15 @@ class PipelineInputs:
         """Return the keyword arguments for these rows in one form; see [`~diffusion_grpo.policy.batching.Form`]."""
         replaced = find_replaced_texts(rows[0], self.accepted)
         fixed = {name: value for name, value in self.fixed.items() if name not in replaced}
-        if form != SINGLE:  # one negative prompt per sample: not every pipeline repeats a single one
+        if form != SINGLE:  # not every pipeline repeats a single negative prompt
             texts = {name: value for name, value in fixed.items() if isinstance(value, str) and "prompt" in name}
             fixed = fixed | {name: [value] * len(rows) for name, value in texts.items()}
-        # a text that is not None unless given would stand beside the embeddings
+        # a text that is not None by default would be passed together with the embeddings
         unset = {name: None for name in replaced & self.accepted if self.parameters[name].default is not None}
         return {**fixed, **self._spacing, **unset, **build_arguments(rows, self.accepted, is_bare=form == SINGLE)}
 
     def check_overrides(self, overrides: dict[str, Any]) -> None:
-        """Refuse arguments of one call of the pipeline that the trainer sets, or that the pipeline does not take.
+        """Refuse arguments of a single call that the trainer sets, or that the pipeline does not take.
 
         Raises:
             ValueError: there is such an argument.
@@ -135,7 +135,7 @@ class PipelineInputs:
         return frozenset(name for name in self.accepted & row.keys() if row[name] is not None)
 
     def columns(self, dataset: Dataset) -> Columns:
-        """Return what reads the rows of a dataset."""
+        """Return the reader of a dataset's rows."""
         if id(dataset) not in self._columns:
             self._columns[id(dataset)] = dataset, Columns(dataset, self.parameters)
         return self._columns[id(dataset)][1]
@@ -148,12 +148,12 @@ class PipelineInputs:
         """Refuse a dataset whose files cannot be read; warn of images, videos and sound that nothing takes.
 
         Args:
-            dataset: the user's.
+            dataset: the user's dataset.
             name: the argument that it was passed as, for the message.
 
         Raises:
-            ValueError: there are neither prompts nor embeddings, a column is missing without which the pipeline cannot
-                be called, or see `check_columns`.
+            ValueError: there are neither prompts nor embeddings, or a column is missing that the pipeline needs; or as
+                in `check_columns`.
         """
         if "prompt" not in dataset.column_names and not any(map(is_embedding, self.accepted)):
             raise ValueError(
@@ -179,20 +179,20 @@ class PipelineInputs:
             )
 
     def find_missing(self, given: Collection[str]) -> list[str]:
-        """Return the arguments without a default that neither the settings nor columns of the `given` names hold."""
+        """Return the arguments without a default that neither the settings nor the `given` columns set."""
         return find_missing(self.parameters, {*given, *self.fixed})
 
     def check_columns(self, dataset: Dataset, name: str) -> None:
         """Refuse columns that the pipeline could take and never gets, and files that cannot be read.
 
-        A column named like an argument that the trainer sets itself is fine if a reward names it too.
+        A column with the name of an argument that the trainer sets itself is accepted if a reward reads it.
 
         Args:
-            dataset: the user's.
+            dataset: the user's dataset.
             name: the argument that it was passed as, for the message.
 
         Raises:
-            ValueError: there is such a column, or see [`~diffusion_grpo.data.columns.Columns.check`].
+            ValueError: there is such a column, or as in [`~diffusion_grpo.data.columns.Columns.check`].
         """
         for column in list_given(dataset):
             if column.startswith("callback") and column in self.accepted:
@@ -221,18 +221,18 @@ class PipelineInputs:
         """Find out, once per set of columns, whether samples can share a call; `parts` and `__call__` depend on it.
 
         Args:
-            policy: of the pipeline.
-            rows: of the dataset, decoded.
-            noise_level: of the policy's process; None for tokens.
-            args: sizes and steps of the run, where it is only sampled with, and the constructor was given other
-                settings.
-            accelerator: of processes that must call the network together. All of them then try the same rows: for
-                each set of columns that is new to some process, the row of the first such process. A collective.
+            policy: policy of the pipeline.
+            rows: decoded rows of the dataset.
+            noise_level: noise level of the policy's process; None for tokens.
+            args: settings with the sizes and steps to use if the pipeline is only sampled from; by default those of
+                the constructor.
+            accelerator: given if all processes must call the network together. They then try the same rows: for each
+                set of columns that is new to some process, the row of the first such process. A collective.
 
         Raises:
-            Exception: what the pipeline raised, if it takes the rows in no form.
+            Exception: the error of the pipeline, if it takes the rows in no form.
         """
-        if policy.draws_tokens:  # these take a list of prompts
+        if policy.draws_tokens:  # such pipelines take a list of prompts
             return
         is_trained, args = args is None, args or self.args
         asked: dict[frozenset[str], dict[str, Any]] = {}
@@ -251,14 +251,14 @@ class PipelineInputs:
         args: DiffusionGRPOConfig,
         is_trained: bool,
     ) -> Form:
-        """Find out by calling the pipeline with one row; warn if it takes samples one by one."""
+        """Find the form by calling the pipeline with one row; warn if it takes samples only one by one."""
         count = args.rollout_call_size
         if count == 1:  # evaluations and updates may have larger calls
             count = min(2, max(args.per_device_train_batch_size, args.eval_batch_size))
         start, stop = args.window
-        last = args.num_inference_steps - 1  # which has no noise, and may be trained on re-noised samples
+        last = args.num_inference_steps - 1  # has no noise; only re-noised samples train it
         start = min(start, last - 1)
-        drew, policy.draws_globally = policy.draws_globally, False  # what a reward or a decoder drew is no matter
+        drew, policy.draws_globally = policy.draws_globally, False  # draws of rewards and decoders do not count
         try:
             form = find_form(
                 policy,
@@ -286,12 +286,12 @@ class PipelineInputs:
         return form
 
     def _check_times(self, policy: Policy) -> None:
-        """Refuse `sigmas` if the last call told the network other times than those of the steps.
+        """Refuse `sigmas` if the timesteps that the last call gave the network do not match them.
 
-        GLM-Image and CogView4 set timesteps of their own beside the sigmas.
+        GLM-Image and CogView4 set timesteps of their own in addition to the sigmas.
 
         Raises:
-            UnsupportedPipeline: it did.
+            UnsupportedPipeline: the timesteps do not match.
         """
         scheduler = policy.scheduler
         times = scheduler.timesteps.cpu().float() / scheduler.config.num_train_timesteps
@@ -302,10 +302,10 @@ class PipelineInputs:
             )
 
     def _check_window(self, policy: Policy, args: DiffusionGRPOConfig) -> None:
-        """Refuse a window that reaches beyond the steps of the last call: a later rollout would draw one of those.
+        """Refuse a window that reaches beyond the steps of the last call; a later rollout would draw such a step.
 
         Raises:
-            UnsupportedPipeline: such a window.
+            UnsupportedPipeline: the window reaches too far.
         """
         steps, length = args.trainable_steps, policy.loop_length
         if length is not None and steps.stop > (length if args.traits.is_renoised else length - 1):
@@ -318,10 +318,9 @@ class PipelineInputs:
     def _check_networks(
         self, policy: Policy, row: dict[str, Any], form: Form, args: DiffusionGRPOConfig, is_trained: bool
     ) -> None:
-        """Refuse networks that no step passes, and a window with a step of an expert that is not trained.
+        """Refuse networks that no step calls, and a window with a step of an expert that is not trained.
 
-        A later rollout would draw such a step. Warn of an expert that is to be trained, but that no trained step
-        passes.
+        A later rollout would draw such a step. Warn of an expert that is to be trained but that no trained step calls.
 
         Raises:
             UntrainedStepError: there is such a network or step.
@@ -332,7 +331,7 @@ class PipelineInputs:
             return
         passing = policy.find_passing_steps(self.arguments([row], form.name), args.num_inference_steps)
         for name in others:
-            if not passing[name] - {0}:  # what encodes prompts runs before step 0
+            if not passing[name] - {0}:  # encoding prompts before the loop counts as step 0
                 alone = " and ".join(policy.experts) or "another network"
                 raise UntrainedStepError(
                     f"{name} (train_component) runs in no step of {self.pipeline.__name__}'s loop, so it cannot be "
@@ -354,20 +353,20 @@ class PipelineInputs:
                 )
 
     def check_shared_calls(self, policy: Policy, row: dict[str, Any], loss_type: str) -> None:
-        """Refuse a pipeline that takes one sample per call, as far as that shows before its network runs.
+        """Refuse a pipeline that takes one sample per call, if this shows before its network runs.
 
         Args:
-            policy: of the pipeline.
-            row: of the dataset, decoded.
-            loss_type: a loss within the samples of a prompt.
+            policy: policy of the pipeline.
+            row: decoded row of the dataset.
+            loss_type: name of a loss that compares the samples of a prompt.
 
         Raises:
-            UnsupportedPipeline: it takes the row alone and not twice.
+            UnsupportedPipeline: the pipeline takes the row once but not twice.
         """
         if (reason := self._find_refusal(policy, row, BATCHED, 2)) is None:
             return
         if all(self._find_refusal(policy, row, form, 1) is not None for form in (SINGLE, LISTED)):
-            return  # the first rollout says what is wrong
+            return  # the first rollout reports what is wrong
         self.forms[self._find_given(row)] = Form(SINGLE, " ".join(str(reason).split()).rstrip("."))
         self.refuse_single([row], loss_type)
 
@@ -383,10 +382,10 @@ class PipelineInputs:
         return None
 
     def refuse_single(self, rows: list[dict[str, Any]], loss_type: str) -> None:
-        """Refuse rows that do not share a call with others, for a loss within the samples of a prompt.
+        """Refuse rows that cannot share a call with others, for a loss that compares the samples of a prompt.
 
         Raises:
-            UnsupportedPipeline: there is such a row; `learn` has found out.
+            UnsupportedPipeline: `learn` has found that there is such a row.
         """
         forms = (self.forms.get(self._find_given(row), Form(BATCHED)) for row in rows)
         single = next((form for form in forms if form.name != BATCHED), None)
@@ -397,7 +396,7 @@ class PipelineInputs:
             )
 
     def parts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
-        """Return the indices of rows that share a call: those equal in all numbers and shapes, or each row alone."""
+        """Return the indices of the rows of each call: rows with equal numbers and shapes, or single rows."""
         parts = []
         for part in group_by_shape(rows, self.accepted, self.describe_prompt):
             is_batched = self.forms.get(self._find_given(rows[part[0]]), Form(BATCHED)).name == BATCHED
@@ -405,10 +404,10 @@ class PipelineInputs:
         return parts
 
     def calls(self, rows: list[dict[str, Any]]) -> list[list[int]]:
-        """Return the indices of the samples of each pipeline call of a rollout, cut as in the updates.
+        """Return the indices of the samples of each pipeline call of a rollout, at most `rollout_call_size` per call.
 
         Args:
-            rows: one per sample.
+            rows: one row per sample.
         """
         size = self.args.rollout_call_size
         starts = range(0, len(rows), size)
@@ -418,7 +417,7 @@ class PipelineInputs:
 def find_missing(parameters: Mapping[str, inspect.Parameter], given: Collection[str]) -> list[str]:
     """Return the parameters of a pipeline's call that have no default and are not `given`.
 
-    The prompt is none of them: embeddings may stand for it.
+    The prompt never counts as missing, since embeddings may replace it.
     """
     needed = [name for name, it in parameters.items() if it.default is it.empty and it.kind not in VARIADIC]
     return [name for name in needed if name not in {"self", "prompt", *given}]
@@ -434,9 +433,9 @@ def _describe_steps(steps: Collection[int]) -> str:
 def _gather_asked(
     own: dict[frozenset[str], dict[str, Any]], accelerator: Accelerator
 ) -> dict[frozenset[str], dict[str, Any]]:
-    """Return a row for each set of columns that some process asks about, in the same order on all; a collective.
+    """Return a row for each set of columns that some process asks about, in the same order everywhere; a collective.
 
-    The row is that of the first such process, as decoded there.
+    The row is the decoded row of the first such process.
     """
     found: dict[frozenset[str], dict[str, Any]] = {}
     for process, asked in enumerate(gather_json(accelerator, [sorted(given) for given in own])):
@@ -454,7 +453,7 @@ def prepare_inputs(
     rewards: list[Reward],
 ) -> PipelineInputs:
     """Make the inputs of a pipeline class, and check settings and datasets against it; see `PipelineInputs`."""
-    asked = set().union(*map(list_columns, rewards)) - {*PROVIDED}  # of these names, rewards get no columns
+    asked = set().union(*map(list_columns, rewards)) - {*PROVIDED}  # rewards get no columns of these names
     inputs = PipelineInputs(pipe, args, asked)
     if getattr(args, "validation_prompts", None) and (missing := inputs.find_missing(())):
         raise ValueError(
@@ -467,10 +466,10 @@ def prepare_inputs(
 
 
 def check_count(samples: Any, count: int, pipe: DiffusionPipeline) -> None:
-    """Refuse the output of a call that holds another number of samples than were asked for.
+    """Refuse the output of a call that does not hold as many samples as were asked for.
 
     Raises:
-        UnsupportedPipeline: the number is another one.
+        UnsupportedPipeline: the number of samples is wrong.
     """
     if len(samples) != count:
         raise UnsupportedPipeline(

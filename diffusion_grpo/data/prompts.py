@@ -19,7 +19,7 @@ TO_DATASET = {  # what to do about other types
     "DatasetDict": "choose one of its splits",
     "list": "make one with Dataset.from_list",
 }
-UNNAMED = "eval_dataset"  # the name of an evaluation dataset that is not given in a dict
+UNNAMED = "eval_dataset"  # name of an evaluation dataset that is not in a dict
 
 
 def read_csv(path: Path) -> datasets.Dataset:
@@ -47,7 +47,7 @@ READERS = {
     ".parquet": lambda path: datasets.Dataset.from_parquet(str(path)),
     ".csv": read_csv,
 }
-SPLITS = ("train", "validation", "val", "test")  # names of files that hold one
+SPLITS = ("train", "validation", "val", "test")  # names of files that hold a split
 
 
 def read_lines(path: Path) -> list[str]:
@@ -98,7 +98,7 @@ def load_prompts(source: str, split: str = "train") -> datasets.Dataset:
     except datasets.exceptions.DatasetGenerationError as error:
         for file in sorted(path.rglob("*")) if path.is_dir() else []:
             if file.suffix in READERS:
-                _read_file(file)  # raises an error with the name of the broken one
+                _read_file(file)  # raises an error with the name of the broken file
         raise ValueError(f"{source} cannot be read: {_find_reason(error)}") from error
     if path.is_dir() and "prompt" not in loaded.column_names and "text" in loaded.column_names:
         loaded = loaded.rename_column("text", "prompt")
@@ -122,7 +122,7 @@ def find_splits(folder: Path) -> dict[str, Path]:
     """Find the files of a folder in Flow-GRPO's layout: `train.txt` or `train_metadata.jsonl`, and likewise `test`.
 
     Raises:
-        ValueError: two files of one split.
+        ValueError: there are two files of one split.
     """
     found: dict[str, Path] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -136,16 +136,16 @@ def find_splits(folder: Path) -> dict[str, Path]:
 
 
 def get_prompts(rows: list[dict[str, Any]]) -> list[str] | None:
-    """Return the prompts of rows; None where there are only embeddings."""
+    """Return the prompts of rows; None if there are only embeddings."""
     return [row["prompt"] for row in rows] if rows and "prompt" in rows[0] else None
 
 
 def read_prompts(dataset: datasets.Dataset) -> Iterator[Any]:
     """Yield each row's value in the column `prompt`, whatever the dataset's format.
 
-    Rows are read many at a time; one by one, 300,000 prompts take up to two minutes.
+    Rows are read in batches: one by one, 300,000 prompts would take up to two minutes.
     """
-    if has_transform(dataset):  # it may need all columns, and decode images
+    if has_transform(dataset):  # a transform may need all columns and decode images
         batches = dataset.iter(32)
     else:
         batches = _gather_texts(drop_format(dataset).select_columns(["prompt"])).iter(1000)
@@ -154,9 +154,9 @@ def read_prompts(dataset: datasets.Dataset) -> Iterator[Any]:
 
 
 def _gather_texts(dataset: datasets.Dataset) -> datasets.Dataset:
-    """Return a shuffled or selected column of texts stored in its order; anything else as it is.
+    """Store a shuffled or selected column of texts in the order of its rows; return anything else as it is.
 
-    `datasets` would gather its rows one by one, which takes ten times as long.
+    `datasets` would gather the rows one by one, which takes ten times as long.
     """
     (column,) = dataset.data.columns
     if dataset._indices is None or not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
@@ -187,11 +187,11 @@ def choose_evaluated(given: Any, own: Any) -> dict[str, datasets.Dataset]:
     """Return the datasets of one evaluation by name, checked.
 
     Args:
-        given: for this evaluation: a dataset, several by name, the name of one of `own`, or None for `own`.
+        given: what this evaluation was given: a dataset, several by name, the name of one of `own`, or None for `own`.
         own: the trainer's dataset, or several by name.
 
     Raises:
-        ValueError: there is no such dataset, or see `check_dataset`.
+        ValueError: there is no such dataset, or as in `check_dataset`.
     """
     if isinstance(given, str):
         names = list(own) if isinstance(own, dict) else []
@@ -216,8 +216,8 @@ def check_dataset(dataset: datasets.Dataset, name: str = "train_dataset") -> Non
         name: the argument that it was passed as, for the message.
 
     Raises:
-        ValueError: it is not a `datasets.Dataset`, has neither a column `prompt` nor `prompt_embeds`, has no rows, has
-            a prompt that is not a string, or its format or transform hides columns.
+        ValueError: the dataset is not a `datasets.Dataset`, has neither a column `prompt` nor `prompt_embeds`, has no
+            rows, has a prompt that is not a string, or has a format or transform that hides columns.
     """
     if not isinstance(dataset, datasets.Dataset):
         found = type(dataset).__name__

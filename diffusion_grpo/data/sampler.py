@@ -19,10 +19,10 @@ class GroupSampler(torch.utils.data.Sampler[int]):
     Args:
         num_rows: rows of the dataset.
         num_generations: consecutive samples of each prompt.
-        prompts_per_rollout: prompts in a chunk; distinct ones unless the dataset has fewer.
-        repeat_count: how often each chunk comes before the next one.
-        shuffle: whether each epoch has a new permutation; the dataset's own order otherwise.
-        seed: not negative.
+        prompts_per_rollout: prompts in a chunk, all different unless the dataset has fewer.
+        repeat_count: how often each chunk is repeated before the next one.
+        shuffle: whether each epoch has a new permutation; otherwise rows keep the order of the dataset.
+        seed: seed of the permutations, not negative.
         processes: number of equal, consecutive shares in each chunk.
         copies: number of processes that get the same share.
 
@@ -72,7 +72,7 @@ class GroupSampler(torch.utils.data.Sampler[int]):
         if self.shuffle:
             rows = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows)
         chunks = -(-self.num_rows // self.prompts_per_rollout)
-        chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # repeats the rows where they do not suffice
+        chunks = np.resize(rows, (chunks, self.prompts_per_rollout))  # repeats rows if there are too few
         for chunk in chunks:  # one rollout at a time: an epoch of many prompts does not fit into memory
             samples = chunk.repeat(self.num_generations).reshape(self.processes, -1)
             indices = samples.repeat(self.copies, axis=0).flatten().tolist()
@@ -81,12 +81,12 @@ class GroupSampler(torch.utils.data.Sampler[int]):
 
 
 def check_accelerator_config(config: AcceleratorConfig) -> None:
-    """Refuse settings of accelerate's data loader that would take the groups apart.
+    """Refuse settings of accelerate's data loader that would break up the groups.
 
-    The sampler has a share of each rollout for each process, and a data loader yields row numbers, not tensors.
+    The sampler itself gives each process its share of a rollout, and the data loader yields row numbers, not tensors.
 
     Args:
-        config: `accelerator_config` of the run.
+        config: the setting `accelerator_config` of the run.
 
     Raises:
         ValueError: `split_batches`, `dispatch_batches` or accelerate's own number of accumulation steps is set.

@@ -1,7 +1,7 @@
-"""What a run asks of its processes, be they one or many. The base class answers for one process and for DDP.
+"""The interface between a run and its processes. The base class serves a single process and DDP.
 
-[`~diffusion_grpo.distributed.deepspeed.DeepSpeedBackend`] and [`~diffusion_grpo.distributed.fsdp.FSDP2Backend`] answer
-for sharded training. Nothing outside this package asks for a ZeRO stage or for FSDP.
+[`~diffusion_grpo.distributed.deepspeed.DeepSpeedBackend`] and [`~diffusion_grpo.distributed.fsdp.FSDP2Backend`] serve
+sharded training. Nothing outside this package checks for a ZeRO stage or for FSDP.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ VALUES_BESIDE = (
 class DistributedBackend:
     """One process, or several under DDP.
 
-    It is made before the model and bound to what `Trainer` makes as soon as that exists: the accelerator, and the
-    engine that wraps the model for training.
+    It is made before the model. The accelerator, and the engine that wraps the model for training, are bound to it as
+    soon as `Trainer` has made them.
 
     Args:
         half: dtype of mixed precision, or None.
-        groups: of processes that share the sequence of each sample.
+        groups: groups of processes that share the sequence of each sample.
     """
 
     name = "DDP"
@@ -46,31 +46,31 @@ class DistributedBackend:
         self.half, self.groups = half, groups
         self._accelerator: Accelerator | None = None
         self._engine: nn.Module | None = None
-        self._unwrapped: tuple[nn.Module | None, nn.Module | None] = (None, None)  # a model, and what it wraps
+        self._unwrapped: tuple[nn.Module | None, nn.Module | None] = (None, None)  # a model, with and without wrapper
 
     # Set-up
 
     def bind(self, accelerator: Accelerator, networks: list[nn.Module]) -> None:
-        """Take the accelerator that `Trainer` has made; settle what it needs to know about the trained networks."""
+        """Take the accelerator that `Trainer` has made, and configure it for the trained networks."""
         self._accelerator = accelerator
 
     def set_engine(self, engine: nn.Module) -> None:
-        """Take what wraps the model for training, or the model itself before that."""
+        """Take the engine that wraps the model for training, or the model itself before there is one."""
         self._engine = engine
 
     @property
     def accelerator(self) -> Accelerator:
-        """accelerate's, once bound."""
+        """The accelerator, once bound."""
         return self._accelerator
 
     @property
     def trainer_attributes(self) -> dict[str, Any]:
-        """Attributes of `Trainer` that it has set before `bind`, and that have other values now."""
+        """Attributes that `Trainer` set before `bind` and that now need other values."""
         return {}
 
     @property
     def loads_before_engine(self) -> bool:
-        """Whether weights are read from a checkpoint before an engine wraps the model, not after."""
+        """Whether a checkpoint's weights are read before an engine wraps the model instead of afterwards."""
         return False
 
     @property
@@ -86,17 +86,17 @@ class DistributedBackend:
                 [`~diffusion_grpo.policy.quantized.find_quantization`].
 
         Raises:
-            ValueError: one sentence with what to change.
+            ValueError: in one sentence, what to change.
         """
 
     def check_optimizer(self, name: str) -> None:
-        """Refuse an optimizer that cannot step weights as these processes hold them.
+        """Refuse an optimizer that cannot update weights as these processes hold them.
 
         Args:
             name: the setting `optim`.
 
         Raises:
-            ValueError: one sentence with what to change.
+            ValueError: in one sentence, what to change.
         """
 
     def check_run(
@@ -109,21 +109,21 @@ class DistributedBackend:
             processes: number of processes.
             own_steps: whether samples of one rollout train different steps.
             draws_tokens: whether the policy writes tokens.
-            has_values: whether a value model is trained beside the policy.
+            has_values: whether a value model is trained together with the policy.
 
         Raises:
-            ValueError: such a run.
+            ValueError: the processes cannot train this run.
         """
 
     def check_group_offload(self) -> None:
-        """Refuse a network whose frozen weights come and go.
+        """Refuse group offloading, which moves frozen weights in and out of the accelerator.
 
         Raises:
-            ValueError: these processes move the weights themselves.
+            ValueError: the processes move the weights themselves.
         """
 
     def leave_frozen_weights(self, model: nn.Module) -> None:
-        """Let an engine pass over frozen weights and buffers, which need not be where the trained weights are."""
+        """Let an engine skip frozen weights and buffers, which may be on another device than the trained weights."""
         named = [*model.named_parameters(), *model.named_buffers()]
         frozen = [name for name, tensor in named if not tensor.requires_grad]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
@@ -131,10 +131,10 @@ class DistributedBackend:
     # Loading
 
     def read_networks(self, names: Collection[str]) -> contextlib.AbstractContextManager:
-        """Return a context to enter around the loading of a pipeline, where the networks of these names are trained.
+        """Return a context for loading a pipeline of which the networks of these names are trained.
 
-        Where weights are sharded they stay in their files until then, and a machine holds them once; here each process
-        holds them.
+        Backends that shard weights leave them in their files until then, so that a machine holds them once. Here each
+        process holds them.
         """
         return contextlib.nullcontext()
 
@@ -147,34 +147,34 @@ class DistributedBackend:
         return copy.deepcopy(model)
 
     def fill_config(self, model: nn.Module) -> None:
-        """Fill in what a configuration leaves open until the model is known.
+        """Fill in those parts of a configuration that depend on the model.
 
-        DDP is told to leave quantised weights alone, which it could not send: each process has made the same ones.
+        DDP must ignore quantised weights, which it cannot send. All processes have made the same ones anyway.
         """
         skipped = list_quantized_weights(model)
         if skipped:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, skipped)
 
     def network_access(self, model: nn.Module) -> NetworkAccess:
-        """Say how the policy may call the networks of a model."""
+        """Return how the policy may call the networks of a model."""
         return NetworkAccess(forward_context=self._autocast, casts_outputs=self.half is not None)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.half is None else self.accelerator.autocast()
 
     def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
-        """Give access to the trained parameters; `take_turns`: they belong to experts that share the steps."""
+        """Return the trained parameters; with `take_turns`, they belong to experts that share the steps."""
         return TrainedWeights([p for p in model.parameters() if p.requires_grad], take_turns)
 
     def wrap_prepare(self, model: nn.Module) -> contextlib.AbstractContextManager:
-        """Return a context to enter around accelerate's `prepare` of the model."""
+        """Return a context for accelerate's `prepare` of the model."""
         return contextlib.nullcontext()
 
     # A reference: a frozen copy of the model
 
     @property
     def moves_references(self) -> bool:
-        """Whether a reference that waits in CPU memory is moved to the accelerator and back as a whole."""
+        """Whether a reference in CPU memory is moved to the accelerator and back as a whole."""
         return True
 
     def reference_waits_on_cpu(self, is_offloaded: bool) -> bool:
@@ -182,11 +182,11 @@ class DistributedBackend:
         return is_offloaded
 
     def shard_reference(self, reference: nn.Module, is_offloaded: bool) -> nn.Module:
-        """Spread a reference over the processes as the model is; return what its passes go through."""
+        """Shard a reference over the processes like the model; return the module to call for its passes."""
         return reference
 
     def reference_weights(self, reference: nn.Module, model: nn.Module) -> TrainedWeights:
-        """Give access to those parameters of a reference that the model trains."""
+        """Return those parameters of a reference that the model trains."""
         pairs = zip(reference.parameters(), model.parameters(), strict=True)
         return TrainedWeights([ref for ref, parameter in pairs if parameter.requires_grad])
 
@@ -194,7 +194,7 @@ class DistributedBackend:
 
     @property
     def passes_together(self) -> bool:
-        """Whether all processes must call the network equally often outside updates too."""
+        """Whether all processes must call the network equally often, also outside updates."""
         return False
 
     @contextlib.contextmanager
@@ -202,13 +202,13 @@ class DistributedBackend:
         """Make the networks callable outside an update, gathering sharded weights first.
 
         Yields:
-            a function that calls another one as passes must be called, `run(method, *args)`.
+            a function `run(method, *args)`, through which methods that make passes must be called.
         """
         yield lambda method, *args: method(*args)
 
     @property
     def meets_in_passes(self) -> bool:
-        """Whether processes meet in collectives inside passes outside updates, so that one that fails is missed."""
+        """Whether passes outside updates contain collectives, in which processes would wait for one that failed."""
         return self.groups.size > 1
 
     def equalize_outside_updates(self, passes: list[Any]) -> list[tuple[Any, bool]]:
@@ -219,16 +219,16 @@ class DistributedBackend:
 
     @property
     def reduces_every_pass(self) -> bool:
-        """Whether every backward pass of an update is a collective, so that processes need equally many."""
+        """Whether every backward pass of an update is a collective, so that all processes need the same number."""
         return False
 
     def equalize(self, passes: list[Any]) -> list[tuple[Any, bool]]:
-        """Repeat the last pass until every process has as many as the one with the most.
+        """Repeat the last pass until every process has as many passes as the process with the most.
 
-        A collective where processes must pass the network together.
+        This is a collective if processes must call the network together.
 
         Returns:
-            the passes, each with whether it counts; a repeated one does not.
+            the passes, each with a flag that says whether it counts; repeated ones do not.
         """
         return self._equalize(passes, self.reduces_every_pass)
 
@@ -243,19 +243,19 @@ class DistributedBackend:
         """Change an optimizer before an engine takes it.
 
         Args:
-            optimizer: of the trained weights.
-            model: what is trained, before an engine wraps it.
+            optimizer: optimizer of the trained weights.
+            model: the trained model, before an engine wraps it.
         """
 
     def begin_update(self, optimizer: Any) -> None:
-        """Clear what the last update left in the gradients."""
+        """Clear gradients that the last update left behind."""
 
     def begin_micro_batch(self, model: nn.Module) -> None:
         """Get the engine ready for the passes of one micro-batch."""
 
     @contextlib.contextmanager
     def accumulate(self, model: nn.Module, is_last: bool) -> Iterator[None]:
-        """Only add up gradients inside, unless `is_last`: DDP does not reduce them, DeepSpeed does not step."""
+        """Only accumulate gradients inside, unless `is_last`: DDP does not reduce them, DeepSpeed does not step."""
         if is_last:
             yield
             return
@@ -270,7 +270,7 @@ class DistributedBackend:
 
     def forward(self, model: nn.Module, method: Callable, *args: Any) -> Any:
         """Call `method` inside the forward of the engine that wraps the model, so that its hooks run."""
-        if self._unwrapped[0] is not model:  # accelerate reads package metadata each time it is asked
+        if self._unwrapped[0] is not model:  # cached: accelerate reads package metadata in each call
             self._unwrapped = (model, self.accelerator.unwrap_model(model))
         return redirect(model, self._unwrapped[1], method, *args)
 
@@ -279,7 +279,7 @@ class DistributedBackend:
         self.accelerator.backward(loss)
 
     def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
-        """Put the gradients in order after the last pass of a micro-batch."""
+        """Finish the gradients after the last pass of a micro-batch."""
         if weights.leave_some_without_gradient:
             drop_idle_gradients(self.accelerator.unwrap_model(model))
 
@@ -292,11 +292,11 @@ class DistributedBackend:
 
     @property
     def mode(self) -> dict[str, int]:
-        """How weights and optimizer state are kept, as checkpoints note it."""
+        """How weights and optimizer state are kept, as recorded in checkpoints."""
         return {"processes": self.accelerator.num_processes, "zero_stage": 0, "fsdp": 0}
 
     def save_optimizer(self, folder: Path, model: nn.Module, optimizer: Any, is_writer: bool) -> bool:
-        """Write the optimizer's state where it is sharded; every process calls it.
+        """Write the optimizer's state if it is sharded; every process calls this.
 
         Returns:
             whether it has been written; False leaves it to `Trainer`.
@@ -308,17 +308,17 @@ class DistributedBackend:
         return False
 
     def load_optimizer(self, folder: Path, model: nn.Module, optimizer: Any) -> bool:
-        """Read the optimizer's state where it is or was sharded.
+        """Read the optimizer's state if it is sharded now or was when it was written.
 
         Returns:
-            whether it has been read and only the schedule's is left; False leaves both to `Trainer`.
+            whether it has been read, so that only the schedule is left to read; False leaves both to `Trainer`.
         """
         return restore_optimizer(folder, model, optimizer)
 
     # Collectives
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all processes, (processes x rows, ...); of a context-parallel group only the first's."""
+        """Return the (processes x rows, ...) rows of all processes, or of the first in each context-parallel group."""
         return self.groups.first_of_each(self.accelerator.gather(tensor))
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
@@ -331,9 +331,9 @@ class DistributedBackend:
 
 
 def drop_idle_gradients(experts: nn.ModuleDict) -> None:
-    """Drop the gradient of an expert that no process trains at this step, so that the optimizer passes it over.
+    """Drop the gradient of an expert that no process trains at this step, so that the optimizer skips it.
 
-    Gradients that were summed over processes are the same on each, so that all find the same experts idle.
+    Gradients that were summed over the processes are equal on all of them, so all find the same experts idle.
     """
     for expert in experts.values():
         trained = [parameter for parameter in expert.parameters() if parameter.grad is not None]

@@ -1,6 +1,6 @@
-"""How a checkpoint was written: by how many processes, and which of them kept what.
+"""How a checkpoint was written: by how many processes, and how these divided the state.
 
-A small file in a checkpoint's folder says so. A mode is a dict: `processes`, `zero_stage` (0 without DeepSpeed),
+A small file in a checkpoint's folder records it. A mode is a dict: `processes`, `zero_stage` (0 without DeepSpeed),
 `fsdp` (0 or 1), and `networks_apart`: 1 if DeepSpeed's optimizer has parameter groups for each of several networks.
 """
 
@@ -15,7 +15,7 @@ MODE_FILE = "processes.json"
 
 
 def write_mode(folder: Path, mode: dict[str, int]) -> None:
-    """Note in a checkpoint how many processes wrote it, and with what."""
+    """Record in a checkpoint how many processes wrote it, and how."""
     (folder / MODE_FILE).write_text(json.dumps(mode), encoding="utf-8")
 
 
@@ -34,7 +34,7 @@ def describe_mode(mode: dict[str, int]) -> str:
 
 
 def is_readable(folder: Path, mode: dict[str, int]) -> bool:
-    """Whether optimizer state that is there can be read: DeepSpeed's only in the mode and by as many as wrote it."""
+    """Return whether optimizer state can be read: DeepSpeed's only in the mode in which it was written."""
     is_engines = any(folder.glob("global_step*"))
     if mode["zero_stage"]:
         return is_engines and read_mode(folder) == describe_mode(mode)
@@ -45,7 +45,7 @@ def find_missing_state(folder: Path, needed: tuple[str, ...]) -> str | None:
     """Return what a checkpoint lacks of the optimizer's and the schedule's state, in words for a message.
 
     Args:
-        folder: the checkpoint's.
+        folder: folder of the checkpoint.
         needed: names of further files that must be there.
     """
     is_there = (folder / OPTIMIZER_NAME).is_file() or has_shards(folder) or any(folder.glob("global_step*"))

@@ -1,4 +1,4 @@
-"""Choose what answers for the processes of a run: the only place that asks which engine shards its weights."""
+"""Choose the backend of a run: the only place that checks which engine shards the weights."""
 
 from typing import Any
 
@@ -26,14 +26,14 @@ def make_backend(
 
     Args:
         half: dtype of mixed precision, or None.
-        groups: of processes that share the sequence of each sample.
-        processes: how many there are.
+        groups: groups of processes that share the sequence of each sample.
+        processes: number of processes.
         deepspeed_plugin: accelerate's settings of DeepSpeed; None without it.
-        fsdp, fsdp_plugin_args: transformers' setting and accelerate's settings of FSDP.
+        fsdp, fsdp_plugin_args: transformers' setting `fsdp`, and accelerate's settings of FSDP.
         ds3_gather_for_generation, fsdp_gather_for_generation: the settings of these names.
 
     Raises:
-        ValueError: a configuration of DeepSpeed or FSDP that cannot train here.
+        ValueError: the configuration of DeepSpeed or FSDP is not supported.
     """
     if deepspeed_plugin is not None:
         hide_deepspeed()

@@ -1,6 +1,6 @@
-"""Collectives of bytes, JSON and means: every process gets what each process has.
+"""Collectives for bytes, JSON and means: every process gets what each process has.
 
-accelerate's functions for objects pickle them; these send numbers alone.
+accelerate's functions for objects use pickle; these send only numbers.
 """
 
 import json
@@ -46,10 +46,10 @@ def gather_means(
     """Return means over the values of all processes, each of which may have measured something else; a collective.
 
     Args:
-        accelerator: of this process.
+        accelerator: accelerator of this process.
         metrics: values by name.
-        largest, smallest: names of which the largest, or the smallest, value is returned instead.
-        weights: one per value, above 0, by the names whose values do not count the same.
+        largest, smallest: names for which the largest, or the smallest, value is returned instead.
+        weights: weights above 0, one per value, by name, for metrics whose values count differently.
     """
     weights = {name: [1.0] * len(values) for name, values in metrics.items()} | dict(weights or {})
     own = {

@@ -1,6 +1,6 @@
 """Context parallelism: the sequence of each sample is spread over a group of processes, for videos too long for one.
 
-All else sees a group as one process: its processes get the same samples, seeds and rewards.
+All other code sees a group as one process: its processes get the same samples, seeds and rewards.
 """
 
 import contextlib
@@ -15,19 +15,19 @@ from diffusers import ContextParallelConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-UNEQUAL = "divisible by mesh size"  # in diffusers' assertion
-RING_BACKEND = "_native_cudnn"  # torch's own: it gives the log-sum-exps by which the parts of a ring are joined
+UNEQUAL = "divisible by mesh size"  # text of diffusers' assertion
+RING_BACKEND = "_native_cudnn"  # torch's own: returns the log-sum-exps that join the parts of a ring
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextGroups:
-    """The groups of processes that share the sequence of each sample; of one process each without context parallelism.
+    """Groups of processes that share the sequence of each sample; without context parallelism, each has one process.
 
     Attributes:
         size: processes in a group (`context_parallel_size`).
-        processes: all of them.
-        process: index of this one.
-        is_ring: whether keys and values travel round the group, instead of heads being exchanged for tokens.
+        processes: number of all processes.
+        process: index of this process.
+        is_ring: whether keys and values are passed around the group, instead of exchanging heads for tokens.
     """
 
     size: int = 1
@@ -47,11 +47,11 @@ class ContextGroups:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the first of its group, which writes what the group has of samples."""
+        """Whether this process is the first of its group, which writes the samples of the group."""
         return self.process % self.size == 0
 
     def first_of_each(self, gathered: Tensor) -> Tensor:
-        """Return the rows of the first process of each group, of (processes x rows, ...) gathered from all."""
+        """Return the rows of the first process of each group from `gathered`, (processes x rows, ...)."""
         if self.size == 1:
             return gathered
         return gathered.unflatten(0, (self.processes, -1))[:: self.size].flatten(0, 1)
@@ -60,18 +60,18 @@ class ContextGroups:
 def spread_over_context(networks: list[nn.Module], groups: ContextGroups, device: torch.device) -> None:
     """Let each network's attention run over a group of processes, in place.
 
-    Each process computes its part of the tokens and gets the whole output, so that rollout and replay stay as they
-    are. What reaches its weights in the backward pass is the share of its tokens: the sum over a group is the
-    gradient. Ulysses (https://huggingface.co/papers/2309.14509) exchanges heads for tokens, a ring
+    Each process computes its part of the tokens and gets the whole output, so rollout and replay need no changes. In
+    the backward pass, its weights get the gradient of its own tokens, which must be summed over the group. Ulysses
+    (https://huggingface.co/papers/2309.14509) exchanges heads for tokens, and ring attention
     (https://huggingface.co/papers/2310.01889) passes keys and values on.
 
     Args:
         networks: diffusers' models, as the pipeline calls them; a `ModuleDict` of experts is taken apart.
-        groups: of the run's processes; torch.distributed has been initialised.
-        device: of this process.
+        groups: groups of the run's processes; torch.distributed has been initialised.
+        device: device of this process.
 
     Raises:
-        ValueError: a network that diffusers does not know how to split, or a number of heads that is no multiple.
+        ValueError: as in [`check_context`].
     """
     size, is_ring = groups.size, groups.is_ring
     parts = [network.values() if isinstance(network, nn.ModuleDict) else [network] for network in networks]
@@ -93,7 +93,8 @@ def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.de
     """Refuse a network whose sequence cannot be spread.
 
     Raises:
-        ValueError: diffusers has no plan for it, its heads cannot be dealt out, or a ring on a CPU.
+        ValueError: diffusers has no plan for the network, its heads cannot be divided among the processes, or a ring
+            is not on a CUDA device.
     """
     name = type(network).__name__
     if getattr(network, "_cp_plan", None) is None:
@@ -112,10 +113,10 @@ def check_context(network: nn.Module, size: int, is_ring: bool, device: torch.de
 
 
 def explain_indivisible(network: nn.Module, size: int) -> Callable:
-    """Return the network's forward, which says in a sentence where a sequence cannot be cut into `size` equal parts.
+    """Return the network's forward with an error that explains which sequence does not divide into `size` equal parts.
 
-    diffusers' plan of the network says which inputs are cut, and where; how long they are is known at the call only,
-    where diffusers refuses them by an assertion without numbers.
+    diffusers' plan of the network says which inputs are cut, and where. Their lengths are known only in a call, where
+    diffusers refuses them by an assertion without numbers.
     """
     real, name = network.forward, type(network).__name__
 
@@ -138,7 +139,7 @@ def explain_indivisible(network: nn.Module, size: int) -> Callable:
 
 @contextlib.contextmanager
 def _one_accelerator():
-    """Report one accelerator on a CPU: diffusers 0.42 divides by the number of accelerators."""
+    """Report one accelerator on a machine without any: diffusers 0.42 divides by the number of accelerators."""
     count = torch.accelerator.device_count
     if count() == 0:
         torch.accelerator.device_count = lambda: 1
@@ -150,7 +151,7 @@ def _one_accelerator():
 
 @contextlib.contextmanager
 def _quiet(name: str):
-    """Silence a logger's warnings: this one says of every network that the feature is experimental."""
+    """Silence the warnings of a logger: diffusers would warn for every network that the feature is experimental."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

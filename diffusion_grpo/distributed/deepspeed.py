@@ -1,7 +1,7 @@
-"""DeepSpeed: ZeRO-1 to 3, and weights made whole again where that is needed.
+"""DeepSpeed: ZeRO-1 to 3, and gathering of sharded weights where whole ones are needed.
 
-ZeRO-1 shards the optimizer's state, ZeRO-2 the gradients too, ZeRO-3 the parameters too. DeepSpeed itself is imported
-where it is used, since it is optional.
+ZeRO-1 shards the optimizer's state, ZeRO-2 also the gradients, ZeRO-3 also the parameters. DeepSpeed itself is
+imported where it is used, since it is optional.
 """
 
 import collections
@@ -50,14 +50,14 @@ class DeepSpeedBackend(DistributedBackend):
 
     Args:
         half: dtype of mixed precision, or None.
-        groups: must be groups of one.
+        groups: groups of one process each.
         plugin: accelerate's settings of DeepSpeed.
         gathers_whole: under ZeRO-3, whether the whole network is gathered once for a rollout or evaluation, instead
             of layer by layer.
 
     Raises:
         ValueError: the DeepSpeed configuration would silently train in another precision than the settings say, or
-            context parallelism is asked for.
+            context parallelism is on.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class DeepSpeedBackend(DistributedBackend):
         return True
 
     def fill_config(self, model: nn.Module) -> None:
-        hide_deepspeed()  # Trainer has made it known again
+        hide_deepspeed()  # Trainer has registered it again
         fill_sizes(self.accelerator.state.deepspeed_plugin.hf_ds_config, model)
 
     @property
@@ -140,14 +140,14 @@ class DeepSpeedBackend(DistributedBackend):
         )
 
     def _ask_all(self, own: int) -> list[int]:
-        """Tell all processes what this one does next, once the weights are sharded."""
+        """Exchange what each process does next, if the weights are sharded."""
         if self._is_gathered or not self._weights.is_sharded:
             return [own]
         return self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        # accelerate leaves casting to the network's half precision; but the pipeline calls the network with what its
-        # other parts made, in whatever dtype they have
+        # accelerate does not autocast a network in half precision, but the pipeline calls the network with inputs from
+        # its other parts, which may have any dtype
         if self.half is None or not self.stage:
             return super()._autocast()
         return torch.autocast(self.accelerator.device.type, self.half)
@@ -155,7 +155,7 @@ class DeepSpeedBackend(DistributedBackend):
     def trained_weights(self, model: nn.Module, take_turns: bool) -> TrainedWeights:
         trained, frozen = _split_by_gradient(model, model)
         if any(isinstance(module, PeftModel) for module in model.modules()):
-            frozen = []  # the base model, of which nothing is written
+            frozen = []  # the base model, which is not written to files
         self._weights = ZeroWeights(trained, self.stage, take_turns, frozen)
         return self._weights
 
@@ -207,7 +207,7 @@ class DeepSpeedBackend(DistributedBackend):
         if self.accelerator.unwrap_model(engine) is engine and not self._weights.is_sharded:
             for network in networks:
                 late_weights.fill(network.parameters())
-                network.to(self.accelerator.device)  # before training they wait where they were loaded
+                network.to(self.accelerator.device)  # before training, they are where they were loaded
         if not self._weights.is_sharded:
             yield lambda method, *args: method(*args)
         elif not self._gathers_whole:
@@ -225,18 +225,18 @@ class DeepSpeedBackend(DistributedBackend):
         return self.stage >= 2
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        if self._idle_networks is not None:  # Trainer makes the optimizer more than once
+        if self._idle_networks is not None:  # Trainer creates the optimizer more than once
             self._idle_networks.close()
         if self._weights.take_turns:
             self._idle_networks = IdleNetworks(model, optimizer, self.accelerator.device)
 
     def begin_update(self, optimizer: Any) -> None:
-        """Clear gradients under ZeRO-3, whose first backward pass overwrites the last update's.
+        """Clear gradients under ZeRO-3, whose first backward pass overwrites only those that it computes.
 
-        It does so only for the parameters that this pass reaches; those of another expert would be added to old ones.
+        Gradients of another expert would be added to those of the last update.
         """
         if self._idle_networks is not None:
-            backup = getattr(self._engine.optimizer, "backup_optimizer", None)  # of what ZeRO-3 does not offload
+            backup = getattr(self._engine.optimizer, "backup_optimizer", None)  # for what ZeRO-3 does not offload
             stepped = [self._engine.basic_optimizer, backup]
             self._idle_networks.begin_update([each for each in stepped if each is not None])
         if self.stage == 3:
@@ -246,7 +246,7 @@ class DeepSpeedBackend(DistributedBackend):
         self.accelerator.backward(loss, scale_wrt_gas=False)
 
     def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
-        """Leave gradients to the engine, which has reduced them already."""
+        """Do nothing: the engine has already reduced the gradients."""
 
     @property
     def steps_in_backward(self) -> bool:
@@ -272,14 +272,14 @@ class DeepSpeedBackend(DistributedBackend):
 def hide_deepspeed() -> None:
     """Let `from_pretrained` load whole models from here on.
 
-    transformers shards every model that is loaded while a ZeRO-3 configuration is known to it, and makes `generate`
-    wait for all processes: text encoders would fail in their forward, and reward models too.
+    While a ZeRO-3 configuration is registered, transformers shards every model that it loads, and makes `generate`
+    wait for all processes: text encoders and reward models would fail in their forward pass.
     """
     unset_hf_deepspeed_config()
 
 
 def set_learning_rate(args: TrainingArguments, learning_rate: float) -> None:
-    """Set a default that is known late, also where the DeepSpeed configuration says "auto"."""
+    """Set a default that is known late, also in a DeepSpeed configuration that says "auto"."""
     args.learning_rate = learning_rate
     if args.deepspeed:
         args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
@@ -299,8 +299,8 @@ def _check_precision(config: HfTrainerDeepSpeedConfig, half: torch.dtype | None)
 def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
     """Fill in bucket sizes that are "auto", as transformers does, from the width of the network.
 
-    A diffusers config has no `hidden_size`; the width is the one that most of the weights of linear layers and
-    convolutions read.
+    A diffusers config has no `hidden_size`. The width is the input size that most weights of linear layers and
+    convolutions share.
     """
     weights: collections.Counter[int] = collections.Counter()
     for module in model.modules():
@@ -320,7 +320,7 @@ def fill_sizes(config: HfTrainerDeepSpeedConfig, model: nn.Module) -> None:
 def gather_parameters(engine: nn.Module) -> Iterator[None]:
     """Gather all ZeRO-3 parameters on each process, without the hooks that would shard them again after each layer.
 
-    Inside, processes may call the network as often as they like; none waits for another.
+    Inside, each process may call the network as often as it likes, without waiting for others.
     """
     import deepspeed
 
@@ -334,9 +334,10 @@ def gather_parameters(engine: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_weights(model: nn.Module) -> Iterator[None]:
-    """Put zeros that take no memory in place of sharded weights: enough for the shape of an output.
+    """Replace sharded weights by zeros that take no memory, which is enough to find the shape of an output.
 
-    Which processes meet a new shape is chance (each sample may draw its own steps), so none may gather for it.
+    Which processes come across a new shape is random (each sample may draw its own steps), so no process may gather
+    weights for it.
     """
     with contextlib.ExitStack() as stack:
         for module in model.modules():
@@ -356,7 +357,7 @@ def without_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _call_layered(engine: nn.Module, model: nn.Module, method: Callable, *args: Any) -> Any:
-    """Call `method` in the engine's forward, where each layer is gathered as it is reached.
+    """Call `method` in the engine's forward, in which each layer is gathered when it is reached.
 
     All processes must reach the same layers.
     """
@@ -364,7 +365,7 @@ def _call_layered(engine: nn.Module, model: nn.Module, method: Callable, *args: 
 
     def inside() -> Tensor:
         results.append(method(*args))
-        return torch.zeros(())  # DeepSpeed looks into what a forward returns
+        return torch.zeros(())  # DeepSpeed inspects the output of a forward
 
     redirect(engine, model, inside)
     return results[0]
@@ -373,7 +374,7 @@ def _call_layered(engine: nn.Module, model: nn.Module, method: Callable, *args: 
 def wrap_for_inference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Put a ZeRO-3 engine around a model that is not trained, such as a reference.
 
-    As TRL's `prepare_deepspeed`, which reads `model.config`: two experts in a `ModuleDict` have none.
+    TRL's `prepare_deepspeed` does the same but reads `model.config`, which two experts in a `ModuleDict` lack.
     """
     import deepspeed
 
@@ -389,7 +390,7 @@ def wrap_for_inference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 def shard_first() -> Iterator[None]:
     """Have `deepspeed.initialize` shard a model parameter by parameter, before it does anything else with it.
 
-    It would first convert the whole model and move it to the accelerator.
+    Otherwise it would first convert the whole model and move it to the accelerator.
     """
     import deepspeed
 
@@ -407,13 +408,13 @@ def shard_weights(model: nn.Module, config: dict[str, Any]) -> None:
     """Shard a model's weights by ZeRO-3, in place, as `deepspeed.initialize` does.
 
     Args:
-        model: on the CPU, or sharded already.
-        config: DeepSpeed's, without "auto".
+        model: model on the CPU, or one that is sharded already.
+        config: DeepSpeed's configuration, without "auto".
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    deepspeed.init_distributed(get_accelerator().communication_backend_name())  # takes torch's, if there is one
+    deepspeed.init_distributed(get_accelerator().communication_backend_name())  # uses torch's, if there is one
     half = None
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         half = dtype if config.get(name, {}).get("enabled") is True else half
@@ -423,11 +424,11 @@ def shard_weights(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 class _OneByOne(nn.Module):
-    """What DeepSpeed takes for a module: its parameters get their values when they are asked for."""
+    """Stands in for a module in DeepSpeed: parameters get their values when they are iterated over."""
 
     def __init__(self, model: nn.Module, half: torch.dtype | None):
         super().__init__()
-        self._model, self._half = [model], half  # no submodule
+        self._model, self._half = [model], half  # in a list, so that it is not a submodule
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for parameter in self._model[0].parameters(recurse):
@@ -441,7 +442,7 @@ class _OneByOne(nn.Module):
 
 @contextlib.contextmanager
 def keep_buffers(model: nn.Module) -> Iterator[None]:
-    """Keep a network's buffers (tables of positions) as they are: DeepSpeed casts them to half precision."""
+    """Keep a network's buffers (such as position tables) from being cast to half precision by DeepSpeed."""
     buffers = [
         (module, name, buffer)
         for module in model.modules()
@@ -457,7 +458,7 @@ def keep_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def _split_by_gradient(model: nn.Module, trained: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return a model's parameters that another one of the same kind trains, and the others."""
+    """Return those parameters of a model that are trained in another model of the same kind, and the others."""
     pairs = list(zip(model.parameters(), trained.parameters(), strict=True))
     return [own for own, other in pairs if other.requires_grad], [
         own for own, other in pairs if not other.requires_grad
@@ -467,14 +468,14 @@ def _split_by_gradient(model: nn.Module, trained: nn.Module) -> tuple[list[nn.Pa
 class ZeroWeights(TrainedWeights):
     """The trained parameters under ZeRO.
 
-    ZeRO-1 and 2 keep them whole, in half precision where `bf16` or `fp16` is on, beside float32 values that are spread
-    over the processes. Under ZeRO-3 a process has its share of each.
+    ZeRO-1 and 2 keep them whole, in half precision if `bf16` or `fp16` is on, in addition to float32 values that are
+    divided among the processes. Under ZeRO-3, a process has a share of both.
 
     Args:
-        parameters: the trained ones, in a fixed order.
-        stage: ZeRO's.
+        parameters: the trained parameters, in a fixed order.
+        stage: the stage of ZeRO.
         take_turns: whether they belong to several networks that take turns over the steps.
-        frozen: parameters beside them that are written to the same files; ZeRO-3 shards them too.
+        frozen: frozen parameters that are written to the same files; ZeRO-3 shards them too.
     """
 
     def __init__(
@@ -509,7 +510,7 @@ class ZeroWeights(TrainedWeights):
         return [parameter.ds_tensor if self.is_sharded else parameter for parameter in self.parameters]
 
     def refresh(self) -> None:
-        """Renew the whole copies of small parameters, which ZeRO-3 keeps beside their shares."""
+        """Update the whole copies of small parameters, which ZeRO-3 keeps in addition to their shares."""
         kept = [parameter for parameter in self.parameters if self.is_sharded and parameter.ds_persist]
         if kept:
             kept[0].partition(kept)
@@ -536,7 +537,7 @@ class ZeroWeights(TrainedWeights):
     def rewrite(self) -> Iterator[None]:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        if self.stage == 3 and not self.is_sharded:  # files go into the model itself
+        if self.stage == 3 and not self.is_sharded:  # files are read into the model itself
             yield
             return
         with self.show_whole():
@@ -554,9 +555,9 @@ class ZeroWeights(TrainedWeights):
 
 
 class FrozenShares(ZeroWeights):
-    """Weights under ZeRO-3 that are not trained, of which no optimizer keeps float32 values.
+    """Frozen weights under ZeRO-3, for which no optimizer keeps float32 values.
 
-    Those of a reference are whole until an engine wraps it, and with `offload_ref_model` for good.
+    Those of a reference stay whole until an engine wraps it; with `offload_ref_model`, they stay whole for good.
     """
 
     def exact(self) -> list[Tensor]:
@@ -576,7 +577,7 @@ class FrozenShares(ZeroWeights):
 
 
 def _share(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Return this process's part of a whole value, cut and padded as ZeRO-3 does it."""
+    """Return this process's share of a whole value, cut and padded as in ZeRO-3."""
     size = parameter.ds_tensor.numel()
     start = size * torch.distributed.get_rank(parameter.ds_process_group)
     flat = value.detach().flatten()[start : start + size]
@@ -585,7 +586,7 @@ def _share(parameter: nn.Parameter, value: Tensor) -> Tensor:
 
 def _join(parameter: nn.Parameter, share: Tensor) -> Tensor:
     group = parameter.ds_process_group
-    share = share.to(parameter.device)  # shares may wait in CPU memory, from which NCCL takes nothing
+    share = share.to(parameter.device)  # shares may be in CPU memory, which NCCL cannot read
     parts = [torch.empty_like(share) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, share.contiguous(), group=group)
     return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)

@@ -1,6 +1,6 @@
-"""Read what a DeepSpeed engine wrote, as tensors and plain values only.
+"""Read the files of a DeepSpeed engine, as tensors and plain values only.
 
-DeepSpeed itself unpickles these files whole, and so would run any code that somebody has put there.
+DeepSpeed itself unpickles these files, and would run any code that somebody has put there.
 """
 
 from pathlib import Path
@@ -13,10 +13,10 @@ from ..policy.network_gate import replace_attribute
 
 
 class TensorsOnly:
-    """An engine's own checkpoint engine, except that nothing in a file is called or imported when it is read.
+    """A wrapper of an engine's checkpoint engine that reads files without calling or importing anything in them.
 
     Args:
-        own: the checkpoint engine.
+        own: the engine's own checkpoint engine.
     """
 
     def __init__(self, own: Any):
@@ -29,7 +29,7 @@ class TensorsOnly:
         """Return the content of a file written by `torch.save`.
 
         Raises:
-            pickle.UnpicklingError: it holds more than tensors, plain values and DeepSpeed's own records.
+            pickle.UnpicklingError: the file holds more than tensors, plain values and DeepSpeed's own records.
         """
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -40,6 +40,6 @@ class TensorsOnly:
 
 
 def restore_engine(engine: nn.Module, checkpoint: Path) -> None:
-    """Restore the weights, optimizer state and schedule of an engine, as it wrote them."""
+    """Restore the weights, optimizer state and schedule of an engine from its checkpoint."""
     with replace_attribute(engine, "checkpoint_engine", TensorsOnly(engine.checkpoint_engine)):
         engine.load_checkpoint(str(checkpoint), load_module_strict=False)

@@ -1,8 +1,8 @@
-"""Failure propagation: when one process fails, all of them end soon, and with its error.
+"""Failure propagation: when one process fails, all of them end soon and report its error.
 
-A collective in which one process is missing ends in a timeout that names nobody. So processes exchange errors and
-signs of life through torch's key-value store, which has no such limit, and wait for each other there while each works
-by itself for however long (a rollout, its rewards).
+A collective in which one process is missing ends in a timeout that does not name the process. So processes exchange
+errors and heartbeats through torch's key-value store, which has no such limit, and wait for each other there while
+each works by itself for any length of time (a rollout, its rewards).
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from torch import distributed
 
 logger = logging.getLogger(__name__)
 NOTICE_INTERVAL = 60.0  # seconds between two log lines about processes that are waited for
-HEARTBEAT = 2.0  # seconds between two signs of life
-REQUESTS_PER_SECOND = 200  # that all processes together make of the store while they wait: more of them ask less often
-MAX_NAMED = 4  # missing processes that are looked up and named, where many are waited for
-STORE_LINGER = 30.0  # seconds that the process that holds the store stays while others still read errors from it
-GRACE_PERIOD = 30.0  # seconds that a process has to end by itself after another one failed
+HEARTBEAT = 2.0  # seconds between two heartbeats
+REQUESTS_PER_SECOND = 200  # to the store, by all waiting processes together
+MAX_NAMED = 4  # at most this many missing processes are named
+STORE_LINGER = 30.0  # seconds that the process with the store waits for others to read an error
+GRACE_PERIOD = 30.0  # seconds that a process has to end by itself after another one has failed
 RUN_NUMBERS = itertools.count()  # a process may make several runs; each has its own part of the store
 
 
 class RankError(RuntimeError):
-    """Another process failed, or gave no sign of life within the timeout of the process group."""
+    """Another process failed, or sent no heartbeat within the timeout of the process group."""
 
 
 class _OtherFailed(Exception):
-    """What this process waits for will not come: another one failed, and says so at the barrier."""
+    """The message that this process waits for will not come: another process failed, and says so at the barrier."""
 
 
 Error = tuple[int, str, str]  # the process that failed, the type of its error, its message
@@ -46,10 +46,10 @@ class ProcessGroupMonitor:
     """Watches over the processes of a run: barriers that outlast slow work, and errors that reach every process.
 
     Args:
-        processes: knows which process this is, and how many there are (`TrainingArguments.distributed_state`).
-        timeout: seconds without a sign of life after which a process counts as dead (`ddp_timeout`).
-        kinds: errors that are raised on the other processes as the same type; any other becomes a `RankError` there,
-            with its message.
+        processes: index of this process and number of processes (`TrainingArguments.distributed_state`).
+        timeout: seconds without a heartbeat after which a process counts as dead (`ddp_timeout`).
+        kinds: types of errors that other processes raise as the same type; there, any other error becomes a
+            `RankError` with its message.
     """
 
     def __init__(self, processes: PartialState, timeout: float, kinds: tuple[type[Exception], ...]):
@@ -57,10 +57,10 @@ class ProcessGroupMonitor:
         self.kinds = {kind.__name__: kind for kind in kinds}
         self._number, self._turn = next(RUN_NUMBERS), 0
         self._deferred: Exception | None = None
-        self._known: Exception | None = None  # the error that this process ends with, where the others know of it
-        self._news: Error | None = None  # of another process, once it has been read from the store
+        self._known: Exception | None = None  # the error that this process ends with, if the others know it
+        self._news: Error | None = None  # error of another process, once read from the store
         self._reading, self._watches, self._entry = threading.Lock(), 0, 0
-        self._current_turn: str | None = None  # the barrier before which this process works
+        self._current_turn: str | None = None  # the barrier that this process works towards
         self._task, self._since = "", time.monotonic()
         self._signing = threading.Lock()
 
@@ -70,7 +70,7 @@ class ProcessGroupMonitor:
         return self.processes.num_processes == 1
 
     def set_task(self, task: str) -> None:
-        """Set what this process does now, for the messages of processes that wait for it."""
+        """Set the current task of this process, for the messages of processes that wait for it."""
         with self._signing:
             self._task, self._since = task, time.monotonic()
         if self._current_turn is not None:
@@ -78,14 +78,14 @@ class ProcessGroupMonitor:
 
     @contextlib.contextmanager
     def barrier_after(self, task: str) -> Iterator[None]:
-        """Wait at the end for all processes, which may take different times; all leave, or all with the same error.
+        """Wait at the end for all processes, however long they take; all leave, or all raise the same error.
 
         Args:
-            task: what is done inside, for messages: "rolls out".
+            task: what the process does inside, for messages: "rolls out".
 
         Raises:
-            Exception: this process's own.
-            RankError: another process's, unless it is one of `kinds`; or another process died.
+            Exception: this process's own error, or another process's if its type is one of `kinds`.
+            RankError: another process failed with an error of another type, or died.
         """
         self.set_task(task)
         if self.is_alone:
@@ -103,7 +103,7 @@ class ProcessGroupMonitor:
                 stop.set()
                 life.join()
         except _OtherFailed:
-            self._meet(turn, None)  # raises that process's error
+            self._meet(turn, None)  # raises the error of that process
             raise
         except Exception as error:
             if error is self._known or isinstance(
@@ -117,19 +117,19 @@ class ProcessGroupMonitor:
         self._meet(turn, None)
 
     def send(self, key: str, value: str) -> None:
-        """Leave a message for another process; inside `barrier_after`."""
+        """Leave a message for another process; only inside `barrier_after`."""
         self._store.set(f"{self._current_turn}/messages/{key}", value)
 
     def receive(self, process: int, key: str, is_waiting: bool) -> str | None:
-        """Return what a process has sent under `key`, once; None where it is not there yet. Inside `barrier_after`.
+        """Return what a process has sent under `key`, once; None if it is not there yet. Only inside `barrier_after`.
 
         Args:
-            process: the sender.
-            key: of the message.
-            is_waiting: whether to wait for it, as long as the sender gives signs of life and no process has failed.
+            process: index of the sender.
+            key: key of the message.
+            is_waiting: whether to wait for the message, as long as the sender is alive and no process has failed.
 
         Raises:
-            RankError: the sender gives no sign of life.
+            RankError: the sender has sent no heartbeat.
         """
         store, turn = self._store, self._current_turn
         name, watch, pause = f"{turn}/messages/{key}", SilenceWatch(self.timeout, time.monotonic()), 1e-3
@@ -151,13 +151,13 @@ class ProcessGroupMonitor:
     def propagate_errors(self) -> Iterator[None]:
         """Enter around collectives, so that no process waits there for one that has failed.
 
-        A process that fails leaves its error in the store. The others end with that message as soon as their
-        collective breaks. Where it does not break (NCCL may wait for the whole `ddp_timeout`), they are ended
-        `GRACE_PERIOD` seconds after they have read the error, with exit code 1.
+        A process that fails leaves its error in the store. The others end with its message as soon as their
+        collective breaks. If it does not break (NCCL may wait for the whole `ddp_timeout`), they are ended with exit
+        code 1, `GRACE_PERIOD` seconds after they have read the error.
 
         Raises:
-            Exception: this process's own.
-            RankError: another process's, where this one's may be no more than a broken collective.
+            Exception: this process's own error.
+            RankError: another process failed, and the error of this one may only be the broken collective.
         """
         if self.is_alone:
             yield
@@ -165,7 +165,7 @@ class ProcessGroupMonitor:
         stop = threading.Event()
         self._watches += 1
         if self._watches == 1:
-            self._entry, self._news = self._entry + 1, None  # an error that was caught earlier is over
+            self._entry, self._news = self._entry + 1, None  # forget an error that was caught earlier
             threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
         try:
             yield
@@ -178,7 +178,7 @@ class ProcessGroupMonitor:
             stop.set()
 
     def _publish_error(self, error: Exception) -> None:
-        """Leave an error for the other processes, or find that it follows from another process's."""
+        """Leave an error for the other processes, unless it only follows from the error of another process."""
         self._known = error
         own, store = self.processes.process_index, self._store
         try:
@@ -188,9 +188,9 @@ class ProcessGroupMonitor:
                 self._linger(store, f"failure/{self._entry}/read", self.processes.num_processes - 1)
                 return
             news = self._read_failure(store)
-        except distributed.DistError:  # the process that holds the store has ended; its error may have been read
+        except distributed.DistError:  # the process with the store has ended; its error may have been read
             news = self._news
-        # a collective broke, or a sample that was under way
+        # a collective broke, or the transfer of a sample
         is_broken = type(error) in (RuntimeError, RankError) or isinstance(error, distributed.DistError)
         if news is not None and is_broken:
             self._known = RankError(self._describe_failure(news))
@@ -203,7 +203,7 @@ class ProcessGroupMonitor:
                 if not self._store.check([f"failure/{self._entry}"]):
                     continue
                 news = self._read_failure(self._store)
-            except distributed.DistError:  # the process that holds the store has ended, and the collectives with it
+            except distributed.DistError:  # the process with the store has ended, and so do the collectives
                 return
             if news[0] == self.processes.process_index:
                 return
@@ -221,7 +221,7 @@ class ProcessGroupMonitor:
             return self._news
 
     def _raise_known_failure(self) -> None:
-        """Raise an error that another process has left in the store; do not wait any longer."""
+        """Raise an error that another process has left in the store, instead of waiting on."""
         if self._news is not None:
             self._known = RankError(self._describe_failure(self._news))
             raise self._known
@@ -231,7 +231,7 @@ class ProcessGroupMonitor:
         return f"Process {process} of {self.processes.num_processes} failed with {kind}: {message}"
 
     def request_interval(self, least: float) -> float:
-        """Return the seconds between two requests of one process, so that the store bears those of all."""
+        """Return the seconds between two requests of a process, so that all processes do not overload the store."""
         return max(least, self.processes.num_processes / REQUESTS_PER_SECOND)
 
     def _linger(self, store: distributed.Store, read: str, count: int) -> None:
@@ -244,10 +244,10 @@ class ProcessGroupMonitor:
         """Raise on all processes if one has an error; a collective.
 
         Args:
-            error: this process's, or None.
+            error: this process's error, or None.
 
         Raises:
-            Exception: as `barrier_after` does.
+            Exception: as in `barrier_after`.
         """
         if not self.is_alone:
             failed = torch.tensor([int(error is not None)], device=self.processes.device)
@@ -260,8 +260,8 @@ class ProcessGroupMonitor:
     def defer(self, check: Callable, *args: Any) -> Any:
         """Run a check that may fail on this process only, and return what it returns.
 
-        A single process fails at once. Several fail together, in `agree_on_deferred`, before their gradients meet: an
-        error of one of `kinds` is kept until then.
+        A single process fails at once. Several processes fail together in `agree_on_deferred`, before their gradients
+        are reduced: errors of `kinds` are kept until then.
         """
         try:
             return check(*args)
@@ -272,10 +272,10 @@ class ProcessGroupMonitor:
             return None
 
     def agree_on_deferred(self) -> None:
-        """Raise what `defer` has kept, on all processes; a collective.
+        """Raise on all processes the error that `defer` has kept; a collective.
 
         Raises:
-            Exception: as `agree` does.
+            Exception: as in `agree`.
         """
         error, self._deferred = self._deferred, None
         self.agree(error)
@@ -291,7 +291,7 @@ class ProcessGroupMonitor:
         )
 
     def _live(self, turn: str, stop: threading.Event) -> None:
-        """Give signs of life until the work is done."""
+        """Send heartbeats until the work is done."""
         while True:
             self._give_sign(turn)
             if stop.wait(self.request_interval(HEARTBEAT)):
@@ -304,12 +304,12 @@ class ProcessGroupMonitor:
             self._store.set(f"{turn}/life/{self.processes.process_index}", json.dumps(state))
 
     def _meet(self, turn: str, error: Exception | None) -> None:
-        """Wait for all processes, and raise another one's error where this one has none."""
+        """Wait for all processes, and raise the error of another one if this process has none."""
         self._known = error
         try:
             failures = self._exchange(turn, error)
         except distributed.DistError as lost:
-            if error is not None:  # its own error is the one to report
+            if error is not None:  # report its own error
                 raise error from lost
             self._known = RankError(
                 f"The processes lost contact ({lost}); the one that holds their store has ended, and its output says "
@@ -318,9 +318,7 @@ class ProcessGroupMonitor:
             raise self._known from lost
         others = [failure for failure in failures if failure[0] != self.processes.process_index]
         kinds = {kind for _, kind, _ in failures}
-        if others and (
-            error is None or len(kinds) > 1
-        ):  # with errors of several types all processes raise the same one
+        if others and (error is None or len(kinds) > 1):  # if the types differ, all processes raise the same error
             process, kind, message = others[0]
             self._known = RankError(self._describe_failure(others[0]))
             if kind in self.kinds and len(kinds) == 1:
@@ -337,7 +335,7 @@ class ProcessGroupMonitor:
         store.append(f"{turn}/who", f"{own} ")
         store.add(f"{turn}/arrived", 1)
         self.wait_for_all(store, turn)
-        store.delete_key(f"{int(turn) - 1}/life/{own}")  # every process has left the barrier before
+        store.delete_key(f"{int(turn) - 1}/life/{own}")  # every process has left the previous barrier
         for key in ("who", "arrived") if own == 0 else ():
             store.delete_key(f"{int(turn) - 1}/{key}")
         if not store.check([f"{turn}/failed"]):
@@ -348,7 +346,7 @@ class ProcessGroupMonitor:
         return sorted(tuple(json.loads(line)) for line in lines)
 
     def wait_for_all(self, store: distributed.Store, turn: str) -> None:
-        """Wait for all processes at a barrier: ask for their number, and only if that takes long who is missing."""
+        """Wait for all processes at a barrier: poll their number, and ask who is missing only if that takes long."""
         watch = SilenceWatch(self.timeout, time.monotonic())
         pause = 1e-3
         while store.add(f"{turn}/arrived", 0) < self.processes.num_processes:
@@ -365,8 +363,8 @@ class SilenceWatch:
     """Names the processes that are waited for, and raises when one has been silent for too long.
 
     Args:
-        timeout: seconds of silence after which a process counts as dead.
-        now: when waiting began, by `time.monotonic`.
+        timeout: seconds without a heartbeat after which a process counts as dead.
+        now: time at which waiting began, by `time.monotonic`.
     """
 
     def __init__(self, timeout: float, now: float):
@@ -374,18 +372,18 @@ class SilenceWatch:
         self.signs: dict[int, tuple[str | None, float]] = {}
 
     def is_due(self) -> bool:
-        """Whether it is time to look again."""
+        """Return whether it is time to look again."""
         return time.monotonic() - self.last_look >= min(NOTICE_INTERVAL, self.timeout) / 4
 
     def look(self, missing: list[int], sign_of: Callable[[int], str | None]) -> None:
-        """Look for new signs of life.
+        """Look for new heartbeats.
 
         Args:
             missing: the processes that are waited for.
-            sign_of: returns the last sign of a process, or None.
+            sign_of: returns the latest heartbeat of a process, or None.
 
         Raises:
-            RankError: the first process that has given none for `timeout` seconds.
+            RankError: a process has sent none for `timeout` seconds; the message names the first one.
         """
         now = self.last_look = time.monotonic()
         is_notice_due = now - self.last_notice >= NOTICE_INTERVAL

@@ -1,4 +1,4 @@
-"""Run a method inside the forward of whatever wraps a model."""
+"""Run a method inside the forward of a model's wrapper."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ def redirect(wrapper: nn.Module, model: nn.Module, method: Callable, *args: Any)
     TRL has a class for this, `_ForwardRedirection`, but it is private.
 
     Args:
-        wrapper: the module around the model, or the model itself, which needs no detour.
+        wrapper: the module around the model, or the model itself, in which case `method` is called directly.
         model: the module whose forward the wrapper calls.
-        method: what is called in place of that forward; inside, the model has its own forward again.
-        args: of the method.
+        method: function to call in place of that forward; inside it, the model has its own forward again.
+        args: arguments of the method.
     """
     if wrapper is model:
         return method(*args)

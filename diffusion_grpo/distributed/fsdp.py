@@ -1,8 +1,7 @@
-"""FSDP2: each process keeps a share of every weight, and gathers it when it is needed.
+"""FSDP2: each process keeps a share of every weight, and gathers whole weights when they are needed.
 
 torch's `fully_shard` is applied, by way of accelerate, to the network and to its repeated blocks. Sharded weights have
-rules of their own: who calls the network, when its units are gathered, and how whole tensors are read from it and
-written to it.
+rules of their own: who calls the network, when its units are gathered, and how whole tensors are read and written.
 """
 
 import collections
@@ -42,13 +41,14 @@ class FSDP2Backend(DistributedBackend):
 
     Args:
         half: dtype of mixed precision, or None.
-        groups: of processes that share the sequence of each sample. Weights are sharded over all processes.
-        plugin_args: accelerate's settings of FSDP; the environment's where it is empty.
+        groups: groups of processes that share the sequence of each sample. Weights are sharded over all processes.
+        plugin_args: accelerate's settings of FSDP; if empty, they are read from the environment.
         keeps_gathered: whether each block is gathered once for a rollout or evaluation and kept until its end.
-        processes: how many there are.
+        processes: number of processes.
 
     Raises:
-        ValueError: FSDP1, one process, a wrapping by size, or FSDP's own activation checkpointing.
+        ValueError: the settings ask for FSDP1, for wrapping by size or for FSDP's own activation checkpointing, or
+            there is a single process that no launcher started.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FSDP2Backend(DistributedBackend):
 
     @property
     def trainer_attributes(self) -> dict[str, Any]:
-        return {"is_fsdp_enabled": True}  # on CPUs accelerate did not say so before `activate`
+        return {"is_fsdp_enabled": True}  # on CPUs, accelerate says so only after `activate`
 
     @property
     def loads_before_engine(self) -> bool:
@@ -127,7 +127,7 @@ class FSDP2Backend(DistributedBackend):
         return dataclasses.replace(super().network_access(model), ask_all=self._ask_all, skips_hooks=True)
 
     def _ask_all(self, own: int) -> list[int]:
-        """Tell all processes what this one does next, once the weights are sharded."""
+        """Exchange what each process does next, if the weights are sharded."""
         if not self._weights.is_sharded:
             return [own]
         return self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
@@ -140,7 +140,7 @@ class FSDP2Backend(DistributedBackend):
 
     @property
     def moves_references(self) -> bool:
-        return False  # each share is moved as it is needed
+        return False  # each share is moved when it is needed
 
     def reference_waits_on_cpu(self, is_offloaded: bool) -> bool:
         return True
@@ -168,7 +168,7 @@ class FSDP2Backend(DistributedBackend):
         if not self._weights.is_sharded:
             for network in networks:
                 late_weights.fill(network.parameters())
-                network.to(self.accelerator.device)  # before training they wait where they were loaded
+                network.to(self.accelerator.device)  # before training, they are where they were loaded
         with gather_units(self._weights.model, self.accelerator, self._keeps_gathered):
             yield lambda method, *args: method(*args)
 
@@ -178,17 +178,17 @@ class FSDP2Backend(DistributedBackend):
 
     def begin_micro_batch(self, model: nn.Module) -> None:
         for network in split(model):
-            network.set_requires_gradient_sync(True)  # Trainer's no_sync would keep whole gradients on each process
+            network.set_requires_gradient_sync(True)  # Trainer's no_sync would keep whole gradients
 
     @contextlib.contextmanager
     def accumulate(self, model: nn.Module, is_last: bool) -> Iterator[None]:
-        yield  # waiting for the last pass would keep sharded gradients whole
+        yield  # reducing only in the last pass would keep whole gradients until then
 
     def forward(self, model: nn.Module, method: Callable, *args: Any) -> Any:
         return method(*args)  # FSDP's hooks are on the network that the pipeline calls
 
     def finish_micro_batch(self, model: nn.Module, weights: TrainedWeights) -> None:
-        """Leave gradients as they are: a network that no process called has none."""
+        """Do nothing: a network that no process called has no gradients."""
 
     # Checkpoints
 
@@ -198,13 +198,13 @@ class FSDP2Backend(DistributedBackend):
 
 
 def wants_fsdp(setting: Any) -> bool:
-    """Whether the setting `fsdp`, or `accelerate launch`, asks for FSDP."""
+    """Return whether the setting `fsdp`, or `accelerate launch`, asks for FSDP."""
     return bool(setting) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def _check_plugin(plugin_args: dict[str, Any], processes: int) -> None:
     version = plugin_args.get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
-    if int(version) != 2:  # before accelerate looks for the accelerator that FSDP1 needs
+    if int(version) != 2:  # checked before accelerate looks for the GPU that FSDP1 needs
         raise ValueError(
             "FSDP1 cannot train here: set fsdp_version: 2 in the accelerate config (FSDP_VERSION=2), or "
             "fsdp_config={'version': 2}."
@@ -220,7 +220,7 @@ def _check_plugin(plugin_args: dict[str, Any], processes: int) -> None:
             "fsdp_activation_checkpointing renames the network's blocks, so that nothing else could load what is "
             "saved; leave it out and set gradient_checkpointing=True, which does the same."
         )
-    if processes == 1 and "LOCAL_RANK" not in os.environ:  # a launcher's only process has a group to itself
+    if processes == 1 and "LOCAL_RANK" not in os.environ:  # a launcher makes a group even for one process
         raise ValueError(
             "FSDP was asked for, but there is only one process to hold the weights; raise num_processes, or leave "
             "FSDP out."
@@ -230,13 +230,13 @@ def _check_plugin(plugin_args: dict[str, Any], processes: int) -> None:
 def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
     """Enable FSDP2 where accelerate would fall back to DDP.
 
-    accelerate knows FSDP on accelerators only: on CPUs it keeps `MULTI_CPU`, which is DDP, without a word. Nothing
-    else in it depends on the device, so that its state is all that has to be put right.
+    accelerate supports FSDP only on accelerators: on CPUs it silently keeps `MULTI_CPU`, which is DDP. Nothing else in
+    accelerate depends on the device, so it is enough to correct its state.
 
     Args:
-        accelerator: as `Trainer` has made it.
-        plugin_args: accelerate's settings of FSDP; where it is empty, those of the environment that
-            `accelerate launch` sets.
+        accelerator: the accelerator that `Trainer` has made.
+        plugin_args: accelerate's settings of FSDP; if empty, they are read from the environment, where
+            `accelerate launch` sets them.
 
     Raises:
         ValueError: accelerate would do something else.
@@ -253,7 +253,7 @@ def activate(accelerator: Accelerator, plugin_args: dict[str, Any]) -> None:
 
 
 def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) -> list[str]:
-    """Return the names of the classes that become units: the user's, or the blocks that a network says it repeats.
+    """Return the names of the classes that become units: those the user chose, or the network's repeated blocks.
 
     Raises:
         ValueError: the network names no blocks, or is a language model.
@@ -277,13 +277,13 @@ def find_repeated_blocks(network: nn.Module, chosen: list[str] | None = None) ->
 
 
 def configure_plugin(plugin: FullyShardedDataParallelPlugin, networks: list[nn.Module]) -> None:
-    """Fill in accelerate's settings of FSDP as diffusers networks need them.
+    """Set accelerate's settings of FSDP for diffusers networks.
 
-    Units are the repeated blocks and the networks themselves, which pipelines call. Only autocast computes in half
-    precision, as in one process: FSDP's own casting would round timesteps.
+    Units are the repeated blocks and the networks themselves, which pipelines call. As in a single process, only
+    autocast is used for half precision: FSDP's own casting would round timesteps.
 
     Raises:
-        ValueError: a network that cannot be sharded.
+        ValueError: a network cannot be sharded.
     """
     chosen = plugin.transformer_cls_names_to_wrap
     names = [name for network in networks for name in (*find_repeated_blocks(network, chosen), type(network).__name__)]
@@ -292,26 +292,26 @@ def configure_plugin(plugin: FullyShardedDataParallelPlugin, networks: list[nn.M
     plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    plugin.cpu_ram_efficient_loading = False  # every process has loaded the pipeline; that way fails on buffers
+    plugin.cpu_ram_efficient_loading = False  # every process has loaded the pipeline; True fails on buffers
 
 
 def shard_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shard the trained model in place, as `fsdp2_prepare_model` of accelerate does, and return it.
+    """Shard the trained model in place, as accelerate's `fsdp2_prepare_model` does, and return it.
 
-    accelerate would make a unit of the `ModuleDict` around experts, which torch refuses because nobody calls it.
+    accelerate would make a unit of the `ModuleDict` around experts, which torch refuses because it is never called.
     """
-    if is_sharded(model):  # a second training
+    if is_sharded(model):  # trained before
         return model
     plugin = accelerator.state.fsdp_plugin
     for network in split(model):
         shard_units(network, plugin, plugin.cpu_offload, is_trained=True)
-    if isinstance(model, nn.ModuleDict):  # accelerate calls this method of what it has prepared
+    if isinstance(model, nn.ModuleDict):  # accelerate calls this method of prepared models
         model.set_requires_gradient_sync = functools.partial(_set_sync, split(model))
     return model
 
 
 def shard_reference(model: nn.Module, accelerator: Accelerator, is_offloaded: bool) -> None:
-    """Shard the reference, a frozen copy of the trained model, as that model is; shares may wait on the CPU."""
+    """Shard the reference, a frozen copy of the trained model, in the same way; shares may stay on the CPU."""
     plugin = accelerator.state.fsdp_plugin
     offload = plugin.cpu_offload or OffloadPolicy()
     if is_offloaded:
@@ -323,18 +323,18 @@ def shard_reference(model: nn.Module, accelerator: Accelerator, is_offloaded: bo
 def shard_units(
     network: nn.Module, plugin: FullyShardedDataParallelPlugin, offload: OffloadPolicy, is_trained: bool
 ) -> None:
-    """Make units of a network's blocks and of itself, in place.
+    """Turn a network and its blocks into units, in place.
 
     Args:
         network: the network, or the `PeftModel` around it, which is the outermost unit.
-        plugin: accelerate's settings, which name the classes of the others.
-        offload: where shares wait.
+        plugin: accelerate's settings, which name the classes of the other units.
+        offload: policy that says where shares are kept.
         is_trained: whether the outermost unit may stay gathered from the forward to the backward pass.
     """
     reshards = plugin.reshard_after_forward if is_trained else True
-    for module in reversed(list(network.modules())):  # units within units first
+    for module in reversed(list(network.modules())):  # inner units first
         if module is network or type(module).__name__ in plugin.transformer_cls_names_to_wrap:
-            late_weights.fill(module.parameters(), is_copied=False)  # one unit at a time is whole
+            late_weights.fill(module.parameters(), is_copied=False)  # only one unit at a time is whole
             fully_shard(
                 module,
                 reshard_after_forward=None if module is network and is_trained else reshards,
@@ -370,7 +370,7 @@ def gather_units(model: nn.Module, accelerator: Accelerator, is_kept: bool) -> I
     try:
         yield
     finally:
-        for unit in units:  # what stays gathered would go stale when the weights change
+        for unit in units:  # gathered weights would be stale after an update
             if is_kept and not any(unit is network for network in split(model)):
                 unit.set_reshard_after_forward(reshards, recurse=False)
             unit.reshard()
@@ -380,8 +380,8 @@ class ShardedWeights(TrainedWeights):
     """Values of the trained parameters under FSDP2: whole before it has sharded the model, shares afterwards.
 
     Args:
-        model: the trained one, or a copy of it.
-        names: of the parameters; by default those that require a gradient.
+        model: the trained model, or a copy of it.
+        names: names of the parameters; by default those that require a gradient.
     """
 
     def __init__(self, model: nn.Module, names: list[str] | None = None):
@@ -405,10 +405,10 @@ class ShardedWeights(TrainedWeights):
         return [value.detach() for value in self.used()]
 
     def refresh(self) -> None:
-        """Do nothing: no copies are kept beside the shares."""
+        """Do nothing: there are no copies in addition to the shares."""
 
     def used(self) -> list[Tensor]:
-        """Return what this process has of each parameter, over the same memory: writing it writes the weights."""
+        """Return what this process holds of each parameter, in the same memory: writing to it changes the weights."""
         late_weights.fill(self.parameters)
         return [
             parameter.detach().to_local().requires_grad_() if isinstance(parameter, DTensor) else parameter
@@ -423,15 +423,16 @@ class ShardedWeights(TrainedWeights):
     def join(self, shares: list[Tensor]) -> Iterator[Tensor]:
         """Yield whole values from the shares of all processes; every process must ask for all of them."""
         for parameter, share in zip(self.parameters, shares, strict=True):
-            if isinstance(parameter, DTensor):  # NCCL gathers nothing from CPU memory, where shares may wait
+            if isinstance(parameter, DTensor):  # NCCL cannot read CPU memory, where shares may be
                 share = as_dtensor(share.to(parameter.device_mesh.device_type), parameter).full_tensor()
             yield share
 
     @contextlib.contextmanager
     def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
-        """Show the trained parameters whole, under the classes the networks had, to be written to or read from files.
+        """Show the trained parameters whole, in networks of their original classes, to write or read files.
 
-        Every process enters it. One tensor is gathered at a time; frozen weights beside a LoRA stay sharded.
+        Every process must enter this context. One tensor is gathered at a time; the frozen weights below a LoRA stay
+        sharded.
 
         Args:
             values: shares to show in place of the weights, such as an average's.
@@ -449,7 +450,7 @@ class ShardedWeights(TrainedWeights):
         with contextlib.ExitStack() as stack:
             for module, own in shown.items():
                 stack.enter_context(replace_attribute(module, "_parameters", {**module._parameters, **own}))
-                # FSDP's hook that looks for shares after a load
+                # removes FSDP's hook, which expects shares after loading
                 hooks = collections.OrderedDict()
                 stack.enter_context(replace_attribute(module, "_load_state_dict_post_hooks", hooks))
             for unit, cls in classes:
@@ -462,7 +463,7 @@ class ShardedWeights(TrainedWeights):
 
     @contextlib.contextmanager
     def rewrite(self) -> Iterator[None]:
-        """Show whole parameters for a file to be read into, on every process; afterwards each has its share."""
+        """Show whole parameters on every process, to read a file into them; afterwards each process has its share."""
         if not self.is_sharded:
             yield
             return

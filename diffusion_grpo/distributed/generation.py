@@ -14,9 +14,9 @@ class NetworkPasses:
     """Runs a method outside an update, gathering sharded weights first.
 
     Args:
-        backend: gathers them.
-        monitor: the processes, which meet inside where weights are gathered layer by layer.
-        networks: the trained ones.
+        backend: gathers the weights.
+        monitor: propagates errors if processes meet inside, because weights are gathered layer by layer.
+        networks: the trained networks.
         reference: returns the reference's module, or None.
     """
 
@@ -30,7 +30,7 @@ class NetworkPasses:
         self._backend, self._monitor, self._networks, self._reference = backend, monitor, networks, reference
 
     def __call__(self, method: Callable, *args: Any) -> Any:
-        """Return what `method` returns."""
+        """Run `method` and return its result."""
         meets = self._monitor.propagate_errors() if self._backend.meets_in_passes else contextlib.nullcontext()
         with meets, self._backend.gather_for_passes(self._networks, self._reference()) as run:
             return run(method, *args)

@@ -1,4 +1,4 @@
-"""Networks that take turns over the steps: an update leaves those that it did not train as they are."""
+"""Networks that take turns over the steps: an update leaves networks unchanged that it did not train."""
 
 import functools
 from collections.abc import Collection
@@ -10,22 +10,22 @@ from torch.utils.hooks import RemovableHandle
 
 
 class IdleNetworks:
-    """Makes an optimizer pass over the networks that no process has trained in an update.
+    """Makes an optimizer skip the networks that no process has trained in an update.
 
-    DeepSpeed hands the optimizer zeros for weights without a gradient, and Adam's momentum and the weight decay would
-    move them. So each network gets parameter groups of its own, and a group of an idle network has no gradient while
-    the optimizer steps.
+    DeepSpeed gives the optimizer zeros for weights without a gradient, and Adam's momentum and the weight decay would
+    change these weights. So each network gets parameter groups of its own, and those of an idle network have no
+    gradients while the optimizer steps.
 
     Args:
         networks: the trained networks.
-        optimizer: of their weights, before the engine takes it. The engine may step another one with the same groups:
-            accelerate makes a `DeepSpeedCPUAdam` of one that is offloaded.
-        device: where processes tell each other which networks they have trained.
+        optimizer: optimizer of their weights, before the engine takes it. The engine may step another optimizer with
+            the same groups: if offloaded, accelerate replaces it by a `DeepSpeedCPUAdam`.
+        device: device of the collective in which processes exchange which networks they have trained.
     """
 
     def __init__(self, networks: nn.ModuleDict, optimizer: torch.optim.Optimizer, device: torch.device):
         self._count, self._device = len(networks), device
-        self._trained: Tensor | None = None  # 1 for each network that has got a gradient in this update
+        self._trained: Tensor | None = None  # 1 for each network with a gradient in this update
         self._is_agreed = False
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._watched: list[torch.optim.Optimizer] = []
@@ -39,10 +39,10 @@ class IdleNetworks:
         _split_groups(optimizer, numbers)
 
     def begin_update(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        """Forget what the last update has trained.
+        """Forget which networks the last update trained.
 
         Args:
-            optimizers: those that the engine steps.
+            optimizers: the optimizers that the engine steps.
         """
         self._trained, self._is_agreed = torch.zeros(self._count, device=self._device), False
         for optimizer in optimizers:
@@ -52,17 +52,17 @@ class IdleNetworks:
                 self._handles.append(optimizer.register_step_post_hook(self._give_back))
 
     def close(self) -> None:
-        """Leave the networks and the optimizers alone from here on."""
+        """Remove all hooks from the networks and the optimizers."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._watched = [], []
 
     def _note(self, number: int, gradient: Tensor) -> None:
-        if self._trained is not None:  # a backward pass of an update
+        if self._trained is not None:  # within an update
             self._trained[number] = torch.maximum(self._trained[number], gradient.any().to(self._trained))
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        """Take the gradients of idle networks away; the first step of an update is a collective."""
+        """Remove the gradients of idle networks; the first step of an update is a collective."""
         if not self._is_agreed:
             if torch.distributed.is_initialized():
                 torch.distributed.all_reduce(self._trained, torch.distributed.ReduceOp.MAX)
@@ -75,14 +75,14 @@ class IdleNetworks:
                     parameter.grad = None
 
     def _give_back(self, *arguments: Any) -> None:
-        """Put the gradients back: an engine that offloads them goes on writing to the same memory."""
+        """Put the gradients back, since an engine that offloads them keeps writing to the same memory."""
         for parameter, gradient in self._held:
             parameter.grad = gradient
         self._held = []
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> None:
-    """Split parameter groups by network, and note the number of the network in each."""
+    """Split parameter groups by network, and record the number of the network in each group."""
     for group in list(optimizer.param_groups):
         parts: dict[int, list[nn.Parameter]] = {}
         for parameter in group["params"]:

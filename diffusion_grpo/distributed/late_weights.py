@@ -1,12 +1,13 @@
 """Weights that stay in their files until each process takes its share, so that a machine holds a network once.
 
 safetensors maps a file into memory: as long as nothing converts its tensors, all processes of a machine read the same
-pages, which the system can drop again. What would make copies is another dtype, for which each process would convert
-the whole network, and copies of the network. So a network that will be sharded is given stand-ins: its parameters have
-the shape and dtype of the run and take no memory, and beside each waits the tensor of the file. Values come in one
-unit or parameter at a time, when they are sharded.
+pages, which the system can drop again. Each process would make copies, though, to convert the network to another dtype
+or to duplicate it. So the parameters of a network that will be sharded are replaced by stand-ins, which have the shape
+and dtype of the run, take no memory, and refer to the tensors of the file. Values are filled in for one unit or
+parameter at a time, when it is sharded.
 
-A stand-in is NaN. The first call of a network fills it in, and so does whatever else reads its weights.
+The elements of a stand-in are NaN. Values are also filled in by the first call of the network, and by other code that
+reads its weights.
 """
 
 import contextlib
@@ -21,8 +22,8 @@ from diffusers import ModelMixin
 from safetensors import safe_open
 from torch import Tensor, nn
 
-WAITING = "waiting_value"  # attribute of a parameter: the tensor of its file, and the dtypes it passes on the way
-STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what is read as it is
+WAITING = "waiting_value"  # attribute of a parameter: the tensor of its file, and the dtypes to cast it to in turn
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtypes that are kept
 
 
 # Loading
@@ -30,12 +31,12 @@ STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  #
 
 @contextlib.contextmanager
 def read_late(names: Collection[str]) -> Iterator[None]:
-    """Have diffusers' networks of these names keep the dtype of their files inside, and hold their weights back.
+    """Inside, let diffusers load networks of these names in the dtype of their files, and hold their weights back.
 
-    A network is built as always, in the dtype that is asked for: tables that it computes depend on that.
+    A network is still built in the dtype that is asked for, since tables that it computes depend on it.
 
     Args:
-        names: of components, which are the folders they are read from.
+        names: names of components, which are also the names of their folders.
     """
     real = ModelMixin.__dict__["_load_pretrained_model"]
 
@@ -47,7 +48,7 @@ def read_late(names: Collection[str]) -> Iterator[None]:
         if stored is None:
             return read(**kwargs)
         asked, kept = kwargs.get("dtype"), kwargs.get("keep_in_fp32_modules") or []
-        built = {name: value.dtype for name, value in model.state_dict().items()}  # where no dtype is asked for
+        built = {name: value.dtype for name, value in model.state_dict().items()}  # used if no dtype is asked for
         result = read(**kwargs | {"dtype": stored})
         dtypes = {
             name: torch.float32 if set(kept) & set(name.split(".")) else asked or dtype
@@ -68,14 +69,15 @@ def read_late(names: Collection[str]) -> Iterator[None]:
 
 
 def find_dtype(state_dict: dict[str, Tensor] | None, files: Iterable[str | Path]) -> torch.dtype | None:
-    """Return the narrowest dtype that holds all floating-point weights of a network's files as they are.
+    """Return the narrowest dtype that holds all floating-point weights of a network's files exactly.
 
     Args:
-        state_dict: the weights, where they are one file.
-        files: the files.
+        state_dict: the weights, if they are in one file.
+        files: the files, if there are several.
 
     Returns:
-        None where that is not float32, bfloat16 or float16, or a file is not safetensors.
+        float32, bfloat16 or float16; None if a floating-point weight, or any tensor in `files`, has another dtype, or
+        if a file is not a safetensors file.
     """
     if isinstance(state_dict, dict):
         found = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
@@ -95,11 +97,11 @@ def find_dtype(state_dict: dict[str, Tensor] | None, files: Iterable[str | Path]
 
 
 def hold(network: nn.Module, dtypes: dict[str, torch.dtype] | torch.dtype) -> nn.Module:
-    """Hold a network's weights back; those that are held already pass one more dtype on the way.
+    """Hold a network's weights back; weights that are held already are cast to one more dtype when filled in.
 
     Args:
-        network: on the CPU.
-        dtypes: of the parameters, by name or of all; others are left as they are.
+        network: network on the CPU.
+        dtypes: dtypes of the parameters by name, or one for all; parameters without one are left as they are.
 
     Returns:
         the network.
@@ -121,17 +123,17 @@ def hold(network: nn.Module, dtypes: dict[str, torch.dtype] | torch.dtype) -> nn
 
 
 def is_waiting(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a stand-in."""
+    """Return whether a parameter is a stand-in."""
     return hasattr(parameter, WAITING)
 
 
 def fill(parameters: Iterable[nn.Parameter], is_copied: bool | None = None) -> None:
-    """Put the values in the place of stand-ins.
+    """Replace stand-ins by their values.
 
     Args:
-        parameters: also others.
-        is_copied: whether values may be written to; by default those of parameters that are trained. Others of the
-            right dtype stay in their file.
+        parameters: any parameters; those that are not stand-ins are left as they are.
+        is_copied: whether to copy values, so that they can be written to; by default only those of trained parameters.
+            Other values stay in their file if they have the right dtype.
     """
     for parameter in parameters:
         if not is_waiting(parameter):
@@ -143,10 +145,10 @@ def fill(parameters: Iterable[nn.Parameter], is_copied: bool | None = None) -> N
 
 
 def load_held(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """As `load_state_dict`, but stand-ins go on waiting, for these tensors, which must not be written to."""
+    """Load a state dict; stand-ins stay, but refer to these tensors from now on, which must not be written to."""
     held = {name: parameter for name, parameter in model.named_parameters() if is_waiting(parameter)}
     if any(name not in tensors or tensors[name].shape != held[name].shape for name in held):
-        held = {}  # torch says what is wrong
+        held = {}  # torch reports what is wrong
     for name, parameter in held.items():
         setattr(parameter, WAITING, (tensors[name], [parameter.dtype]))
     rest = {name: tensor for name, tensor in tensors.items() if name not in held}
@@ -156,7 +158,7 @@ def load_held(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def copy_held(model: nn.Module) -> nn.Module:
-    """Copy a model; what it holds back is not copied."""
+    """Copy a model, but not the weights that it holds back."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         if is_waiting(parameter):

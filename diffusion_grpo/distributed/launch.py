@@ -1,7 +1,7 @@
 """Start one command on many processes, through `accelerate launch`'s own functions, and wait for them.
 
-This runs before anything that training needs is imported. How processes share a run is described by accelerate's
-configuration file: one of `accelerate_configs/` by name, or the user's own.
+This runs before anything that training needs is imported. A configuration file of accelerate describes how processes
+share a run: one of `accelerate_configs/` by name, or the user's own.
 """
 
 import difflib
@@ -28,7 +28,7 @@ def find_accelerate_config(name: str) -> Path:
     """Return the file of an accelerate configuration.
 
     Args:
-        name: of one in the package, or the path of a file.
+        name: name of a configuration in the package, or path of a file.
 
     Raises:
         ValueError: there is no such name or file; the message names the nearest one and lists all.
@@ -49,10 +49,11 @@ def make_launch_settings(arguments: LaunchArguments) -> dict[str, Any]:
     """Return the settings of `accelerate launch` on this machine.
 
     Returns:
-        those of [`read_settings`]; `num_processes`, of all machines together, defaults to the number of accelerators.
+        the settings of [`read_settings`]; `num_processes`, for all machines together, defaults to the number of
+        accelerators.
 
     Raises:
-        ValueError: settings contradict each other, or several machines lack the address of the first.
+        ValueError: settings contradict each other, or there are several machines but no address of the first one.
     """
     settings = read_settings(arguments)
     settings.setdefault("num_processes", settings["num_machines"] * max(1, count_accelerators()))
@@ -62,14 +63,14 @@ def make_launch_settings(arguments: LaunchArguments) -> dict[str, Any]:
 
 
 def read_settings(arguments: LaunchArguments) -> dict[str, Any]:
-    """Read accelerate's configuration file; the settings of the command or the YAML file override it.
+    """Read accelerate's configuration file, overridden by the settings of the command line or the YAML file.
 
     Returns:
-        `config_file`, and the settings in that file, among them `distributed_type`; `num_processes` where either
-        gives it.
+        `config_file`, and the settings in that file, such as `distributed_type`; `num_processes` if it is set
+        anywhere.
 
     Raises:
-        ValueError: there is no such file, or it is not one of accelerate's.
+        ValueError: there is no such file, or it is not a configuration of accelerate.
     """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     has_many = max(given.get("num_processes", 0), given.get("num_machines", 0)) > 1
@@ -91,7 +92,7 @@ def check_processes(settings: dict[str, Any]) -> None:
     """Refuse a number of processes that does not fit the machines or the kind of distribution.
 
     Raises:
-        ValueError: such a number.
+        ValueError: the number does not fit.
     """
     name, processes, machines = (settings[key] for key in ("config_file", "num_processes", "num_machines"))
     if processes < 1 or machines < 1 or processes % machines:
@@ -130,18 +131,18 @@ def launch(
 ) -> int:
     """Run `diffusion-grpo` with `words` in each process and wait for all of them.
 
-    It works on a CPU too. `accelerate launch --cpu` starts one process unless MPI starts them, so torch's launcher is
-    chosen by the option that names it, `--multi_gpu`, and each process is set to use the CPU.
+    This also works on CPUs. `accelerate launch --cpu` would start a single process unless MPI starts them, so torch's
+    launcher is selected by its option `--multi_gpu`, and each process is set to use the CPU.
 
     Args:
-        settings: from [`make_launch_settings`].
+        settings: settings from [`make_launch_settings`].
         words: the command line of each process.
-        use_cpu: whether accelerators are not used.
-        variables: of the environment of each process.
+        use_cpu: whether to use the CPU even if there are accelerators.
+        variables: environment variables of each process.
 
     Returns:
-        0, the exit code of the first process that failed, or that of a signal that ended them all, as a shell counts
-        it: 130 after Ctrl-C, 143 after SIGTERM.
+        0; the exit code of the first process that failed; or, if a signal ended the processes, the code that a shell
+        gives: 130 after Ctrl-C, 143 after SIGTERM.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
@@ -150,12 +151,12 @@ def launch(
 
     names = ("config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given = {name: settings[name] for name in names if settings.get(name) is not None}
-    given.setdefault("main_process_port", 0)  # any free one
+    given.setdefault("main_process_port", 0)  # any free port
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     on_cpu, is_plain = use_cpu or not count_accelerators(), settings["distributed_type"] not in ("DEEPSPEED", "FSDP")
     if on_cpu and is_plain and settings["num_processes"] > 1:
         options.append("--multi_gpu")
-    if on_cpu and not is_plain and not use_cpu:  # accelerate's own variable, set below, would turn DeepSpeed off
+    if on_cpu and not is_plain and not use_cpu:  # else accelerate's variable, set below, would turn DeepSpeed off
         words = [*words, "--use_cpu", "true"]
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:
         share = (os.cpu_count() or 1) * settings["num_machines"] // settings["num_processes"]
@@ -167,8 +168,8 @@ def launch(
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         print(f"process {rank} failed first, with exit code {first.exitcode}; see its messages above", file=sys.stderr)
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # as a shell counts signals
-    except SignalException as stopped:  # the launcher has ended the processes, and the first has said how to go on
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # a shell's code for signals
+    except SignalException as stopped:  # the processes have ended, and the first has said how to resume
         return 128 + stopped.sigval
     except subprocess.CalledProcessError as failure:
         return failure.returncode

@@ -1,21 +1,21 @@
-"""What processes that share the training state cannot do: asked before a run, and by its plan."""
+"""What processes that share the training state cannot do: checked before a run, and by its plan."""
 
 from collections.abc import Collection
 
 from ..config.optimizers import BITSANDBYTES, TORCHAO
 
-TENSOR_SUBCLASSES = {"torchao", "quanto"}  # neither flattened nor swapped by DeepSpeed
+TENSOR_SUBCLASSES = {"torchao", "quanto"}  # DeepSpeed can neither flatten nor swap these
 
 
 def check_optimizer(sharding: str, name: str) -> None:
-    """Refuse an optimizer that cannot step weights as the processes hold them.
+    """Refuse an optimizer that cannot update weights as the processes hold them.
 
     Args:
-        sharding: `fsdp2`, a name that begins with `zero`, or any other where each process holds all weights.
+        sharding: `fsdp2`, a name that begins with `zero`, or any other name if each process holds all weights.
         name: the setting `optim`.
 
     Raises:
-        ValueError: one sentence with what to change.
+        ValueError: in one sentence, what to change.
     """
     if sharding == "fsdp2" and name in (*BITSANDBYTES, *TORCHAO):
         reason = "FSDP2's checkpoints cannot hold torchao's compressed states"
@@ -38,7 +38,7 @@ def check_quantization(sharding: str, methods: Collection[str]) -> None:
             [`~diffusion_grpo.policy.quantized.find_quantization`].
 
     Raises:
-        ValueError: one sentence with what to change.
+        ValueError: in one sentence, what to change.
     """
     for method in sorted({*methods} - {"bitsandbytes_4bit"}) if sharding == "fsdp2" else []:
         raise ValueError(

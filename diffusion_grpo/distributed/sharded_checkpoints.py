@@ -1,8 +1,8 @@
-"""The optimizer's state of a sharded run on disk: safetensors and JSON, in which no code can hide.
+"""The optimizer's state of a sharded run on disk: safetensors and JSON, which cannot hold code.
 
-Each process writes its shares to the folder `optimizer` of a checkpoint, and any number of processes (also a single
-one) can read theirs from it. torch's distributed checkpoints cut and join the tensors, in their safetensors format,
-because the default format keeps its index as a pickle.
+Each process writes its shares to the folder `optimizer` of a checkpoint, and any number of processes, even a single
+one, can read their shares from it. torch's distributed checkpoints cut and join the tensors. Their safetensors format
+is used because the default format has a pickled index.
 """
 
 import json
@@ -24,22 +24,22 @@ from transformers.trainer import OPTIMIZER_NAME
 from .dtensor import as_shard, is_sharded
 
 FOLDER, REST = "optimizer", "optimizer.json"
-PICKLED = Path("dcp", ".metadata")  # of earlier versions
+PICKLED = Path("dcp", ".metadata")  # the index in checkpoints of earlier versions
 OPTIONS = StateDictOptions(ignore_frozen_params=True)
 
 
 def has_shards(checkpoint: Path) -> bool:
-    """Whether FSDP2 wrote a checkpoint's optimizer state."""
+    """Return whether FSDP2 wrote a checkpoint's optimizer state."""
     return (checkpoint / FOLDER / REST).is_file()
 
 
 def has_pickled_shards(checkpoint: Path) -> bool:
-    """Whether an earlier version wrote it with FSDP2, which leaves an index that would have to be unpickled."""
+    """Return whether an earlier version wrote the state with FSDP2, with an index that would have to be unpickled."""
     return (checkpoint / PICKLED).is_file()
 
 
 def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer, is_first: bool) -> None:
-    """Write this process's shares of the optimizer's state; the first process also what is not a tensor."""
+    """Write this process's shares of the optimizer's state; the first process also writes all that is not a tensor."""
     state = get_optimizer_state_dict(model, _plain(optimizer), options=OPTIONS)
     writer = dcp.HuggingFaceStorageWriter(str(checkpoint / FOLDER), save_distributed=True)
     dcp.save(_tensors(state), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
@@ -51,10 +51,10 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer, is_fir
 def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> bool:
     """Read optimizer state that FSDP2 wrote, or that a sharded optimizer needs.
 
-    Plain files for plain optimizers are left to `Trainer`. Weights are in the checkpoint's portable files.
+    Plain files for plain optimizers are left to `Trainer`. The weights are in the checkpoint's portable files.
 
     Returns:
-        whether such state was read.
+        whether the state was read.
 
     Raises:
         ValueError: tensors are missing, or belong to other parameters.
@@ -71,10 +71,10 @@ def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) 
 
 
 def _load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    state = get_optimizer_state_dict(model, optimizer, options=OPTIONS)  # of every parameter, from a step of size 0
+    state = get_optimizer_state_dict(model, optimizer, options=OPTIONS)  # from a step of size 0, for all parameters
     _fill_rest(json.loads((folder / REST).read_text(encoding="utf-8")), state)
     saved = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    # an expert that had not been trained yet has no state, and must get none
+    # an expert that had not been trained has no saved state, and must not get any
     idle = {name for name, values in state["state"].items() if not any(f"{name}.{key}" in saved for key in values)}
     used = {name: values for name, values in state["state"].items() if name not in idle}
     _read_tensors(folder, _tensors({"state": used}), saved)
@@ -85,7 +85,7 @@ def _load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's state under flat names, over the same memory.
+    """Return the tensors of an optimizer's state under flat names, sharing their memory.
 
     A number such as Adam's `step` becomes a vector of one element, since DCP cannot cut a tensor without dimensions.
     """
@@ -98,7 +98,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _numbers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what some optimizers keep beside tensors, such as Adafactor's `step`."""
+    """Return what some optimizers keep in addition to tensors, such as Adafactor's `step`."""
     numbers = {
         parameter: {name: value for name, value in values.items() if not torch.is_tensor(value)}
         for parameter, values in state["state"].items()
@@ -107,7 +107,7 @@ def _numbers(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _read_tensors(folder: Path, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    """Fill tensors, or this process's shares of them, in place; `saved` describes those in the folder."""
+    """Fill tensors, or this process's shares of them, in place; `saved` describes the tensors in the folder."""
     for name, tensor in tensors.items():
         if name not in saved:
             raise ValueError(f"{folder} has no optimizer state for {name}: it belongs to a run of other parameters.")
@@ -119,7 +119,7 @@ def _read_tensors(folder: Path, tensors: dict[str, Tensor], saved: dict[str, Any
 
 
 def _fill_rest(saved: dict[str, Any], state: dict[str, Any]) -> None:
-    """Fill in the optimizer's settings and numbers, in place; lists become tuples again where they were."""
+    """Fill in the optimizer's settings and numbers, in place; lists that were tuples become tuples again."""
     for ours, theirs in zip(state["param_groups"], saved["param_groups"], strict=True):
         if ours["params"] != theirs["params"]:
             raise ValueError("The checkpoint's optimizer state belongs to other parameters than this run trains.")
@@ -130,7 +130,7 @@ def _fill_rest(saved: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def _load_whole(saved: dict[str, Any], optimizer: Optimizer) -> None:
-    """Load the state of a plain optimizer into one of sharded parameters, which are in the same order."""
+    """Load the state of a plain optimizer into an optimizer of sharded parameters, which have the same order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for place, values in saved["state"].items():
         like = parameters[place]
@@ -141,4 +141,4 @@ def _load_whole(saved: dict[str, Any], optimizer: Optimizer) -> None:
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
-    return getattr(optimizer, "optimizer", optimizer)  # inside accelerate's
+    return getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer

@@ -1,4 +1,4 @@
-"""How each way of training with several processes divides the training state: what a plan needs to know."""
+"""How the ways of training with several processes divide the training state, as far as a plan needs to know."""
 
 import json
 import math
@@ -61,8 +61,8 @@ class Sharding:
     def loads_late(self) -> bool:
         """Whether the trained network stays in its safetensors file until its weights are sharded.
 
-        Its pages are then the same for all processes of a machine, and the system may drop them; otherwise each
-        process holds the whole network in its own memory first.
+        If so, all processes of a machine share its pages, and the system may drop them. Otherwise, each process first
+        holds the whole network in its own memory.
         """
         return self.parameters
 
@@ -73,13 +73,13 @@ class Sharding:
 
     @property
     def basis(self) -> str:
-        """Where the numbers of what is divided come from."""
+        """Where the numbers for divided state come from."""
         if self.keeps_masters:
             return "as DeepSpeed documents it"
         return "FSDP2 divides each tensor" if self.name == "fsdp2" else "the code's own tensors"
 
     def share(self, count: int, is_divided: bool) -> int:
-        """Return the bytes on one process, out of `count` in all."""
+        """Return how many of `count` bytes are on one process."""
         return math.ceil(count / self.processes) if is_divided else count
 
 
@@ -97,7 +97,7 @@ def override_launch_settings(launch: dict[str, Any], args: TrainingArguments) ->
 
 
 def _read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
-    """Return what DeepSpeed's own configuration says of sharding, under the names of accelerate.
+    """Return what DeepSpeed's own configuration says about sharding, under accelerate's names.
 
     Args:
         config: the configuration, or the path of its JSON file.

@@ -1,4 +1,4 @@
-"""Values of the trained parameters, however a backend keeps them: whole here, sharded in the other backends."""
+"""Values of the trained parameters as a backend keeps them: whole here, sharded in other backends."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class TrainedWeights:
-    """The trained parameters of one process, or of DDP, where every process has them whole.
+    """The trained parameters of a single process or of DDP, where every process has them whole.
 
     Args:
-        parameters: the trained ones, in a fixed order.
+        parameters: the trained parameters, in a fixed order.
         take_turns: whether they belong to several networks that take turns over the steps.
     """
 
@@ -30,26 +30,26 @@ class TrainedWeights:
 
     @property
     def leave_some_without_gradient(self) -> bool:
-        """Whether a pass leaves whole parameters without gradient, for which other processes would wait."""
+        """Whether a pass may leave some parameters without a gradient that other processes would wait for."""
         return self.take_turns and torch.distributed.is_initialized()
 
     def exact(self) -> list[Tensor]:
-        """Return what the optimizer moves, one tensor per parameter, not to be written to."""
+        """Return the values that the optimizer updates, one tensor per parameter; they must not be written to."""
         return [parameter.detach() for parameter in self.parameters]
 
     def used(self) -> list[Tensor]:
-        """Return what the network computes with; call `refresh` after writing to it."""
+        """Return the values that the network computes with; call `refresh` after writing to them."""
         return list(self.parameters)
 
     def refresh(self) -> None:
-        """Renew copies that are kept beside the values of `used`."""
+        """Update copies that are kept in addition to the values of `used`."""
 
     def zero(self) -> Tensor:
         """Return 0 with a gradient of 0 for every parameter."""
         return 0.0 * sum(parameter.sum() for parameter in self.parameters)
 
     def shard(self, values: list[Tensor]) -> list[Tensor]:
-        """Return this process's shares of whole values; the values themselves where it has all."""
+        """Return this process's shares of whole values, or the values themselves if nothing is sharded."""
         return values
 
     def join(self, shares: list[Tensor]) -> Iterator[Tensor]:
@@ -58,7 +58,7 @@ class TrainedWeights:
 
     @contextlib.contextmanager
     def show_whole(self, values: list[Tensor] | None = None, is_kept: bool = True) -> Iterator[None]:
-        """Show the trained parameters whole and exact, as one process has them, to be written to files.
+        """Show the trained parameters whole and exact, as in a single process, to write them to files.
 
         Args:
             values: shares to show in place of the weights, such as an average's.
@@ -85,8 +85,8 @@ class TrainedWeights:
 
     @contextlib.contextmanager
     def rewrite(self) -> Iterator[None]:
-        """Show whole parameters for a file to be read into, on every process; afterwards each has its share of it.
+        """Show whole parameters on every process, to read a file into them; afterwards each process has its share.
 
-        The optimizer's own values are set too: what is saved later is what was read.
+        The optimizer's own values are set too, so that later checkpoints contain what was read.
         """
         yield

@@ -19,9 +19,9 @@ from .samples import as_images
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-SOUND_FIELDS = ("audio", "sound")  # where a pipeline that makes videos with sound returns the sound
+SOUND_FIELDS = ("audio", "sound")  # output fields in which a video pipeline returns sound
 SOUND_IMAGE = (256, 128)  # pixels
-WINDOW = 1024  # most samples in one column of a spectrogram
+WINDOW = 1024  # maximum number of samples per column of a spectrogram
 QUIETEST = -80.0  # decibels relative to the loudest; drawn black
 
 
@@ -30,7 +30,7 @@ class VideoWithSound(list):
 
     Attributes:
         sound: (channels, time) float32 in [-1, 1].
-        sampling_rate: in hertz.
+        sampling_rate: sampling rate in hertz.
     """
 
     def __init__(self, frames: list[Image.Image], sound: np.ndarray, sampling_rate: int):
@@ -52,7 +52,7 @@ def extract_samples(pipe: "DiffusionPipeline", output: Any) -> Any:
 def find_sampling_rate(pipe: "DiffusionPipeline") -> int | None:
     """Return the sampling rate of the sound that a pipeline makes, in hertz; None if it makes no sound.
 
-    A vocoder, if there is one, comes last in the pipeline and so decides; otherwise the autoencoder for sound does.
+    The rate is read from the vocoder, which runs last, or else from the audio autoencoder or any other component.
     """
     parts = [pipe.components.get("vocoder"), pipe.components.get("audio_vae"), *pipe.components.values()]
     for part in parts:
@@ -72,7 +72,7 @@ def as_sound(sample: Any) -> np.ndarray:
 def write_sample(
     sample: Any, stem: str | Path, fps: float, sampling_rate: int | None = None
 ) -> tuple[Path | None, Path]:
-    """Write one sample to files. Each is written under a temporary name first, so that none is ever incomplete.
+    """Write one sample to files. Each is written under a temporary name first, so that no file is ever incomplete.
 
     An image becomes a PNG. A video becomes an MP4, with its sound if it has any, and a PNG of the first frame. A
     waveform becomes a WAV and a PNG that plots it. Anything else (embeddings) becomes an NPY.
@@ -81,10 +81,10 @@ def write_sample(
         sample: an image, a list of frames, or an array or tensor.
         stem: path of the files without their extensions; its folder is created if needed.
         fps: frames per second of a video.
-        sampling_rate: of a waveform, in hertz; without it, a one- or two-dimensional array is not taken for sound.
+        sampling_rate: rate of a waveform in hertz; without it, one- and two-dimensional arrays are not sound.
 
     Returns:
-        The image that stands for the sample in grids (None if there is none), and the file with the sample.
+        The image that represents the sample in grids (None if there is none), and the file with the sample.
     """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _write_whole(stem: Path, ending: str, write: Any) -> Path:
 
 
 def draw_sound(sound: np.ndarray) -> Image.Image:
-    """Plot a waveform: amplitude over time at the top, a spectrogram with 0 Hz at the bottom below it.
+    """Plot a waveform: amplitude over time at the top, and below it a spectrogram that starts at 0 Hz.
 
     The spectrogram's vertical axis is the square root of the frequency, to give the low frequencies of voices and
     instruments more room.
@@ -148,11 +148,12 @@ def write_video(
     """Write an MP4 (H.264, and AAC for the sound of a [`VideoWithSound`]) that any browser plays.
 
     Args:
-        frames: at least one, all of the same size.
+        frames: one or more frames, all of the same size.
         target: a path that ends in `.mp4`, or an open file.
         fps: frames per second.
-        quality: x264's constant rate factor; 18 is visually lossless, and every 6 more halve the file.
-        is_lossless: keep every pixel, in a file for programs: few browsers play it, and it is far larger.
+        quality: x264's constant rate factor; 18 is visually lossless, and each increase of 6 halves the file size.
+        is_lossless: whether to keep every pixel exactly. Such files are far larger and meant for programs: few
+            browsers play them.
 
     Returns:
         `target`.
@@ -185,14 +186,14 @@ def write_video(
 
 
 def shrink_video(path: str | Path, widest: int) -> bytes:
-    """Re-encode a video, with its sound, to at most `widest` pixels per side, for a page that holds many."""
+    """Re-encode a video, with its sound, to at most `widest` pixels per side, for a page with many videos."""
     import av
 
     with av.open(str(path)) as file:
         fps, is_silent = float(file.streams.video[0].average_rate), not file.streams.audio
     frames = read_video(path)
     scale = min(1, widest / max(frames[0].size))
-    size = [max(2, round(side * scale / 2) * 2) for side in frames[0].size]  # even, as players want them
+    size = [max(2, round(side * scale / 2) * 2) for side in frames[0].size]  # players need even sides
     frames = [frame.resize(size) for frame in frames]
     target = io.BytesIO()
     write_video(frames if is_silent else VideoWithSound(frames, *read_sound(path)), target, fps, quality=28)
@@ -209,7 +210,7 @@ def compress_sound(path: str | Path) -> bytes:
 
 
 def _open_mp4(target: str | Path | BinaryIO) -> Any:
-    """Open an MP4 for writing, if by path with the index at the start, so that browsers play it while it loads."""
+    """Open an MP4 for writing. In a file at a path the index comes first, so that browsers play it while it loads."""
     import av
 
     if hasattr(target, "write"):
@@ -223,7 +224,7 @@ def _sound_stream(file: Any, video: VideoWithSound) -> Any:
 
     rates = av.codec.Codec("aac", "w").audio_rates
     rate = video.sampling_rate if video.sampling_rate in rates else 48000
-    channels = video.sound[:2]  # as played: one or two
+    channels = video.sound[:2]  # players take one or two channels
     layout = "mono" if len(channels) == 1 else "stereo"
     stream = file.add_stream("aac", rate=rate, layout=layout)
     return _sound_packets(stream, np.ascontiguousarray(channels, dtype=np.float32).clip(-1, 1), video, layout)
@@ -260,7 +261,7 @@ def write_sound(samples: np.ndarray, path: str | Path, sampling_rate: int) -> Pa
     Args:
         samples: (channels, time) or (time,) floats in [-1, 1]; values outside are clipped.
         path: ends in `.wav`.
-        sampling_rate: in hertz.
+        sampling_rate: sampling rate in hertz.
     """
     waveform = np.atleast_2d(np.asarray(samples, dtype=np.float64)).clip(-1, 1)
     with wave.open(str(path), "wb") as file:

@@ -1,4 +1,4 @@
-"""Convert a pipeline's samples to the forms in which rewards get them: PIL images, or one tensor.
+"""Convert a pipeline's samples to the forms that rewards receive: PIL images, or one tensor.
 
 Samples are converted once, and frames of videos chosen by one rule, so that all rewards see the same pixels.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 def as_images(samples: list) -> list:
     """Convert samples to PIL images, or to lists of PIL frames for videos.
 
-    Sound and embeddings keep their form; a tensor of these is moved to the CPU, where NumPy can read it. Returns
+    Sound and embeddings are not converted, but their tensors are moved to the CPU, where NumPy can read them. Return
     `samples` itself if there is nothing to convert.
 
     Args:
@@ -84,7 +84,7 @@ def copy_value(value: Any) -> Any:
     """Copy `value` so that writing to the copy leaves the original unchanged.
 
     Lists, tuples and mappings are copied with their contents, a video with its sound. Other objects are deep-copied;
-    one that cannot be, such as an open file, is returned itself.
+    objects that cannot be copied, such as open files, are returned as they are.
 
     Example:
         >>> copy_value(["a", {"count": 2}])
@@ -130,11 +130,11 @@ def _copy_image(image: Image.Image) -> Image.Image:
 def frame_positions(frames: int | str, length: int) -> list[int]:
     """Return the positions of the frames that represent a video: evenly spaced, including the first and the last.
 
-    A single frame is the first one. There are never more than the video has.
+    A single frame is the first one. If the video has fewer frames than asked for, all of them are returned.
 
     Args:
-        frames: how many, or `"all"`.
-        length: frames of the video.
+        frames: number of frames to return, or `"all"`.
+        length: number of frames in the video.
     """
     if frames == "all" or frames >= length:
         return list(range(length))

@@ -1,6 +1,6 @@
-"""Serialise samples and dataset rows for other processes of a run: bit for bit, of the same types, without pickle.
+"""Serialise samples and dataset rows for other processes of a run: exactly, with their types, and without pickle.
 
-A packet is a safetensors file: pixels and numbers as tensors, and JSON that says what each of them was. Columns that
+A packet is a safetensors file: pixels and numbers as tensors, and JSON that describes each of them. Columns that
 rewards add are sent in Arrow's format. Servers get another form, always RGB: `rewards/server/wire.py`.
 """
 
@@ -24,10 +24,10 @@ def pack_samples(samples: list | None, latents: list[Tensor] | None) -> Tensor:
     Args:
         samples: PIL images, arrays, tensors, or lists of these (with their sound, if they are `VideoWithSound`);
             or rows: mappings from names to these, texts and numbers.
-        latents: of the same samples.
+        latents: latents of the same samples.
 
     Raises:
-        TypeError: a sample is something else.
+        TypeError: a sample has another type.
     """
     from safetensors.torch import save
 
@@ -76,7 +76,7 @@ def _form(sample: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     name = str(len(tensors))
     if sample is None or isinstance(sample, (bool, int, float, str)):
         return {"plain": sample}
-    if isinstance(sample, Image.Image) and sample.mode == "P":  # its palette is stored beside the pixels
+    if isinstance(sample, Image.Image) and sample.mode == "P":  # a PNG also stores the palette
         file = io.BytesIO()
         sample.save(file, "PNG")
         tensors[name] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What single pipelines need beyond the defaults; most need nothing.
+"""What individual pipelines need beyond the defaults; most need nothing.
 
 To add one, write a file with a subclass of `Family` that says only what differs, and a line in `FAMILIES`.
 """
@@ -14,7 +14,7 @@ FAMILIES: dict[str, Family] = {"GlmImagePipeline": GlmImage()}
 
 
 def family_of(pipe: DiffusionPipeline) -> Family:
-    """Return the family of the pipeline's class, or of one it inherits from; by default one without demands.
+    """Return the family of the pipeline's class, or of one it inherits from; otherwise the default family.
 
     Args:
         pipe: any pipeline.

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 
 class Family:
-    """The defaults, which fit pipelines without particulars.
+    """Default behaviour, for pipelines without special needs.
 
-    Where a language model writes tokens in a pipeline's call, its family sets `language_model`. The library takes over
-    that model's `generate`: while another network is trained, the tokens are drawn once per sample and kept for the
-    replays; with `train_component` set to the language model they are the policy's actions.
+    If a language model writes tokens in a pipeline's call, the family sets `language_model`, and the library takes
+    over that model's `generate`. While another network is trained, the tokens are drawn once per sample and kept for
+    the replays. If `train_component` is the language model, the tokens are the policy's actions.
 
     Attributes:
-        language_model: name of the component whose `generate` the pipeline's call uses, once; None where none does.
-        without_gradient: parts of it that no gradient of a token's probability reaches; they are never trained.
+        language_model: the component whose `generate` is used once in a call of the pipeline; None if there is none.
+        without_gradient: parts of the language model that get no gradient from the probability of a token; they are
+            never trained.
 
     Examples:
         >>> class Lowercase(Family):  # of a pipeline that was trained on prompts in small letters
@@ -34,38 +35,38 @@ class Family:
     without_gradient: tuple[str, ...] = ()
 
     def arguments(self, pipe: DiffusionPipeline, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments of the pipeline's call in the form it takes; `inputs` is as the user gave it."""
+        """Convert keyword arguments as the user gave them (`inputs`) to the form that the pipeline's call takes."""
         return inputs
 
     def network_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Return the keyword arguments of a call of the denoising network, and whether it must run in every replay.
 
-        It must if its side effects, not its result, are needed later.
+        It must run if its side effects, and not its result, are needed later.
         """
         return kwargs, False
 
     def bridged(self, pipe: DiffusionPipeline) -> contextlib.AbstractContextManager:
-        """Return a context for each call of the pipeline, for what does not work in the installed versions."""
+        """Return a context for each call of the pipeline that works around faults of the installed versions."""
         return contextlib.nullcontext()
 
     def vocabulary(self, pipe: DiffusionPipeline) -> int:
-        """Return the number below which ids may be drawn; those above are no tokens of an image."""
+        """Return the number of ids that may be drawn; higher ids are not image tokens."""
         return getattr(pipe, self.language_model).get_output_embeddings().out_features
 
     def token_count(self, call: dict[str, Any]) -> int:
         """Return how many tokens are drawn; `call` holds the keyword arguments of `generate`.
 
-        If the id that ends a text is in the vocabulary, a text may be shorter.
+        If the vocabulary includes the id that ends a text, a text may be shorter.
         """
         return call["max_new_tokens"]
 
     def scoring(self, model: nn.Module, prompt: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """Return keyword arguments of the language model's forward, where every token follows the recorded ones.
+        """Return the keyword arguments of a forward pass of the language model that is teacher-forced on `ids`.
 
         Args:
             model: the language model.
             prompt: what `generate` was given, without its settings; `input_ids` and `attention_mask` are padded left.
-            ids: (batch, tokens) int64, what was drawn.
+            ids: (batch, tokens) int64, the recorded tokens.
         """
         mask = torch.cat([prompt["attention_mask"], torch.ones_like(ids[:, 1:])], dim=1)
         return {

@@ -1,7 +1,7 @@
 """GLM-Image: a language model writes the tokens of a preview and of the image, and a DiT makes the image from them.
 
-Special about it: images as lists of lists, a key-value cache filled before the denoising loop, which ids are tokens of
-an image, and the positions of tokens on their grids.
+What sets it apart: images are lists of lists, a key-value cache is filled before the denoising loop, only some ids are
+image tokens, and tokens have positions on their grids.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ class GlmImage(Family):
     without_gradient = ("model.visual", "model.vqmodel")  # they end in an argmin
 
     def arguments(self, pipe: DiffusionPipeline, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return one list of images per sample, also where the dataset has one image per row.
+        """Return one list of images per sample, even if the dataset has one image per row.
 
         Raises:
             ValueError: height or width is missing, or the images of one call differ in size.
@@ -43,7 +43,7 @@ class GlmImage(Family):
         return {**inputs, "image": images}
 
     def network_call(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Pin the cache as it is at this call: a backward pass that recomputes activations comes after later calls.
+        """Pin the cache in its current state: a backward pass that recomputes activations runs after later calls.
 
         The calls that write the condition images into the cache must run, whichever step is replayed.
         """
@@ -54,7 +54,7 @@ class GlmImage(Family):
 
     @contextlib.contextmanager
     def bridged(self, pipe: DiffusionPipeline) -> Iterator[None]:
-        """Split image features, which diffusers 0.42 joins and transformers since 5.2 wants image by image."""
+        """Split image features by image: diffusers 0.42 joins them, transformers from 5.2 on needs them split."""
         model = getattr(pipe, self.language_model)
         real = model.get_image_tokens
 
@@ -68,11 +68,11 @@ class GlmImage(Family):
             del model.__dict__["get_image_tokens"]
 
     def vocabulary(self, pipe: DiffusionPipeline) -> int:
-        """Return the codebook's size. Ids after it mark beginnings and ends; the DiT has no embedding for them."""
+        """Return the codebook's size. Higher ids mark beginnings and ends; the DiT has no embedding for them."""
         return pipe.transformer.config.prior_vq_quantizer_codebook_size
 
     def token_count(self, call: dict[str, Any]) -> int:
-        """Return all but the last, which marks the end and is never read."""
+        """Return the number of new tokens without the last one, which marks the end and is never read."""
         return call["max_new_tokens"] - 1
 
     def scoring(self, model: nn.Module, prompt: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:

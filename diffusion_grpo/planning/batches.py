@@ -15,10 +15,10 @@ class Batches:
     Attributes:
         processes: number of processes on all machines.
         prompts_per_rollout, samples_per_prompt, samples_per_rollout: counts of what is generated and scored.
-        trained_per_prompt: samples per prompt that are trained on: the whole group, or `best_of_n` of it.
+        trained_per_prompt: samples per prompt that are trained on: the whole group, or `best_of_n` samples of it.
         samples_per_process: samples that one process generates per rollout.
         reward_processes: number of processes that compute rewards.
-        samples_per_reward_process: most samples that one of them scores per rollout.
+        samples_per_reward_process: largest number of samples that one of these processes scores per rollout.
         pipeline_calls: pipeline calls of one process per rollout.
         micro_batch: samples in one forward and backward pass of one process.
         micro_batches_per_update: micro-batches of one process in an update.
@@ -27,7 +27,7 @@ class Batches:
         trained_steps: steps trained per sample.
         num_inference_steps: denoising steps per sample.
         rollouts_per_epoch, updates_per_epoch: counts per epoch; None if the size of the dataset is unknown.
-        updates: updates of the whole run; None if it is a number of epochs and the size of the dataset is unknown.
+        updates: updates of the whole run; None if its length is in epochs and the size of the dataset is unknown.
         prompts: rows of the dataset; None if unknown.
         trained_tokens: tokens trained per sample, in one step; 0 where denoising steps are trained.
     """
@@ -59,7 +59,7 @@ class Batches:
 
         Args:
             args: the settings.
-            prompts: number of rows in the dataset, None if unknown.
+            prompts: number of rows in the dataset; None if unknown.
         """
         per_rollout = args.micro_batches_per_rollout * args.num_iterations // args.gradient_accumulation_steps
         rollouts = None if prompts is None else math.ceil(prompts / args.batch_sizes.prompts_per_rollout)

@@ -1,7 +1,7 @@
-"""Search the settings that make a run fit into a size of accelerator memory, those that cost least time first.
+"""Search for settings that make a run fit into accelerator memory of a given size, the fastest ones first.
 
-Each candidate is planned like any run, so that settings which refuse each other drop out by themselves. Nothing is
-written: what is found is printed for the user to paste.
+Each candidate is planned like any run, so settings that contradict each other drop out by themselves. Nothing is
+written: the settings that are found are printed for the user to paste.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from .measure import DECODING, UPDATE
 from .memory import Memory
 from .plan import Built, Plan, plan, read_run
 
-RESERVE = 0.08  # share of the memory that CUDA, kernels' workspaces and fragmentation may take
-LEAST_SAVING = 0.001  # share of all bytes below which a setting is not worth a line
-ONLY_DECODING = ("samples decoded one by one",)  # steps that save where decoding takes most, and nowhere else
+RESERVE = 0.08  # share of the memory left for CUDA, workspaces of kernels, and fragmentation
+LEAST_SAVING = 0.001  # settings that save a smaller share of all bytes are skipped
+ONLY_DECODING = ("samples decoded one by one",)  # save only if decoding needs the most memory
 
 Settings = dict[str, Any]
 Propose = Callable[[DiffusionGRPOConfig], Settings | None]
@@ -30,10 +30,10 @@ class Choice:
     """Settings that were chosen together.
 
     Attributes:
-        name: what they do.
-        settings: as in the configuration file.
-        saved: bytes that the run takes more without them.
-        cost: what they cost.
+        name: description of what the settings do.
+        settings: the settings, as in the configuration file.
+        saved: bytes that the settings save.
+        cost: description of what the settings cost.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Choice:
 
 @dataclass
 class Fit:
-    """What was found.
+    """Result of a search for settings that make a run fit.
 
     Attributes:
-        size, usable: bytes of the accelerator, and how many of them a plan may take.
-        before, after: the most bytes at a time, as configured and with the choices.
-        choices: empty where the run fits as it is.
-        notes: of the plan.
+        size, usable: bytes of the accelerator, and how many of them a plan may use.
+        before, after: peak memory in bytes, as configured and with the choices.
+        choices: the chosen settings; empty if the run fits as it is.
+        notes: notes of the plan.
     """
 
     size: int
@@ -71,7 +71,7 @@ class Fit:
         return merge(self.choices)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was found as a dictionary for JSON."""
+        """Return the result as a dictionary for JSON."""
         return asdict(self) | {"fits": self.fits, "settings": self.settings}
 
     def to_yaml(self) -> str:
@@ -91,17 +91,17 @@ def merge(choices: list[Choice]) -> Settings:
 
 
 def count_usable(size: int) -> int:
-    """Return how many bytes of an accelerator a plan may take."""
+    """Return how many bytes of an accelerator a plan may use."""
     return int(size * (1 - RESERVE))
 
 
-# What may be changed, in the order of what it costs
+# Possible changes, from the cheapest to the most expensive
 
 
 def halve_micro_batch(args: DiffusionGRPOConfig) -> Settings | None:
-    """Halve the micro-batch and double the accumulation: an update trains on as many samples.
+    """Halve the micro-batch and double the accumulation: an update trains on as many samples as before.
 
-    Where evaluations have a size of their own, which is not planned, it becomes no larger than that of training.
+    If evaluations have a larger batch size of their own, it is reduced to that of training, since it is not planned.
     """
     size = args.per_device_train_batch_size
     if size % 2:
@@ -129,7 +129,7 @@ def offload_frozen(args: DiffusionGRPOConfig) -> Settings | None:
 
 
 def offload_trajectories(args: DiffusionGRPOConfig) -> Settings | None:
-    """Keep what is recorded in CPU memory."""
+    """Keep the recorded trajectories in CPU memory."""
     return None if args.offload_trajectories else {"offload_trajectories": True}
 
 
@@ -160,7 +160,7 @@ def shrink_optimizer(args: DiffusionGRPOConfig) -> Settings | None:
 
 
 def quantise(bits: int) -> Propose:
-    """Return what loads the network and the large text encoders in 8 or 4 bit."""
+    """Return a function that proposes to load the network and the large text encoders in 8 or 4 bit."""
 
     def propose(args: DiffusionGRPOConfig) -> Settings | None:
         taken = args.load_in_4bit or args.quantization
@@ -174,7 +174,7 @@ def quantise(bits: int) -> Propose:
 
 
 def swap_blocks(args: DiffusionGRPOConfig) -> Settings | None:
-    """Keep the network's frozen weights in CPU memory, as they are; without checkpointing that would be slow."""
+    """Keep the network's frozen weights in CPU memory; without checkpointing, this would be slow."""
     if args.group_offload is not None or args.quantization:
         return None
     quantised = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(args, name)]
@@ -182,7 +182,7 @@ def swap_blocks(args: DiffusionGRPOConfig) -> Settings | None:
     return swap | dict.fromkeys(quantised, False)
 
 
-STEPS: dict[str, tuple[Propose, str]] = {  # name: what it proposes, and what that costs
+STEPS: dict[str, tuple[Propose, str]] = {  # name: function that proposes the settings, and their cost in words
     "smaller micro-batches": (halve_micro_batch, "the same samples in more, smaller passes"),
     "gradient checkpointing": (checkpoint, "one more forward pass per update"),
     "recorded steps on the CPU": (offload_trajectories, "copies"),
@@ -203,7 +203,7 @@ class Search:
 
     Args:
         config_file, overrides, launch, built: see [`~diffusion_grpo.planning.plan.plan`].
-        usable: bytes that a plan may take.
+        usable: bytes that a plan may use.
     """
 
     def __init__(
@@ -220,11 +220,11 @@ class Search:
         self._totals: dict[str, Memory | None] = {}
 
     def plan(self, settings: Settings) -> Plan:
-        """Plan the run with settings over those of the user."""
+        """Plan the run with `settings` on top of those of the user."""
         return plan(self._config_file, [*self._overrides, *write_words(settings)], self._launch, self._built)
 
     def count(self, settings: Settings) -> int | None:
-        """Return the most bytes at a time; None if the settings are refused, or lose the phases that were planned."""
+        """Return the peak memory in bytes; None if the settings are refused or the phases cannot be planned."""
         total = self._add_up(settings)
         return None if total is None else total.accelerator
 
@@ -242,12 +242,12 @@ class Search:
         return made.total if any(item.phase == UPDATE for item in made.memory) else None
 
     def _can_save(self, name: str, chosen: Settings) -> bool:
-        """Return whether a step may save something; False spares measuring it."""
+        """Return whether a step may save memory; if not, it need not be measured."""
         total = self._add_up(chosen)
         return name not in ONLY_DECODING or total is None or total.phase == DECODING
 
     def read(self, settings: Settings) -> DiffusionGRPOConfig:
-        """Return the settings of the run with `settings` over those of the user."""
+        """Return the settings of the run with `settings` on top of those of the user."""
         words = [*self._overrides, *write_words(settings)]
         return read_run(self._config_file, words, self._launch)[0][2]
 
@@ -255,7 +255,7 @@ class Search:
         """Add the cheapest settings that save something until the run fits or nothing is left.
 
         Args:
-            most: bytes of the run as it is configured.
+            most: peak memory in bytes of the run as it is configured.
         """
         chosen: dict[str, Choice] = {}
         is_changed = True
@@ -276,7 +276,7 @@ class Search:
         return self._drop_idle([*chosen.values()])
 
     def _drop_idle(self, choices: list[Choice]) -> list[Choice]:
-        """Leave out what later choices made unnecessary, the costliest first; note what the others save."""
+        """Drop choices that later ones made unnecessary, the most expensive first; note what the others save."""
         order = list(STEPS)
         after = self.count(merge(choices)) if choices else 0
         limit = max(self._usable, after)
@@ -293,7 +293,7 @@ class Search:
 
 
 def write_words(settings: Settings) -> list[str]:
-    """Return settings as words of the command line."""
+    """Return settings as arguments of the command line."""
     return [word for name, value in settings.items() for word in (f"--{name}", yaml.safe_dump(value).split("\n")[0])]
 
 
@@ -311,7 +311,7 @@ def fit(
         size: bytes of the accelerator's memory.
 
     Raises:
-        ValueError: the run would refuse the settings as they are, or its memory cannot be planned.
+        ValueError: the run would refuse its settings, or its memory cannot be planned.
     """
     usable = count_usable(size)
     search = Search(config_file, overrides, launch, usable, built)

@@ -1,4 +1,4 @@
-"""Count the bytes of tensors while code runs: how many are alive, and how many there were at most."""
+"""Count the bytes of live tensors while code runs, and their peak."""
 
 import weakref
 from collections import Counter
@@ -12,19 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Watches every operation inside its context and counts the storages that come out of it.
+    """Watches every operation inside its context and counts the storages of the results.
 
-    It works on tensors without values (torch's `FakeTensorMode`) as on real ones. What a kernel allocates for itself
-    and frees before it returns is not seen.
+    It works on tensors without values (torch's `FakeTensorMode`) as on real ones. Memory that a kernel allocates and
+    frees before it returns is not seen.
 
     Args:
-        known: tensors that were there before and do not count, such as weights.
+        known: tensors that exist already and do not count, such as weights.
 
     Attributes:
-        now: bytes that are alive.
-        made: number of storages that were made.
-        peaks: the most bytes there were in each phase.
-        phase: name of the phase that runs.
+        now: bytes of live storages.
+        made: number of storages that have been made.
+        peaks: peak of live bytes in each phase.
+        phase: name of the current phase.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), phase: str = ""):
@@ -32,16 +32,16 @@ class LiveBytes(TorchDispatchMode):
         self.now, self.made, self.phase = 0, 0, phase
         self.peaks: Counter[str] = Counter()
         known = [tensor.untyped_storage() for tensor in known]
-        self._known = {storage._cdata: storage for storage in known}  # kept, so that their numbers stay theirs
-        self._alive: dict[int, tuple[int, int, int]] = {}  # when it was made, its bytes, and how often they count
+        self._known = {storage._cdata: storage for storage in known}  # kept alive, so that their keys are not reused
+        self._alive: dict[int, tuple[int, int, int]] = {}  # time of creation, bytes, and how often they count
 
     @property
     def peak(self) -> int:
-        """The most bytes there were in any phase."""
+        """Peak of live bytes over all phases."""
         return max(self.peaks.values(), default=0)
 
     def begin(self, phase: str) -> None:
-        """Count for another phase from now on."""
+        """Begin another phase."""
         self.phase = phase
         self.peaks[phase] = max(self.peaks[phase], self.now)
 
@@ -53,11 +53,11 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def count(self, start: int, stop: int) -> int:
-        """Return the bytes that are alive of what was made between two moments, given as values of `made`."""
+        """Return the live bytes of storages that were made between two moments, given as values of `made`."""
         return sum(size * times for when, size, times in self._alive.values() if start <= when < stop)
 
     def multiply(self, start: int, stop: int, times: int) -> None:
-        """Count what was made between two moments, and is still alive, so many times from now on."""
+        """From now on, count live storages that were made between two moments this many times."""
         chosen = {key: found for key, found in self._alive.items() if start <= found[0] < stop}
         for key, (when, size, before) in chosen.items():
             self._alive[key] = when, size, times

@@ -1,7 +1,7 @@
-"""Measure one micro-batch of a run on a pipeline without weights: what is recorded, and the most bytes of each phase.
+"""Measure one micro-batch of a run on a pipeline without weights: what is recorded, and the peak memory of each phase.
 
-The rollout and the update are those of training, so nothing is estimated per family. Of the denoising loop only the
-first step runs the network; later steps get the same result again.
+The rollout and the update are those of training, so nothing is estimated per family. In the denoising loop, the
+network runs in the first step only; later steps reuse its result.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.
 
 @dataclass(frozen=True)
 class CallSizes:
-    """How many rows the calls of a run have.
+    """Numbers of rows in the calls of a run.
 
     Attributes:
-        rollout: samples of a rollout's call.
-        micro_batch: samples of a micro-batch.
-        update: rows of a micro-batch's call with gradient, where samples that share the call are one.
+        rollout: samples in one call of a rollout.
+        micro_batch: samples in one micro-batch.
+        update: rows in the call with gradient of a micro-batch; samples that share a network call have one row.
     """
 
     rollout: int
@@ -50,11 +50,11 @@ class CallSizes:
 
     @classmethod
     def of(cls, args: DiffusionGRPOConfig) -> "CallSizes":
-        """Read the sizes off the settings."""
+        """Derive the sizes from the settings."""
         micro_batch, sharing = args.per_device_train_batch_size, args.trained_sharing
         update = micro_batch
         if args.shares_calls and args.trains_shared_step_alone:
-            is_cut = update % sharing and sharing % update  # a micro-batch then has parts of one latent more
+            is_cut = update % sharing and sharing % update  # a micro-batch may then have samples of one more latent
             update = min(update, math.ceil(update / sharing) + bool(is_cut))
         return cls(args.rollout_call_size, micro_batch, update)
 
@@ -67,11 +67,11 @@ class Measurement:
         samples: number of samples in the call.
         step_bytes: bytes per recorded step and sample: latents before and after the step, log-probability, step index.
         sample_bytes: bytes per sample that do not depend on the number of trained steps, such as seeds and tokens.
-        prompt_bytes: bytes per sample of what its prompts are encoded to.
+        prompt_bytes: bytes of encoded prompts per sample.
         evaluations: forward passes of the trained network per step and sample; 2 with guidance in most pipelines.
         update_evaluations: forward passes per trained step and sample in an update.
-        peaks: the most bytes beside the weights, their gradients and the trajectory, by phase; a phase that could not
-            be measured is missing.
+        peaks: peak bytes of each phase, without the weights, their gradients and the trajectory; phases that could not
+            be measured are missing.
         tokens: tokens that a language model draws per sample; 0 where none is trained.
         is_batched: whether the pipeline takes several samples in one call.
         shares_prediction: whether samples of one initial latent share the call that predicts their first noisy step.
@@ -98,14 +98,14 @@ def measure(
 ) -> Measurement:
     """Roll out one call, and update on the first step of one micro-batch.
 
-    Where a network has many equal blocks, a few of them run for all (`repeats.py`), unless only a share of them is
-    checkpointed, or they are by reentrant passes.
+    If a network has many equal blocks, only a few of them run (`repeats.py`), unless checkpointing is reentrant or
+    covers only some of the blocks.
 
     Args:
         policy: policy of a pipeline from `build_weightless_pipeline` that is prepared for training.
         mode: the fake tensor mode of that pipeline.
         make_inputs: returns the keyword arguments of the pipeline's call for a number of samples.
-        sizes: of the calls.
+        sizes: sizes of the calls.
         args: settings of the run.
     """
     if policy.draws_tokens:
@@ -114,7 +114,7 @@ def measure(
         with shorten(policy.networks) as runs:
             try:
                 return _measure_steps(policy, mode, make_inputs, sizes, args, runs)
-            except Exception:  # blocks that are not what they seem, or that something else counts on
+            except Exception:  # the blocks differ after all, or other code needs all of them
                 if not runs:
                     raise
     return _measure_steps(policy, mode, make_inputs, sizes, args, [])
@@ -142,7 +142,7 @@ def _measure_steps(
             _, trajectory = rollout(policy, inputs, **settings, is_complete=False)
     per_step, per_sample = count_trajectory_bytes(trajectory)
     rows = sizes.update if shares_prediction else sizes.micro_batch
-    per_sample += shares_prediction * trajectory.steps.element_size()  # of `Trajectory.shared_steps`
+    per_sample += shares_prediction * trajectory.steps.element_size()  # for `Trajectory.shared_steps`
     if rows != samples:
         inputs, settings["seeds"] = make_inputs(rows), range(rows)
         settings["steps"] = [[0]] * rows
@@ -159,22 +159,22 @@ def _measure_steps(
 def _shares_prediction(
     policy: Policy, mode: FakeTensorMode, inputs: dict[str, Any], args: DiffusionGRPOConfig
 ) -> bool:
-    """Make a prediction for samples of one initial latent, and say whether they can share it."""
+    """Make a prediction for an initial latent, and return whether its samples can share it."""
     with _draw_without_weights(policy, mode):
         prefix = run_prefix(policy, inputs, 0, num_inference_steps=args.num_inference_steps, initial_seeds=[0])
     return prefix.prediction is not None
 
 
 class PhaseWatch:
-    """Tells the phases of a rollout apart, and spares it the network after the first step.
+    """Tells the phases of a rollout apart, and skips the network after the first step.
 
     Args:
-        policy: of a pipeline without weights.
+        policy: policy of a pipeline without weights.
 
     Attributes:
         live: counts the bytes of each phase.
-        rows: rows of each call of a trained network in the first step.
-        encoded: bytes that were alive as the first network ran: what prompts and conditions were encoded to.
+        rows: number of rows in each call of a trained network in the first step.
+        encoded: live bytes when the first network runs, which are those of encoded prompts and conditions.
     """
 
     def __init__(self, policy: Policy):
@@ -185,7 +185,7 @@ class PhaseWatch:
         self._results: dict[int, Any] = {}
 
     def reset(self) -> None:
-        """Forget what was counted and encoded, for another attempt."""
+        """Forget the counts and encoded prompts, for another attempt."""
         self._policy.prompts = PromptCache()
         self.live.peaks.clear()
         self.live.begin(ENCODING)
@@ -194,7 +194,7 @@ class PhaseWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the pipeline's networks and what decodes; restore them on leaving."""
+        """Watch the pipeline's networks and decoders; restore them on leaving."""
         with contextlib.ExitStack() as stack:
             for network in self._policy.networks:
                 stack.enter_context(replace_attribute(network, "forward", self._wrap_network(network)))
@@ -229,7 +229,7 @@ class PhaseWatch:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.live.begin(DECODING)
             decode(*args, **kwargs)
-            raise StepScored  # what follows needs the values of pixels
+            raise StepScored  # later code needs the values of pixels
 
         return run
 
@@ -247,9 +247,9 @@ def measure_update(
     trajectory: Trajectory | TokenTrajectory,
     runs: list[Run] | None = None,
 ) -> int:
-    """Return the most bytes beside weights, gradients and trajectory in one forward and backward pass.
+    """Return the peak bytes of one forward and backward pass, without weights, gradients and trajectory.
 
-    Gradient checkpointing, if it is on, keeps and recomputes as it does in training.
+    Gradient checkpointing, if it is on, works as in training.
     """
     trained = [p for network in policy.networks for p in network.parameters() if p.requires_grad]
     for parameter in trained:
@@ -272,8 +272,8 @@ def measure_tokens(
 ) -> Measurement:
     """Roll out one micro-batch of a policy that draws tokens, then score them with gradient.
 
-    The tokens are zeros: a model without weights can draw none. One teacher-forced pass scores them all, so that the
-    replay keeps the activations of the network and of the log-probabilities, one number per id.
+    The tokens are zeros, since a model without weights cannot draw any. One teacher-forced pass scores them all, so
+    the replay keeps the activations of the network and of the log-probabilities, one number per id.
 
     Args:
         See [`measure`].
@@ -301,9 +301,9 @@ def measure_tokens(
 
 
 class CountedMasks(TorchDispatchMode):
-    """Count what a mask selects of a fake tensor, which torch refuses to do.
+    """Determines how many elements of a fake tensor a mask selects, which torch refuses to do.
 
-    A mask with values, as that of a tokenizer, selects what it selects; one without is taken to select everything.
+    A mask with values, such as a tokenizer's, selects as usual; a mask without values is taken to select everything.
     """
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -323,9 +323,9 @@ def _find_places(mask: Tensor) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def _draw_without_weights(policy: Policy, mode: FakeTensorMode, drawn: list[Drawn] | None = None) -> Iterator[None]:
-    """Prepare for a call of the pipeline, in which a language model draws zeros.
+    """Prepare for a call of the pipeline in which a language model draws zeros.
 
-    With `drawn`, keep what it draws there and end the call.
+    If `drawn` is given, append the drawn tokens to it and end the call.
     """
 
     def draw(call: dict[str, Any], seeds: Tensor) -> Drawn:
@@ -352,8 +352,8 @@ def measure_renoised(guided: Measurement, unguided: Measurement, has_old_policy:
     """Turn measurements of recorded steps into those of finished samples that are noised again.
 
     Args:
-        guided: of the rollout's calls.
-        unguided: of the same calls without guidance, as updates make them.
+        guided: measurement of the rollout's calls.
+        unguided: measurement of the same calls without guidance, as in updates.
         has_old_policy: whether an old policy's predictions are kept, one latent per step.
     """
     latent = _count_latent_bytes(guided)
@@ -367,12 +367,12 @@ def measure_renoised(guided: Measurement, unguided: Measurement, has_old_policy:
 
 
 def add_means(counted: Measurement) -> Measurement:
-    """Add the means that a rollout keeps of its recorded steps: each is as large as a latent."""
+    """Add the means of the recorded steps that a rollout keeps; each is as large as a latent."""
     return dataclasses.replace(counted, step_bytes=counted.step_bytes + _count_latent_bytes(counted))
 
 
 def _count_latent_bytes(counted: Measurement) -> int:
-    indices = 12  # bytes per recorded step of its log-probability and index, beside the latents before and after it
+    indices = 12  # bytes per step of log-probability and index, in addition to the latents before and after it
     return (counted.step_bytes - indices) // 2
 
 

@@ -1,4 +1,4 @@
-"""Bytes of a run on one process, by kind: what is always there, and what comes in each phase."""
+"""Bytes of a run on one process, by kind: those that are always in use, and those of each phase."""
 
 import math
 from collections import Counter
@@ -23,9 +23,9 @@ from .measure import DECODING, DENOISING, ENCODING, UPDATE, Measurement
 
 LOADING = "loading"  # before anything is on the accelerator
 PREPARING = "preparing"  # prompts are encoded before the network is on the accelerator
-ALONE = (LOADING, PREPARING)  # phases in which nothing else is there
+ALONE = (LOADING, PREPARING)  # phases without the other kinds
 OPTIMIZER_BLOCK = 256  # values that share a scale in the 8-bit states of bitsandbytes
-OPTIMIZER_SMALL = 4096  # bitsandbytes keeps 32-bit states of smaller tensors
+OPTIMIZER_SMALL = 4096  # bitsandbytes keeps 32-bit states for smaller tensors
 WEIGHT_BLOCK = 64  # values that share a scale in the 4-bit weights of bitsandbytes
 
 
@@ -34,10 +34,10 @@ class Memory:
     """Bytes of one kind on one process.
 
     Attributes:
-        name: the kind.
+        name: name of the kind.
         accelerator, cpu: bytes on the accelerator and in CPU memory.
         basis: where the numbers come from.
-        phase: when they are there; "" for always.
+        phase: phase in which the bytes are in use; "" for always.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Memory:
 
 
 def add_up(memory: list[Memory]) -> Memory:
-    """Return the most bytes there are at a time: all kinds that are always there, and the largest phase.
+    """Return the peak memory: all kinds that are always in use, and the largest phase.
 
-    The phase of the result is the one in which the accelerator holds most.
+    The phase of the result is the one in which the accelerator holds the most bytes.
     """
     phases = dict.fromkeys(["", *(item.phase for item in memory)])
     sums: dict[str, list[int]] = {"accelerator": [], "cpu": []}
@@ -71,8 +71,8 @@ class Parts:
         networks: the trained networks.
         others: the other networks, by name.
         specs: how each network is quantised, by name; see `choose_specs`.
-        moved: names of the others that `offload_frozen` moves.
-        decodes: names of the others that run after the trained networks.
+        moved: names of the other networks that `offload_frozen` moves.
+        decodes: names of the other networks that run after the trained ones.
     """
 
     model: nn.Module
@@ -93,7 +93,7 @@ class Parts:
 
     @property
     def frozen(self) -> int:
-        """Bytes of the weights of the trained networks that are not trained themselves."""
+        """Bytes of the frozen weights of the trained networks."""
         return sum(weigh(network, self.specs.get(name), is_frozen=True) for name, network in self.networks.items())
 
 
@@ -108,7 +108,7 @@ def estimate_memory(
     """Estimate the bytes on one process, by kind.
 
     Args:
-        parts: of the pipeline.
+        parts: parts of the pipeline.
         args, peft_config: settings of the run.
         sharding: how the training state is divided.
         counted: measurement on the pipeline without weights. None leaves out the trajectory and all phases.
@@ -136,7 +136,7 @@ def _plan_loading(parts: Parts, sharding: Sharding) -> Memory:
 
 
 def _list_state(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) -> list[Memory]:
-    """List weights, gradients and the optimizer's states, as the processes share them."""
+    """List weights, gradients and optimizer states, as they are divided among the processes."""
     trained = parts.trained
     own, grads, states = count_bytes(trained), count_bytes(trained), count_optimizer_bytes(trained, args)
     whole, masters = _weigh_whole(parts, args, sharding), 0
@@ -175,12 +175,12 @@ def _weigh_whole(parts: Parts, args: DiffusionGRPOConfig, sharding: Sharding) ->
 def _weigh_reference(
     parts: Parts, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, sharding: Sharding
 ) -> int:
-    """Return the bytes of a copied reference, undivided; 0 where there is none."""
+    """Return the bytes of a copied reference, undivided; 0 if there is none."""
     return _weigh_whole(parts, args, sharding) if args.needs_reference and peft_config is None else 0
 
 
 def _weigh_gathered(parts: Parts, args: DiffusionGRPOConfig, reference: int, sharding: Sharding) -> int:
-    """Return what a process holds besides its shard while samples are made, where shards are gathered whole."""
+    """Return the bytes that a process holds besides its shard while samples are made and weights are gathered."""
     gathers = {"zero3": args.ds3_gather_for_generation, "fsdp2": args.fsdp_gather_for_generation}
     if sharding.processes == 1 or not gathers.get(sharding.name):
         return 0
@@ -206,7 +206,7 @@ def _list_copies(
 
 
 def _list_frozen(parts: Parts, args: DiffusionGRPOConfig) -> list[Memory]:
-    """List the frozen parts; those that are moved are on the accelerator in their phase only."""
+    """List the frozen parts; those that are moved are on the accelerator only in their phase."""
     released = list_text_encoders(parts.others) if _are_prompts_cached(args) else []
     there = [name for name in parts.others if name not in released]
     moved = [name for name in there if name in parts.moved and args.offload_frozen is not None]
@@ -217,15 +217,15 @@ def _list_frozen(parts: Parts, args: DiffusionGRPOConfig) -> list[Memory]:
 def _list_phases(
     parts: Parts, args: DiffusionGRPOConfig, counted: Measurement, batches: Batches, gathered: int, visiting: int
 ) -> list[Memory]:
-    """List what comes and goes: one row for each phase that was measured.
+    """List temporary memory: one row for each phase that was measured.
 
     Args:
-        parts: of the pipeline.
-        args: of the run.
-        counted: the peak of each phase.
-        batches: sizes of a rollout.
-        gathered: bytes of weights that come while samples are made.
-        visiting: bytes of a reference that comes from CPU memory for its passes.
+        parts: parts of the pipeline.
+        args: settings of the run.
+        counted: measurement with the peak of each phase.
+        batches: counts of the run.
+        gathered: bytes of weights that are gathered while samples are made.
+        visiting: bytes of a reference that is moved from CPU memory for its passes.
     """
     moved = parts.moved if args.offload_frozen is not None else ()
     cached, found = _are_prompts_cached(args), []
@@ -277,18 +277,18 @@ def _place(name: str, count: int, is_on_cpu: bool, basis: str) -> Memory:
 
 
 def find_planned_algorithm(args: DiffusionGRPOConfig) -> Algorithm:
-    """Return the algorithm, as far as what it needs depends on its own settings and the number of updates."""
+    """Return the algorithm, with only those settings on which its memory depends."""
     is_first_replay = args.batch_sizes.updates_per_rollout == 1
     return load_algorithm(args.loss_type, args.loss_kwargs, is_first_replay=is_first_replay)
 
 
 def has_old_policy(args: DiffusionGRPOConfig) -> bool:
-    """Whether the algorithm keeps an old policy."""
+    """Return whether the algorithm keeps an old policy."""
     return args.traits.is_renoised and find_planned_algorithm(args).old_decay is not None
 
 
 def keeps_means(args: DiffusionGRPOConfig) -> bool:
-    """Whether a rollout keeps the mean of each trained step, beside the latents."""
+    """Return whether a rollout keeps the mean of each trained step in addition to the latents."""
     is_kept = args.batch_sizes.updates_per_rollout > 1 or args.old_log_prob == "rollout"
     return is_kept and find_planned_algorithm(args).needs_old_mean
 
@@ -300,9 +300,9 @@ def weigh(network: nn.Module, spec: Any = None, is_frozen: bool = False) -> int:
     """Return the bytes of a network's weights.
 
     Args:
-        network: with fake tensors or real ones.
-        spec: how it is quantised: the weights of its linear layers that are not trained.
-        is_frozen: whether weights that are trained are left out.
+        network: network with fake or real tensors.
+        spec: how the frozen weights of its linear layers are quantised.
+        is_frozen: whether to leave out trained weights.
     """
     quantised = {} if spec is None else {id(x): x for x in list_linear_weights(network)}
     left = [p for p in network.parameters() if id(p) not in quantised and not (is_frozen and p.requires_grad)]
@@ -319,9 +319,9 @@ def count_quantised_bytes(weight: Tensor, spec: Any) -> int:
     """Return the bytes of a weight as a backend keeps it, with its scales.
 
     Args:
-        weight: (out, in) of a linear layer.
-        spec: a `QuantizationSpec`, or a configuration object of diffusers, of which 8 bits are assumed where it does
-            not say that it loads in 4.
+        weight: (out, in) weight of a linear layer.
+        spec: a `QuantizationSpec`, or a configuration object of diffusers, for which 8 bits are assumed unless it says
+            that it loads in 4 bits.
     """
     backend, options = getattr(spec, "backend", ""), getattr(spec, "options", {})
     if backend == "bitsandbytes_4bit" or getattr(spec, "load_in_4bit", False):
@@ -329,7 +329,7 @@ def count_quantised_bytes(weight: Tensor, spec: Any) -> int:
         is_nested = options.get("bnb_4bit_use_double_quant") or getattr(spec, "bnb_4bit_use_double_quant", False)
         scales = blocks + 4 * math.ceil(blocks / OPTIMIZER_BLOCK) if is_nested else 4 * blocks
         return math.ceil(weight.numel() / 2) + scales
-    bits = {"int4": 4, "int2": 2}.get(options.get("weights_dtype"), 8)  # of quanto
+    bits = {"int4": 4, "int2": 2}.get(options.get("weights_dtype"), 8)  # quanto
     return math.ceil(weight.numel() * bits / 8) + 4 * len(weight)  # a scale per row
 
 
@@ -342,9 +342,9 @@ def _weigh_dense(network: nn.Module) -> int:
 
 
 def measure_groups(network: nn.Module, args: DiffusionGRPOConfig) -> int:
-    """Return the bytes of frozen weights that are on the accelerator at a time with `group_offload`.
+    """Return the bytes of frozen weights that are on the accelerator at the same time with `group_offload`.
 
-    These are the weights outside of the blocks, which stay for a pass, and the largest group: two of them where the
+    These are the weights outside the blocks, which stay for a whole pass, and the largest group, or two groups if the
     next one is fetched early. See diffusers' `apply_group_offloading`.
     """
     is_ahead, per_group = args.group_offload_stream, args.group_offload_blocks
@@ -385,7 +385,7 @@ def measure_largest_block(model: nn.Module) -> int:
 def count_optimizer_bytes(trained: list[nn.Parameter], args: DiffusionGRPOConfig) -> int:
     """Count the bytes that the configured optimizer keeps after a step.
 
-    The optimizer's own class takes one step on tensors without values, one of each shape. The 8-bit optimizers of
+    The optimizer's own class takes one step on tensors without values, one tensor per shape. The 8-bit optimizers of
     bitsandbytes need a GPU for a step, so their bytes are computed here: one per value and a float32 per block of 256.
     """
     name = OptimizerNames(args.optim).value

@@ -1,8 +1,8 @@
-"""Plan of a run: the counts and the memory that it will need, computed before anything is loaded.
+"""Plan a run: compute its counts and the memory that it will need before anything is loaded.
 
 The counts come from the settings. The memory is measured on a pipeline without weights (`weightless.py`), which is
-prepared by the same code as the real one and updated by the real optimizer's class. DeepSpeed and FSDP2 are taken to
-divide it as they document.
+prepared by the same code as the real one and updated by the real optimizer's class. DeepSpeed and FSDP2 are assumed to
+divide the memory as documented.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-MEASURED = {  # settings that change what comes and goes, but not what the pipeline is made of
+MEASURED = {  # settings that change temporary memory, but not the parts of the pipeline
     *("per_device_train_batch_size", "decode_batch_size", "vae_slicing", "vae_tiling"),
 }
-COMPUTED = {  # settings whose effect is computed from what was built without them
+COMPUTED = {  # settings whose effect is computed from a pipeline that was built without them
     *("gradient_accumulation_steps", "steps_per_generation", "optim", "optim_args", "offload_frozen"),
     *("offload_trajectories", "offload_ref_model", "cache_prompt_embeds", "prompt_embeds_dir", "torch_compile"),
     *("group_offload", "group_offload_blocks", "group_offload_stream", "load_in_4bit", "load_in_8bit"),
@@ -66,7 +66,7 @@ def make_planned_config(processes: int) -> type[DiffusionGRPOConfig]:
         def __post_init__(self):
             if self.bf16 is None:
                 self.bf16 = not self.fp16 and not self.use_cpu
-            # TrainingArguments would check tf32 on this machine and switch it on
+            # TrainingArguments would check tf32 on this machine and switch it on,
             tf32, self.tf32 = self.tf32, None
             # and would start DeepSpeed
             deepspeed, self.deepspeed = self.deepspeed, None
@@ -98,7 +98,7 @@ class Plan:
         evaluations: forward passes of the network per sample, by purpose.
         memory: bytes per process, by kind; empty if the model's configuration files are not found.
         notes: sentences about what could not be planned.
-        processes_per_machine: those that share the CPU memory of one machine.
+        processes_per_machine: number of processes that share the CPU memory of one machine.
     """
 
     batches: Batches
@@ -111,12 +111,12 @@ class Plan:
 
     @property
     def total(self) -> Memory:
-        """The most bytes there are at a time."""
+        """The peak memory."""
         return add_up(self.memory)
 
     @property
     def cpu_per_machine(self) -> int:
-        """Bytes of CPU memory that the processes of one machine take together."""
+        """Bytes of CPU memory that the processes of one machine use together."""
         return self.total.cpu * self.processes_per_machine
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,9 +133,9 @@ class Prepared:
 
     Attributes:
         pipe: the pipeline.
-        mode: of its fake tensors.
+        mode: mode of its fake tensors.
         component: names of the trained networks.
-        parts: what it is made of.
+        parts: parts of the pipeline.
     """
 
     pipe: Any
@@ -146,11 +146,11 @@ class Prepared:
 
 @dataclass
 class Built:
-    """What plans of one model share; each is named by the settings that it depends on.
+    """Results that several plans of one model share, by the settings that they depend on.
 
     Attributes:
-        prepared: pipelines.
-        measured: what a micro-batch takes, and notes on what could not be measured.
+        prepared: prepared pipelines.
+        measured: measurements of a micro-batch, and notes on what could not be measured.
     """
 
     prepared: dict[str, Prepared] = field(default_factory=dict)
@@ -163,7 +163,7 @@ def read_run(
     """Read the settings of a run on another machine; see [`plan`].
 
     Returns:
-        its settings; those of its processes; and notes on what is assumed.
+        the settings of the run, those of its processes, and notes on assumptions.
     """
     launch_settings = read_settings(launch or LaunchArguments())
     is_given = "num_processes" in launch_settings
@@ -190,7 +190,7 @@ def plan(
         config_file: YAML file, as for `diffusion-grpo train`.
         overrides: words `--key value` that override the file.
         launch: processes to plan for, by default one. The hardware of this machine does not matter.
-        built: filled with what was built and measured, for other plans of the same model.
+        built: filled with the pipelines and measurements of this plan, to be reused by other plans of the same model.
 
     Raises:
         ValueError: the run would refuse these settings too.
@@ -268,7 +268,7 @@ def _plan_model(
 
 
 def _find_specs(folder: Path, args: DiffusionGRPOConfig, parts: Parts, is_full_training: bool) -> dict[str, Any]:
-    """Say how each network is quantised; packages and the GPU that it takes are the target's affair.
+    """Find out how each network is quantised, without a check for packages and a GPU, which only the run needs.
 
     Raises:
         ValueError: `quantization` names no network of the pipeline, or all weights of a quantised one are trained.
@@ -283,7 +283,7 @@ def _find_specs(folder: Path, args: DiffusionGRPOConfig, parts: Parts, is_full_t
 
 
 def _describe(args: DiffusionGRPOConfig, peft_config: PeftConfig | None, others: set[str]) -> str:
-    """Return what two plans must have in common to share something: the settings but for `others`."""
+    """Return the settings except for `others`, as a key: plans with equal keys can share results."""
     settings = {name: value for name, value in args.to_dict().items() if name not in others}
     return json.dumps([settings, peft_config and peft_config.to_dict()], default=str, sort_keys=True)
 
@@ -291,9 +291,9 @@ def _describe(args: DiffusionGRPOConfig, peft_config: PeftConfig | None, others:
 def _build_and_measure(
     folder: Any, args: DiffusionGRPOConfig, peft_config: PeftConfig | None, rows: "Dataset | None", built: Built
 ) -> tuple[Prepared, Measurement | None, list[str]]:
-    """Build the pipeline without weights and measure a micro-batch, unless that is done already.
+    """Build the pipeline without weights and measure a micro-batch, unless this has been done already.
 
-    The pipeline is whole and in place: what is moved or compressed is computed from it.
+    Nothing is moved or compressed in this pipeline; the effects of such settings are computed from it.
     """
     simple = copy.copy(args)
     simple.torch_compile, simple.group_offload = False, None
@@ -336,7 +336,7 @@ def _measure_or_note(
     args: DiffusionGRPOConfig,
     rows: "Dataset | None",
 ) -> Measurement | None:
-    """Measure one micro-batch; where the pipeline does not run without weights, note it and return None."""
+    """Measure one micro-batch; if the pipeline does not run without weights, add a note and return None."""
     access = NetworkAccess(forward_context=lambda: _make_autocast(args), casts_outputs=args.bf16 or args.fp16)
     try:
         policy = make_policy(pipe, component, sde_type=args.sde_type, sampling=args.token_sampling, access=access)
@@ -357,7 +357,7 @@ def _measure_in_some_form(
 ) -> Measurement:
     """Measure a micro-batch in the first form in which the pipeline takes it; see `PipelineInputs.learn`.
 
-    Which form that is cannot be probed as in training: tensors without values do not change.
+    The form cannot be probed as in training, because tensors without values do not change.
     """
     given = frozenset(name for name in inputs.accepted & row.keys() if row[name] is not None)
     refusals = []
@@ -388,9 +388,9 @@ def _make_autocast(args: DiffusionGRPOConfig) -> contextlib.AbstractContextManag
 
 
 def count_evaluations(args: DiffusionGRPOConfig, batches: Batches, counted: Measurement | None) -> dict[str, float]:
-    """Count forward passes per sample, assuming one in each step and shared calls if `counted` is None.
+    """Count forward passes per sample; if `counted` is None, assume one pass per step and shared calls.
 
-    Tokens are drawn by one pass each, and scored by one pass over all of them.
+    Each token is drawn by one pass, and all tokens are scored by one pass.
     """
     one, update = (1.0, 1.0) if counted is None else (counted.evaluations, counted.update_evaluations)
     steps, iterations = batches.trained_steps, args.num_iterations

@@ -1,7 +1,7 @@
-"""Measure a network of many equal blocks on a few of them.
+"""Measure a network of many equal blocks by running only a few of them.
 
-Blocks that follow each other and are equal keep equally much in the same pass. So only the first few run, and what one
-of them leaves in memory counts as often as there are blocks like it.
+Equal blocks in a row keep equally many bytes in a pass. So only the first few run, and the memory that one of them
+leaves is counted as often as there are blocks like it.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .live_bytes import LiveBytes
 
-KEPT = 5  # blocks of a run: the first may differ by its inputs, two are compared, two more tell what stays alive
+KEPT = 5  # blocks per run: the first may have other inputs, two are compared, two more show what stays alive
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -29,9 +29,9 @@ class Run:
     """Equal blocks in a row.
 
     Attributes:
-        blocks: those that are kept. The others would stand between the second and the third.
-        left_out: number of the others.
-        passes: through the blocks, the last one at the end.
+        blocks: the blocks that are kept. The others belong between the second and the third of them.
+        left_out: number of blocks that are left out.
+        passes: passes through the blocks, the latest one last.
     """
 
     blocks: list[nn.Module]
@@ -44,9 +44,9 @@ class Pass:
     """One forward pass through equal blocks, and its backward pass.
 
     Attributes:
-        times: how often what one block leaves is there.
+        times: how many times to count the memory that one block leaves.
         live: watches the pass.
-        starts, turns: what was made before each block's forward pass, and before its backward pass.
+        starts, turns: number of storages made before each block's forward pass, and before its backward pass.
     """
 
     times: int
@@ -57,7 +57,7 @@ class Pass:
     def enter(self, place: int) -> None:
         """Note that a block begins, if it is the next one.
 
-        As the fourth begins, the results of the second are used up, and what is left of them stays.
+        When the fourth block begins, the results of the second have been used; whatever is left of them stays alive.
         """
         if place != len(self.starts):
             return
@@ -70,8 +70,8 @@ class Pass:
     def turn(self, place: int) -> None:
         """Note that a block's backward pass begins, the last block's first.
 
-        Once it is the second one's, what the blocks between have kept is gone. What they have made instead, such as
-        gradients that wait for those of another pass, stays as that of the fourth.
+        When it is the second block's, the blocks that were left out would have freed what they kept. What they would
+        have made instead, such as gradients that wait for those of another pass, is counted by that of the fourth.
         """
         if place != KEPT - 1 - len(self.turns):
             return
@@ -136,14 +136,14 @@ def describe(block: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def count_repeats(runs: list[Run], live: LiveBytes) -> Iterator[None]:
-    """Count what the blocks that were left out would keep.
+    """Count the memory that the blocks that were left out would keep.
 
     Args:
-        runs: from [`shorten`].
+        runs: runs of blocks from [`shorten`].
         live: watches the passes.
 
     Raises:
-        BlocksDifferError: in a pass, two blocks of a run leave different numbers of bytes.
+        BlocksDifferError: two blocks of a run leave different numbers of bytes in a pass.
     """
     with contextlib.ExitStack() as stack:
         for run in runs:
@@ -156,7 +156,7 @@ def count_repeats(runs: list[Run], live: LiveBytes) -> Iterator[None]:
 
 
 def _enter(run: Run, place: int, live: LiveBytes, *_: Any) -> None:
-    """Begin a pass with the first block; what computes blocks again goes through them in another order."""
+    """Begin a pass at the first block; recomputation visits the blocks in another order."""
     if place == 0:
         run.passes.append(Pass(1 + run.left_out, live))
     if run.passes:

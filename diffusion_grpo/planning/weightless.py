@@ -69,7 +69,7 @@ def build_weightless_pipeline(
 
 @contextlib.contextmanager
 def decode_as_set(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Iterator[None]:
-    """Apply the settings of decoding to a pipeline; take them back on leaving.
+    """Apply the settings of decoding to a pipeline; undo this on leaving.
 
     Raises:
         ValueError: see [`~diffusion_grpo.training.decoding.set_decoding`].
@@ -87,7 +87,7 @@ def decode_as_set(pipe: DiffusionPipeline, args: DiffusionGRPOConfig) -> Iterato
 
 def _build_part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode: FakeTensorMode) -> Any:
     library, name = entry
-    own_library = getattr(diffusers.pipelines, library, None)  # as of Stable Diffusion's safety checker
+    own_library = getattr(diffusers.pipelines, library, None)  # as for Stable Diffusion's safety checker
     cls = getattr(diffusers, name, None) or getattr(transformers, name, None) or getattr(own_library, name, None)
     if cls is None:
         raise ValueError(f"{folder.name} is a {name} of {library}, which diffusers and transformers do not have.")
@@ -97,7 +97,7 @@ def _build_part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode:
         config = cls.config_class.from_pretrained(folder)
         with mode:
             part = cls(config)
-        own = dtype or getattr(config, "dtype", None)  # as transformers does by default
+        own = dtype or getattr(config, "dtype", None)  # the default of transformers
         kept = set(part._keep_in_fp32_modules_strict or ())
         kept |= set(part._keep_in_fp32_modules or ()) if own == torch.float16 else set()
     else:
@@ -108,7 +108,7 @@ def _build_part(folder: Path, entry: list[str], dtype: torch.dtype | None, mode:
 
 
 def _cast(part: nn.Module, dtype: torch.dtype, kept: set[str]) -> nn.Module:
-    """Cast the part, except for what its class keeps in float32, and move it to the meta device."""
+    """Cast a part, except for what its class keeps in float32, and move it to the meta device."""
 
     def cast(name: str, tensor: Tensor) -> Tensor:
         is_kept = kept & set(name.split(".")) and dtype != torch.float32

@@ -1,4 +1,4 @@
-"""What every policy shares: the pipeline, its trained networks, and how they are called."""
+"""The base of all policies: the pipeline, its trained networks, and how they are called."""
 
 import contextlib
 import inspect
@@ -27,7 +27,7 @@ class UntrainedStepError(ValueError):
     """A step that is to be trained calls none of the trained networks.
 
     Examples:
-        Raised if only one of two experts is trained, and a step belongs to the other:
+        It is raised if only one of two experts is trained, and a step belongs to the other one:
 
         >>> from diffusion_grpo.policy.token import make_policy
         >>> make_policy(pipe).refuse_step(3)
@@ -45,9 +45,9 @@ class Policy(ABC):
     Args:
         pipe: any diffusers pipeline.
         component: names of the trained networks; see [`policy_component`].
-        access: how the networks are called; the default fits one process in full precision.
-        sampling: how a language model in the pipeline's call draws tokens: `temperature`, `top_k` and `top_p`, where
-            they differ from its own generation config.
+        access: how the networks are called; the default suits a single process in full precision.
+        sampling: how a language model in the pipeline's call draws tokens: `temperature`, `top_k` and `top_p`, if they
+            differ from its own generation config.
 
     Attributes:
         component: names of the trained networks.
@@ -69,7 +69,7 @@ class Policy(ABC):
         sampling: dict[str, float | None] | None = None,
     ):
         self.pipe = pipe
-        self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original under torch.no_grad
+        self.undecorated = inspect.unwrap(type(pipe).__call__)  # the original, without torch.no_grad
         self.component = policy_component(pipe, component)
         self.family = family_of(pipe)
         self.access = access or NetworkAccess()
@@ -81,13 +81,13 @@ class Policy(ABC):
     @property
     @abstractmethod
     def default_noise_level(self) -> float | None:
-        """The usual noise of the process; None for a policy without one."""
+        """The usual noise level of the process; None for a policy without a process."""
 
     @abstractmethod
     def rollout(
         self, inputs: dict[str, Any], request: RolloutRequest
     ) -> tuple[Any, Trajectory | TokenTrajectory | None]:
-        """Call the pipeline and record what is trained; see [`~diffusion_grpo.policy.rollout.rollout`]."""
+        """Call the pipeline and record the trained steps or tokens; see [`~diffusion_grpo.policy.rollout.rollout`]."""
 
     @abstractmethod
     def replay(
@@ -105,12 +105,12 @@ class Policy(ABC):
         """Refuse a pipeline that has no denoised latents to give to a reward.
 
         Raises:
-            UnsupportedPipeline: it has none.
+            UnsupportedPipeline: the pipeline has none.
         """
 
     @property
     def networks(self) -> list[nn.Module]:
-        """The trained networks, as the pipeline calls them; several where experts take turns over the steps."""
+        """The trained networks, as the pipeline calls them; several if experts take turns over the steps."""
         return [getattr(self.pipe, name) for name in self.component]
 
     @property
@@ -120,12 +120,12 @@ class Policy(ABC):
 
     @property
     def writer(self) -> nn.Module | None:
-        """The language model that writes tokens in the pipeline's call; None where there is none."""
+        """The language model that writes tokens in the pipeline's call; None if there is none."""
         return getattr(self.pipe, self.family.language_model or "", None)
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Names of the networks that take turns over the steps: what is trained by default."""
+        """Names of the networks that take turns over the steps and are trained by default."""
         try:
             return policy_component(self.pipe)
         except UnsupportedPipeline:  # its networks have other names
@@ -137,11 +137,11 @@ class Policy(ABC):
         return [name for name in self.experts if name not in self.component]
 
     def refuse_step(self, step: int, passing: Collection[int] = ()) -> NoReturn:
-        """Refuse to train on a step that passes none of the trained networks, such as one of another expert.
+        """Refuse to train on a step that calls none of the trained networks, such as a step of another expert.
 
         Args:
             step: index of the step in the loop.
-            passing: the steps that do pass one, where that is known.
+            passing: the steps that do call a trained network, if they are known.
 
         Raises:
             UntrainedStepError: always.
@@ -156,7 +156,7 @@ class Policy(ABC):
         )
 
     def take_spare(self) -> Tensor | float:
-        """Return zero, with the gradient of calls that were only made to keep step with other processes; once."""
+        """Return zero, once, with the gradient of calls that were made only to stay in step with other processes."""
         return self.gates.take_spare()
 
     def draw_tokens(self, call: dict[str, Any], seeds: Tensor) -> Drawn:
@@ -186,13 +186,13 @@ class Policy(ABC):
 
     @contextlib.contextmanager
     def _seeded(self, seeds: Tensor) -> Iterator[None]:
-        """Seed torch's global generator for a call of the pipeline, the same in rollout and replay; leave no trace.
+        """Seed torch's global generator for a call, equally in rollout and replay; restore it on leaving.
 
-        Whether the pipeline draws from it is noted in `draws_globally`.
+        Set `draws_globally` if the pipeline draws from it.
         """
         devices, seed_all = [], torch.default_generator.manual_seed
-        if torch.accelerator.is_available():  # without one, both lines would cost as much as a small network's pass
-            device = self.pipe._execution_device  # which is not where the first of its parts waits
+        if torch.accelerator.is_available():  # otherwise, this would take as long as a pass of a small network
+            device = self.pipe._execution_device  # its first part may be on another device
             devices, seed_all = [device] if device.type == "cuda" else [], torch.manual_seed
         states = [torch.get_rng_state, *(partial(torch.cuda.get_rng_state, device) for device in devices)]
         with torch.random.fork_rng(devices=devices):
@@ -208,22 +208,22 @@ class Policy(ABC):
 def call_arguments(
     pipe: DiffusionPipeline, inputs: dict[str, Any], num_inference_steps: int | None, initial_seeds: Tensor
 ) -> dict[str, Any]:
-    """Build the keyword arguments of a pipeline call; the same in rollout and replay.
+    """Build the keyword arguments of a pipeline call; they are the same in rollout and replay.
 
     Args:
         pipe: the pipeline.
-        inputs: those for one batch.
+        inputs: the user's keyword arguments for one batch.
         num_inference_steps: length of the loop; None leaves it to the pipeline.
-        initial_seeds: (batch,) one per sample.
+        initial_seeds: (batch,) seeds, one per sample.
     """
     drawn = make_generators(initial_seeds)
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     arguments = dict(family_of(pipe).arguments(pipe, inputs))
-    if num_inference_steps is not None and "num_inference_steps" in parameters:  # a token writer has no loop
+    if num_inference_steps is not None and "num_inference_steps" in parameters:  # pure token writers have no loop
         arguments["num_inference_steps"] = num_inference_steps
     if "generator" in parameters:  # not every pipeline takes a list
         arguments["generator"] = drawn if len(drawn) > 1 else drawn[0]
-    is_image = {"height", "num_frames"} & set(parameters)  # sound and depth maps keep their own form
+    is_image = {"height", "num_frames"} & set(parameters)  # not sound or depth maps
     if "output_type" in parameters and (is_image or parameters["output_type"].default == "pil"):
         arguments.setdefault("output_type", "pil")
     return arguments
@@ -235,8 +235,8 @@ def policy_component(pipe: DiffusionPipeline, component: str | Sequence[str] | N
     Args:
         pipe: the pipeline.
         component: names in a sequence, or in a string separated by commas, as in the setting `train_component`. By
-            default the first of transformer, unet, prior and decoder, with its second expert where the pipeline has
-            one (`transformer_2` of Wan 2.2).
+            default, the first of transformer, unet, prior and decoder, together with its second expert if the pipeline
+            has one (`transformer_2` of Wan 2.2).
 
     Raises:
         UnsupportedPipeline: the pipeline has no such network; the message lists those it has.

@@ -1,7 +1,7 @@
-"""Does a pipeline take several samples in one call? Short rollouts find out, before the first one that counts.
+"""Find out by short rollouts, before the first real one, whether a pipeline takes several samples in one call.
 
-A signature cannot tell: a list of images is one image per sample to one pipeline, several images of one sample to the
-next, and an error to a third.
+A signature does not show this: given a list of images, one pipeline takes one image per sample, another takes all of
+them for one sample, and a third raises an error.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ BATCHED, SINGLE, LISTED = (
     "batched",
     "single",
     "listed",
-)  # lists of all samples; one sample by itself; one sample in a list
-LEAST_SHARE = 1e-2  # how much an input may change other samples, relative to its own; rounding stays far below
+)  # lists with all samples; one sample as it is; one sample in lists
+LEAST_SHARE = 1e-2  # limit of the change in other samples, relative to its own; rounding is far below
 
 
 @dataclasses.dataclass
 class Form:
-    """How the inputs of a call are given.
+    """The form in which the inputs of a call are given.
 
     Attributes:
-        name: `batched`, lists with one value per sample; `single`, one sample with its values as they are; `listed`,
-            one sample with each value in a list.
-        reason: why several samples cannot share a call; None where they can.
+        name: `batched` for lists with one value per sample; `single` for one sample with its values as they are;
+            `listed` for one sample with each value in a list.
+        reason: why several samples cannot share a call; None if they can.
     """
 
     name: str
@@ -46,21 +46,21 @@ def find_form(
 ) -> Form:
     """Find out how the pipeline takes `count` samples, from the first trained steps of a few rollouts.
 
-    A batch is right where changing one input of its last sample changes the latents of that sample and of no other;
-    for prompts only the first half is required, since padding to the longest one may affect all. An input that
-    changes nothing in the batch must change nothing by itself either: then the pipeline really ignores it.
+    A batch is correct if a change to one input of its last sample changes the latents of that sample and of no other.
+    Prompts may change other samples too, because they are padded to the longest one. If a change has no effect in the
+    batch, it must not have an effect on a single sample either: then the pipeline really ignores the input.
 
     Args:
-        policy: the pipeline.
+        policy: policy of the pipeline.
         row: the columns of a dataset row that the pipeline is given.
-        arguments: rows and a form's name to keyword arguments of the call.
-        count: samples in a call, where it takes several.
-        settings: of [`~diffusion_grpo.policy.rollout.rollout`]: `num_inference_steps`, `noise_level` and, as
+        arguments: function from rows and the name of a form to keyword arguments of the call.
+        count: number of samples per call, if it takes several.
+        settings: arguments of [`~diffusion_grpo.policy.rollout.rollout`]: `num_inference_steps`, `noise_level` and, as
             `steps`, the steps of one sample.
 
     Raises:
-        Exception: what the pipeline raised, where it takes the row in no form, or where it takes the row in one but
-            fails on the same row with another value in it.
+        Exception: the error of the pipeline, if it takes the row in no form, or if it takes the row in one form but
+            fails if a value of it is changed.
     """
     probe = _Probe(policy, row, arguments, count, settings)
     refusals: list[str | Exception] = []
@@ -69,7 +69,7 @@ def find_form(
             reason = probe.why_not(form)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
+        except Exception as error:  # any error of the pipeline counts as an answer
             reason = error
         else:
             reason = reason or probe.what_is_lost()
@@ -88,16 +88,16 @@ class _Probe:
         self.policy, self.row, self.arguments, self.count = policy, row, arguments, count
         self.steps = settings.pop("steps")
         self.settings = settings
-        # prompts that are encoded one by one and kept cannot affect each other, and no other texts are at hand
+        # prompts that are encoded one by one and kept cannot affect each other, and there are no other texts to try
         tried = {k: v for k, v in row.items() if not (policy.prompts.keeps_prompts and "prompt" in k)}
         self.changed = {name: other for name, value in tried.items() if (other := _change(value)) is not None}
-        self.idle: list[str] = []  # inputs of the last sample of a batch that change nothing there
+        self.idle: list[str] = []  # inputs without effect on the last sample of a batch
 
     def why_not(self, form: str) -> str | None:
         """Return why samples cannot be given in this form; None if they can.
 
         Raises:
-            Exception: the pipeline's own.
+            Exception: the error of the pipeline.
         """
         self.idle, plain = [], self.latents(form)
         for name in self.changed if form == BATCHED else ():
@@ -110,31 +110,31 @@ class _Probe:
         return None
 
     def what_is_lost(self) -> str | None:
-        """Return a sentence on an input that a batch ignores and a single sample does not; None if there is none.
+        """Describe an input that is ignored in a batch but not for a single sample; return None if there is none.
 
         Raises:
-            Exception: the pipeline's own.
+            Exception: the error of the pipeline.
         """
         lost = next((name for name in self.idle if self.matters_alone(name)), None)
         return lost and f"in a batch, '{lost}' of the last sample is not used"
 
     def matters_alone(self, name: str) -> bool:
-        """Return whether an input makes a difference to a single sample, in a form that the pipeline takes.
+        """Return whether an input affects a single sample, in a form that the pipeline takes.
 
         Raises:
-            Exception: the pipeline's own, where it takes the row in a list of one no more than by itself, or fails on
-                the changed row in the form in which it takes the row as it is.
+            Exception: the error of the pipeline, if it takes neither `single` nor `listed`, or if it fails on the
+                changed row in the form that it takes.
         """
         try:
             form, plain = SINGLE, self.latents(SINGLE)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # the row as it is, not in this form
+        except Exception:  # the pipeline does not take this form
             form, plain = LISTED, self.latents(LISTED)
         return not torch.equal(self.latents(form, name), plain)
 
     def latents(self, form: str, change: str | None = None) -> Tensor:
-        """Return (batch, numbers) latents after the steps; `change` names an input of the last sample to change."""
+        """Return (batch, elements) latents after the steps; `change` names an input of the last sample to change."""
         self.policy.prompts.clear()
         rows = [self.row] * (self.count if form == BATCHED else 1)
         if change is not None:
@@ -154,7 +154,7 @@ def _is_text(value: Any) -> bool:
 def _change(value: Any) -> Any:
     """Return another value of the same kind and shape, different everywhere; None if there is none."""
     if isinstance(value, str):
-        return f"no {value}"  # in front: a long prompt may be cut off at its end
+        return f"no {value}"  # at the start, since long prompts are cut off at the end
     if isinstance(value, Image.Image):
         image = value.convert("RGB") if value.mode == "P" else value
         array = np.asarray(image)
@@ -164,4 +164,4 @@ def _change(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and len(value):
         items = [_change(item) for item in value]
         return None if any(item is None for item in items) else type(value)(items)
-    return None  # numbers are settings of a call
+    return None  # numbers count as settings of a call

@@ -1,4 +1,4 @@
-"""Does this pipeline train? One small rollout and its replay answer in seconds and leave the pipeline as it was."""
+"""Check in seconds whether a pipeline can be trained, by one small rollout and its replay."""
 
 import contextlib
 import dataclasses
@@ -24,11 +24,12 @@ class ReplayReport:
 
     Attributes:
         pipeline, scheduler: class names.
-        policy: name of the network that would be trained; several joined by ", " where experts take turns.
-        steps: replayed steps.
+        policy: name of the network that would be trained, or names joined by ", " if experts take turns.
+        steps: number of replayed steps.
         max_log_prob_error: largest |log p of the replay - log p of the rollout|.
         max_ratio_error: largest |ratio - 1|, over samples and steps; 0 for an exact replay.
-        grad_norm: of the replayed log-probabilities, over the networks' parameters; NaN if a step has no gradient.
+        grad_norm: gradient norm of the replayed log-probabilities, over the networks' parameters; NaN if a step has no
+            gradient.
         trains: whether the ratio is 1 within 1e-5 and gradients reach the networks.
         reason: why the pipeline cannot be trained, in one sentence; None if it can.
 
@@ -64,22 +65,23 @@ def check_pipeline(
 ) -> ReplayReport:
     """Roll the pipeline out once, to the end as in training, and replay every step.
 
-    The pipeline is left as it was: scheduler, forward, gradients, training mode and frozen parameters.
+    Scheduler, forward, gradients, training mode and frozen parameters of the pipeline are left as they were.
 
     Args:
         pipe: any diffusers pipeline.
         inputs: keyword arguments of its `__call__`, e.g. `{"prompt": ["a cat", "a dog"], "height": 512}`.
-        num_inference_steps: at least 2; the last step has no noise and is not replayed.
+        num_inference_steps: length of the loop, at least 2; the last step has no noise and is not replayed.
         sde_type, noise_level: the process, see [`~diffusion_grpo.policy.schedulers.stochastic_scheduler`].
-        seed: of the samples.
+        seed: seed of the samples.
 
     Returns:
-        Whether the pipeline can be trained, how exact its replay is, and if it cannot, why. An error inside the
-        pipeline is such a reason and is not raised.
+        Whether the pipeline can be trained, how exact its replay is, and, if it cannot be trained, the reason. An
+        error inside the pipeline is such a reason and is not raised.
 
     Raises:
         ValueError: fewer than 2 steps, or a noise level that is not above 0.
-        torch.OutOfMemoryError: the call, or its gradient, does not fit; this says nothing about the pipeline.
+        torch.OutOfMemoryError: the call, or its gradient, does not fit into memory, which says nothing about
+            the pipeline.
 
     Examples:
         >>> report = check_pipeline(pipe, inputs)
@@ -102,7 +104,7 @@ def check_pipeline(
         return dataclasses.replace(report, reason=str(error))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever goes wrong inside the pipeline is an answer to the question
+    except Exception as error:  # any error of the pipeline counts as an answer
         return dataclasses.replace(report, reason=_inner_error(error))
     report.steps = len(differences)
     report.grad_norm = float(torch.stack(squares).sum().sqrt())
@@ -116,7 +118,7 @@ def check_pipeline(
 def _replay_steps(
     policy: DenoisingPolicy, inputs: dict[str, Any], num_inference_steps: int, noise_level: float | None, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return, per trained step, the differences of the log-probabilities, and the squared gradients."""
+    """Return the differences of the log-probabilities and the squared gradients, for each trained step."""
     seeds = [sample_seed(seed, row) for row in range(_count(inputs))]
     with _left_untouched(policy) as parameters:
         settings = dict(num_inference_steps=num_inference_steps, noise_level=noise_level)
@@ -132,9 +134,9 @@ def _replay_steps(
 
 
 def _square_gradients(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
-    """Return the sum of the squared gradients of `value`; NaN where none reaches the parameters.
+    """Return the sum of the squared gradients of `value`; NaN if no gradient reaches the parameters.
 
-    Each gradient is dropped as soon as it has been added: all of them together take as much memory as the weights.
+    Each gradient is freed as soon as it has been added: together they would take as much memory as the weights.
     """
     if not value.requires_grad:
         return torch.tensor(float("nan"))
@@ -197,7 +199,7 @@ def _left_untouched(policy: DenoisingPolicy) -> Iterator[list[nn.Parameter]]:
     parameters = [p for network in policy.networks for p in network.parameters() if p.is_floating_point()]
     frozen = [not parameter.requires_grad for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters]
-    attributes = dict(pipe.__dict__)  # a call leaves its guidance scale and the like behind
+    attributes = dict(pipe.__dict__)  # a call sets attributes such as its guidance scale
     for module in modules:
         module.training = False
     for parameter in parameters:

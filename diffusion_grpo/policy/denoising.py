@@ -1,7 +1,7 @@
 """The policy whose actions are denoising steps: a stochastic scheduler in the pipeline, and gates before its networks.
 
-A `DenoisingPolicy` rolls the pipeline out, replays one recorded step, or predicts at a given latent. Each time it
-calls the pipeline as any user would, while a driver decides what each step does.
+A `DenoisingPolicy` rolls the pipeline out, replays a recorded step, or predicts at a given latent. In each case it
+calls the pipeline as a user would, while a driver decides what each step does.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class DenoisingPolicy(Policy):
         access, sampling: see [`~diffusion_grpo.policy.base.Policy`].
 
     Raises:
-        ValueError: an `sde_type` or `log_prob_type` that does not fit, or `sampling` where no tokens are drawn.
+        ValueError: `sde_type` or `log_prob_type` does not fit, or `sampling` is given but no tokens are drawn.
         UnsupportedPipeline: the pipeline has no network or no scheduler to train.
         UnsupportedScheduler: the scheduler takes no Gaussian steps.
 
@@ -74,14 +74,14 @@ class DenoisingPolicy(Policy):
 
     @property
     def loop_length(self) -> int | None:
-        """Number of steps of the last call; None before the first, and where the pipeline steps with copies."""
+        """Number of steps of the last call; None before the first, or if the pipeline steps scheduler copies."""
         return None if self.scheduler.first is None else self.scheduler.loop_length
 
     def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, Trajectory | CleanSamples | None]:
-        """Call the pipeline with noise in its steps, and record the trained ones; or keep the finished latents.
+        """Call the pipeline with noise in its steps and record the trained ones, or keep the finished latents.
 
         Returns:
-            the samples, None where nothing was decoded; and the trajectory, None where nothing is recorded.
+            the samples, or None if nothing was decoded; and the trajectory, or None if nothing was recorded.
         """
         if request.keeps_clean:
             return self._roll_out_clean(inputs, request)
@@ -119,7 +119,7 @@ class DenoisingPolicy(Policy):
         )
 
     def _roll_out_clean(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, CleanSamples]:
-        """Sample without noise: by the pipeline's own solver, or in place of one that draws noise by ours."""
+        """Sample without noise, by the pipeline's own solver or, if that draws noise, by a deterministic one."""
         recorder: Recorder | SolverRecorder = SolverRecorder(request.initial_seeds)
         scheduler = watch_solver(self.pipe.scheduler, recorder.keep)
         if scheduler is None:
@@ -142,7 +142,7 @@ class DenoisingPolicy(Policy):
         recorder: Recorder | SolverRecorder,
         scheduler: Any = None,
     ) -> Any:
-        """Run the pipeline under the recorder; return its samples, and add their latents where asked for."""
+        """Run the pipeline under the recorder and return its samples; add their latents to the request if wanted."""
         shown = inputs if request.is_decoded else inputs | {"output_type": "latent"}
         arguments = self.call_arguments(shown, request.num_inference_steps, request.initial_seeds)
         samples = None
@@ -182,14 +182,14 @@ class DenoisingPolicy(Policy):
         forwards: Sequence[Callable] | None = None,
         sources: Tensor | None = None,
     ) -> StepDistribution:
-        """Score one recorded step under the networks as they are now; see [`~diffusion_grpo.policy.rollout.replay`].
+        """Score one recorded step under the current networks; see [`~diffusion_grpo.policy.rollout.replay`].
 
         Args:
             inputs: the keyword arguments of the rollout for the same samples.
-            trajectory: of these samples, each with `step` among its trained steps.
+            trajectory: trajectory of these samples, each with `step` among its trained steps.
             step: index of the step in the loop.
-            forwards: used in place of the networks' own forwards, one per network.
-            sources: (batch,) int64, the row of `inputs` that each sample shares; None where each has its own.
+            forwards: functions to use in place of the networks' own forwards, one per network.
+            sources: (batch,) int64, the row of `inputs` that each sample uses; None if each has its own row.
 
         Raises:
             ValueError: the step was not recorded for all samples.
@@ -228,18 +228,18 @@ class DenoisingPolicy(Policy):
         """Return what the pipeline hands to `scheduler.step` for a given latent at a given step.
 
         The pipeline runs its whole loop up to `step`, so that everything that depends on the index of a step is as in
-        a rollout; the network runs for this step alone. Gradients flow where torch's grad mode lets them.
+        a rollout, but the network runs only in this step. Gradients flow if torch's grad mode is on.
 
         Args:
             inputs: keyword arguments of the pipeline's `__call__` for one batch.
-            latents: (batch, ...) float32, what step `step` is handed, in the scheduler's own coordinates; where a step
-                moves several latents, all of them, each flattened, one after the other. Step 0 has no step before it:
-                there the pipeline draws its initial latent from `initial_seeds`, and `latents` must equal it.
+            latents: (batch, ...) float32 input of step `step`, in the scheduler's own coordinates; if a step moves
+                several latents, all of them, flattened and joined. Step 0 has no step before it: there the pipeline
+                draws its initial latent from `initial_seeds`, and `latents` must equal it.
             step: index of the step in the loop.
             num_inference_steps: length of the loop.
             initial_seeds: (batch,) seeds of the initial latents.
-            tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote, if there is one.
-            forwards: used in place of the networks' own forwards, one per network.
+            tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote, if there is one.
+            forwards: functions to use in place of the networks' own forwards, one per network.
 
         Raises:
             ValueError: the step lies outside the loop, or is 0 and the latents are not the initial ones.
@@ -256,16 +256,16 @@ class DenoisingPolicy(Policy):
         step: int,
         forwards: Sequence[Callable] | None = None,
     ) -> Denoised:
-        """Noise finished samples again, to the level of one step, and return the clean samples that are predicted.
+        """Noise finished samples again, to the level of one step, and return the predicted clean samples.
 
-        Classifier-free guidance is off: the conditional prediction is what is trained. Guidance that the network
-        takes as an input stays as it is. Gradients flow where torch's grad mode lets them.
+        Classifier-free guidance is off, because the conditional prediction is trained. Guidance that the network takes
+        as an input is left as it is. Gradients flow if torch's grad mode is on.
 
         Args:
             inputs: keyword arguments of the pipeline's `__call__` for these samples.
-            samples: of a rollout with `keeps_clean`.
+            samples: samples of a rollout with `keeps_clean`.
             step: index of the step in the loop, 1 or later.
-            forwards: used in place of the networks' own forwards, one per network.
+            forwards: functions to use in place of the networks' own forwards, one per network.
 
         Raises:
             ValueError: `step` is 0.
@@ -290,9 +290,9 @@ class DenoisingPolicy(Policy):
             self.undecorated(self.pipe, **arguments)
 
     def find_passing_steps(self, inputs: dict[str, Any], num_inference_steps: int) -> dict[str, set[int]]:
-        """Return, for each trained network, the indices of the steps that pass it.
+        """Return, for each trained network, the indices of the steps that call it.
 
-        What runs before the loop counts as step 0. No network runs, except once each for the shape of its output.
+        Calls before the loop count as step 0. Each network runs only once, for the shape of its output.
 
         Args:
             inputs: keyword arguments of the pipeline's `__call__` for one sample.
@@ -312,12 +312,12 @@ class DenoisingPolicy(Policy):
     def encode_prompts(self, inputs: dict[str, Any], num_inference_steps: int, calls: int | None = None) -> int:
         """Call the pipeline up to its first network, so that its prompts are encoded and kept.
 
-        What else goes wrong once they are encoded is left to the rollout, which has other batches.
+        Errors after prompts have been encoded are ignored: the rollout, which has other batches, will report them.
 
         Args:
             inputs: keyword arguments of the pipeline's `__call__`.
             num_inference_steps: length of the loop.
-            calls: of `encode_prompt` after which nothing more is needed, where that is known.
+            calls: number of calls of `encode_prompt` after which to stop, if it is known.
 
         Returns:
             how often `encode_prompt` was called.
@@ -343,15 +343,15 @@ class DenoisingPolicy(Policy):
         return made
 
     def reach_network(self, inputs: dict[str, Any], num_inference_steps: int, count: int) -> None:
-        """Call the pipeline up to its first network, for what it raises before.
+        """Call the pipeline up to its first network, to see whether it raises an error before.
 
         Args:
             inputs: keyword arguments of the pipeline's `__call__`.
             num_inference_steps: length of the loop.
-            count: of samples.
+            count: number of samples.
 
         Raises:
-            Exception: the pipeline's own.
+            Exception: the error of the pipeline.
         """
         seeds = torch.zeros(count, dtype=torch.int64)
         with self._until_network(seeds):
@@ -359,7 +359,7 @@ class DenoisingPolicy(Policy):
 
     @contextlib.contextmanager
     def _until_network(self, seeds: Tensor) -> Iterator[None]:
-        """End calls of the pipeline that are made inside where its first network would run."""
+        """End calls of the pipeline inside the context when its first network would run."""
         pipe = self.pipe
         names = {*self.component, *POLICY_COMPONENTS, *(f"{name}_2" for name in POLICY_COMPONENTS)}
         networks = [part for name, part in pipe.components.items() if name in names and isinstance(part, nn.Module)]
@@ -380,11 +380,11 @@ class DenoisingPolicy(Policy):
 
         Args:
             driver: decides what each scheduler step does, and whether the network must really run for it.
-            forwards: used in place of the networks' own forwards, for example a reference model's.
-            scheduler: in place of the stochastic one.
+            forwards: functions to use in place of the networks' own forwards, for example a reference model's.
+            scheduler: scheduler to use in place of the stochastic one.
         """
         pipe, original = self.pipe, self.pipe.scheduler
-        inner = {k: v for k, v in pipe.__dict__.items() if isinstance(v, DiffusionPipeline)}  # combined pipelines
+        inner = {k: v for k, v in pipe.__dict__.items() if isinstance(v, DiffusionPipeline)}  # inner pipelines
         holders = [holder for holder in (pipe, *inner.values()) if getattr(holder, "scheduler", None) is original]
         self.scheduler.driver = driver
         with contextlib.ExitStack() as stack:
@@ -392,7 +392,7 @@ class DenoisingPolicy(Policy):
             stack.enter_context(self.prompts.serve(pipe))
             stack.enter_context(self._writing(driver))
             stack.enter_context(self._seeded(driver.initial_seeds))
-            # __dict__, not setattr: a pipeline's own __setattr__ would write our class into its config
+            # in __dict__: a pipeline's own __setattr__ would write our class into its config
             for holder in holders:
                 stack.enter_context(replace_attribute(holder, "scheduler", scheduler or self.scheduler))
             for holder in (pipe, *inner.values()):
@@ -407,7 +407,7 @@ class DenoisingPolicy(Policy):
 
     @contextlib.contextmanager
     def _writing(self, driver: Driver) -> Iterator[None]:
-        """Draw what a language model writes once, from the initial seeds; every replay gets the same tokens."""
+        """Draw the tokens of a language model once, from the initial seeds; every replay gets the same tokens."""
         if self.writer is None:
             yield
             return
@@ -443,14 +443,14 @@ class DenoisingPolicy(Policy):
             )
 
     def _call_for_latents(self, inputs: dict[str, Any], request: RolloutRequest, recorder: Recorder) -> Any:
-        """Return what the same call gives when asked for latents; neither network nor decoder runs for it."""
+        """Return the latents of the same call, without running a network or a decoder for them."""
         inputs = inputs | {"output_type": "latent"}
         arguments = self.call_arguments(inputs, request.num_inference_steps, recorder.initial_seeds)
         with self.acting(Finisher(recorder)):
             return self.pipe(**arguments)[0]
 
     def _split_latents(self, found: Any, recorder: Recorder) -> list[Tensor]:
-        """Return one float32 tensor per sample; refuse what is no latent, or more of them than the steps moved."""
+        """Return one float32 latent per sample; refuse other results, or larger ones than the steps left."""
         left = Finisher(recorder).left
         is_tensor = torch.is_tensor(found) and found.ndim > 1 and len(found) == recorder.count
         if not is_tensor or found[0].numel() > left[0].numel():
@@ -463,10 +463,10 @@ class DenoisingPolicy(Policy):
 
 
 def _split_noise_steps(noise_steps: Sequence | None, count: int) -> set[int] | list[set[int]] | None:
-    """Tell steps of all samples from steps of each; None stays None.
+    """Return a set of steps for all samples, or one set per sample; None stays None.
 
     Raises:
-        ValueError: steps of each sample, but not one sequence for each.
+        ValueError: steps are given per sample, but not for each sample.
     """
     if noise_steps is None:
         return None
@@ -501,7 +501,7 @@ def _stop(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class _Undecorated:
-    """A pipeline inside a pipeline, called without its `torch.no_grad` where gradients are wanted."""
+    """A pipeline inside a pipeline that is called without its `torch.no_grad`, so that gradients can flow."""
 
     def __init__(self, pipe: DiffusionPipeline):
         self.__dict__["_pipe"] = pipe

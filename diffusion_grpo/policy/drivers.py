@@ -1,7 +1,7 @@
-"""Drivers decide what each step of a stochastic scheduler does: what all of them share.
+"""The base of drivers, which decide what each step of a stochastic scheduler does.
 
-A driver gets each step of the pipeline's loop from the scheduler and returns the latent that the pipeline goes on
-with. Those of rollouts are in `recorders.py`, those of replays and predictions in `teachers.py`.
+A driver gets each step of the pipeline's loop from the scheduler and returns the latent with which the pipeline goes
+on. The drivers of rollouts are in `recorders.py`, those of replays and predictions in `teachers.py`.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class StepScored(Exception):
 
 
 class Driver:
-    """What all drivers share: the position in the loop, and which scheduler has taken which step.
+    """The base of all drivers: keeps the position in the loop, and which scheduler has taken which step.
 
     Attributes:
-        initial_seeds: (batch,) of the samples' initial latents.
+        initial_seeds: (batch,) seeds of the samples' initial latents.
         needs_network: whether the network must really run for the current step.
-        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote, or is to have written.
+        tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote, or must return.
     """
 
     needs_network: bool
@@ -59,11 +59,11 @@ class Driver:
         """Note that the pipeline calls trained network `number` in the current step."""
 
     def take_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Look at what a network is called with; return what to call it with."""
+        """Inspect the arguments of a network's call; return the arguments to call it with."""
         return args, kwargs
 
     def rows(self, sample: Tensor) -> int:
-        """Return how often each sample is in the batch: twice if a pipeline keeps both halves of guidance."""
+        """Return how often each sample occurs in the batch: twice if a pipeline keeps both halves of guidance."""
         if len(sample) % self.count:
             raise UnsupportedPipeline(
                 f"The pipeline steps {len(sample)} latents at once where {self.count} samples were asked for; roll "
@@ -82,7 +82,7 @@ class StepParts:
         self.means: list[Tensor] = []
 
     def add(self, handed: Tensor, next_latents: Tensor, score: Tensor, mean: Tensor | None = None) -> None:
-        """Add one latent's part of the step: its input, its output, the output's log-density, and perhaps its mean."""
+        """Add the part of one latent: its input, its output, the log-density, and optionally the mean."""
         self.handed.append(handed)
         self.next.append(next_latents)
         self.scores.append(score)
@@ -94,14 +94,14 @@ class StepParts:
 
 
 def average_scores(scores: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Return the (batch,) mean log-density of the latents that one step moves, by their sizes."""
+    """Return the (batch,) mean log-density of the latents that one step moves, weighted by their sizes."""
     if len(scores) == 1:
         return scores[0]
     return sum(size * score for size, score in zip(sizes, scores, strict=True)) / sum(sizes)
 
 
 def first_rows(values: Sequence[Tensor], sample: Tensor, count: int) -> list[Tensor]:
-    """Return the first copy of each sample, of values that have one row per sample."""
+    """Keep the first copy of each sample in values that have one row per row of `sample`."""
     return [value[:count] if value.ndim and len(value) == len(sample) else value for value in values]
 
 
@@ -111,25 +111,25 @@ def join_latents(parts: list[Tensor]) -> Tensor:
 
 
 class Follower(Driver):
-    """What teacher and predictor share: both walk to one step without the network, and hand it a given latent.
+    """The base of drivers that go to one step without the network, and give that step a latent.
 
     Args:
-        index: the step at which the network runs.
-        latents: (batch, ...) what that step is handed.
+        index: index of the step in which the network runs.
+        latents: (batch, ...) input of that step.
     """
 
     def __init__(self, index: int, latents: Tensor, initial_seeds: Tensor, tokens: Tensor | None, noise_level: float):
         super().__init__(initial_seeds, len(latents), noise_level)
         self.tokens, self.index = tokens, index
         self.latents = latents
-        self.offset = 0  # into the flattened latents of a step that moves several
+        self.offset = 0  # in the flattened latents, if a step moves several
 
     @property
     def needs_network(self) -> bool:
         return self.current == self.index
 
     def hand_over(self, index: int, sample: Tensor) -> Tensor:
-        """Return what a step before the one at which the network runs leaves behind."""
+        """Return the output of a step that comes before the one in which the network runs."""
         if index < self.index - 1:
             return sample
         part, self.offset = take_part(self.latents, self.offset, sample, self.count)
@@ -137,6 +137,6 @@ class Follower(Driver):
 
 
 def take_part(whole: Tensor, start: int, sample: Tensor, count: int) -> tuple[Tensor, int]:
-    """Return the next part of (batch, ...) flattened latents in the shape of a pipeline's, and where it ends."""
+    """Return the next part of (batch, ...) joined latents, in the shape of `sample`, and the index of its end."""
     end = start + sample[0].numel()
     return whole.flatten(1)[:, start:end].reshape(count, *sample.shape[1:]), end

@@ -1,8 +1,8 @@
-"""Which elements of a latent the trained networks see: what they do not see, a pipeline holds fixed.
+"""Find which elements of a latent the trained networks see: a pipeline holds the others fixed.
 
-Some pipelines write a condition into their latents after each step (inpainting). Others write it into the network's
-input alone and step the whole latent (the first frame of Wan 2.2 TI2V, the frames that Cosmos continues): there the
-scheduler moves numbers that mean nothing, and that are replaced before anything is decoded.
+Some pipelines write a condition into their latents after each step (inpainting). Others write it only into the
+network's input, but step the whole latent (the first frame of Wan 2.2 TI2V, the frames that Cosmos continues). There
+the scheduler moves elements that have no meaning and are replaced before decoding.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from torch.utils import _pytree as pytree
 
 
 class InputWatch:
-    """Finds which elements of the latents that one step is handed reach the inputs of its networks.
+    """Finds which elements of a step's input latents reach the inputs of its networks.
 
-    Autograd tells, over the few operations between two steps. The networks get their inputs without that graph, and
-    other modules that run on the way (a ControlNet) make none.
+    It uses autograd over the few operations between two steps. The networks get their inputs without this graph, and
+    other modules that run in between (a ControlNet) build no graph.
 
     Args:
-        networks: the trained ones.
+        networks: the trained networks.
 
     Attributes:
-        seen: (batch, ...) bool, one for each latent; None where no network's input depends on it.
+        seen: (batch, ...) bool tensors, one per latent; None for a latent that no input of a network depends on.
     """
 
     def __init__(self, networks: Sequence[nn.Module]):
@@ -37,7 +37,7 @@ class InputWatch:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Leave hooks and grad mode as they were, whatever happens inside."""
+        """Remove the hooks and restore the grad mode on leaving, also after an error."""
         mode = torch.is_grad_enabled()
         try:
             yield
@@ -46,7 +46,7 @@ class InputWatch:
             torch.set_grad_enabled(mode)
 
     def follow(self, latents: Tensor) -> Tensor:
-        """Return the same latents, to be handed to the pipeline; from now on what becomes of them is followed."""
+        """Return the same latents for the pipeline, and follow their use from now on."""
         if not self._hooks:
             self._mode = torch.is_grad_enabled()
             self._hooks = [
@@ -57,17 +57,17 @@ class InputWatch:
         leaf = latents.detach().requires_grad_()
         self._leaves.append(leaf)
         self.seen.append(None)
-        return leaf * 1  # pipelines write into what they are handed, which no leaf lets them do
+        return leaf * 1  # pipelines may write to latents in place, which is not possible for a leaf
 
     def take_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Note what of the latents is in a network's arguments; return these as they would be without the watch."""
+        """Note which elements of the latents a network's arguments depend on; return the arguments without a graph."""
         self._stop()
         followed = [self._note(leaf) for leaf in pytree.tree_leaves((args, kwargs))] if self._leaves else []
         cut = {id(tensor): tensor.detach() for tensor in followed if tensor is not None}
         return pytree.tree_map(lambda leaf: cut.get(id(leaf), leaf), (args, kwargs))
 
     def _note(self, value: Any) -> Tensor | None:
-        """Note which elements a value depends on; return it where it depends on any."""
+        """Note which elements a value depends on; return the value if there are any, otherwise None."""
         if not torch.is_tensor(value) or not value.requires_grad:
             return None
         weights = torch.linspace(1, 2, value.numel(), dtype=value.dtype, device=value.device).reshape(value.shape)

@@ -1,6 +1,6 @@
 """A language model inside a pipeline: it draws tokens through its own `generate`, and scores them by teacher forcing.
 
-Nothing here knows a model family; what differs between them is asked of the pipeline's
+Nothing here knows a model family; whatever differs between families comes from the pipeline's
 [`~diffusion_grpo.pipelines.Family`].
 """
 
@@ -25,9 +25,9 @@ class Drawn:
     """What one call of `generate` drew.
 
     Attributes:
-        ids: (batch, tokens) int64.
+        ids: (batch, tokens) int64, the drawn ids.
         mask: (batch, tokens) bool, False after the end of a sample's text.
-        kept: (batch, tokens, ids) bool, the ids that could be drawn; None where all could.
+        kept: (batch, tokens, ids) bool, the ids that could be drawn; None if all could.
         log_probs: (batch, tokens) float32, as computed while generating.
     """
 
@@ -56,7 +56,7 @@ class _Drawing(LogitsProcessor):
 
 
 def select_prompt(call: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors among the arguments of `generate`: what the tokens follow."""
+    """Return the tensors among the arguments of `generate`, which make up the prompt."""
     return {name: value for name, value in call.items() if name not in SETTINGS}
 
 
@@ -64,15 +64,15 @@ def select_prompt(call: dict[str, Any]) -> dict[str, Tensor]:
 def draw(
     model: nn.Module, call: dict[str, Any], *, count: int, vocabulary: int, sampling: Sampling, seeds: Tensor
 ) -> Drawn:
-    """Draw tokens with the model's own `generate`; what a sample gets depends on its seed, not on its batch.
+    """Draw tokens with the model's own `generate`; the tokens of a sample depend on its seed, not on its batch.
 
     Args:
-        model: with a head and `generate`.
+        model: language model with a head and `generate`.
         call: the arguments with which the pipeline calls `generate`.
-        count: the most tokens to draw; fewer if all samples of the batch end before.
-        vocabulary: ids below it may be drawn.
-        sampling: how.
-        seeds: (batch,) one per sample.
+        count: the maximum number of tokens; fewer are drawn if all samples of the batch end before.
+        vocabulary: ids below this number may be drawn.
+        sampling: how to draw them.
+        seeds: (batch,) seeds, one per sample.
     """
     prompt, own = select_prompt(call), model.generation_config
     uniform = torch.stack([torch.rand(count, generator=generator) for generator in _make_generators(seeds)])
@@ -81,7 +81,7 @@ def draw(
     output = type(model).generate(
         model,
         **prompt,
-        # temperature and top-p have had their effect in the drawing
+        # temperature and top-p are already applied in the drawing
         generation_config=GenerationConfig(do_sample=False, temperature=1.0, top_p=1.0, max_new_tokens=count, **ends),
         logits_processor=[drawing],
     )
@@ -91,7 +91,7 @@ def draw(
 
 
 def _make_generators(seeds: Tensor) -> list[torch.Generator]:
-    """Return generators other than those of the latents, which may have the same seeds."""
+    """Return generators that differ from those of the latents, even if the seeds are the same."""
     return make_generators(torch.tensor([sample_seed(seed, "tokens") for seed in seeds.tolist()]))
 
 
@@ -115,22 +115,22 @@ def score(
     """Return (batch, tokens) log-probabilities of recorded tokens by one teacher-forced pass; 0 where masked.
 
     Args:
-        forward: of the language model, or of its reference.
-        arguments: from [`~diffusion_grpo.pipelines.Family.scoring`].
-        ids, mask, kept: what was drawn, see [`Drawn`].
-        vocabulary, temperature: of the rollout.
+        forward: forward of the language model, or of its reference.
+        arguments: keyword arguments from [`~diffusion_grpo.pipelines.Family.scoring`].
+        ids, mask, kept: the drawn tokens; see [`Drawn`].
+        vocabulary, temperature: those of the rollout.
     """
     logits = forward(**arguments, logits_to_keep=ids.shape[1], use_cache=False).logits
-    safe = ids.masked_fill(~mask, 0)  # after the end comes padding, which may lie outside the vocabulary
+    safe = ids.masked_fill(~mask, 0)  # padding after the end may be outside the vocabulary
     log_probs = token_log_prob(logits[..., :vocabulary].float(), safe, kept, temperature)
     return log_probs.masked_fill(~mask, 0.0)
 
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
-    """Let layers with gradient checkpointing use it: transformers ties it to the training mode, like dropout.
+    """Enable gradient checkpointing inside: transformers ties it to the training mode, like dropout.
 
-    Only the layers themselves change mode; what is in them, dropout too, stays as it is.
+    Only the checkpointed layers change mode; the modules within them, including dropout, do not.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     layers = [layer for layer in layers if layer.gradient_checkpointing and not layer.training]

@@ -1,4 +1,4 @@
-"""Which form of the log-probability goes with which process; nothing heavy is imported to tell."""
+"""Check which form of the log-probability fits which process, without heavy imports."""
 
 from collections.abc import Collection
 

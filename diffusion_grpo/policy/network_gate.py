@@ -1,7 +1,7 @@
 """Gates in front of the trained networks: a network runs only for the step that needs it.
 
-While a driver works, the forward of each trained network is replaced. Where the driver knows the result of a step
-already, the gate hands back an empty output of the right shape, which costs no memory and no time.
+While a driver is active, the forward of each trained network is replaced by a gate. If the driver already knows the
+result of a step, the gate returns an empty output of the right shape, which takes no memory and no time.
 """
 
 import contextlib
@@ -18,21 +18,22 @@ from torch.utils import _pytree as pytree
 from .drivers import Driver
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-DONE, PLAIN, GRAPH = 0, 1, 2  # what a process does next: no more network calls, one without or one with gradient
+DONE, PLAIN, GRAPH = 0, 1, 2  # next action of a process: no more calls, a call without gradient, one with gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class NetworkAccess:
-    """How the networks of a policy are called. The defaults fit a single process in full precision.
+    """How the networks of a policy are called. The defaults suit a single process in full precision.
 
     Attributes:
-        forward_context: entered around each real call of a network, for example `accelerator.autocast`.
-        casts_outputs: whether that context computes in another dtype than it is given, so that outputs are cast back.
-        ask_all: for sharded weights, a collective: takes what this process does next and returns what each process
-            does next. None where processes may call the network independently.
-        shapes_only: for sharded weights, entered where a network runs for the shape of its output alone, so that no
-            weights are gathered. None where such a call is like any other.
-        skips_hooks: whether the network's hooks gather weights, and so must not run in calls that are skipped.
+        forward_context: context of each real call of a network, for example `accelerator.autocast`.
+        casts_outputs: whether that context computes in another dtype than that of the inputs, so that outputs must be
+            cast back.
+        ask_all: for sharded weights, a collective that takes the next action of this process and returns those of all
+            processes. None if processes may call the network independently.
+        shapes_only: for sharded weights, the context of calls that only find the shape of an output, in which no
+            weights are gathered. None if such calls are like any other.
+        skips_hooks: whether the network's hooks gather weights, and so must not run in skipped calls.
     """
 
     forward_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -46,10 +47,10 @@ class NetworkGates:
     """The gates in front of a policy's trained networks.
 
     Args:
-        networks: returns the trained networks as the pipeline calls them.
+        networks: returns the trained networks, as the pipeline calls them.
         access: how they are called.
-        adjust_call: takes the keyword arguments of a call; returns them as the network should get them, and whether
-            the network must run although the step's result is known.
+        adjust_call: takes the keyword arguments of a call; returns those that the network should get, and whether the
+            network must run even if the result of the step is known.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class NetworkGates:
     ):
         self._networks, self._access, self._adjust_call = networks, access, adjust_call
         self._blank_outputs: dict[Any, Any] = {}
-        self._last_calls: dict[int, Callable] = {}  # of each network, in this call of the pipeline or before
-        self._own_calls: dict[int, Callable] = {}  # the same, of the networks' own forwards
+        self._last_calls: dict[int, Callable] = {}  # latest call of each network, also of earlier pipeline calls
+        self._own_calls: dict[int, Callable] = {}  # the same, with the networks' own forwards only
         self._calls_own = True
         self._spare: list[Tensor] = []
 
@@ -71,7 +72,7 @@ class NetworkGates:
 
         Args:
             driver: says whether the network must really run for the current step.
-            forwards: used in place of the networks' own forwards, for example a reference model's.
+            forwards: functions to use in place of the networks' own forwards, for example a reference model's.
         """
         skips_hooks = self._access.skips_hooks
         with contextlib.ExitStack() as stack:
@@ -92,16 +93,16 @@ class NetworkGates:
         self._keep_in_step(DONE)
 
     def take_spare(self) -> Tensor | float:
-        """Return zero, with the gradient of calls that were only made to keep in step; once."""
+        """Return zero, once, with the gradient of calls that were made only to stay in step."""
         spare, self._spare = self._spare, []
         return sum(spare, 0.0)
 
     def _keep_in_step(self, own: int) -> None:
-        """Return when it is the turn of what this process does next.
+        """Make the calls that must come before the next action of this process, `own`, then return.
 
-        Where a call gathers weights, all processes must make the same calls in the same order: of each network first
-        those without gradient that any process has to make, then those with. How many there are depends on the
-        samples: on whether a step is guided, and on which output shapes are known already. A process with no call of
+        If calls gather weights, all processes must make the same calls in the same order: for each network, first the
+        calls without gradient that any process has to make, then those with gradient. Their number depends on the
+        samples: on whether a step is guided, and on which output shapes are known already. A process without a call of
         its own repeats its last one, with gradient for a term of zero, so that it takes part in every backward pass.
         """
         if self._access.ask_all is None:
@@ -114,7 +115,7 @@ class NetworkGates:
                 self._spare.append(sum((leaf * 0.0).sum() for leaf in output if torch.is_tensor(leaf)))
 
     def _gate(self, driver: Driver, number: int, network: nn.Module, real: Callable, run: Callable) -> Callable:
-        """Build a forward that does not run where its result is known; `run` is the forward with its hooks."""
+        """Build a forward that is skipped if its result is known; `run` is the forward with its hooks."""
 
         def gate(*args, **kwargs):
             kwargs, must_run = self._adjust_call(kwargs)
@@ -159,7 +160,7 @@ class NetworkGates:
         return self._cast(call(), tensors)
 
     def _cast(self, output: Any, tensors: list[Tensor]) -> Any:
-        """Cast the output to the dtype of the latents that the pipeline gave: autocast leaves half precision."""
+        """Cast the output to the dtype of the given latents, since autocast returns half precision."""
         if not self._access.casts_outputs:
             return output
         dtype = next(x.dtype for x in tensors if x.is_floating_point())
@@ -188,12 +189,12 @@ def _with_hooks(network: nn.Module, forward: Callable) -> Callable:
 
 
 def _can_be_blank(leaf: Any) -> bool:
-    """Whether an output can be remembered as its shape; objects such as key-value caches carry state onwards."""
+    """Return whether the shape of an output is enough; objects such as key-value caches carry state."""
     return leaf is None or isinstance(leaf, (Tensor, int, float, str))
 
 
 def _blank(output: Any) -> Any:
-    """Return zeros in the shape of an output, without its memory."""
+    """Return zeros in the shape of an output that take no memory."""
     return pytree.tree_map_only(
         Tensor, lambda x: torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape), output
     )

@@ -2,7 +2,7 @@
 
 A process is one pure float32 function from a prediction, and the latent it was made for, to mean and standard
 deviation of the next latent. To add one, write the function and an entry of `PROCESSES`: its name, the function, the
-coordinates of the schedulers it fits, and its usual noise.
+coordinates of the schedulers that it fits, and its usual noise level.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ MeanStd = tuple[Tensor, Tensor]
 def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return the (batch,) Gaussian log-density of `value` (batch, ...), averaged over all other dimensions.
 
-    An average, not a sum: for tensors as large as latents a sum turns rounding into ratios far from 1.
+    It is an average because the sum over a tensor as large as a latent would turn rounding into ratios far from 1.
 
     Args:
         value, mean: (batch, ...) float32.
-        std: broadcastable to them; elements where it is 0 are held fixed and do not count.
+        std: standard deviation, broadcastable to `mean`; elements where it is 0 are held fixed and do not count.
 
     Examples:
         >>> round(log_density(torch.zeros(1, 8), torch.zeros(1, 8), torch.tensor(1.0)).item(), 3)
         -0.919
     """
     moves = std > 0
-    if not moves.all():  # tokens that a pipeline holds fixed have no density and do not count
+    if not moves.all():  # elements that a pipeline holds fixed have no density
         moves = moves.expand(value.shape).flatten(1)
         density = log_density_by_element(value, mean, torch.where(std > 0, std, 1.0)).flatten(1)
         return (density * moves).sum(1) / moves.sum(1)
@@ -42,7 +42,8 @@ def squared_error(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return what Flow-GRPO's code uses as the log-density under CPS: `-(value - mean)**2`, averaged, (batch,).
 
     It leaves out 1 / (2 * std**2) and the constants, so its ratios move 2 * std**2 times as far as the Gaussian's, and
-    noisy steps weigh more than later ones. `std` only says what is held fixed. The average is as in [`log_density`].
+    noisy steps weigh more than later ones. `std` only tells which elements are held fixed. The average is as in
+    [`log_density`].
 
     Examples:
         >>> squared_error(torch.ones(1, 8), torch.zeros(1, 8), torch.tensor(0.5)).item()
@@ -64,14 +65,14 @@ def log_density_by_element(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def flow_sde(
     prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float, sigma_max: Tensor
 ) -> MeanStd:
-    """Flow-GRPO's reverse SDE (https://huggingface.co/papers/2505.05470).
+    """Take a step of Flow-GRPO's reverse SDE (https://huggingface.co/papers/2505.05470).
 
     Args:
         prediction: velocity v = noise - data at `sigma`, (batch, ...).
         sample: latent x at `sigma`, (batch, ...).
         sigma, sigma_next: noise levels in [0, 1], `sigma_next < sigma`; 0-dimensional or broadcastable to `sample`.
         noise_level: the paper's a.
-        sigma_max: stands in for `sigma` in 1 - sigma where `sigma` is (almost) 1, usually the schedule's second sigma.
+        sigma_max: replaces `sigma` in 1 - sigma where `sigma` is (almost) 1; usually the schedule's second sigma.
 
     Returns:
         Mean (batch, ...) of the next latent, and its standard deviation, broadcastable to the mean.
@@ -85,7 +86,7 @@ def flow_sde(
         (torch.Size([1, 4]), 0.626)
     """
     dt = sigma_next - sigma
-    # solvers start the schedule at 1 or just below it, where 1 - sigma would blow the noise up
+    # schedules start at 1 or just below it, where a small 1 - sigma would make the noise too large
     bounded = torch.where(sigma > 0.99, torch.minimum(sigma, sigma_max), sigma)
     g = noise_level * torch.sqrt(sigma / (1 - bounded))
     mean = sample * (1 + g**2 / (2 * sigma) * dt) + prediction * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
@@ -102,16 +103,16 @@ def wan_sde(
     sigma_max: Tensor,
     sigma_min: Tensor,
 ) -> MeanStd:
-    """The SDE of Flow-GRPO's pipeline for Wan, which FastVideo ported and Flash-GRPO (2605.15980) uses too.
+    """Take a step of the SDE of Flow-GRPO's pipeline for Wan, which FastVideo and Flash-GRPO (2605.15980) use too.
 
     The noise is linear in sigma, g = noise_level * (sigma_min + (sigma_max - sigma_min) * sigma). The noise of
     [`flow_sde`] falls faster, and grows without bound as sigma approaches 1. All three use a `noise_level` of 1.
 
     Args:
         prediction, sample, sigma, sigma_next: as in [`flow_sde`].
-        noise_level: a factor of all noise.
+        noise_level: factor of all noise.
         sigma_max: the schedule's second sigma.
-        sigma_min: its last one, usually 0.
+        sigma_min: the schedule's last sigma, usually 0.
 
     Examples:
         >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
@@ -128,9 +129,9 @@ def wan_sde(
 
 
 def dance_sde(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
-    """DanceGRPO's SDE with constant noise (https://huggingface.co/papers/2505.07818); `noise_level` is its eta.
+    """Take a step of DanceGRPO's SDE with constant noise (https://huggingface.co/papers/2505.07818).
 
-    Arguments as in [`flow_sde`].
+    `noise_level` is its eta. Arguments as in [`flow_sde`].
 
     Examples:
         >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
@@ -147,10 +148,10 @@ def dance_sde(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Ten
 
 
 def cps(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
-    """Coefficients-Preserving Sampling (https://huggingface.co/papers/2509.05952); `noise_level` in [0, 1].
+    """Take a step of Coefficients-Preserving Sampling (https://huggingface.co/papers/2509.05952).
 
-    Fresh noise replaces predicted noise, so that each latent keeps exactly the noise its sigma says. Arguments as in
-    [`flow_sde`].
+    Fresh noise replaces predicted noise, so that each latent has exactly the noise of its sigma. Arguments as in
+    [`flow_sde`], with `noise_level` in [0, 1].
 
     Examples:
         >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
@@ -165,10 +166,10 @@ def cps(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *
 
 
 def precise(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
-    """Precise's sampling (https://huggingface.co/papers/2605.23522); `noise_level` is its eta, any number above 0.
+    """Take a step of Precise's sampling (https://huggingface.co/papers/2605.23522); `noise_level` is its eta, above 0.
 
-    It is [`cps`] with another std, which grows with the step: from sigma 1 all of the noise is fresh, and where the
-    step is small little of it. Arguments as in [`flow_sde`].
+    It is [`cps`] with another std, which grows with the size of the step: at sigma 1, all of the noise is fresh; in
+    small steps, only little of it. Arguments as in [`flow_sde`].
 
     Examples:
         >>> latents, velocity = torch.zeros(1, 4), torch.ones(1, 4)
@@ -185,10 +186,10 @@ def precise(prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tenso
 def _preserve_coefficients(
     prediction: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, std: Tensor
 ) -> MeanStd:
-    """Return the mean that leaves exactly the noise of `sigma_next` in the latent, of which `std` is fresh."""
+    """Return the mean and `std` for which the next latent has exactly the noise of `sigma_next`."""
     clean = sample - sigma * prediction
     noise = sample + (1 - sigma) * prediction
-    # clamped: where all of the noise is fresh, rounding may put the root just below 0
+    # clamped: if all of the noise is fresh, rounding may give a negative number
     return (1 - sigma_next) * clean + torch.sqrt((sigma_next**2 - std**2).clamp(min=0)) * noise, std
 
 
@@ -202,16 +203,16 @@ def ddim(
     prediction_type: str = "epsilon",
     clip: Callable[[Tensor], Tensor] | None = None,
 ) -> MeanStd:
-    """DDIM with eta = `noise_level` (https://huggingface.co/papers/2010.02502), as DDPO trains it
+    """Take a step of DDIM with eta = `noise_level` (https://huggingface.co/papers/2010.02502), as DDPO trains it
     (https://huggingface.co/papers/2305.13301).
 
     Args:
         prediction: noise, v or clean sample at the current step, (batch, ...).
         sample: latent at the current step, (batch, ...).
-        alpha_cumprod, alpha_cumprod_next: cumulative alphas of this step and of the one it leads to, in (0, 1].
+        alpha_cumprod, alpha_cumprod_next: cumulative alphas of this step and of the next, in (0, 1].
         noise_level: eta; 1 gives DDPM's variance.
         prediction_type: "epsilon", "v_prediction" or "sample".
-        clip: bounds the predicted clean sample, where the scheduler's config asks for it.
+        clip: function that bounds the predicted clean sample, if the scheduler's config asks for it.
 
     Returns:
         Mean (batch, ...) of the next latent, and its standard deviation.
@@ -228,14 +229,14 @@ def ddim(
         clean = clip(clean)
     beta_next = 1 - alpha_cumprod_next
     std = noise_level * torch.sqrt(beta_next / beta * (1 - alpha / alpha_cumprod_next))
-    # clamped: with eta 1 from pure noise the root is 0, and rounding may put it below
+    # clamped: with eta 1 from pure noise this is 0, and rounding may make it negative
     return alpha_cumprod_next.sqrt() * clean + torch.sqrt((beta_next - std**2).clamp(min=0)) * noise, std
 
 
 def split_prediction(
     prediction: Tensor, sample: Tensor, alpha_cumprod: Tensor, prediction_type: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the clean sample and the noise that a prediction on a variance-preserving latent stands for.
+    """Return the clean sample and the noise that a prediction on a variance-preserving latent implies.
 
     Args:
         prediction, sample: as in [`ddim`].
@@ -253,7 +254,7 @@ def split_prediction(
 
 
 def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, *, noise_level: float) -> MeanStd:
-    """Ancestral sampling where latents are data + sigma * noise (EDM, https://huggingface.co/papers/2206.00364).
+    """Take an ancestral step where latents are data + sigma * noise (EDM, https://huggingface.co/papers/2206.00364).
 
     It is DDIM's process (https://huggingface.co/papers/2010.02502) in these models' coordinates, x / sqrt(alpha).
 
@@ -273,7 +274,7 @@ def ancestral(clean: Tensor, sample: Tensor, sigma: Tensor, sigma_next: Tensor, 
         (torch.Size([1, 4]), 0.866)
     """
     std = noise_level * sigma_next * torch.sqrt(1 - (sigma_next / sigma) ** 2)
-    # clamped: rounding may put the root just below 0
+    # clamped: rounding may give a negative number
     return clean + torch.sqrt((sigma_next**2 - std**2).clamp(min=0)) * ((sample - clean) / sigma), std
 
 
@@ -285,17 +286,18 @@ class Process:
     """An entry of `PROCESSES`.
 
     Attributes:
-        name: its value of the setting `sde_type`.
+        name: value of the setting `sde_type` that selects the process.
         function: takes tensors by position and `noise_level` by keyword. Schedulers of its coordinates offer further
-            keywords; it gets those that its signature names.
-        coordinates: how the schedulers it fits write latents.
+            keywords; the function gets those that its signature names.
+        coordinates: how latents are written in the schedulers that it fits.
 
-            * "flow": (1 - sigma) * data + sigma * noise. By position prediction, sample, sigma and sigma_next; offered
-              are `sigma_max` and `sigma_min`, the schedule's second and last sigma.
-            * "variance_preserving": sqrt(alpha) * data + sqrt(1 - alpha) * noise. By position prediction, sample,
-              alpha_cumprod and alpha_cumprod_next; offered are `prediction_type` and `clip`.
-            * "sigma": data + sigma * noise. By position the predicted clean sample, sample, sigma and sigma_next.
-        noise_level: the usual one, the default of the setting `noise_level`.
+            * "flow": (1 - sigma) * data + sigma * noise. Positional arguments are prediction, sample, sigma and
+              sigma_next; keywords are `sigma_max` and `sigma_min`, the schedule's second and last sigma.
+            * "variance_preserving": sqrt(alpha) * data + sqrt(1 - alpha) * noise. Positional arguments are prediction,
+              sample, alpha_cumprod and alpha_cumprod_next; keywords are `prediction_type` and `clip`.
+            * "sigma": data + sigma * noise. Positional arguments are the predicted clean sample, sample, sigma and
+              sigma_next.
+        noise_level: the usual noise level, the default of the setting `noise_level`.
         is_silent_at_end: whether its noise vanishes at the end of the schedule, so that the last step never has any.
 
     Examples:
@@ -317,13 +319,13 @@ class Process:
     is_silent_at_end: bool = False
 
     def __call__(self, *tensors: Tensor, noise_level: float, **offered: Any) -> MeanStd:
-        """Return mean and std of the next latent."""
+        """Return mean and standard deviation of the next latent."""
         named = inspect.signature(self.function).parameters
         taken = {name: value for name, value in offered.items() if name in named}
         return self.function(*tensors, noise_level=noise_level, **taken)
 
 
-# the first entry of each kind of coordinates is what sde_type="auto" means for its schedulers
+# the first entry for each kind of coordinates is the one that sde_type="auto" selects
 PROCESSES = {
     "flow_sde": Process("flow_sde", flow_sde, "flow", 0.7),
     "dance_sde": Process("dance_sde", dance_sde, "flow", 0.3),

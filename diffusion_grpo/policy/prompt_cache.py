@@ -1,8 +1,8 @@
 """A cache of prompt embeddings: each distinct prompt is encoded once, and never again in replay.
 
 If a call of the pipeline's `encode_prompt` has one prompt per sample, its rows are kept by prompt, so that other
-batches of the same prompts find theirs; any other call is kept whole. No family is named: arguments are compared by
-value, tensors by content.
+batches with these prompts can use them. The results of other calls are kept whole. There is no code for single
+families: arguments are compared by value, tensors by content.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from PIL import Image
 
 from .network_gate import replace_attribute
 
-Prompts = tuple[str, ...]  # of one sample: `prompt`, and what else the pipeline takes beside it
+Prompts = tuple[str, ...]  # texts of one sample: `prompt`, and others that the pipeline takes
 
 
 class PromptCache:
@@ -30,14 +30,14 @@ class PromptCache:
     keeps_prompts = False
 
     def __init__(self):
-        self.calls: dict[Any, Any] = {}  # whole calls, by all their arguments
-        # by the arguments that are not prompts, then by the prompts of one call of the encoder
+        self.calls: dict[Any, Any] = {}  # results of whole calls, by all arguments
+        # by the arguments that are not prompts, then by the prompts of an encoder call
         self.encoded: dict[Any, dict[tuple[Prompts, ...], Any]] = {}
-        # by the arguments that are not prompts; HiDream's layers come before its samples
+        # by the arguments that are not prompts; False for HiDream, whose first axis is layers
         self.is_by_sample: dict[Any, bool] = {}
 
     def clear(self) -> None:
-        """Forget everything: the next rollout has other prompts."""
+        """Forget all results: the next rollout has other prompts."""
         self.calls.clear()
         self.encoded.clear()
 
@@ -66,8 +66,8 @@ class PromptCache:
     def _encode_prompts(self, encode: Callable, arguments: dict[str, Any], names: list[str]) -> Any:
         """Encode each distinct prompt alone and return the embeddings; None if they are not one row per sample.
 
-        Beside other prompts they would differ in the last bits, and so between batches, processes and resumed runs.
-        Only prompts that the encoder pads to the longest of a call are encoded together, those of one call.
+        Together with other prompts, the last bits would differ between batches, processes and resumed runs. Only if
+        the encoder pads prompts to the longest one of a call are the prompts of a call encoded together.
         """
         wanted = list(zip(*(arguments[name] for name in names), strict=True))
         key = _make_key({name: value for name, value in arguments.items() if name not in names})
@@ -80,7 +80,7 @@ class PromptCache:
             return parts[rows]
 
         if key not in self.is_by_sample and len(wanted) > 1:
-            # once, for a prompt that repeats: of different ones, what does not lie by sample could have the same shape
+            # tested once with a repeated prompt; with different ones, shapes could be equal by chance
             first, count = wanted[0], len(wanted)
             repeated = {name: [text] * count for name, text in zip(names, first, strict=True)}
             joined = _join([_take_rows(encode_once((first,)), 1, [0])] * count)
@@ -95,7 +95,7 @@ class PromptCache:
 
 
 def _call(encode: Callable, arguments: dict[str, Any]) -> Any:
-    """Call the encoder with copies of lists: Z-Image writes its chat template into the caller's."""
+    """Call the encoder with copies of lists, since Z-Image writes its chat template into the given list."""
     with torch.no_grad():
         return encode(**{name: list(value) if isinstance(value, list) else value for name, value in arguments.items()})
 
@@ -107,7 +107,7 @@ def _shapes(result: Any) -> Any:
 
 
 def _find_prompts(arguments: dict[str, Any]) -> list[str] | None:
-    """Return the arguments that hold one prompt per sample; None if the call is not of that plain kind."""
+    """Return the arguments that hold one prompt per sample; None if the call has other arguments per sample."""
     prompts = arguments.get("prompt")
     if not _is_list_of(str, prompts) or not prompts:
         return None
@@ -117,14 +117,14 @@ def _find_prompts(arguments: dict[str, Any]) -> list[str] | None:
     others = [value for name, value in arguments.items() if name not in names]
     if any(len(arguments[name]) != len(prompts) for name in names):
         return None
-    # a setting, such as Sana's instruction or FLUX.2's layers, unless it may count samples or hold any
+    # settings, such as Sana's instruction or FLUX.2's layers, but nothing that may depend on the samples
     if not all(_is_setting(value) for value in others) or any(_has_length(value, len(prompts)) for value in others):
         return None
     return names
 
 
 class _DoNotFit(Exception):
-    """Embeddings of different shapes: padded to the longest prompt of their own call."""
+    """Embeddings have different shapes, because each call pads to its longest prompt."""
 
 
 def _join(results: list[Any]) -> Any:
@@ -155,7 +155,7 @@ def _has_length(value: Any, count: int) -> bool:
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether a value is made of numbers and strings, also in lists and dicts: the same for every sample."""
+    """Return whether a value consists of numbers and strings, also in lists and dicts: the same for every sample."""
     if isinstance(value, dict):
         return all(_is_setting(item) for item in value.values())
     if isinstance(value, (list, tuple)):
@@ -179,7 +179,7 @@ def _take_rows(result: Any, count: int, index: list[int]) -> Any:
 
 
 def _make_key(value: Any) -> Any:
-    """Return a hashable key that is equal where values are."""
+    """Return a hashable key that is equal for equal values."""
     if _is_plain(value):
         return value
     if torch.is_tensor(value):
@@ -191,4 +191,4 @@ def _make_key(value: Any) -> Any:
         return tuple((name, _make_key(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(_make_key(item) for item in value)
-    return object()  # equal to nothing: what cannot be compared by value is encoded anew
+    return object()  # equal to nothing, so that values that cannot be compared are encoded again

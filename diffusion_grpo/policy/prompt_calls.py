@@ -1,7 +1,7 @@
-"""What one call of a pipeline's `encode_prompt` asks for, and how results for single prompts become one for several.
+"""What one call of a pipeline's `encode_prompt` asks for, and how results for single prompts are joined.
 
-No family is named. Texts, and embeddings that are passed through, belong to one sample each; everything else is a
-setting of the call. How a result for two samples lies in memory is read off one such call.
+There is no code for single families. Texts, and embeddings that are passed through, belong to one sample each;
+everything else is a setting of the call. The layout of a result for several samples is found by one call with two.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .drivers import UnsupportedPipeline
 
-SHARED, ROWS = "shared", "rows"  # of a layout: the same for all samples; a list with one item per sample
+SHARED, ROWS = "shared", "rows"  # values of a layout: the same for all samples; a list with one item per sample
 CONDITIONS = ("image", "images", "image_embeds", "query_embeds", "lyrics", "text_images")
 COPIES = re.compile(r"num_\w+_per_prompt")  # num_images_per_prompt and the like
 TEXT = re.compile(r"(negative_)?prompts?(_\d+)?")
-Layout = int | str | list | dict  # of a tensor the axis of the samples; of a list or a dict that of each item
+Layout = int | str | list | dict  # for a tensor, the axis of the samples; for a list or dict, the layouts of its items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class PromptCall:
     """A call of `encode_prompt`.
 
     Attributes:
-        arguments: all of them.
-        names: those with one value per sample.
+        arguments: all arguments.
+        names: names of the arguments with one value per sample.
         count: number of samples.
-        settings: what the other arguments say, as JSON; neither the device nor the number of samples counts.
+        settings: the other arguments as JSON, without the device and the number of samples.
     """
 
     arguments: dict[str, Any]
@@ -44,22 +44,22 @@ class PromptCall:
     settings: str
 
     def key(self, row: int) -> str:
-        """Return what identifies one sample's part of the call: equal parts are encoded alike."""
+        """Return the key of one sample's part of the call: parts with equal keys have equal results."""
         values = {name: _describe(self._value(name, row)) for name in self.names}
         return hashlib.sha256(json.dumps([self.settings, values], sort_keys=True).encode()).hexdigest()
 
     @property
     def kind(self) -> str:
-        """What identifies calls whose results lie in memory alike."""
+        """Key of the kind of call: results of one kind have the same layout."""
         return hashlib.sha256(json.dumps([self.settings, self.names]).encode()).hexdigest()
 
     def text(self, row: int) -> dict[str, str]:
-        """Return one sample's texts, for people to read."""
+        """Return the texts of one sample, in readable form."""
         values = {name: self._value(name, row) for name in self.names}
         return {name: value for name, value in values.items() if isinstance(value, str)}
 
     def select(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Return the arguments of a call for some of the samples; lists are new, for the encoder may change them."""
+        """Return the arguments of a call for some of the samples, with copied lists, which the encoder may change."""
         chosen = {name: _select(self.arguments[name], rows) for name in self.names}
         if self.arguments.get("batch_size") is not None:
             chosen["batch_size"] = len(rows)
@@ -75,7 +75,7 @@ def check_encode_prompt(pipeline: type[DiffusionPipeline]) -> None:
     """Refuse a class of pipelines whose prompts cannot be encoded ahead of its calls.
 
     Raises:
-        UnsupportedPipeline: it has no `encode_prompt`, or one that takes more than texts, such as an image.
+        UnsupportedPipeline: the class has no `encode_prompt`, or one that takes more than texts, such as an image.
     """
     encode = getattr(pipeline, "encode_prompt", None)
     if encode is None:
@@ -120,7 +120,7 @@ def read_call(encode: Callable, args: tuple, kwargs: dict[str, Any]) -> PromptCa
 
 
 def _is_per_sample(name: str, value: Any, count: int) -> bool:
-    """Whether an argument has one value per sample; a text by itself is that of every sample."""
+    """Return whether an argument has one value per sample; a single text counts for every sample."""
     if "prompt" not in name and "attention_mask" not in name:
         return False
     if isinstance(value, str):
@@ -133,14 +133,14 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_rows(value: Any) -> bool:
-    """Whether a value is embeddings of prompts: a tensor, or a list of one tensor per prompt."""
+    """Return whether a value holds embeddings of prompts: a tensor, or a list of one tensor per prompt."""
     if isinstance(value, list):
         return len(value) > 0 and all(map(torch.is_tensor, value))
     return torch.is_tensor(value) and value.ndim > 1
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether a value is made of numbers and strings alone."""
+    """Return whether a value consists of numbers and strings only."""
     if isinstance(value, dict):
         return all(map(_is_setting, value.values()))
     if isinstance(value, (list, tuple)):
@@ -149,7 +149,7 @@ def _is_setting(value: Any) -> bool:
 
 
 def _describe(value: Any) -> Any:
-    """Return what JSON can hold, equal where values are; a list of one text counts as that text."""
+    """Convert a value for JSON, so that equal values stay equal; a list of one text becomes that text."""
     if torch.is_tensor(value):
         return hash_tensor(value)
     if isinstance(value, dict):
@@ -171,14 +171,14 @@ class CannotJoin(UnsupportedPipeline):
 
 
 def find_layout(one: Any, two: Any) -> Layout:
-    """Find out how the results for two samples lie beside each other.
+    """Find the layout of results for several samples.
 
     Args:
-        one: what the encoder returned for a prompt.
-        two: what it returned for the same prompt twice.
+        one: result of the encoder for a prompt.
+        two: result of the encoder for the same prompt twice.
 
     Raises:
-        CannotJoin: the second is not the first twice.
+        CannotJoin: `two` does not consist of `one` twice.
     """
     if torch.is_tensor(one) and torch.is_tensor(two):
         if one.shape == two.shape:
@@ -200,10 +200,10 @@ def find_layout(one: Any, two: Any) -> Layout:
 
 
 def join_results(results: list[Any], layout: Layout) -> Any:
-    """Join results for single samples into that of one call.
+    """Join results for single samples into the result of one call.
 
     Raises:
-        CannotJoin: they have different sizes, or differ in what all samples share.
+        CannotJoin: the results have different sizes, or differ in what all samples must share.
     """
     first = results[0]
     if layout == SHARED:
@@ -229,7 +229,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def list_shapes(result: Any) -> Any:
-    """Return the shapes of all tensors in a result, as JSON can hold them."""
+    """Return the shapes of all tensors in a result, in a form for JSON."""
     if torch.is_tensor(result):
         return list(result.shape)
     if isinstance(result, dict):
@@ -243,8 +243,8 @@ def move_result(result: Any, device: torch.device | str) -> Any:
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    """Return what is equal for tensors of equal dtype, shape and content, wherever they are."""
-    if is_traceable_wrapper_subclass(tensor):  # made of other tensors, as torchao's and quanto's weights are
+    """Return a hash of the dtype, shape and content of a tensor, which does not depend on its device."""
+    if is_traceable_wrapper_subclass(tensor):  # consists of other tensors, like the weights of torchao and quanto
         names, _ = tensor.__tensor_flatten__()
         content = "".join(hash_tensor(getattr(tensor, name)) for name in names).encode()
     else:

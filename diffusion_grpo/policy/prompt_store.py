@@ -1,7 +1,8 @@
-"""A store of prompt embeddings that outlasts a rollout: in memory, or in a folder that later runs read too.
+"""A store of prompt embeddings that outlasts a rollout: in memory, or in a folder that later runs can read.
 
-In place of [`~diffusion_grpo.policy.prompt_cache.PromptCache`] it answers every call of a pipeline's `encode_prompt`,
-prompt by prompt. What it lacks is encoded and kept; once all prompts of a run are there, no text encoder is needed.
+In place of [`~diffusion_grpo.policy.prompt_cache.PromptCache`], it answers every call of a pipeline's `encode_prompt`,
+prompt by prompt. Missing results are encoded and kept; once the store has all prompts of a run, no text encoder is
+needed.
 """
 
 import contextlib
@@ -37,19 +38,19 @@ logger = logging.getLogger(__name__)
 
 
 class Shelf(Protocol):
-    """Where results of `encode_prompt` are kept, by the key of one sample's part of a call."""
+    """A place for results of `encode_prompt`, by the key of one sample's part of a call."""
 
     def __contains__(self, key: str) -> bool:
-        """Return whether there is a result."""
+        """Return whether there is a result for a key."""
 
     def get(self, key: str) -> Any:
-        """Return a result with its tensors on the CPU; None where there is none."""
+        """Return a result with its tensors on the CPU; None if there is none."""
 
     def get_blank(self, key: str) -> Any:
-        """Return a result of which only the shapes and dtypes count; None where there is none."""
+        """Return a result of which only the shapes and dtypes are used; None if there is none."""
 
     def put(self, key: str, result: Any, text: dict[str, str]) -> None:
-        """Keep a result; `text` is what was encoded, for people to read."""
+        """Keep a result; `text` holds the encoded texts in readable form."""
 
 
 class MemoryShelf(dict):
@@ -75,11 +76,11 @@ class MemoryShelf(dict):
 class DiskShelf:
     """Keeps results in safetensors files, one per tensor, named by its content; equal tensors share a file.
 
-    What a prompt was encoded to is a JSON file that names the tensors. Files are written aside and moved into place,
-    so that several processes and runs may share the folder; a damaged one counts as missing.
+    For each prompt, a JSON file names the tensors of its result. Files are written under temporary names and moved
+    into place, so that several processes and runs may share the folder; a damaged file counts as missing.
 
     Args:
-        folder: made if needed.
+        folder: folder of the files, created if needed.
     """
 
     def __init__(self, folder: Path):
@@ -91,11 +92,11 @@ class DiskShelf:
         return self._path(key).is_file()
 
     def get(self, key: str) -> Any:
-        """Return a result; None where there is none that can be read."""
+        """Return a result; None if there is none that can be read."""
         return self._get(key, self._read)
 
     def get_blank(self, key: str) -> Any:
-        """Return empty tensors of the right shapes, without reading the files that hold the real ones."""
+        """Return empty tensors of the right shapes, without reading the files of the real ones."""
         return self._get(key, self._read_blank)
 
     def _get(self, key: str, read: Callable[[dict[str, Any]], Tensor]) -> Any:
@@ -150,33 +151,34 @@ class PromptStore:
     """Answers a pipeline's calls of `encode_prompt` from a shelf.
 
     Args:
-        shelf: where results are kept.
-        watch: returns a context that tells whether text encoders ran inside, as the first item of the list it yields.
+        shelf: the place where results are kept.
+        watch: returns a context that yields a list, whose first item tells whether text encoders have run inside.
 
     Attributes:
         keeps_prompts: whether prompts stay between rollouts; here they do.
-        learns_layouts: whether to look how results for several prompts lie in memory, for each new kind of call.
-        is_ahead: whether prompts are only encoded ahead of their use; empty tensors do for those on the shelf.
-        noted: keys that calls have asked for, until it is cleared.
-        encoded: how many results were put on the shelf.
+        learns_layouts: whether to find the layout of results for several prompts, for each new kind of call.
+        is_ahead: whether prompts are only encoded ahead of their use; results on the shelf are then answered by empty
+            tensors.
+        noted: keys that calls have asked for, until the list is cleared.
+        encoded: number of results that were put on the shelf.
     """
 
     keeps_prompts = True
 
     def __init__(self, shelf: Shelf, watch: Callable[[], contextlib.AbstractContextManager[list[bool]]]):
         self.shelf, self._watch = shelf, watch
-        self.layouts: dict[str, Layout | None] = {}  # by the kind of call; None: results cannot be joined
+        self.layouts: dict[str, Layout | None] = {}  # by the kind of call; None if results cannot be joined
         self.noted: list[str] = []
         self.learns_layouts, self.is_ahead, self.encoded = False, False, 0
-        self._is_passed_through: set[str] = set()  # kinds of calls that are given embeddings and encode nothing
-        self._rollout: dict[tuple[str, str], Any] = {}  # what this rollout has used, by key and device
+        self._is_passed_through: set[str] = set()  # kinds of calls that get embeddings and encode nothing
+        self._rollout: dict[tuple[str, str], Any] = {}  # results that this rollout has used, by key and device
 
     def clear(self) -> None:
-        """Forget what is held for the running rollout; the shelf stays."""
+        """Forget the results of the current rollout, but keep the shelf."""
         self._rollout.clear()
 
     def rest(self) -> None:
-        """Go back to answering in full."""
+        """Answer calls with full results again, and learn no more layouts."""
         self.is_ahead = self.learns_layouts = False
         self.clear()
 
@@ -207,11 +209,11 @@ class PromptStore:
         if self.learns_layouts:
             self.learn_layout(encode, call)
         if len(parts) == 1:
-            return pytree.tree_map(lambda part: part, parts[0])  # new lists, which a pipeline may change
+            return pytree.tree_map(lambda part: part, parts[0])  # copies lists, since a pipeline may change them
         return self._join(pipe, encode, call, parts)
 
     def _find(self, encode: Callable, call: PromptCall, row: int, device: torch.device) -> Any:
-        """Return the result for one sample; None where the call only passes embeddings through."""
+        """Return the result for one sample; None if the call only passes embeddings through."""
         key = call.key(row)
         if (key, str(device)) not in self._rollout:
             found = self.shelf.get_blank(key) if self.is_ahead else self.shelf.get(key)
@@ -237,7 +239,7 @@ class PromptStore:
             raise CannotJoin(f"{type(pipe).__name__}: {error}; give it one prompt per call.") from None
 
     def learn_layout(self, encode: Callable, call: PromptCall) -> None:
-        """Encode a prompt twice in one call, once per kind of call, to see how results for several lie in memory."""
+        """Find the layout of results for several prompts, once per kind of call, by encoding one prompt twice."""
         key = f"layout-{call.kind}"
         if call.kind in self.layouts:
             return
@@ -253,13 +255,13 @@ class PromptStore:
                 return find_layout(self.shelf.get(call.key(0)), encode(**call.select([0, 0])))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # one that takes a single prompt may fail in any way
+        except Exception as error:  # an encoder for single prompts may raise any error
             logger.info("encode_prompt takes one prompt per call: %s", error)
             return None
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a safetensors file is there, and as long as its header says."""
+    """Return whether a safetensors file exists and has the length that its header says."""
     try:
         with safe_open(path, "pt"):
             return True

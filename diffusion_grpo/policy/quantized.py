@@ -4,7 +4,7 @@ from torch import nn
 
 
 def find_quantization(network: nn.Module) -> str | None:
-    """Name how a network is quantised, as diffusers names its backends; None for plain weights.
+    """Return how a network is quantised, under diffusers' names; None for plain weights.
 
     Returns:
         bitsandbytes_4bit, bitsandbytes_8bit, torchao, gguf, quanto or another of diffusers' and transformers' methods.
@@ -19,12 +19,12 @@ def find_quantization(network: nn.Module) -> str | None:
 
 
 def is_quantized_weight(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is in a form of its own, and no plain tensor of numbers."""
+    """Return whether a parameter is stored in a special form instead of a plain tensor of numbers."""
     return type(parameter) is not nn.Parameter or not parameter.is_floating_point()
 
 
 def list_quantized_weights(model: nn.Module) -> list[str]:
-    """List the names of the quantised parameters in a model; none where no network in it is quantised."""
+    """Return the names of the quantised parameters in a model; none if no network in it is quantised."""
     if not any(find_quantization(module) for module in model.modules()):
         return []
     return [name for name, parameter in model.named_parameters() if is_quantized_weight(parameter)]

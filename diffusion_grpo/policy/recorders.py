@@ -1,7 +1,7 @@
-"""Drivers of rollouts: they draw noise, record what is trained, and keep finished latents.
+"""Drivers of rollouts: they draw noise, record trained steps, and keep finished latents.
 
-The recorder makes a `Trajectory`. Where samples share their first calls, a `PrefixDriver` makes these and a
-`BranchRecorder` goes on from there.
+A `Recorder` makes a `Trajectory`. If samples share their first calls, a `PrefixDriver` makes these calls and a
+`BranchRecorder` continues from there.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from .trajectory import Prefix, StepScale, Trajectory, make_generators
 
 
 class Recorder(Driver):
-    """Drives a rollout: draws noise where it is asked for, records what is trained.
+    """Drives a rollout: draws noise in the given steps, and records the trained ones.
 
     Args:
-        seeds, initial_seeds: (batch,) int64.
-        noise_steps: steps that draw noise, of all samples or one set per sample; None for all but the last.
-        trained_steps: (batch, steps) int64; None for all but the last.
-        noise_level: of the process.
+        seeds, initial_seeds: (batch,) int64 seeds of the step noise and of the initial latents.
+        noise_steps: steps that draw noise, one set for all samples or one per sample; None for all but the last.
+        trained_steps: (batch, steps) int64 indices of the trained steps; None for all but the last.
+        noise_level: noise level of the process.
         device: where the records are kept.
         is_complete: whether the call runs to its end.
         noise_in_last_step: whether the last step may draw noise.
@@ -59,7 +59,7 @@ class Recorder(Driver):
         self.loop_length: int | None = None
 
     def _begin(self, scheduler: StochasticScheduler) -> None:
-        """Take what depends on the loop's length from the loop itself: image-to-image starts in the middle."""
+        """Set what depends on the length of the loop, known only now: image-to-image starts in the middle."""
         self.loop_length = scheduler.loop_length
         noisy = [set(range(self.loop_length))] * self.count if self.noise_steps is None else self.noise_steps
         silent = set() if self.noise_in_last_step else {self.loop_length - 1}
@@ -85,11 +85,11 @@ class Recorder(Driver):
             latents = self._draw_next(scheduler, index, prediction, timestep, sample)
         else:
             latents = scheduler.deterministic(prediction, timestep, sample)
-        self.left[id(scheduler)] = latents.clone()  # pipelines write conditions into what they are handed
+        self.left[id(scheduler)] = latents.clone()  # pipelines write conditions into latents in place
         return latents
 
     def _note_scale(self, scheduler, index: int, timestep: Any, sample: Tensor) -> None:
-        """Note how far a step reaches if it may be trained: the weights of all trained steps depend on it."""
+        """Record the scale of a step that may be trained: the weights of all trained steps depend on it."""
         if self.step_weight == "none" or index >= self.loop_length - 1:
             return
         if self.weighted_steps is None or index in self.weighted_steps:
@@ -110,12 +110,12 @@ class Recorder(Driver):
         )
         noise = torch.cat([noise] * copies) if copies > 1 else noise
         latents = (mean + std * noise.to(mean.device)).to(sample.dtype)
-        if silent is not None:  # the others as in a step in which none draws noise
+        if silent is not None:  # samples without noise, as in a step without noise
             mask = torch.cat([is_noisy] * copies).to(latents.device).view(-1, *[1] * len(shape))
             latents = torch.where(mask, latents, silent.to(latents))
         if index in self.trained_steps:
             handed = self.left.get(id(scheduler), sample)[: self.count].float()
-            # scored as rounded: what replay is given back must be what was scored
+            # score the rounded latents, which are the ones that a replay gets
             next_latents, mean, std = first_rows((latents.float(), mean, std), sample, self.count)
             score = scheduler.log_prob(next_latents, mean, std)
             kept = [handed, next_latents, score] + ([mean] if self.keeps_means else [])
@@ -124,7 +124,7 @@ class Recorder(Driver):
         return latents
 
     def _refuse_silent_steps(self) -> None:
-        """Refuse a trained step in which its sample draws no noise, and so has no density."""
+        """Refuse a trained step in which a sample draws no noise, and so has no density."""
         for row, (steps, noisy) in enumerate(zip(self.trained_steps.tolist(), self.noise_steps, strict=True)):
             silent = [step for step in steps if step not in noisy]
             if silent:
@@ -181,19 +181,19 @@ class Recorder(Driver):
 
 
 class BranchRecorder(Recorder):
-    """Drives a rollout that begins where a prefix has ended: without the network up to there, then as `Recorder`.
+    """Drives a rollout that branches from a prefix: without the network up to its end, then like `Recorder`.
 
-    The first step that its samples take themselves uses the prefix's prediction, if it has one.
+    The first step of the samples' own uses the prefix's prediction, if there is one.
 
     Args:
-        prefix: of the samples, one row each.
-        settings: of [`Recorder`].
+        prefix: prefix with one row per sample.
+        settings: arguments of [`Recorder`].
     """
 
     def __init__(self, prefix: Prefix, *settings: Any):
         super().__init__(*settings)
         self.tokens, self.length, self.prediction = prefix.tokens, prefix.length, prefix.prediction
-        self._offset = 0  # into that prediction, where a step moves several latents
+        self._offset = 0  # in that prediction, if a step moves several latents
         self._follower = Follower(prefix.length, prefix.latents, prefix.initial_seeds, prefix.tokens, self.noise_level)
 
     @property
@@ -217,14 +217,14 @@ class BranchRecorder(Recorder):
         if self.loop_length is None:
             self._begin(scheduler)
         self.enter(scheduler, index)
-        self.rows(sample)  # refuses a batch that does not divide
+        self.rows(sample)  # raises if the batch does not divide
         self._note_scale(scheduler, index, timestep, sample)
         latents = self._follower.hand_over(index, sample)
         self.left[id(scheduler)] = latents.clone()
         return latents
 
     def _take_prediction(self, blank: Tensor) -> Tensor:
-        """Return the prefix's prediction in the shape of what the pipeline made without its network."""
+        """Return the prefix's prediction in the shape of the blank one that the pipeline made without its network."""
         start, self._offset = self._offset, self._offset + blank[0].numel()
         return self.prediction[:, start : self._offset].reshape(blank.shape).to(blank)
 
@@ -236,11 +236,11 @@ class BranchRecorder(Recorder):
 
 
 class PrefixDriver(Driver):
-    """Drives the first steps of a loop, without noise; keeps the latent that they lead to, and the next prediction.
+    """Drives the first steps of a loop, without noise; keeps the resulting latent and the next prediction.
 
     Args:
         length: number of steps.
-        initial_seeds: (batch,) int64.
+        initial_seeds: (batch,) int64 seeds of the initial latents.
         device: where latent and prediction are kept.
     """
 
@@ -248,7 +248,7 @@ class PrefixDriver(Driver):
         super().__init__(initial_seeds, len(initial_seeds), noise_level=0.0)
         self.length, self.device = length, device
         self.left: dict[int, Tensor] = {}  # the last latent of each scheduler
-        self.predictions: list[Tensor] = []  # in step `length`, for each scheduler
+        self.predictions: list[Tensor] = []  # of each scheduler in step `length`
         self.found: Prefix | None = None
 
     @property
@@ -261,13 +261,13 @@ class PrefixDriver(Driver):
                 f"The pipeline takes {scheduler.loop_length} steps, so samples cannot branch at step {self.length}, "
                 "which must come before the last; choose an earlier one (sde_window)."
             )
-        if index > self.length:  # only now has each of several schedulers its prediction
+        if index > self.length:  # now each scheduler has its prediction
             self.found = self._collect()
             raise StepScored
         self.enter(scheduler, index)
         copies = self.rows(sample)
         if index == self.length:
-            self.left.setdefault(id(scheduler), sample.clone())  # of step 0 the initial latent
+            self.left.setdefault(id(scheduler), sample.clone())  # the initial latent in step 0
             if copies == 1 and not scheduler.gets_more_of_network:
                 self.predictions.append(prediction.flatten(1))
             return sample
@@ -277,7 +277,7 @@ class PrefixDriver(Driver):
 
     def _collect(self) -> Prefix:
         latents = join_latents([part[: self.count].float() for part in self.left.values()])
-        # not where the pipeline keeps both halves of guidance, or hands the scheduler more than the prediction
+        # not if the pipeline keeps both halves of guidance, or gives the scheduler more than the prediction
         is_shared = len(self.predictions) == len(self.left)
         return Prefix(
             latents.to(self.device),
@@ -289,7 +289,7 @@ class PrefixDriver(Driver):
 
 
 class SolverRecorder(Driver):
-    """Drives a rollout whose steps are the pipeline's own solver's, and keeps what the last one left.
+    """Drives a rollout with the pipeline's own solver, and keeps the output of its last step.
 
     Attributes:
         left: (batch, ...) the last latent of each scheduler, by its id, in the order in which they take their steps.
@@ -302,13 +302,13 @@ class SolverRecorder(Driver):
         self.left: dict[int, Tensor] = {}
 
     def keep(self, scheduler: Any, latents: Tensor) -> None:
-        """Keep what a step of the solver left."""
-        self.rows(latents)  # refuses a batch that does not divide
+        """Keep the output of a step of the solver."""
+        self.rows(latents)  # raises if the batch does not divide
         self.left[id(scheduler)] = latents.detach().clone()
 
 
 def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
-    """Return (batch, ...) float32 what the last step of a rollout left; several latents are joined.
+    """Return the (batch, ...) float32 output of the last step of a rollout; several latents are joined.
 
     Raises:
         UnsupportedPipeline: no scheduler took a step.
@@ -320,10 +320,10 @@ def join_clean(recorder: Recorder | SolverRecorder) -> Tensor:
 
 
 class Finisher(Driver):
-    """Drives a call that ends as a rollout did, without the network: its last step returns what the rollout's did.
+    """Drives a call without the network whose last step returns the output of a rollout's last step.
 
     Args:
-        recorder: of that rollout.
+        recorder: recorder of that rollout.
 
     Raises:
         UnsupportedPipeline: the steps move several latents (video and sound).

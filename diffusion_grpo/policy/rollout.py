@@ -1,9 +1,9 @@
 """The pipeline is the policy: rollouts that record, replays that score, predictions at any latent.
 
 All three take a diffusers pipeline and the keyword arguments of its `__call__`. `rollout` returns samples and a
-`Trajectory`; `replay` the `StepDistribution` of one recorded step under the network as it is now, with gradient;
-`predict` what the pipeline hands to its scheduler at a given latent. No model family has code here: guidance, packing
-and conditions are the pipeline's own in all three, so they cannot drift apart.
+`Trajectory`; `replay` returns the `StepDistribution` of one recorded step under the current network, with gradient;
+`predict` returns what the pipeline hands to its scheduler at a given latent. There is no code for single families:
+guidance, packing and conditions are the pipeline's own in all three, so they cannot drift apart.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,41 +82,40 @@ def rollout(
     """Call the pipeline as a user would, with noise in its steps, and record the trained ones.
 
     Args:
-        policy: a [`Policy`], or a pipeline to make one of. The actions of a [`TokenPolicy`] are tokens: `seeds` fix
-            the tokens, `initial_seeds` what decodes them, and `steps` and `noise_steps` mean nothing.
+        policy: a [`Policy`], or a pipeline to make one from. The actions of a [`TokenPolicy`] are tokens: `seeds` fix
+            the tokens, `initial_seeds` fix their decoding, and `steps` and `noise_steps` have no effect.
         inputs: keyword arguments of the pipeline's `__call__` for one batch.
-        seeds: one per sample. Each fixes the noise of its sample's steps, whatever else is in the batch.
+        seeds: one seed per sample. It fixes the noise of the sample's steps, whatever else is in the batch.
         num_inference_steps: length of the loop.
-        initial_seeds: one per sample, for its initial latent. Samples with equal ones share it. By default `seeds`;
-            the noise of the steps then comes from seeds derived from them, so that the two are independent.
-        steps: trained steps, one row of ascending indices per sample; all but the last by default. Empty: none.
-        noise_steps: steps that draw noise, at least the trained ones; all but the last by default. One sequence for
-            all samples, or one per sample: in a step without noise a sample is what it would be if none drew any.
+        initial_seeds: one seed per sample, for its initial latent; samples with equal seeds share the latent. By
+            default `seeds`; the noise of the steps then comes from seeds derived from these, to be independent.
+        steps: trained steps, one row of ascending indices per sample; by default all but the last. Rows may be empty.
+        noise_steps: steps that draw noise, including all trained ones; by default all but the last. One sequence for
+            all samples, or one per sample. The noise of other samples does not affect a sample without noise.
         noise_in_last_step: whether the loop's last step draws noise too, if it is among `noise_steps` or these are
             not given. It is never trained.
-        noise_level: of the process; its usual one by default. 0 samples deterministically and records nothing; tokens
-            are still drawn.
+        noise_level: noise level of the process; by default its usual one. With 0, sampling is deterministic and
+            nothing is recorded; tokens are still drawn.
         device: where the trajectory is kept.
         is_complete: False ends the call once the last trained step is recorded; there are no samples then.
         latents: a list to which each sample's denoised latent is added, as a call with `output_type="latent"`
             returns it.
         is_decoded: False decodes nothing; there are only latents then.
-        step_weight: what the policy term of each step is multiplied by, a key of
-            [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`]; of denoising steps.
-        weighted_steps: the steps that may be trained, over which weights are normalised; all but the last by default.
+        step_weight: factor of the policy term of each denoising step, a key of
+            [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`].
+        weighted_steps: the steps that may be trained, over which weights are normalised; by default all but the last.
         keeps_means: whether the means of the trained steps are recorded too.
-        keeps_clean: True samples without noise in the steps, by the pipeline's own solver (by a deterministic one in
-            place of one that draws noise), and keeps the finished latents for [`denoise`]. `steps` are those at which
-            the samples will be trained, 1 or later; by default all from 1. `noise_steps` and `noise_level` mean
-            nothing then.
-        prefix: from [`run_prefix`], one row per sample (rows may repeat, `prefix[[0, 0, 1]]`): the samples branch
-            there, and the network runs neither for the steps before nor for the first step of the samples' own.
+        keeps_clean: whether to sample without noise in the steps and keep the finished latents for [`denoise`]. The
+            pipeline's own solver is used, or a deterministic one if that draws noise. `steps` are the steps at which
+            the samples will be trained, 1 or later; by default all from 1. `noise_steps` and `noise_level` have no
+            effect.
+        prefix: result of [`run_prefix`], with one row per sample (rows may repeat, `prefix[[0, 0, 1]]`). The samples
+            branch there, and the network runs neither for the steps before nor for the first step of their own.
 
     Returns:
-        the samples (what the pipeline returns first: PIL images, lists of frames, ..., or each a
-        [`~media.VideoWithSound`] where it returns sound too), or None where nothing was decoded; and the trajectory,
-        or None where nothing is recorded; with `keeps_clean` the
-        [`~diffusion_grpo.policy.trajectory.CleanSamples`].
+        the samples, or None if nothing was decoded; and the trajectory, or None if nothing was recorded, or with
+        `keeps_clean` the [`~diffusion_grpo.policy.trajectory.CleanSamples`]. Samples are what the pipeline returns
+        first (PIL images, lists of frames, ...), or each a [`~media.VideoWithSound`] if it returns sound too.
 
     Raises:
         UnsupportedPipeline: the pipeline does not return latents when asked, or cannot branch.
@@ -131,7 +130,7 @@ def rollout(
     """
     policy = _as_policy(policy)
     seeds = torch.as_tensor(seeds, dtype=torch.int64)
-    if initial_seeds is None:  # two streams: with a single one the first noise would equal the initial latent
+    if initial_seeds is None:  # two streams; with one, the first noise would equal the initial latent
         initial_seeds, seeds = seeds, torch.tensor([sample_seed(seed, "noise") for seed in seeds.tolist()])
     if latents is not None:
         policy.check_latents()
@@ -172,23 +171,24 @@ def run_prefix(
 ) -> Prefix:
     """Take the first steps of the loop without noise, for samples to branch from (TempFlow-GRPO).
 
-    Samples with one initial latent that draw no noise before step `length` need these steps once. They also need the
-    network's prediction in step `length` once: it is made before the noise in which they first differ. `rollout` goes
-    on from there with `prefix`, and `replay` makes that call once too (https://huggingface.co/papers/2508.04324).
+    If samples with the same initial latent draw no noise before step `length`, these steps need to be taken only once.
+    The network's prediction in step `length` is also needed only once, since it is made before the noise in which the
+    samples first differ. `rollout` continues from there with `prefix`, and `replay` makes that call only once too
+    (https://huggingface.co/papers/2508.04324).
 
     Args:
         policy: as in [`rollout`].
         inputs: keyword arguments of the pipeline's `__call__`, with one entry per initial latent.
-        length: number of steps; the loop must have two more. With 0 the samples share their first prediction alone.
+        length: number of steps; the loop must have two more. With 0, the samples share only their first prediction.
         num_inference_steps: length of the loop.
-        initial_seeds: one per initial latent.
+        initial_seeds: one seed per initial latent.
         device: where latents and prediction are kept.
 
     Returns:
         The latents after these steps and the next prediction, for the argument `prefix` of [`rollout`].
 
     Raises:
-        UnsupportedPipeline: the policy draws tokens, or the loop is shorter.
+        UnsupportedPipeline: the policy draws tokens, or the loop is too short.
         ValueError: `length` is negative.
 
     Examples:
@@ -212,7 +212,7 @@ def run_prefix(
 
 
 def _check_prefix(policy: Policy, prefix: Prefix, initial_seeds: Tensor) -> None:
-    """Refuse a prefix of other samples, and a policy that cannot begin in the middle."""
+    """Refuse a prefix of other samples, and a policy that cannot start from a prefix."""
     if policy.draws_tokens:
         raise UnsupportedPipeline(BRANCHING_TOKENS.format(type(policy.pipe).__name__))
     if not torch.equal(prefix.initial_seeds.cpu(), initial_seeds):
@@ -230,16 +230,17 @@ def replay(
     forward: Callable | Sequence[Callable] | None = None,
     sources: Sequence[int] | None = None,
 ) -> StepDistribution | TokenDistribution:
-    """Score one recorded step under the network as it is now. Gradients flow where torch's grad mode lets them.
+    """Score one recorded step under the current network. Gradients flow if torch's grad mode is on.
 
     Args:
         policy: as in [`rollout`].
-        inputs: the same keyword arguments for the same samples; with `sources` one entry per call that they share.
-        trajectory: of these samples, each with `step` among its trained steps.
-        step: index of the step in the loop; of tokens the only one, 0.
-        forward: used in place of the network's own forward, for example a reference model's; one per network.
-        sources: for samples that branch at this step, which of `inputs` each takes, one per sample: the network runs
-            once for all samples of an initial latent, forward and backward. By default each sample has its own.
+        inputs: the keyword arguments of the rollout for the same samples; with `sources`, one entry per shared call.
+        trajectory: trajectory of these samples, each with `step` among its trained steps.
+        step: index of the step in the loop; always 0 for tokens.
+        forward: function to use in place of the network's own forward, for example a reference model's; one per
+            network.
+        sources: for samples that branch at this step, the index in `inputs` that each one uses. The network runs once,
+            forward and backward, for all samples of an initial latent. By default, each sample has its own entry.
 
     Returns:
         Mean, standard deviation and (batch,) log-probability of the step, float32.
@@ -275,19 +276,19 @@ def predict(
     Losses on re-noised samples (DiffusionNFT, https://huggingface.co/papers/2509.16117) are built on it.
 
     The pipeline runs its whole loop up to `step`, so that everything that depends on the index of a step is as in a
-    rollout; the network runs for this step alone. Gradients flow where torch's grad mode lets them.
+    rollout, but the network runs only in this step. Gradients flow if torch's grad mode is on.
 
     Args:
         policy: as in [`rollout`].
         inputs: keyword arguments of the pipeline's `__call__` for one batch.
-        latents: (batch, ...) float32, what step `step` is handed, in the scheduler's own coordinates. Where a step
-            moves several latents, all of them, flattened one after the other. At step 0, which has no step before it,
-            they must equal the initial latents of `initial_seeds`.
+        latents: (batch, ...) float32 input of step `step`, in the scheduler's own coordinates. If a step moves several
+            latents, all of them, flattened and joined. At step 0, which has no step before it, they must equal the
+            initial latents of `initial_seeds`.
         step: index of the step in the loop.
         num_inference_steps: length of the loop.
         initial_seeds: (batch,) seeds of the initial latents.
-        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote, if there is one.
-        forward: used in place of the network's own forward; one per network.
+        tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote, if there is one.
+        forward: function to use in place of the network's own forward; one per network.
 
     Raises:
         ValueError: the step lies outside the loop, or is 0 and the latents are not the initial ones.
@@ -316,19 +317,19 @@ def denoise(
     step: int,
     forward: Callable | Sequence[Callable] | None = None,
 ) -> Denoised:
-    """Noise finished samples again, to the level of one step, and return the clean samples that are predicted.
+    """Noise finished samples again, to the level of one step, and return the predicted clean samples.
 
     DiffusionNFT (https://huggingface.co/papers/2509.16117) and its relatives train on this.
 
-    Classifier-free guidance is off: the conditional prediction is what is trained. Guidance that the network takes as
-    an input stays as it is. Gradients flow where torch's grad mode lets them.
+    Classifier-free guidance is off, because the conditional prediction is trained. Guidance that the network takes as
+    an input is left as it is. Gradients flow if torch's grad mode is on.
 
     Args:
         policy: as in [`rollout`].
         inputs: keyword arguments of the pipeline's `__call__` for these samples.
-        samples: from [`rollout`] with `keeps_clean`.
+        samples: samples of a [`rollout`] with `keeps_clean`.
         step: index of the step in the loop, 1 or later.
-        forward: used in place of the network's own forward; one per network.
+        forward: function to use in place of the network's own forward; one per network.
 
     Raises:
         ValueError: `step` is 0.

@@ -1,8 +1,8 @@
 """Which stochastic process a diffusers scheduler can run, and the scheduler that runs it.
 
-`stochastic_scheduler` keeps class, config and schedule of a pipeline's scheduler where it can, so that the pipeline
-cannot tell the difference; its `step` asks a driver for the next latent (`stochastic_steps.py`). Schedulers that
-cannot be trained are refused with the reason.
+`stochastic_scheduler` keeps class, config and schedule of a pipeline's scheduler if possible, so that the pipeline
+sees no difference. The `step` of its result asks a driver for the next latent (`stochastic_steps.py`). Schedulers that
+cannot be trained are refused with a reason.
 """
 
 import copy
@@ -88,9 +88,9 @@ def _is_flow(scheduler: SchedulerMixin) -> bool:
 
 
 def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] | None:
-    """Return the mixin and the diffusers class for a scheduler; None where there are none."""
+    """Return the mixin and the diffusers class for a scheduler; None if there are none."""
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and scheduler.config.get("sigma_max", 1.0) > 1:
-        return SigmaSteps, type(scheduler)  # Cosmos 2 turns its network's output into EDM's
+        return SigmaSteps, type(scheduler)  # Cosmos 2 converts its network's output to that of EDM
     if _is_flow(scheduler):
         is_heun = isinstance(scheduler, FlowMatchHeunDiscreteScheduler)
         base = FlowMatchEulerDiscreteScheduler if is_heun else type(scheduler)
@@ -109,7 +109,7 @@ def _kind(scheduler: SchedulerMixin) -> tuple[type[StochasticScheduler], type] |
 
 
 def step_kind(scheduler: SchedulerMixin) -> type[StochasticScheduler] | None:
-    """Return the mixin that draws the scheduler's steps; None where there is none."""
+    """Return the mixin that draws the scheduler's steps; None if there is none."""
     found = _kind(scheduler)
     return None if found is None else found[0]
 
@@ -127,10 +127,10 @@ def _refusal(scheduler: SchedulerMixin) -> UnsupportedScheduler:
 
 def _ddim_config(scheduler: SchedulerMixin) -> dict[str, Any]:
     """Return a config that gives DDIM the noise schedule of any variance-preserving scheduler."""
-    config = {"clip_sample": False, **scheduler.config}  # DDIM clips by default; only a config that says so may
+    config = {"clip_sample": False, **scheduler.config}  # DDIM clips by default; here only if the config says so
     if config.get("beta_schedule", "linear") not in _DDIM_BETA_SCHEDULES:
         config["trained_betas"] = scheduler.betas.tolist()
-        config["_use_default_values"] = ()  # or from_config would drop what was left at its default before
+        config["_use_default_values"] = ()  # or from_config would drop values that were defaults before
     return config
 
 
@@ -145,14 +145,15 @@ _DRAWS_NOISE = (
 
 
 def watch_solver(scheduler: SchedulerMixin, keep: Callable[[Any, Tensor], None]) -> SchedulerMixin | None:
-    """Return a copy of the pipeline's own scheduler that reports what each of its steps leaves.
+    """Return a copy of the pipeline's own scheduler that reports the output of each of its steps.
 
     Args:
-        scheduler: the pipeline's own; it is not modified.
-        keep: called with the scheduler and the latents after each step; copies of the scheduler call it too.
+        scheduler: the pipeline's own scheduler; it is not modified.
+        keep: function that is called with the scheduler and the latents after each step; copies of the scheduler call
+            it too.
 
     Returns:
-        None for a scheduler that draws noise in its steps.
+        the copy; None for a scheduler that draws noise in its steps.
     """
     draws = scheduler.config.get("stochastic_sampling") or "sde" in scheduler.config.get("algorithm_type", "")
     if draws or isinstance(scheduler, _DRAWS_NOISE):
@@ -171,7 +172,7 @@ def _watched_class(base: type) -> type:
         self.keep(self, output[0])
         return output
 
-    def copied(self, memo: dict):  # what it reports to stays the same
+    def copied(self, memo: dict):  # copies report to the same function
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__ = {k: v if k == "keep" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
@@ -196,7 +197,7 @@ def stochastic_scheduler(
         log_prob_type: "gaussian", or "squared_error" for Flow-GRPO's form of the log-probability under `cps`.
 
     Raises:
-        ValueError: unknown process, or one that does not fit the scheduler; a `log_prob_type` that does not fit it.
+        ValueError: the process is unknown or does not fit the scheduler, or `log_prob_type` does not fit the process.
         UnsupportedScheduler: the scheduler takes no Gaussian steps that can be scored here.
 
     Examples:
@@ -216,7 +217,7 @@ def stochastic_scheduler(
         raise ValueError(f"sde_type={process!r} does not fit {name}; use auto or one of {', '.join(fitting)}.")
     process = fitting[0] if process == "auto" else process
     check_log_prob(log_prob_type, process, LOG_PROBS)
-    if base is type(scheduler):  # with all that was set on it after it was built, such as set_shift
+    if base is type(scheduler):  # keeps what was set after construction, such as by set_shift
         stochastic = copy.copy(scheduler)
         stochastic.__class__ = stochastic_class(kind, base)
     else:

@@ -1,4 +1,4 @@
-"""The driver of a call that finds out which steps of the loop pass the trained networks."""
+"""The driver of a call that finds out which steps of the loop call the trained networks."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ class Scout(Driver):
     """Drives a call through its whole loop without a network, and leaves before anything is decoded.
 
     Args:
-        initial_seeds: (batch,) int64.
+        initial_seeds: (batch,) int64 seeds of the initial latents.
 
     Attributes:
-        passing: of each trained network that was called, by its number, the indices of the steps in which it was.
+        passing: indices of the steps that called a trained network, by the number of the network.
     """
 
     needs_network = False

@@ -1,4 +1,4 @@
-"""Weights of the policy term per recorded step: what makes steps of different noise count alike.
+"""Weights of the policy term per recorded step, which make steps with different noise count equally.
 
 The policy gradient of a step is proportional to |J| / std, with J = d mean / d prediction and std the step's noise,
 and differs by a factor of up to thirty between the steps of one schedule. To add a weight, write a function here and
@@ -29,11 +29,11 @@ def velocity(own: StepScale, every: Sequence[StepScale]) -> Tensor:
 
 
 def guard(own: StepScale, every: Sequence[StepScale]) -> Tensor:
-    """Return std / |J|: what GRPO-Guard (2510.22319) comes to where the ratio is 1; as `velocity`, not normalised."""
+    """Return std / |J|, the weight of GRPO-Guard (2510.22319) at a ratio of 1; like `velocity`, but not normalised."""
     return own.std / own.jacobian
 
 
-# by their value of the setting `step_weight`; each takes a step's scale and those of all steps that may be trained
+# by the value of the setting `step_weight`; arguments are the scale of a step and those of all trainable steps
 STEP_WEIGHTS: dict[str, StepWeight | None] = {"none": None, "noise": noise, "velocity": velocity, "guard": guard}
 
 
@@ -42,8 +42,8 @@ def weigh_steps(name: str, scales: dict[int, StepScale], steps: Tensor) -> Tenso
 
     Args:
         name: a key of `STEP_WEIGHTS`.
-        scales: of each step that may be trained, by its index.
-        steps: (batch, steps) int64, those that are.
+        scales: scales of the steps that may be trained, by index.
+        steps: (batch, steps) int64, indices of the trained steps.
     """
     weight = STEP_WEIGHTS[name]
     if weight is None:

@@ -1,8 +1,8 @@
 """Mixins that make a diffusers scheduler stochastic: its schedule stays, its `step` asks a driver.
 
 A driver (`drivers.py`) chooses the next latent; a mixin gives it mean and std, or the step without noise. There is one
-mixin for each way of writing latents. The arithmetic is in `processes.py`; `schedulers.py` says which scheduler gets
-which mixin.
+mixin for each kind of coordinates. The arithmetic is in `processes.py`; `schedulers.py` chooses the mixin of a
+scheduler.
 """
 
 import copy
@@ -43,14 +43,14 @@ class UnsupportedScheduler(ValueError):
 
 
 class CleanEstimate(NamedTuple):
-    """The clean sample that a step predicts, and what relates it to the prediction `v = (origin - clean) / share`.
+    """The clean sample that a step predicts, and its relation to the prediction, `v = (origin - clean) / share`.
 
     Attributes:
-        clean: (batch, ...) float32.
+        clean: (batch, ...) float32, the predicted clean sample.
         share: how much of the step's latent is noise, broadcastable to `clean`; see
             [`~diffusion_grpo.policy.trajectory.Denoised`].
-        origin: (batch, ...) what `v` leads away from: the latent itself for flow matching.
-        moves: (batch, ...) bool, where the step moves the latent; None for everywhere.
+        origin: (batch, ...) starting point of `v`: the latent itself for flow matching.
+        moves: (batch, ...) bool, True for elements that the step moves; None for all.
     """
 
     clean: Tensor
@@ -71,14 +71,14 @@ class StepDriver(Protocol):
 
 
 class StochasticScheduler:
-    """Mixin in front of a diffusers scheduler: the schedule stays the original's, `step` asks the driver.
+    """Mixin in front of a diffusers scheduler: it keeps the schedule, but `step` asks the driver.
 
-    What the class in use lacks and the original has (`sigmas`, `variance_type`, ...) is the original's.
+    Attributes that the class lacks (`sigmas`, `variance_type`, ...) are looked up in the original scheduler.
 
     Attributes:
         coordinates: how latents are written, which decides which processes fit.
         process: an entry of `PROCESSES`.
-        log_prob_type: what counts as the log-probability of a step, a key of `LOG_PROBS`.
+        log_prob_type: form of the log-probability of a step, a key of `LOG_PROBS`.
         driver: decides what a step does; without one, steps are deterministic. Copies share it.
         original: a copy of the pipeline's own scheduler, with the same timesteps set.
     """
@@ -114,16 +114,16 @@ class StochasticScheduler:
 
     @property
     def loop_length(self) -> int:
-        """Number of steps of this loop; known from its first step on."""
+        """Number of steps of this loop, known from its first step on."""
         return len(self.timesteps) - self.first
 
     def scale_model_input(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Scale the network's input as the class itself does, if it does."""
+        """Scale the network's input if the class itself does."""
         scale = getattr(super(), "scale_model_input", None)
         return sample if scale is None else scale(sample, *args, **kwargs)
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
-        """As in diffusers, but the driver chooses the next latent. Return `SchedulerOutput` or a tuple of one."""
+        """Step as in diffusers, but let the driver choose the next latent. Return `SchedulerOutput` or a tuple."""
         self._locate(timestep)
         self._step_index = self.position
         self.options = {name: value for name, value in kwargs.items() if value is not None}
@@ -132,14 +132,14 @@ class StochasticScheduler:
                 latents = self.deterministic(model_output, timestep, sample)
             else:
                 latents = self.driver.step(self, self.index, model_output, timestep, sample)
-        finally:  # a replay leaves the pipeline here
+        finally:  # replays leave the pipeline here by an exception
             self.options = {}
         self.index += 1
-        self._step_index = self.position  # pipelines that mix in noise between steps read it
+        self._step_index = self.position  # read by pipelines that add noise between steps
         return SchedulerOutput(prev_sample=latents) if return_dict else (latents,)
 
     def _locate(self, timestep: Any) -> None:
-        """Note where in the schedule the loop starts, at its first step."""
+        """At the first step of the loop, note where in the schedule it starts."""
         if self.first is not None:
             return
         self.first = self.begin_index
@@ -157,44 +157,44 @@ class StochasticScheduler:
         raise NotImplementedError
 
     def unclipped(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
-        """As `distribution`, linear in what the network predicts: nothing is clipped or put in its place."""
+        """Like `distribution`, but linear in the network's prediction: nothing is clipped or replaced."""
         return self.distribution(prediction, timestep, sample, noise_level)
 
     def drop_variance(self, prediction: Tensor, sample: Tensor) -> Tensor:
-        """Return the prediction without what belongs to no mean, such as a learned variance."""
+        """Return the prediction without parts that do not affect the mean, such as a learned variance."""
         return prediction
 
     @property
     def gets_more_of_network(self) -> bool:
-        """Whether the pipeline hands the current step more that its network made than the prediction."""
+        """Whether the pipeline gives the current step more than the prediction of its network."""
         given = (value for name, value in self.options.items() if name != "per_token_timesteps")
-        return any(torch.is_tensor(value) and value.ndim > 0 for value in given)  # others are times
+        return any(torch.is_tensor(value) and value.ndim > 0 for value in given)  # scalars are times
 
     @torch.no_grad()
     def scale(self, timestep: Any, sample: Tensor, noise_level: float, count: int | None = None) -> StepScale:
-        """Measure how far a step's noise and its prediction reach; neither depends on the prediction.
+        """Measure the scale of a step's noise and of its prediction's effect; neither depends on the prediction.
 
         Args:
-            timestep, sample: as `step` gets them; of the sample only shape and device matter.
-            noise_level: of the process.
-            count: number of samples, where the batch has several copies of each; by default its length.
+            timestep, sample: as in `step`; only the shape and device of the sample matter.
+            noise_level: noise level of the process.
+            count: number of samples, if the batch has several copies of each; by default the length of the batch.
         """
         zeros = torch.zeros_like(sample, dtype=torch.float32)
         still, std = self.unclipped(zeros, timestep, zeros, noise_level)
         jacobian = (self.unclipped(zeros + 1, timestep, zeros, noise_level)[0] - still).abs()
         rows = slice(len(sample) if count is None else count)
         std, jacobian = (x.expand(sample.shape)[rows].flatten(1) for x in (std, jacobian))
-        moves = (std > 0) | ((std == 0).all(1, keepdim=True))  # without noise all of it counts
+        moves = (std > 0) | ((std == 0).all(1, keepdim=True))  # without noise, all elements count
         moving = moves.sum(1)
         return StepScale((std * moves).sum(1) / moving, (jacobian * moves).sum(1) / moving, moving.float())
 
     def renoise(self, clean: Tensor, noise: Tensor, sample: Tensor, index: int) -> Tensor:
-        """Return a clean sample noised to the level at which step `index` of the loop finds it; float32.
+        """Return clean samples noised to the level of the input of step `index` of the loop; float32.
 
         Args:
             clean, noise: (batch, ...), data and standard normal noise.
-            sample: (batch, ...) what the current step was handed; what it holds fixed stays as it is there.
-            index: of the step that is to be handed the result.
+            sample: (batch, ...) input of the current step; elements that are held fixed are taken from it.
+            index: index of the step whose input the result will be.
         """
         raise NotImplementedError
 
@@ -204,15 +204,15 @@ class StochasticScheduler:
 
     @torch.no_grad()
     def clean_at_zero(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
-        """Return the clean sample that follows where each number of `prediction` is 0; float32."""
-        given, self.options = self.options, {}  # Cosmos hands over a clean sample, made from the network's output
+        """Return the clean sample that follows from a prediction of 0; float32."""
+        given, self.options = self.options, {}  # in which Cosmos gives a clean sample made from the network's output
         try:
             return self.denoise(torch.zeros_like(prediction), timestep, sample).clean
         finally:
             self.options = given
 
     def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """Return the (batch,) log-probability of the latent that a step left, given mean and std."""
+        """Return the (batch,) log-probability of a step's output, given mean and std."""
         return LOG_PROBS[self.log_prob_type](next_latents, mean, std)
 
 
@@ -226,12 +226,12 @@ class FlowSteps(StochasticScheduler):
         return sigmas[self.position], sigmas[self.position + 1]
 
     def _ends(self, device: torch.device) -> dict[str, Tensor]:
-        """Return what processes are offered: the schedule's second and its last sigma."""
+        """Return the keywords that are offered to processes: the schedule's second and last sigma."""
         sigmas = self.sigmas.to(device=device, dtype=torch.float32)
         return {"sigma_max": sigmas[1], "sigma_min": sigmas[-1]}
 
     def _token_sigmas(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return sigmas for a timestep per token, (batch, tokens, 1); the next one is the schedule's below."""
+        """Return this and the next sigma of each token, (batch, tokens, 1), if each token has a timestep."""
         schedule = self.sigmas.to(device=device, dtype=torch.float32)
         now = self.options["per_token_timesteps"].to(schedule) / self.config.num_train_timesteps
         below = torch.where(schedule[:, None, None] < now[None] - 1e-6, schedule[:, None, None], 0.0)
@@ -239,7 +239,7 @@ class FlowSteps(StochasticScheduler):
 
     def deterministic(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         if "per_token_timesteps" in self.options:
-            sigma_next, sigma = self._token_sigmas(sample.device)  # diffusers turns the sign of the step here
+            sigma_next, sigma = self._token_sigmas(sample.device)  # diffusers inverts the sign of the step here
         else:
             sigma, sigma_next = self._sigmas(sample.device)
         # FlowMatchEulerDiscreteScheduler's own arithmetic: products in the prediction's dtype, the sum in float32
@@ -248,7 +248,7 @@ class FlowSteps(StochasticScheduler):
     def distribution(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
         (sigma, sigma_next), ends = self._sigmas(sample.device), self._ends(sample.device)
         prediction, sample = prediction.float(), sample.float()
-        if self.config.get("invert_sigmas"):  # Mochi counts from data to noise
+        if self.config.get("invert_sigmas"):  # Mochi's sigmas run from data to noise
             sigma, sigma_next, prediction = 1 - sigma, 1 - sigma_next, -prediction
             ends = {name: 1 - value for name, value in ends.items()}
         if sigma > 1:
@@ -258,14 +258,14 @@ class FlowSteps(StochasticScheduler):
             )
         if "per_token_timesteps" in self.options:
             sigma, sigma_next = self._token_sigmas(sample.device)
-            still = sigma_next >= sigma  # a condition's tokens: clean from the start
+            still = sigma_next >= sigma  # tokens of a condition are clean from the start
             sigma, sigma_next = torch.where(still, 1.0, sigma), torch.where(still, 0.5, sigma_next)
             mean, std = self.process(-prediction, sample, sigma, sigma_next, noise_level=noise_level, **ends)
             return torch.where(still, sample, mean), torch.where(still, 0.0, std)
         return self.process(prediction, sample, sigma, sigma_next, noise_level=noise_level, **ends)
 
     def _held_tokens(self, sample: Tensor) -> Tensor | None:
-        """Return where a timestep per token holds the sample fixed, as (batch, tokens, 1); None without such times."""
+        """Return which tokens are held fixed, (batch, tokens, 1) bool; None without a timestep per token."""
         if "per_token_timesteps" not in self.options:
             return None
         sigma, sigma_next = self._token_sigmas(sample.device)
@@ -283,7 +283,7 @@ class FlowSteps(StochasticScheduler):
     def denoise(self, prediction: Tensor, timestep: Any, sample: Tensor) -> CleanEstimate:
         prediction, sample = prediction.float(), sample.float()
         sigma, held = self._share(self.index, sample.device), self._held_tokens(sample)
-        if self.config.get("invert_sigmas") or held is not None:  # both turn the sign of the step
+        if self.config.get("invert_sigmas") or held is not None:  # both invert the sign of the step
             prediction = -prediction
         moves = None if held is None else ~held.expand(sample.shape)
         return CleanEstimate(sample - sigma * prediction, sigma, sample, moves)
@@ -347,7 +347,7 @@ class DDIMSteps(StochasticScheduler):
 
     @property
     def _clips(self) -> bool:
-        # CogVideoX's scheduler has the option in its config and never reads it
+        # CogVideoX's scheduler has the option in its config but never reads it
         if isinstance(self, CogVideoXDDIMScheduler):
             return False
         return bool(self.config.clip_sample or self.config.thresholding)
@@ -389,10 +389,10 @@ class CosineSteps(StochasticScheduler):
 
 
 class _StepOrEstimate:
-    """What EDM's `step` returns as a tuple: the next latent, and the clean sample that is estimated on the way.
+    """The tuple that EDM's `step` returns: the next latent, and the estimated clean sample.
 
-    Each is computed when it is read, because Cosmos calls `step` twice per step: first it reads the estimate alone and
-    puts guidance and conditions into it, then it steps with that.
+    Each is computed when it is read, because Cosmos calls `step` twice per step: first it reads only the estimate, to
+    apply guidance and conditions to it, then it takes the step with the result.
     """
 
     def __init__(self, step: Callable[[], Tensor], estimate: Callable[[], Tensor]):
@@ -408,7 +408,7 @@ class SigmaSteps(StochasticScheduler):
     coordinates = "sigma"
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args, return_dict: bool = True, **kwargs):
-        """As in [`StochasticScheduler`]; a tuple has the estimated clean sample as well where the class gives it."""
+        """Take a step as in [`StochasticScheduler`]; EDM's tuple also holds the estimated clean sample."""
         take = functools.partial(super().step, model_output, timestep, sample, *args, **kwargs)
         if return_dict or not isinstance(self, EDMEulerScheduler):
             return take(return_dict=return_dict)
@@ -417,11 +417,11 @@ class SigmaSteps(StochasticScheduler):
 
     def _estimate(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self._locate(timestep)
-        self._step_index = self.position + 1  # as diffusers leaves it; whoever wants no step takes it back
+        self._step_index = self.position + 1  # as in diffusers; pipelines that take no step undo it
         return self._clean(prediction, sample, self.sigmas[self.position])
 
     def _clean(self, prediction: Tensor, sample: Tensor, sigma: Tensor) -> Tensor:
-        if "pred_original_sample" in self.options:  # Cosmos preconditions by itself
+        if "pred_original_sample" in self.options:  # Cosmos does the preconditioning itself
             return self.options["pred_original_sample"].float()
         if isinstance(self, EDM_SCHEDULERS):
             return self.precondition_outputs(sample, prediction, sigma)
@@ -441,7 +441,7 @@ class SigmaSteps(StochasticScheduler):
         return self.process(*self._clean_step(prediction, sample), noise_level=noise_level)
 
     def unclipped(self, prediction: Tensor, timestep: Any, sample: Tensor, noise_level: float) -> MeanStd:
-        given, self.options = self.options, {}  # Cosmos hands over a clean sample, made from the network's output
+        given, self.options = self.options, {}  # in which Cosmos gives a clean sample made from the network's output
         try:
             return self.distribution(prediction, timestep, sample, noise_level)
         finally:
@@ -464,14 +464,14 @@ class SigmaSteps(StochasticScheduler):
 
 @functools.cache
 def stochastic_class(kind: type, base: type) -> type:
-    """Return the class of a scheduler that draws its steps: the mixin `kind` in front of `base`, diffusers' class."""
+    """Return the class of a stochastic scheduler: the mixin `kind` in front of diffusers' class `base`."""
     own = inspect.signature(base.set_timesteps).parameters
 
-    @functools.wraps(base.set_timesteps)  # pipelines look at the signature for `sigmas`, `timesteps` and `mu`
+    @functools.wraps(base.set_timesteps)  # pipelines search the signature for `sigmas`, `timesteps` and `mu`
     def set_timesteps(self, *args, **kwargs):
         base.set_timesteps(self, *args, **kwargs)
         self.index, self.first = 0, None
-        if self.original is not None:  # whose sigmas a pipeline may read
+        if self.original is not None:  # a pipeline may read its sigmas
             theirs = inspect.signature(self.original.set_timesteps).parameters
             named = dict(zip(list(own)[1:], args, strict=False)) | kwargs
             self.original.set_timesteps(**{name: value for name, value in named.items() if name in theirs})

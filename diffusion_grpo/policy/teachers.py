@@ -1,7 +1,7 @@
-"""Drivers of replays and predictions: they walk to one step without the network, and hand it a given latent.
+"""Drivers of replays and predictions: they go to one step without the network, and give that step a latent.
 
-The teacher makes the `StepDistribution` of a recorded step, the predictor a `Prediction`, and the denoiser predicts
-finished samples that it has noised again.
+A `Teacher` makes the `StepDistribution` of a recorded step, a `Predictor` makes a `Prediction`, and a `Denoiser`
+predicts finished samples that it has noised again.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from .trajectory import CleanSamples, Denoised, Prediction, StepDistribution, St
 
 
 class Teacher(Follower):
-    """Drives a replay: hands back what was recorded up to the replayed step, and scores that step.
+    """Drives a replay: gives the replayed step its recorded input, and scores its recorded output.
 
     Args:
-        index: the step.
-        latents: (calls, ...) what that step is handed.
-        next_latents: (batch, ...) what it left.
-        noise_level: of the process.
-        initial_seeds: (calls,) of the initial latents.
-        tokens: (calls, tokens) what a language model in the pipeline's call wrote, if there is one.
-        sources: (batch,) int64, the row of `latents` that each sample was handed; None where each has its own.
+        index: index of the step.
+        latents: (calls, ...) recorded input of the step.
+        next_latents: (batch, ...) recorded output of the step.
+        noise_level: noise level of the process.
+        initial_seeds: (calls,) seeds of the initial latents.
+        tokens: (calls, tokens) tokens that a language model in the pipeline's call wrote, if there is one.
+        sources: (batch,) int64, the row of `latents` that each sample uses; None if each has its own row.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Teacher(Follower):
     ):
         super().__init__(index, latents, initial_seeds, tokens, noise_level)
         self.next_latents, self.next_offset, self.sources = next_latents, 0, sources
-        self.moved: list[tuple[StochasticScheduler, Tensor, Tensor, Tensor]] = []  # with next latents, mean and std
+        self.moved: list[tuple[StochasticScheduler, Tensor, Tensor, Tensor]] = []  # + next latents, mean, std
         self.scales: list[StepScale] = []
         self.predictions: list[Tensor] = []
         self.velocities: list[Tensor] = []
@@ -49,7 +49,7 @@ class Teacher(Follower):
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index)
-        self.rows(sample)  # refuses a batch that does not divide
+        self.rows(sample)  # raises if the batch does not divide
         if index < self.index:
             return self.hand_over(index, sample)
         mean, std = scheduler.distribution(prediction, timestep, sample, self.noise_level)
@@ -66,39 +66,39 @@ class Teacher(Follower):
         if self.next_offset >= self.next_latents[0].numel():
             self.scored = self._score()
             raise StepScored
-        return sample  # another scheduler steps the other part
+        return sample  # another scheduler steps another latent
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Return what has one row per call of the network with one row per sample."""
+        """Expand values with one row per call of the network to one row per sample."""
         is_spread = self.sources is not None and values.ndim > 0 and len(values) == self.count
         return values[self.sources.to(values.device)] if is_spread else values
 
     def _score(self) -> StepDistribution:
-        """Build the step's distribution; flattened if the step moves several latents."""
+        """Build the distribution of the step, flattened if the step moves several latents."""
         schedulers, nexts, means, stds = (list(each) for each in zip(*self.moved, strict=True))
         sizes = [part[0].numel() for part in means]
         mean, std = join_latents(means), stds[0]
         if len(means) > 1:
             std = join_latents([each.expand(part.shape) for each, part in zip(stds, means, strict=True)])
-            # cut out of the joined mean, so that the gradient of what is made of log-probabilities arrives there too
+            # cut out of the joined mean, so that gradients of log-probabilities reach it too
             cut = zip(mean.split(sizes, dim=1), means, strict=True)
             means = [values.view(part.shape) for values, part in cut]
         own = zip(schedulers, nexts, means, stds, strict=True)
         log_prob = average_scores([scheduler.log_prob(*values) for scheduler, *values in own], sizes)
-        if not (std > 0).all():  # what is held fixed: mean and reference mean are equal there
+        if not (std > 0).all():  # elements held fixed, whose mean equals the reference mean
             std = torch.where(std > 0, std, 1.0)
         joined = join_latents(self.predictions), join_latents(self.velocities)
         return StepDistribution(mean, std, log_prob, StepScale.join(self.scales), *joined)
 
 
 class Predictor(Follower):
-    """Drives a prediction: hands one step a given latent, and keeps what the pipeline makes of it.
+    """Drives a prediction: gives one step a latent, and keeps the pipeline's prediction for it.
 
     Args:
-        index: the step.
-        latents: (batch, ...) what the step is handed.
-        initial_seeds: (batch,) of the samples' initial latents.
-        tokens: (batch, tokens) what a language model in the pipeline's call wrote, if there is one.
+        index: index of the step.
+        latents: (batch, ...) input of the step.
+        initial_seeds: (batch,) seeds of the samples' initial latents.
+        tokens: (batch, tokens) tokens that a language model in the pipeline's call wrote, if there is one.
     """
 
     def __init__(self, index: int, latents: Tensor, initial_seeds: Tensor, tokens: Tensor | None = None):
@@ -124,7 +124,7 @@ class Predictor(Follower):
         if sum(part[0].numel() for part in self.samples) >= self.latents[0].numel():
             self.found = Prediction(join_latents(self.predictions), join_latents(self.samples))
             raise StepScored
-        return sample  # another scheduler steps the other part
+        return sample  # another scheduler steps another latent
 
     def _refuse_other_initial_latents(self, sample: Tensor) -> None:
         given, self.offset = take_part(self.latents, self.offset, sample, self.count)
@@ -136,12 +136,12 @@ class Predictor(Follower):
 
 
 class Denoiser(Follower):
-    """Drives a prediction on re-noised samples: hands one step its noised sample, and keeps what is predicted.
+    """Drives a prediction on re-noised samples: gives one step the noised samples, and keeps the predictions.
 
     Args:
-        index: the step, 1 or later: the step before it hands the noised sample over.
-        samples: the finished samples. Each one's `seeds` fixes its noise, which differs from step to step.
-        networks: the trained ones; elements of the noised sample that they do not see are no target.
+        index: index of the step, 1 or later, since the step before it must return the noised samples.
+        samples: the finished samples. Their `seeds` fix the noise, which differs from step to step.
+        networks: the trained networks; elements of the noised sample that they do not see are not trained.
 
     Raises:
         UnsupportedPipeline: the pipeline changes every element of its latents between two steps, or the networks get
@@ -172,7 +172,7 @@ class Denoiser(Follower):
 
     def step(self, scheduler, index: int, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
         self.enter(scheduler, index)
-        self.rows(sample)  # refuses a batch that does not divide
+        self.rows(sample)  # raises if the batch does not divide
         if self.index >= scheduler.loop_length:
             raise UnsupportedPipeline(
                 f"The pipeline takes {scheduler.loop_length} steps, so there is no step {self.index} to train at; it "
@@ -196,7 +196,7 @@ class Denoiser(Follower):
         if sum(part[0][0].numel() for part in self.parts) >= self.latents[0].numel():
             self.found = self._collect(share)
             raise StepScored
-        return sample  # another scheduler steps the other part
+        return sample  # another scheduler steps another latent
 
     def _collect(self, share: Tensor) -> Denoised:
         clean, shares, origin, moves, still = (join_latents(list(parts)) for parts in zip(*self.parts, strict=True))

@@ -1,9 +1,9 @@
 """The policy whose actions are tokens: a language model in the pipeline writes, what follows it is a fixed decoder.
 
-A rollout returns samples and a `TokenTrajectory`; a replay the `TokenDistribution` of the recorded tokens under the
-model as it is now, with gradient. As with latents, both call the pipeline, so that prompts, images and templates come
-from it and cannot drift apart: in the rollout its `generate` draws, in the replay it scores what was drawn, and the
-call ends there.
+A rollout returns samples and a `TokenTrajectory`; a replay returns the `TokenDistribution` of the recorded tokens
+under the current model, with gradient. As with latents, both call the pipeline, so that prompts, images and templates
+come from it and cannot drift apart. In the rollout, `generate` draws tokens; in the replay, it scores the recorded
+tokens, and the call ends there.
 """
 
 import contextlib
@@ -65,9 +65,9 @@ class TokenPolicy(Policy):
     def rollout(self, inputs: dict[str, Any], request: RolloutRequest) -> tuple[Any, TokenTrajectory | None]:
         """Call the pipeline with tokens drawn from the request's seeds; `noise_level=0` records nothing.
 
-        The log-probabilities that are kept come from a teacher-forced pass right after the generation, in the same
-        batch and by the same code as in the replay. Those of the generation itself, with its key-value cache, differ
-        in the last bits, and the first ratio would not be 1.
+        The recorded log-probabilities come from a teacher-forced pass right after the generation, in the same batch
+        and by the same code as in the replay. Those of the generation itself, which uses a key-value cache, differ in
+        the last bits, so the first ratio would not be 1.
         """
         arguments = self.call_arguments(inputs, request.num_inference_steps, request.initial_seeds)
         is_recorded = request.noise_level is None
@@ -115,12 +115,12 @@ class TokenPolicy(Policy):
     ) -> TokenDistribution:
         """Score the recorded tokens; see [`~diffusion_grpo.policy.rollout.replay`].
 
-        Their only step is 0, and no samples share it: `sources` is None.
+        The only step is 0, and samples never share its call, so `sources` is None.
         """
         arguments = self.call_arguments(inputs, trajectory.num_inference_steps, trajectory.initial_seeds)
         scored: list[Tensor] = []
         here = trajectory.to(self.network.device)
-        length = int(here.mask.any(0).sum())  # that of this batch in the rollout
+        length = int(here.mask.any(0).sum())  # the length of this batch in the rollout
         ids, mask, support = here.ids[:, :length], here.mask[:, :length], here.support[:, :length]
         kept = unpack_bits(support, self.family.vocabulary(self.pipe)) if support.shape[-1] else None
 
@@ -158,13 +158,13 @@ def make_policy(
     access: NetworkAccess | None = None,
     log_prob_type: str = "gaussian",
 ) -> Policy:
-    """Make the policy for a trained network: of tokens where it is the language model, else of denoising steps.
+    """Make the policy for a trained network: a token policy if it is the language model, else a denoising policy.
 
     See [`~diffusion_grpo.policy.denoising.DenoisingPolicy`] for the arguments.
 
     Raises:
-        UnsupportedPipeline: it is a language model, and no family says how this pipeline uses it.
-        ValueError: a setting that does not fit the policy.
+        UnsupportedPipeline: the network is a language model, but no family describes how the pipeline uses it.
+        ValueError: a setting does not fit the policy.
     """
     component = policy_component(pipe, component)
     if component == (family_of(pipe).language_model,):

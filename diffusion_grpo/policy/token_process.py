@@ -1,6 +1,7 @@
 """The process of a policy that writes tokens: from logits to a distribution, a drawn token and its log-probability.
 
-The counterpart of `processes.py`. What a rollout of tokens hands to the replays is here too; none of it needs a model.
+This is the counterpart of `processes.py`. The data that a rollout of tokens passes to replays is here too. Nothing
+here needs a model.
 """
 
 import dataclasses
@@ -14,11 +15,11 @@ from transformers import GenerationConfig, TemperatureLogitsWarper, TopKLogitsWa
 
 from .trajectory import SampleTensors
 
-# settings of a generation config that change probabilities in ways not scored here, with what leaves them alone
+# settings of a generation config that are not scored here, with the values that leave probabilities unchanged
 OTHERS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 OTHERS |= {"eta_cutoff": 0.0, "num_beams": 1, "min_new_tokens": 0, "min_length": 0}
 OTHERS |= dict.fromkeys(("min_p", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"))
-TRANSFORMERS_TOP_K = 50  # what `generate` takes where neither its caller nor the model's generation config says
+TRANSFORMERS_TOP_K = 50  # default of `generate` if neither its caller nor the generation config sets it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Sampling:
     """How tokens are drawn, in the order of `generate`: temperature, then top-k, then top-p.
 
     Attributes:
-        temperature: the logits are divided by it; above 0.
-        top_k: only this many of the most probable ids may be drawn; 0 for no bound.
-        top_p: of these the most probable ones that together reach this probability: the nucleus
+        temperature: number above 0 that logits are divided by.
+        top_k: only this many of the most probable ids may be drawn; 0 for no limit.
+        top_p: only the most probable of these ids that together reach this probability may be drawn: the nucleus
             (https://huggingface.co/papers/1904.09751); 1 for all.
     """
 
@@ -38,10 +39,10 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig, **wanted: float | None) -> "Sampling":
-        """Return the settings of a model's own generation config, with `wanted` in their place where it is not None.
+        """Return the settings of a model's own generation config, overridden by those in `wanted` that are not None.
 
         Raises:
-            ValueError: that config has a setting that changes probabilities and is not known here.
+            ValueError: the config has a setting that changes probabilities but is not supported here.
         """
         for name, neutral in OTHERS.items():
             if getattr(config, name, None) not in (None, neutral):
@@ -71,34 +72,34 @@ class Sampling:
 
 
 def draw_ids(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the (batch,) ids that numbers from [0, 1) fall on: the inverse of the cumulative distribution.
+    """Return the (batch,) ids for numbers from [0, 1), by the inverse of the cumulative distribution.
 
-    One number per token, so that what a sample gets depends on its own generator alone and not on its batch.
+    Each token takes one number, so that a sample depends only on its own generator and not on its batch.
 
     Args:
-        log_probs: (batch, ids), -inf for ids that cannot be drawn.
-        uniform: (batch,) in [0, 1).
+        log_probs: (batch, ids) log-probabilities, -inf for ids that cannot be drawn.
+        uniform: (batch,) numbers in [0, 1).
     """
     cumulative = log_probs.exp().cumsum(1)
     ids = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
     places = torch.arange(log_probs.shape[1], device=log_probs.device)
-    last = (places * (log_probs > -torch.inf)).amax(1, keepdim=True)  # rounding may step past the end
+    last = (places * (log_probs > -torch.inf)).amax(1, keepdim=True)  # rounding may go past the end
     return torch.minimum(ids, last)[:, 0]
 
 
 def token_log_prob(logits: Tensor, ids: Tensor, kept: Tensor | None, temperature: float) -> Tensor:
     """Return the (batch, tokens) log-probability of each id in the distribution it was drawn from.
 
-    The distribution is renormalised over the ids that could be drawn *in the rollout* (`kept`), whatever policy
-    the logits come from: the support is part of what happened, as the latent is of a denoising step. So no token can
-    leave the nucleus of an updated policy, ratios compare distributions over one and the same set, and the first ratio
-    is 1 (DeepSeek-V3.2 keeps its sampling masks for the same reasons, https://huggingface.co/papers/2512.02556).
+    The distribution is renormalised over the ids that could be drawn *in the rollout* (`kept`), whatever policy the
+    logits come from: the support is part of the record, like the latent of a denoising step. So no token can fall out
+    of the nucleus of an updated policy, ratios compare distributions over the same set, and the first ratio is 1
+    (DeepSeek-V3.2 keeps its sampling masks for the same reasons, https://huggingface.co/papers/2512.02556).
 
     Args:
-        logits: (batch, tokens, ids), float32.
-        ids: (batch, tokens) int64, each one of its kept ids.
-        kept: (batch, tokens, ids) bool, or None where all of them could be drawn.
-        temperature: of the rollout.
+        logits: (batch, tokens, ids) float32.
+        ids: (batch, tokens) int64, the drawn ids, which are among the kept ones.
+        kept: (batch, tokens, ids) bool, the ids that could be drawn; None if all could.
+        temperature: temperature of the rollout.
     """
     scaled = logits / temperature
     if kept is not None:
@@ -107,7 +108,7 @@ def token_log_prob(logits: Tensor, ids: Tensor, kept: Tensor | None, temperature
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Average (batch, tokens) values over the tokens that count; return (batch,), 0 where none does."""
+    """Average (batch, tokens) values over the tokens that count; return (batch,), 0 if none does."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
@@ -126,21 +127,21 @@ def unpack_bits(bits: Tensor, count: int) -> Tensor:
 
 @dataclasses.dataclass
 class TokenTrajectory(SampleTensors):
-    """What a replay needs of a rollout whose actions are tokens. All tokens of a sample are one step: one forward
-    pass scores them.
+    """What a replay needs from a rollout whose actions are tokens. All tokens of a sample form one step, scored by one
+    forward pass.
 
     Attributes:
-        ids: (batch, tokens) int64.
+        ids: (batch, tokens) int64, the drawn ids.
         mask: (batch, tokens) bool, False after the end of a sample's text.
-        support: (batch, tokens, ceil(ids / 8)) uint8, one bit per id that could be drawn (`pack_bits`). Its last
-            dimension is empty where all could.
-        log_probs: (batch, 1, tokens) float32, of one teacher-forced pass right after the generation.
-        drift: (batch, tokens) float32, these less the log-probabilities of the generation itself.
-        steps: (batch, 1) int64 zeros: the one step.
+        support: (batch, tokens, ceil(ids / 8)) uint8, one bit per id that could be drawn (`pack_bits`). The last
+            dimension is empty if all could.
+        log_probs: (batch, 1, tokens) float32, from one teacher-forced pass right after the generation.
+        drift: (batch, tokens) float32, `log_probs` minus the log-probabilities of the generation itself.
+        steps: (batch, 1) int64 zeros, the index of the only step.
         seeds: (batch,) int64, seed of each sample's tokens.
-        initial_seeds: (batch,) int64, seed of what decodes them.
-        num_inference_steps: of the decoder.
-        temperature: at which the tokens were drawn.
+        initial_seeds: (batch,) int64, seed of each sample's decoding.
+        num_inference_steps: number of steps of the decoder.
+        temperature: temperature at which the tokens were drawn.
     """
 
     ids: Tensor
@@ -153,25 +154,25 @@ class TokenTrajectory(SampleTensors):
     initial_seeds: Tensor
     num_inference_steps: int
     temperature: float
-    step_weights: ClassVar[None] = None  # there is one step
+    step_weights: ClassVar[None] = None  # there is only one step
     means: ClassVar[None] = None
     shared_steps: ClassVar[None] = None
 
     @classmethod
     def cat(cls, parts: Sequence["TokenTrajectory"]) -> "TokenTrajectory":
-        """Join several with the same settings; pad shorter ones with tokens that do not count."""
+        """Join several trajectories with the same settings; pad shorter ones with tokens that do not count."""
         return super().cat(cls.align(parts))
 
     @classmethod
     def align(cls, samples: Sequence["TokenTrajectory"]) -> list["TokenTrajectory"]:
-        """Pad all to the length of the longest."""
+        """Pad all trajectories to the length of the longest."""
         longest = max(sample.ids.shape[1] for sample in samples)
         return [sample._pad(longest - sample.ids.shape[1]) for sample in samples]
 
     def _pad(self, more: int) -> "TokenTrajectory":
         by_token = {name: getattr(self, name) for name in ("ids", "mask", "drift", "log_probs")}
         padded = {name: pad(tensor, (0, more)) for name, tensor in by_token.items()}
-        # all ids: an empty support has no distribution, and its gradient no numbers
+        # all ids: with an empty support, the gradient would not be finite
         return dataclasses.replace(self, **padded, support=pad(self.support, (0, 0, 0, more), value=255))
 
     def over_steps(self, values: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ class TokenTrajectory(SampleTensors):
         return masked_mean(values[:, 0], self.mask)[:, None]
 
     def metrics(self) -> dict[str, float]:
-        """Measure how far generation and teacher forcing are apart, and how long samples are; under TRL's names."""
+        """Measure the difference of generation and teacher forcing, and the lengths of samples, under TRL's names."""
         drift = self.drift[self.mask].abs()
         return {
             "sampling/sampling_logp_difference/mean": drift.mean().item(),
@@ -193,7 +194,7 @@ class TokenDistribution:
     """The policy's log-probabilities of the recorded tokens.
 
     Attributes:
-        log_prob: (batch, tokens) float32, of the recorded ids.
+        log_prob: (batch, tokens) float32, log-probabilities of the recorded ids.
         mask: (batch, tokens) bool, False for tokens that do not count.
     """
 
@@ -203,15 +204,15 @@ class TokenDistribution:
     def rounding(self) -> Tensor:
         """Return how far half precision may move the ratio of a token from 1, 0-dimensional.
 
-        A logit of up to 64 is rounded by up to 0.25 in bfloat16, once in either pass.
+        A logit of up to 64 is rounded by up to 0.25 in bfloat16, once in each of the two passes.
         """
         return self.log_prob.new_tensor(0.5).expm1()
 
     def compare(self, reference: "TokenDistribution") -> dict[str, Tensor]:
-        """Return what there is to log beside the KL divergence to the reference: nothing."""
+        """Return metrics in addition to the KL divergence to the reference: there are none."""
         return {}
 
     def loss_inputs(self, reference: "TokenDistribution | None") -> dict[str, Tensor | None]:
-        """Return what a loss gets beside log-probabilities; the parameters of a Gaussian are None."""
+        """Return the inputs of a loss in addition to log-probabilities; the parameters of a Gaussian are None."""
         gaussian = dict.fromkeys(("mean", "std", "ref_mean"))
         return {**gaussian, "mask": self.mask, "ref_log_prob": reference and reference.log_prob}

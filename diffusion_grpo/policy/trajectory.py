@@ -1,7 +1,7 @@
 """Data that the stages exchange: requests, trajectories, predictions and step distributions; seeds and trained steps.
 
 A rollout records a `Trajectory`, the buffer keeps it, and each replay reads it and returns a `StepDistribution`. For
-losses on re-noised samples it keeps `CleanSamples` instead, from which each pass makes a `Denoised`.
+losses on re-noised samples, the rollout keeps `CleanSamples` instead, from which each pass makes a `Denoised`.
 Nothing here needs a pipeline.
 """
 
@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-ROUNDING = 0.25  # by how much of its size half precision may change a prediction, guidance included
-# by how much of its size a prediction may differ between two passes in half precision of the same inputs, without
-# guidance: 8 times the epsilon of bfloat16; see docs/how_it_works.md
+ROUNDING = 0.25  # share of its size by which half precision may change a prediction, guidance included
+# Share of its size by which a prediction without guidance may differ between two passes in half precision with the
+# same inputs: 8 times the epsilon of bfloat16; see docs/how_it_works.md.
 ROUNDING_OF_TWO = 8 * 2.0**-7
 
 
 @dataclasses.dataclass
 class SampleTensors:
-    """Tensors with one row per sample, beside settings that all samples share."""
+    """Tensors with one row per sample, and settings that all samples share."""
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -32,7 +32,7 @@ class SampleTensors:
 
     @classmethod
     def cat(cls, parts: Sequence["SampleTensors"]) -> "SampleTensors":
-        """Join several with the same settings."""
+        """Join several objects with the same settings."""
         return dataclasses.replace(
             parts[0], **{name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
         )
@@ -47,15 +47,15 @@ class SampleTensors:
         return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that has one row per sample, by name."""
+        """Return the tensors with one row per sample, by name."""
         return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
 
     def settings(self) -> dict[str, int | float]:
-        """Return all that is the same for every sample, by name."""
+        """Return the settings that all samples share, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
 
     def metrics(self) -> dict[str, float]:
-        """Return what there is to log about a rollout."""
+        """Return metrics of a rollout."""
         return {}
 
     def over_steps(self, values: Tensor) -> Tensor:
@@ -63,31 +63,32 @@ class SampleTensors:
         return values.mean(1)
 
     def anchor(self) -> Tensor:
-        """Return (batch, steps, ...) what the rollout recorded for the denominator of a ratio."""
+        """Return the (batch, steps, ...) record of the rollout for the denominator of a ratio."""
         return self.log_probs
 
 
 @dataclasses.dataclass
 class Trajectory(SampleTensors):
-    """What a replay needs of a rollout: the trained steps, nothing else.
+    """What a replay needs from a rollout: only the trained steps.
 
     Attributes:
         latents: (batch, steps, ...) float32, input of each trained step: the output of the step before it, or the
             initial latent. Where a pipeline edits latents between steps, it does so again in the replay.
         next_latents: (batch, steps, ...) float32, output of each trained step, as rounded to the pipeline's dtype.
-            Where a step moves several latents (video and audio), both hold all of them, flattened one after the other.
+            If a step moves several latents (video and audio), both hold all of them, flattened and joined.
         log_probs: (batch, steps) float32, log-density of `next_latents`, averaged over its dimensions.
         steps: (batch, steps) int64, index of each trained step in the pipeline's loop, ascending.
         seeds: (batch,) int64, seed of each sample's step noise.
         initial_seeds: (batch,) int64, seed of each sample's initial latent.
         num_inference_steps: length of the pipeline's loop.
-        noise_level: of the process, at the trained steps.
-        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
-        step_weights: (batch, steps) float32, factors of the policy term; None where all are 1.
-        means: (batch, steps, ...) float32, mean of each trained step under the policy that rolled out; None where no
-            loss asks for it.
+        noise_level: noise level of the process at the trained steps.
+        tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote; None if there are
+            none.
+        step_weights: (batch, steps) float32, factors of the policy term; None if all are 1.
+        means: (batch, steps, ...) float32, mean of each trained step under the policy that made the rollout; None if
+            the loss does not need it.
         shared_steps: (batch,) int64, the step whose network call a sample shared with all samples of its initial
-            latent; None where each made its own.
+            latent; None if each sample made its own call.
 
     Examples:
         >>> _, trajectory = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4)
@@ -114,16 +115,18 @@ class CleanSamples(SampleTensors):
     """The finished samples of a rollout without noise in its steps, for losses on re-noised samples.
 
     Attributes:
-        latents: (batch, ...) float32, what the last step left, in the scheduler's own coordinates. Where a step moves
-            several latents (video and audio), all of them, flattened one after the other.
+        latents: (batch, ...) float32, output of the last step, in the scheduler's own coordinates. If a step moves
+            several latents (video and audio), all of them, flattened and joined.
         steps: (batch, steps) int64, index in the pipeline's loop of each step at which the sample is trained,
-            ascending. Step 0 is none: no step before it could hand over the noised sample.
-        seeds: (batch,) int64, seed of the noise that is added to each sample. Samples with equal ones share it.
+            ascending. Step 0 is not possible, because no step before it could return the noised sample.
+        seeds: (batch,) int64, seed of the noise that is added to each sample. Samples with equal seeds share the
+            noise.
         initial_seeds: (batch,) int64, seed of each sample's initial latent.
         num_inference_steps: length of the pipeline's loop.
-        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
+        tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote; None if there are
+            none.
         old_clean: (batch, steps, ...) float32, the clean sample that the old policy predicts at each of `steps`; None
-            for an algorithm without one.
+            without an old policy.
 
     Examples:
         >>> _, samples = rollout(pipe, inputs, seeds=[0, 1], num_inference_steps=4, keeps_clean=True)
@@ -143,7 +146,7 @@ class CleanSamples(SampleTensors):
     old_clean: Tensor | None = None
 
     def anchor(self) -> Tensor:
-        """Return zeros: nothing is recorded on the way to a clean sample."""
+        """Return zeros, since the steps towards a clean sample are not recorded."""
         return torch.zeros(self.steps.shape, dtype=torch.float64, device=self.latents.device)
 
 
@@ -156,11 +159,11 @@ class Denoised:
         target: (batch, ...) float32, the sample itself, in the same coordinates.
         share: how much of the noised sample is noise, between 0 and 1, broadcastable to `clean`: sigma for flow
             matching, sqrt(1 - alpha) for variance-preserving schedules, sigma / sqrt(1 + sigma^2) for EDM.
-        origin: (batch, ...) float32, so that the prediction is `v = (origin - clean) / share`: the velocity for flow
-            matching, v-prediction for variance-preserving schedules.
-        moves: (batch, ...) bool, False for elements that the pipeline holds fixed (conditions, first frames, what lies
-            outside an inpainting mask) and which are therefore no target; None where all count.
-        clean_at_zero: (batch, ...) float32, the clean sample that follows from a prediction of 0; None where that is
+        origin: (batch, ...) float32, chosen so that the prediction is `v = (origin - clean) / share`: the velocity for
+            flow matching, v-prediction for variance-preserving schedules.
+        moves: (batch, ...) bool, False for elements that the pipeline holds fixed (conditions, first frames, the part
+            outside an inpainting mask) and that therefore do not count; None if all count.
+        clean_at_zero: (batch, ...) float32, the clean sample that follows from a prediction of 0; None if it is
             `origin`, as for flow matching.
 
     Examples:
@@ -177,7 +180,7 @@ class Denoised:
     clean_at_zero: Tensor | None = None
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the (batch,) mean of `values`, shaped like `clean`, over what moves; float64."""
+        """Return the (batch,) mean of `values`, shaped like `clean`, over the elements that move; float64."""
         if self.moves is None:
             return values.flatten(1).double().mean(1)
         moves = self.moves.flatten(1)
@@ -196,37 +199,37 @@ class Denoised:
     def size(self) -> Tensor:
         """Return the (batch,) root mean square of the network's own prediction, in units of `v`; float64.
 
-        A change of the prediction by a share of its size changes `v` by that share of this one. It equals `norm` for
-        flow matching, and differs where `v` holds a part of the noised sample (noise prediction, EDM).
+        If the prediction changes by a share of its size, `v` changes by the same share of this value. It equals `norm`
+        for flow matching, and differs if `v` contains a part of the noised sample (noise prediction, EDM).
         """
         still = self.origin if self.clean_at_zero is None else self.clean_at_zero
         return self.mean(((self.clean - still) / self.share) ** 2).sqrt().clamp(min=1e-12)
 
     @torch.no_grad()
     def difference(self, other: Tensor) -> Tensor:
-        """Return how far the prediction is from that of another clean sample, relative to its size, (batch,)."""
+        """Return the (batch,) distance of the prediction from that of another clean sample, relative to its size."""
         return self.error(other).sqrt() / self.size()
 
     @torch.no_grad()
     def least_difference(self, error: Tensor) -> Tensor:
-        """Return how far it is at least from a prediction of which only the `error` to the target is known, (batch,).
+        """Return a (batch,) lower bound of `difference` to a prediction of which only the `error` is known.
 
-        By the triangle inequality it is at least the difference of the roots of both errors.
+        By the triangle inequality, the distance is at least the difference between the roots of both errors.
         """
         return (self.error().sqrt() - error.to(self.size()).sqrt()).abs() / self.size()
 
 
 @dataclasses.dataclass
 class StepScale:
-    """How far the noise of a step and its prediction reach, as means over the numbers of the latent that move.
+    """The scale of a step's noise and of the effect of its prediction, as means over the elements that move.
 
-    What a pipeline holds fixed (a first frame, tokens of a condition) does not count.
+    Elements that a pipeline holds fixed (a first frame, tokens of a condition) do not count.
 
     Attributes:
         std: (batch,) float32, standard deviation of the next latent.
-        jacobian: (batch,) float32, |d mean / d prediction|: one number, as each mean is linear in the prediction. What
-            a scheduler's config clips is taken as if it were not.
-        moving: (batch,) float32, how many numbers move.
+        jacobian: (batch,) float32, |d mean / d prediction|, a single number because each mean is linear in the
+            prediction. Clipping in a scheduler's config is ignored.
+        moving: (batch,) float32, number of elements that move.
 
     Examples:
         >>> video = StepScale(torch.tensor([0.3]), torch.tensor([0.1]), moving=torch.tensor([300.0]))
@@ -241,7 +244,7 @@ class StepScale:
 
     @classmethod
     def join(cls, parts: Sequence["StepScale"]) -> "StepScale":
-        """Average over the latents that one step moves, by their sizes."""
+        """Average over the latents that one step moves, weighted by their sizes."""
         if len(parts) == 1:
             return parts[0]
         moving = sum(part.moving for part in parts)
@@ -253,16 +256,17 @@ class StepScale:
 
 @dataclasses.dataclass
 class Prefix(SampleTensors):
-    """Where the first steps of a loop, taken without noise, have led: what samples branch from.
+    """The result of a loop's first steps, taken without noise, from which samples branch.
 
     Attributes:
-        latents: (batch, ...) float32, output of step `length` - 1, or the initial latent; where a step moves several
-            latents, all of them, flattened one after the other.
+        latents: (batch, ...) float32, output of step `length` - 1, or the initial latent; if a step moves several
+            latents, all of them, flattened and joined.
         initial_seeds: (batch,) int64, seed of each initial latent.
         length: number of steps taken.
-        prediction: (batch, numbers) what the pipeline hands to the scheduler in step `length`, which is the same for
-            all samples that branch there, flattened; None where each sample makes that network call itself.
-        tokens: (batch, tokens) int64, what a language model in the pipeline's call wrote; None where none does.
+        prediction: (batch, elements) what the pipeline hands to the scheduler in step `length`, flattened; it is the
+            same for all samples that branch there. None if each sample makes that network call itself.
+        tokens: (batch, tokens) int64 tokens that a language model in the pipeline's call wrote; None if there are
+            none.
 
     Examples:
         >>> one = inputs | {"prompt": inputs["prompt"][:1]}
@@ -283,25 +287,25 @@ class Prefix(SampleTensors):
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
-    """What a rollout is asked for; see [`~diffusion_grpo.policy.rollout.rollout`] for each field.
+    """A request for a rollout; see [`~diffusion_grpo.policy.rollout.rollout`] for each field.
 
     Attributes:
-        seeds, initial_seeds: (batch,) int64.
+        seeds, initial_seeds: (batch,) int64 seeds of the step noise and of the initial latents.
         num_inference_steps: length of the loop.
         steps: trained steps, one row of ascending indices per sample; None for all but the last.
-        noise_steps: steps that draw noise, of all samples or one sequence per sample; None for all but the last.
+        noise_steps: steps that draw noise, one sequence for all samples or one per sample; None for all but the last.
         noise_in_last_step: whether the last step draws noise too.
-        noise_level: of the process; None for its usual one.
+        noise_level: noise level of the process; None for its usual one.
         device: where the trajectory is kept.
         is_complete: whether the call runs to its end.
         latents: a list that receives the samples' denoised latents, or None.
         is_decoded: whether samples are decoded.
-        keeps_clean: whether the pipeline samples without noise by its own solver, where that has none, and only the
+        keeps_clean: whether the pipeline samples without noise, by its own solver if that draws none, and only the
             finished latents are kept.
         step_weight: a key of [`~diffusion_grpo.policy.step_weights.STEP_WEIGHTS`].
         weighted_steps: the steps that may be trained, over which weights are normalised; None for all but the last.
         keeps_means: whether the means of the trained steps are recorded.
-        prefix: what the samples branch from; None where each takes all steps.
+        prefix: prefix from which the samples branch; None if each takes all steps.
     """
 
     seeds: Tensor
@@ -327,8 +331,9 @@ class Prediction:
     """What a pipeline hands to `scheduler.step` at one step.
 
     Attributes:
-        prediction: (batch, ...) the network's output after guidance, with gradient; in the scheduler's own terms
-            (velocity, noise, v or clean sample). Where a step moves several latents, all of them, flattened.
+        prediction: (batch, ...) the network's output after guidance, with gradient, of the type that the scheduler
+            takes (velocity, noise, v or clean sample). If a step moves several latents, all of them, flattened and
+            joined.
         sample: (batch, ...) the latent that it was made for, in the pipeline's dtype.
 
     Examples:
@@ -343,15 +348,15 @@ class Prediction:
 
 @dataclasses.dataclass
 class StepDistribution:
-    """The Gaussian that the policy draws one step from, and the recorded step's place in it.
+    """The Gaussian from which the policy draws one step, and the log-probability of the recorded step.
 
     Attributes:
-        mean: (batch, ...) float32.
-        std: float32, broadcastable to `mean`.
-        log_prob: (batch,) float32, of the recorded next latent, averaged over its dimensions.
-        scale: how far noise and prediction reach.
-        prediction: (batch, ...) without gradient, what the pipeline handed to the scheduler.
-        velocity: (batch, ...) float32 without gradient, the prediction as `v`; see [`Denoised`].
+        mean: (batch, ...) float32, mean of the next latent.
+        std: float32, standard deviation of the next latent, broadcastable to `mean`.
+        log_prob: (batch,) float32, log-probability of the recorded next latent, averaged over its dimensions.
+        scale: scale of the noise and of the prediction's effect.
+        prediction: (batch, ...) what the pipeline handed to the scheduler, without gradient.
+        velocity: (batch, ...) float32, the prediction as `v`, without gradient; see [`Denoised`].
 
     Examples:
         >>> step = StepDistribution(torch.zeros(1, 4), torch.tensor(0.5), log_prob=torch.zeros(1))
@@ -367,14 +372,14 @@ class StepDistribution:
     velocity: Tensor | None = None
 
     def loss_inputs(self, reference: "StepDistribution | None") -> dict[str, Tensor | None]:
-        """Return what a loss gets of the step beside its log-probability."""
+        """Return the inputs of a loss in addition to the log-probability."""
         found = {"mean": self.mean, "std": self.std, "ref_mean": reference and reference.mean}
         if self.scale is not None:
             found |= {"noise": self.scale.std, "jacobian": self.scale.jacobian, "moving": self.scale.moving}
         return found
 
     def divergence(self, mean: Tensor) -> Tensor:
-        """Return the (batch,) KL divergence from a step with another mean, averaged over the numbers that move."""
+        """Return the (batch,) KL divergence from a step with another mean, averaged over the elements that move."""
         square = ((self.mean - mean) ** 2 / (2 * self.std**2)).flatten(1)
         return square.mean(1) if self.scale is None else square.sum(1) / self.scale.moving
 
@@ -383,9 +388,10 @@ class StepDistribution:
         """Return how far half precision may move each sample's ratio from 1, (batch,).
 
         If a replay's prediction differs by d from the rollout's, the log-probability of x = mean + std * e differs by
-        r * mean(e * d) - r**2 / 2 * mean(d**2), with r = |J| / std: a random part that falls with the number n of
-        dimensions, of standard deviation r * rms(d) / sqrt(n), and one that does not. The bound takes six of these
-        standard deviations and an rms(d) of `ROUNDING` times the prediction's. See docs/how_it_works.md.
+        r * mean(e * d) - r**2 / 2 * mean(d**2), with r = |J| / std. The first term is random, and its standard
+        deviation, r * rms(d) / sqrt(n), falls with the number n of dimensions; the second term does not. The bound
+        allows six of these standard deviations, and an rms(d) of `ROUNDING` times that of the prediction. See
+        docs/how_it_works.md.
         """
         size = self.prediction.float().flatten(1).square().mean(1).sqrt()
         reach = self.scale.jacobian / self.scale.std * ROUNDING * size
@@ -393,7 +399,7 @@ class StepDistribution:
 
     @torch.no_grad()
     def compare(self, reference: "StepDistribution") -> dict[str, Tensor]:
-        """Return the (batch,) ratio of the norms of `v` and of the reference's, as `velocity/ratio_to_ref`."""
+        """Return the (batch,) ratio of the norm of `v` to that of the reference, as `velocity/ratio_to_ref`."""
         if self.velocity is None or reference.velocity is None:
             return {}
         own, other = (step.velocity.flatten(1).norm(dim=1) for step in (self, reference))
@@ -401,16 +407,16 @@ class StepDistribution:
 
 
 def first_of_each(sources: Tensor) -> Tensor:
-    """Return for each row that samples share the index of the first sample that does.
+    """Return, for each row that samples share, the index of the first sample that uses it.
 
     Args:
-        sources: (batch,) int64, rows from 0 to their number.
+        sources: (batch,) int64, the row of each sample; rows are numbered from 0.
     """
     return torch.stack([(sources == row).nonzero()[0, 0] for row in range(int(sources.max()) + 1)])
 
 
 def make_generators(seeds: Tensor) -> list[torch.Generator]:
-    """Return one generator per sample, on the CPU: what a sample gets depends on its seed, not on batch or device."""
+    """Return one CPU generator per sample, so that a sample depends on its seed, but not on its batch or device."""
     return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
 
 
@@ -431,15 +437,16 @@ def choose_trained_steps(
     seeds: Tensor | None = None,
     is_stratified: bool = False,
 ) -> list[list[int]]:
-    """Choose the steps that are trained. Of recorded steps the last is never one: its std goes to 0.
+    """Choose the steps that are trained. A recorded last step is never trained, since its std goes to 0.
 
     Args:
         num_inference_steps: length of the loop.
         window: [start, stop) of the steps that may be trained; all but the last by default.
-        fraction: share of them that is trained, at least one step.
-        seeds: (batch,) one per sample: each draws its own steps. Without seeds, the first steps, in one row.
-        is_stratified: whether the window is divided into as many equal parts as steps are drawn, and one is drawn from
-            each.
+        fraction: share of these steps that is trained, at least one step.
+        seeds: (batch,) seeds, one per sample, with which each sample draws its own steps. Without seeds, the first
+            steps are returned, in one row.
+        is_stratified: whether the window is divided into as many equal parts as steps are drawn, and one step is drawn
+            from each.
 
     Returns:
         one row of ascending step indices per sample.
@@ -467,5 +474,5 @@ def _draw_strata(generator: torch.Generator, start: int, stop: int, count: int) 
     steps: list[int] = []
     for low, high, place in zip(edges[:-1], edges[1:], drawn, strict=True):
         step = int(low + place * (high - low))
-        steps.append(max(step, steps[-1] + 1) if steps else step)  # parts that are no whole number of steps overlap
+        steps.append(max(step, steps[-1] + 1) if steps else step)  # parts of fractional length overlap
     return steps

@@ -1,4 +1,4 @@
-"""Calls of a pipeline without classifier-free guidance, which is no part of what losses on re-noised samples train."""
+"""Calls of a pipeline without classifier-free guidance, as losses on re-noised samples need them."""
 
 import inspect
 import re
@@ -10,34 +10,34 @@ from torch import nn
 
 from .drivers import UnsupportedPipeline
 
-# scales by the value at which they change nothing; a prior's own guidance is not among them: it makes the condition
+# values at which scales have no effect; a prior's own guidance is not included, because it makes the condition
 OFF = {"guidance_scale": 1.0, "guidance_scale_2": 1.0, "audio_guidance_scale": 1.0, "true_cfg_scale": 1.0}
-OFF |= {"min_guidance_scale": 1.0, "max_guidance_scale": 1.0}  # of the first and the last frame
-OFF |= {"image_guidance_scale": 1.0, "img_guidance_scale": 1.0}  # between a call with the image and one without
+OFF |= {"min_guidance_scale": 1.0, "max_guidance_scale": 1.0}  # for the first and the last frame
+OFF |= {"image_guidance_scale": 1.0, "img_guidance_scale": 1.0}  # for calls with and without the image
 OFF |= {"stg_scale": 0.0, "audio_stg_scale": 0.0, "modality_scale": 1.0, "audio_modality_scale": 1.0}
 OFF |= {"pag_scale": 0.0, "sag_scale": 0.0}
-ADDS_GUIDANCE = ("ZImage", "Krea2")  # cond + guidance_scale * (cond - uncond): theirs changes nothing at 0
-# a condition's, a network's input, and one that acts only beside guidance_scale
+ADDS_GUIDANCE = ("ZImage", "Krea2")  # cond + guidance_scale * (cond - uncond): no effect at 0
+# of a condition; an input of the network; without effect unless guidance_scale acts
 STAYS = ("prior_guidance_scale", "distilled_guidance_scale", "skip_layer_guidance_scale")
-SCALE = re.compile(r"(.+_)?(guidance|cfg)_(scale|schedule|amount|weight)(_\w+)?")  # a name that sounds like guidance
+SCALE = re.compile(r"(.+_)?(guidance|cfg)_(scale|schedule|amount|weight)(_\w+)?")  # names that look like guidance
 
 
 def switch_guidance_off(
     pipe: DiffusionPipeline, networks: Sequence[nn.Module], inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call that makes the conditional prediction alone.
+    """Return the arguments of a call that makes only the conditional prediction.
 
-    Where the network takes the guidance scale as an input (FLUX, HunyuanVideo), that scale stays; `true_cfg_scale` is
+    If the network takes the guidance scale as an input (FLUX, HunyuanVideo), this scale is kept; `true_cfg_scale` is
     classifier-free guidance under another name.
 
     Args:
         pipe: the pipeline.
-        networks: those that are trained.
-        inputs: keyword arguments of its `__call__`.
+        networks: the trained networks.
+        inputs: keyword arguments of the pipeline's `__call__`.
 
     Raises:
-        UnsupportedPipeline: guidance is a component of the pipeline, which no argument switches off, or it has a scale
-            that is not known here.
+        UnsupportedPipeline: the pipeline is guided by a component, which no argument switches off, or by a scale that
+            is not known here.
     """
     guider = getattr(pipe, "guider", None)
     refuse_guider(type(pipe).__name__, None if guider is None else type(guider).__name__)
@@ -54,15 +54,15 @@ def switch_guidance_off(
 def find_guidance_argument(pipe: DiffusionPipeline, networks: Sequence[nn.Module]) -> str:
     """Return the name of the argument that sets how strongly a pipeline's call is guided.
 
-    It is `true_cfg_scale` where the pipeline has it and the network does not take `guidance_scale` as an input
+    It is `true_cfg_scale` if the pipeline has it and the network does not take `guidance_scale` as an input
     (Qwen-Image, FLUX.1 schnell): such a pipeline ignores `guidance_scale`.
 
     Args:
         pipe: the pipeline.
-        networks: those that are trained.
+        networks: the trained networks.
 
     Raises:
-        UnsupportedPipeline: its call takes neither.
+        UnsupportedPipeline: the call takes neither argument.
     """
     parameters = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
     configs = [getattr(network, "config", None) for network in (*networks, *pipe.components.values())]
@@ -80,22 +80,22 @@ def _adds_guidance(pipe: DiffusionPipeline) -> bool:
 
 def _embeds_guidance(pipe: DiffusionPipeline, network: nn.Module) -> bool:
     config, names = getattr(network, "config", None), ["guidance_embeds", "guidance_embed"]
-    if hasattr(pipe, "get_guidance_scale_embedding"):  # or what is projected is another number, such as a noise level
+    if hasattr(pipe, "get_guidance_scale_embedding"):  # otherwise it may embed another number, such as a noise level
         names.append("time_cond_proj_dim")
     return hasattr(config, "get") and any(config.get(name) for name in names)
 
 
 def _list_used(pipeline: type[DiffusionPipeline], inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of all arguments that have a value in a call; a scale without one follows the first scale."""
+    """Return the names of all arguments with a value in a call; scales without one follow the first scale."""
     parameters = inspect.signature(inspect.unwrap(pipeline.__call__)).parameters
     return [name for name in parameters if inputs.get(name, parameters[name].default) is not None]
 
 
 def refuse_unknown_scales(pipeline: type[DiffusionPipeline], inputs: Mapping[str, Any]) -> None:
-    """Refuse a pipeline that guides by a scale of which no value is known that switches it off.
+    """Refuse a pipeline with a guidance scale for which no value is known that switches it off.
 
     Args:
-        pipeline: its class.
+        pipeline: class of the pipeline.
         inputs: keyword arguments of its call, as far as they are known.
 
     Raises:
@@ -110,14 +110,14 @@ def refuse_unknown_scales(pipeline: type[DiffusionPipeline], inputs: Mapping[str
 
 
 def refuse_guider(pipeline: str, guider: str | None) -> None:
-    """Refuse a pipeline that guides by a component.
+    """Refuse a pipeline that is guided by a component.
 
     Args:
-        pipeline: name of its class.
-        guider: name of that component's class; None where there is none.
+        pipeline: name of the pipeline's class.
+        guider: name of the component's class; None if there is none.
 
     Raises:
-        UnsupportedPipeline: there is one.
+        UnsupportedPipeline: there is such a component.
     """
     if guider is not None:
         raise UnsupportedPipeline(
@@ -129,10 +129,10 @@ def refuse_guider(pipeline: str, guider: str | None) -> None:
 def _drop_negatives(
     pipe: DiffusionPipeline, parameters: Mapping[str, inspect.Parameter], inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Leave out negative prompts and embeddings: pipelines warn of them at every call without guidance.
+    """Leave out negative prompts and embeddings, about which pipelines warn in every call without guidance.
 
-    A pipeline with another inside keeps them: they shape the condition that the inner one makes. A call that cannot do
-    without them (Kandinsky 2.2) gets them too.
+    A pipeline that contains another one keeps them, because the inner pipeline uses them to make the condition. So
+    does a call that requires them (Kandinsky 2.2).
     """
     if any(isinstance(part, DiffusionPipeline) for part in vars(pipe).values()):
         return inputs

@@ -1,7 +1,7 @@
-"""Sampling of a dataset of prompts without training: files, a table and scores in a folder.
+"""Sample from a dataset of prompts without training, and write files, a table and scores to a folder.
 
-Samples come from the pipeline's own scheduler or carry the noise of a rollout. A job may take days, so an interrupted
-job continues with the samples that are missing.
+Samples come from the pipeline's own scheduler or are drawn with the noise of a rollout. A job may take days, so an
+interrupted job continues with the missing samples.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def check_folder(settings: SampleSettings, dataset: Dataset) -> None:
     """Check that the output folder holds no samples of another job. A part of the same job is fine.
 
     Raises:
-        ValueError: the folder holds samples of other settings, weights, prompts or columns.
+        ValueError: the folder holds samples with other settings, weights, prompts or columns.
     """
     folder, path, count = settings.output_dir, settings.output_dir / TABLE, settings.num_generations
     if not path.is_file():
@@ -59,7 +59,7 @@ def check_folder(settings: SampleSettings, dataset: Dataset) -> None:
             )
     table = pyarrow.parquet.read_table(path).to_pylist()
     for row, prompt in zip(table[::count], get_prompt_column(dataset)):
-        if (there := row.get("prompt", "")) != prompt:  # without a column there are only embeddings
+        if (there := row.get("prompt", "")) != prompt:  # no column `prompt` if there are only embeddings
             raise ValueError(f"{path} holds samples of {there!r} where the prompts say {prompt!r}; {change}")
     for number, (there, here) in enumerate(zip(job.get("rows", [])[: len(table) // count], hash_rows(dataset))):
         if there != here:
@@ -72,13 +72,13 @@ def _read_job(settings: SampleSettings) -> dict[str, Any]:
 
 
 def hash_rows(dataset: Dataset) -> list[str]:
-    """Return a hash of each row; files that are not stored in the dataset count by their paths."""
+    """Return a hash of each row; files that are not stored in the dataset are hashed by their paths."""
     rows = (json.dumps(row, sort_keys=True, default=repr) for row in Columns(dataset, {}).dataset)
     return [hashlib.sha256(row.encode()).hexdigest()[:16] for row in rows]
 
 
 def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Reward]) -> None:
-    """Check the settings, columns and files of a job against the class of its pipeline, before that is loaded.
+    """Check the settings, columns and files of a job against the class of its pipeline, before the pipeline is loaded.
 
     Raises:
         ValueError: see [`~diffusion_grpo.data.inputs.PipelineInputs`] and its `check`.
@@ -88,13 +88,15 @@ def check_inputs(settings: SampleSettings, dataset: Dataset, rewards: list[Rewar
     else:
         pipeline = plain_pipeline_class(settings.model)
         replaced = [name for name in RATES if name in settings.pipeline_kwargs and name in dataset.column_names]
-        dataset = dataset.remove_columns(replaced)  # by the option; all samples have its rate
-    if pipeline is not None:  # code from elsewhere is not known yet
+        dataset = dataset.remove_columns(replaced)  # an option sets the rate of all samples
+    if pipeline is not None:  # None for code that is not downloaded yet
         prepare_inputs(pipeline, settings, [("--prompts", dataset)], rewards)
 
 
 def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
-    """Load the pipeline with its LoRA or trained weights, as training would if there are training settings.
+    """Load the pipeline with its LoRA or trained weights.
+
+    With the settings of a run, and unless `settings.dtype` is set, the pipeline is loaded as training does.
 
     Raises:
         ValueError: the model, the LoRA or the weights cannot be loaded.
@@ -113,7 +115,7 @@ def load_pipeline_to_sample(settings: SampleSettings) -> "DiffusionPipeline":
 
 
 def load_adapter(pipe: "DiffusionPipeline", settings: SampleSettings) -> None:
-    """Load the LoRA or the trained weights of a job: those that a run trains further as the run does."""
+    """Load the LoRA or the trained weights of a job; if a run starts from them, load them as the run does."""
     train = settings.train
     if train is not None and train.lora_path and settings.lora == os.path.expanduser(train.lora_path):
         load_lora(pipe, policy_component(pipe, train.train_component), settings.lora, train.keep_adapters)
@@ -138,12 +140,12 @@ def write_samples(
         pipe: the pipeline, on its device.
         dataset: rows with a column `prompt`; see [`~diffusion_grpo.data.inputs.PipelineInputs`] for other columns.
         rewards: rewards that make up the columns `reward` and `advantage`.
-        eval_rewards: evaluation-only rewards, which do not.
+        eval_rewards: evaluation-only rewards, which do not count in these columns.
         settings: settings that [`check_folder`] accepted.
 
     Returns:
-        Mean of each reward over the samples that it scored, and its standard error over their prompts (None for a
-        single one), by name. With several `rewards` also of `reward`, their combination.
+        For each reward, by name, its mean over the samples that it scored and the standard error over their prompts
+        (None for a single prompt). With several `rewards`, also for `reward`, their combination.
 
     Raises:
         ValueError: the pipeline does not accept an argument.
@@ -152,9 +154,9 @@ def write_samples(
     table = pyarrow.parquet.read_table(path).to_pylist() if path.is_file() else []
     make = Sampler(pipe, settings)
     hashes, plain = hash_rows(dataset), drop_format(dataset)
-    hashes += _read_job(settings).get("rows", [])[len(hashes) : len(table) // count]  # of samples beyond the prompts
+    hashes += _read_job(settings).get("rows", [])[len(hashes) : len(table) // count]  # of samples beyond these prompts
     records.write_json(settings.output_dir / JOB, settings.identity | {"rows": hashes})
-    step = max(1, settings.batch_size // count)  # prompts between two writes of the table
+    step = max(1, settings.batch_size // count)  # prompts per write of the table
     with tqdm(total=len(dataset) * count, initial=min(len(table), len(dataset) * count), unit="sample") as bar:
         for first in range(len(table) // count, len(dataset), step):
             prompts = range(first, min(first + step, len(dataset)))
@@ -175,8 +177,8 @@ class Sampler:
     """A sampler of dataset rows, with the pipeline's own scheduler or with the noise of a training rollout.
 
     Args:
-        pipe: the pipeline.
-        settings: what to sample and how.
+        pipe: the pipeline, on its device.
+        settings: settings of the job.
     """
 
     def __init__(self, pipe: "DiffusionPipeline", settings: SampleSettings):
@@ -212,8 +214,8 @@ class Sampler:
     def _split(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         """Return the indices of the rows of each call.
 
-        Without a run's settings nobody has asked the pipeline how it reads lists, and some take a list of images for
-        several of one sample; so rows with more than texts and numbers go alone.
+        Without a run's settings no trial call has found out how the pipeline reads lists, and some take a list of
+        images for the images of one sample. So rows that hold more than texts and numbers get calls of their own.
         """
         parts = self.inputs.parts(rows)
         if self.settings.train is not None or all(map(self._is_plain, rows)):
@@ -250,7 +252,7 @@ class Sampler:
         return samples
 
     def choose_noise_steps(self, positions: list[int]) -> list[range] | None:
-        """Choose the steps that draw noise for the sample at each position, None for all.
+        """Choose the steps that draw noise for the sample at each position; None for all steps.
 
         If the training window moves, it moves after as many samples as a training rollout has.
         """
@@ -327,7 +329,8 @@ def _finish(
 ) -> dict[str, tuple[float, float | None]]:
     """Add the combined reward and, if there are groups, the advantage to the table. Return the summary.
 
-    Only the first `size` rows are of this job; a job with more prompts may have left others, which stay as they are.
+    Only the first `size` rows belong to this job. An earlier job with more prompts may have left others, which are
+    kept as they are.
     """
     columns = _make_columns(table[:size])
     prompts = [row // settings.num_generations for row in range(size)]

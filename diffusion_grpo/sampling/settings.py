@@ -32,7 +32,7 @@ OPTIONS += ("noise_level", "seed", "fps", "dtype", "device", "guidance_scale", "
 WINDOW = ("sde_window", "sde_window_size", "deterministic_outside_window", "branches")
 OF_THE_RUN = ("scheduler_kwargs", *WINDOW, "noise_in_last_step", "train_component", "temperature", "top_k", "top_p")
 OF_THE_RUN += ("bf16", "fp16", "load_in_4bit", "load_in_8bit", "quantization")
-CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the pipeline's call, if given
+CALL = ("guidance_scale", "height", "width", "num_frames")  # arguments of the pipeline's call, passed if given
 
 
 @dataclass
@@ -47,7 +47,7 @@ class SampleSettings:
         noise_level: noise level of the stochastic process (None: its default); 0 keeps the pipeline's own scheduler.
         guidance_scale, height, width, num_frames, pipeline_kwargs: arguments of the pipeline's call.
         sigmas: noise levels of a run's rollouts; None for the pipeline's own spacing.
-        train: settings of the run that these were read from, None without one.
+        train: settings of the run that the job was read from; None if there is no run.
     """
 
     model: str
@@ -88,7 +88,7 @@ class SampleSettings:
             raise ValueError("Noise in the steps needs --num_inference_steps, the number of steps it is spread over.")
 
         if self.lora is not None and not Path(self.lora).exists():
-            in_a_run = (Path(self.lora).parent / "run.json").is_file()  # a checkpoint that it lacks
+            in_a_run = (Path(self.lora).parent / "run.json").is_file()  # then the checkpoint is missing
             if self.lora.startswith((".", "/", "~")) or self.lora.count("/") != 1 or in_a_run:
                 raise ValueError(f"--lora: there is no folder or file {self.lora}, and a Hub id is `owner/name`.")
 
@@ -98,7 +98,7 @@ class SampleSettings:
         names = ("model", "lora", "num_generations", "num_inference_steps", "sigmas", "sde_type", "noise_level")
         names += ("same_initial_noise", "seed", "dtype", "reward_funcs", "eval_reward_funcs", "pipeline_kwargs", *CALL)
         values = {name: getattr(self, name) for name in names}
-        for name in ("model", "lora"):  # a folder is the same with a slash at its end
+        for name in ("model", "lora"):  # ignore a slash at the end of a folder
             if values[name] and Path(values[name]).exists():
                 values[name] = str(Path(values[name]))
         values["lora_weights"] = hash_weights(self.lora)
@@ -106,7 +106,7 @@ class SampleSettings:
         order = getattr(self.train, "sde_window_order", "random")
         if order != "random":
             values["sde_window_order"] = [order, self.train.sde_window_interval]
-        return json.loads(json.dumps(values, default=repr))  # the form in which a file returns them
+        return json.loads(json.dumps(values, default=repr))  # as they are read back from a file
 
 
 def hash_weights(source: str | None) -> str | None:
@@ -206,7 +206,7 @@ def read_settings(arguments: argparse.Namespace, overrides: Sequence[str]) -> Sa
 
     Args:
         arguments: parsed options of `add_sample_options`; None for those not given.
-        overrides: words that the parser did not know. With a YAML file they override its settings.
+        overrides: words that the parser did not recognise. With a YAML file, they override its settings.
 
     Raises:
         ValueError: an option or a setting cannot be used.
@@ -250,7 +250,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
     settings |= {
         "model": script.model,
         "prompts": script.dataset,
-        "lora": train.lora_path and os.path.expanduser(train.lora_path),  # its rollouts begin with it
+        "lora": train.lora_path and os.path.expanduser(train.lora_path),  # the rollouts of the run start from it
         "split": script.dataset_train_split,
         "reward_funcs": script.reward_funcs,
         "eval_reward_funcs": script.eval_reward_funcs,
@@ -258,7 +258,7 @@ def _read_yaml(arguments: argparse.Namespace, overrides: list[str], given: dict[
         "batch_size": train.rollout_call_size,
         "train": train,
     }
-    if train.traits.is_renoised:  # its rollouts draw no noise
+    if train.traits.is_renoised:  # the rollouts of the run draw no noise
         settings["noise_level"] = 0.0
     given["pipeline_kwargs"] = (train.pipeline_kwargs or {}) | given["pipeline_kwargs"]
     return SampleSettings(**(settings | given))

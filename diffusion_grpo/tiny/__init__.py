@@ -28,9 +28,8 @@ COLORS: dict[str, tuple[int, int, int]] = {
 }
 
 
-# Defaults of `model="tiny"`: the size that it was made for, without the 256 tokens of a T5 that it does not have, and
-# a batch whose update takes seconds on a CPU. A line applies if the user set none of its names and none of the names
-# beside it.
+# Defaults of `model="tiny"`: the image size that it was trained on, no 256 tokens for a T5 encoder that it lacks, and
+# a batch whose update takes seconds on a CPU. An entry applies only if the user set none of the settings named in it.
 DEFAULTS: list[tuple[dict[str, Any], set[str]]] = [
     ({"height": 32, "width": 96}, set()),
     ({"guidance_scale": 1.0}, set()),
@@ -48,7 +47,7 @@ def default_settings(given: Collection[str]) -> dict[str, Any]:
     """Return the settings of the embedded model that replace the general defaults.
 
     Args:
-        given: names of the settings that the user chose; defaults that belong together with one of them are left out.
+        given: names of the settings that the user chose; defaults that belong to one of them are left out.
 
     Examples:
         >>> default_settings({"num_inference_steps"})["height"]
@@ -77,7 +76,7 @@ def make_prompt(word: str, color: str) -> str:
     """Return the sentence the model was trained on, for example `the word "RAINS" in red`.
 
     Args:
-        word: in capitals; see [`words`].
+        word: word in capitals; see [`words`].
         color: a key of `COLORS`.
 
     Examples:
