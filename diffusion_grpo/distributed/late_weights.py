@@ -76,8 +76,8 @@ def find_dtype(state_dict: dict[str, Tensor] | None, files: Iterable[str | Path]
         files: the files, if there are several.
 
     Returns:
-        float32, bfloat16 or float16; None if a floating-point weight, or any tensor in `files`, has another dtype, or
-        if a file is not a safetensors file.
+        float32, bfloat16 or float16; None if a floating-point weight has another dtype, or if a file is not a
+        safetensors file.
     """
     if isinstance(state_dict, dict):
         found = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
@@ -87,7 +87,8 @@ def find_dtype(state_dict: dict[str, Tensor] | None, files: Iterable[str | Path]
             if not str(path).endswith(".safetensors"):
                 return None
             with safe_open(path, framework="pt") as file:
-                found |= {STORED.get(file.get_slice(name).get_dtype()) for name in file.keys()}
+                kinds = {file.get_slice(name).get_dtype() for name in file.keys()}
+            found |= {STORED.get(kind) for kind in kinds if kind.startswith(("F", "BF"))}  # others are integers
     if not found or not found <= set(STORED.values()):
         return None
     return found.pop() if len(found) == 1 else torch.float32

@@ -177,10 +177,12 @@ def test_the_dtype_of_files(tmp_path):
     assert find_dtype(half | {"c": torch.ones(2, dtype=torch.float16)}, []) == torch.float32
     assert find_dtype({"d": torch.ones(2, dtype=torch.float64)}, []) is None and find_dtype({}, []) is None
     paths = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
-    save_file(half, paths[0])
+    save_file(half | {"index": torch.arange(3), "mask": torch.ones(2, dtype=torch.bool)}, paths[0])
     save_file({"b": torch.ones(2)}, paths[1])
     assert find_dtype(None, paths[:1]) == torch.bfloat16 and find_dtype(None, paths) == torch.float32
     assert find_dtype(None, [tmp_path / "old.bin"]) is None
+    save_file({"c": torch.ones(2, dtype=torch.float64)}, tmp_path / "double.safetensors")
+    assert find_dtype(None, [*paths, tmp_path / "double.safetensors"]) is None
 
 
 # Runs
